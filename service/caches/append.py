@@ -95,7 +95,7 @@ class Appends(OperationKind[Append]):
         assert done is not None
         entry = operation.entry
         if operation.copy_number is not None:
-            self._kv.touch(entry)
+            entry.touch(self._context.now_s)
             return self._appended(operation, done, entry.state.last_kept, self._kept_path(entry, request))
         self._rate.completions += 1
         if entry.ephemeral:
@@ -133,7 +133,7 @@ class Appends(OperationKind[Append]):
         else:
             entry.answer = None
         if entry.worker is not None:
-            self._kv.reached(entry, entry.state.tokens.length)
+            entry.has_computed(entry.state.tokens.length)
         path = tuple(done.kept_path) if request.parents else ()
         return self._appended(operation, done, done.kept, path)
 

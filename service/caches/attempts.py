@@ -33,7 +33,7 @@ from service.caches.kv_placement import KvPlacement
 from service.caches.quarantine import blame, clear, must_be_alone
 from service.caches.requests import Append, AppendKind, Priority
 from service.caches.segments import Segment
-from service.caches.worker_load import TIME_SHARES, End, WorkerLoad, retry_after_s
+from service.caches.worker_load import TIME_SHARES, End, Work, WorkerLoad, retry_after_s
 from service.caches.workers import Workers, WorkerView
 from service.errors import (
     DeadlinePassed,
@@ -175,7 +175,7 @@ class Attempts:
             return self._attempt_failed(operation, attempt, answer)
         self._end_attempt(operation, End.ANSWERED)
         if attempt.replays:
-            self._kv.reached(entry, operation.base)
+            entry.has_computed(operation.base)
             operation.replayed_tokens += len(attempt.append.token_ids)
             return self._go_on(operation)
         if entry.crash_score:
@@ -297,15 +297,15 @@ class Attempts:
         missing = operation.pages_needed - worker.headroom
         if missing <= 0 or self._kv.preempt(worker, missing, operation):
             return True
-        if not self._can_others_free_pages(operation.entry, worker):
+        if not self._can_others_free_pages(worker):
             # No other cache could free pages: the worker decides whether it fits.
             return True
         full.add(worker)
         return False
 
-    def _can_others_free_pages(self, entry: CacheEntry, worker: WorkerView) -> bool:
-        """Whether other caches have pages on the worker, which they may free later."""
-        return self._kv.has_others(entry) or any(self.under_way(worker))
+    def _can_others_free_pages(self, worker: WorkerView) -> bool:
+        """Whether other caches than the one in need have pages on its worker, which they may free later."""
+        return len(worker.held) > 1 or any(self.under_way(worker))
 
     def _may_fit_anywhere(self, operation: Operation, full: set[WorkerView]) -> bool:
         """As `_may_fit` for an operation whose KV was dropped: it needs pages for all tokens."""
@@ -337,7 +337,11 @@ class Attempts:
         """Sends a forward. Raises Overloaded or DeadlinePassed if it would not be done in time."""
         entry, worker, context = operation.entry, operation.entry.worker, self._context
         assert worker is not None
-        state, is_copy = entry.state, operation.copy_number is not None
+        state, is_copy, load = entry.state, operation.copy_number is not None, worker.load
+        tokens, timeout_s = len(append.token_ids), operation.submitted_s + self._max_wait_s - context.now_s
+        work = load.estimate(operation.caller or -operation.ticket, tokens, append.rows, append.priority)
+        if operation.deadline_s is not None or work.is_long:
+            timeout_s = self._require_time(operation.deadline_s, work, load, timeout_s)
         attempt = Attempt(
             context.number(),
             number,
@@ -349,20 +353,19 @@ class Attempts:
             is_copy,
             not replays and (is_copy or entry.ephemeral),
             state.salt,
-            operation.submitted_s + self._max_wait_s - context.now_s,
+            timeout_s,
             replays,
-            -(-len(append.token_ids) // worker.page_tokens),
+            -(-tokens // worker.page_tokens),
+            sent_s=context.now_s,
+            work=work,
         )
-        worker.load.estimate(attempt, operation.caller or -operation.ticket)
-        if operation.deadline_s is not None or attempt.is_long:
-            self._require_time(operation, attempt, worker.load)
         if is_copy and not replays and position:
             context.send(worker, ForkSequence(context.number(), entry.number, (number,)))
         if not entry.was_sent:
             self._kv.sent(entry)
         operation.attempt, operation.need = attempt, None
         self._attempts[attempt.op_id] = operation
-        worker.load.enter(attempt, context.now_s)
+        load.enter(work)
         worker.pages_queued += attempt.pages
         if replays:
             attempt.first_segment = state.tokens.segments[0]
@@ -372,23 +375,25 @@ class Attempts:
             self._suspects[worker] += 1
         context.effects.commands.append((worker.worker_id, worker.epoch, attempt))
 
-    def _require_time(self, operation: Operation, attempt: Attempt, load: WorkerLoad) -> None:
-        """Raises Overloaded or DeadlinePassed, before any work, if it would not be done in time."""
-        wait_s = operation.submitted_s + self._max_wait_s - self._context.now_s
-        expected_s = load.expected_s(attempt)
-        if operation.deadline_s is None:
+    def _require_time(self, deadline_s: float | None, work: Work, load: WorkerLoad, wait_s: float) -> float:
+        """Within which time it has to begin, at most `wait_s`.
+
+        Raises Overloaded or DeadlinePassed, before any work, if it would not be done in time.
+        """
+        expected_s = load.expected_s(work)
+        if deadline_s is None:
             # Without a deadline only the queueing delay is limited.
-            expected_s -= load.work_s(attempt)
+            expected_s -= load.own_s(work)
             if expected_s > wait_s:
                 raise Overloaded(expected_s, max(wait_s, 0.0), retry_after_s(expected_s - wait_s))
-            return
-        left_s = operation.deadline_s - self._context.now_s
+            return wait_s
+        left_s = deadline_s - self._context.now_s
         if left_s <= 0:
             raise DeadlinePassed
-        may_take_s = left_s * TIME_SHARES[attempt.append.priority]
+        may_take_s = left_s * TIME_SHARES[work.priority]
         if expected_s > may_take_s:
             raise Overloaded(expected_s, may_take_s, retry_after_s(expected_s - may_take_s))
-        attempt.timeout_s = min(load.start_within_s(attempt, left_s), wait_s)
+        return min(load.start_within_s(work, left_s), wait_s)
 
     def _end_attempt(self, operation: Operation, end: End) -> None:
         """Removes the running attempt from all counts."""
@@ -396,7 +401,8 @@ class Attempts:
         assert attempt is not None and worker is not None
         operation.attempt = None
         del self._attempts[attempt.op_id]
-        worker.load.leave(attempt, self._context.now_s, end)
+        now_s = self._context.now_s
+        worker.load.leave(attempt.work, now_s - attempt.sent_s, now_s, end)
         worker.pages_queued -= attempt.pages
         if attempt.first_segment is not None:
             take_one(self._replayed, (worker, attempt.first_segment))
@@ -417,7 +423,7 @@ class Attempts:
             # A failed forward does not release its copy.
             self._release_copy(operation, worker)
         if failed.kv_missing:
-            self._kv.reached(entry, 0)
+            entry.has_computed(0)
             return self.try_again(operation, WorkerFault())
         if isinstance(error, KvExhausted):
             return self._pages_missing(operation, worker, error)
@@ -446,7 +452,7 @@ class Attempts:
             operation.failures += 1
             self._kv.drop(entry)
             return self._go_on(operation)
-        if self._can_others_free_pages(entry, worker):
+        if self._can_others_free_pages(worker):
             self._park(operation, Need.PAGES)
             return None
         # Pages were freed meanwhile, or it needs more than the worker has.
@@ -486,7 +492,7 @@ class Attempts:
         for worker in self._workers:
             its = [o.attempt for o in self.under_way(worker) if o.attempt is not None]
             assert worker.pages_queued == sum(attempt.pages for attempt in its)
-            worker.load.check(its)
+            worker.load.check([attempt.work for attempt in its])
         attempts = [(o.entry.worker, o.attempt) for o in self._attempts.values() if o.attempt is not None]
         assert self._suspects == Counter(worker for worker, a in attempts if a.is_suspect)
         assert self._replayed == Counter(

@@ -140,10 +140,11 @@ class CacheEntry:
     answer: ForwardDone | None = None
     answered: bytes = b""
 
-    # Written by kv_placement.py. The end of its lease, and when it was used last.
+    # Written by entries.py, in `touch`. The end of its lease, and when it was used last.
     expires_at_s: float = 0.0
     used_s: float = 0.0
-    # Its worker, if any, which has KV of at least the first `kv_len` tokens.
+
+    # Written by kv_placement.py. Its worker, if any, which has KV of at least the first `kv_len` tokens.
     worker: WorkerView | None = None
     kv_len: int = 0
     # Whether a command about it was sent to that worker.
@@ -192,6 +193,16 @@ class CacheEntry:
         """The cache as its caller sees it."""
         worker_id = "" if self.worker is None else self.worker.worker_id
         return Handle(self.state.cache_id, self.length, self.ownership, worker_id, self.expires_at_s)
+
+    def touch(self, now_s: float) -> None:
+        """It is used: its lease restarts, and its KV is the last of its worker to be preempted."""
+        self.used_s, self.expires_at_s = now_s, now_s + self.state.lease_s
+        if self.worker is not None:
+            self.worker.held.move_to_end(self)
+
+    def has_computed(self, kv_len: int) -> None:
+        """Its worker has KV of the first `kv_len` tokens."""
+        self.kv_len = kv_len
 
     def operations(self) -> Iterator[Operation]:
         """The running and the waiting operations, in order."""

@@ -104,7 +104,7 @@ class CacheMachine:
             tenant = tenant_of(state.tenant) if state.tenant else self.index.anonymous
             entry = self._reservations.new_cache(state, tenant)
             # If the clock was set back, leases must not become longer.
-            self._kv.recovered(entry, max(0.0, wall_s - self._written_s[state.number]))
+            entry.touch(now_s - max(0.0, wall_s - self._written_s[state.number]))
             self.index.add(entry, self._context.number())
             self._reservations.count(entry)
             self._workers.were_ready = True
@@ -158,7 +158,7 @@ class CacheMachine:
         worker = self._workers.find(worker_id, epoch)
         if worker is not None:
             worker.draining = True
-            idle = [entry for entry in self._kv.held(worker) if not entry.busy]
+            idle = [entry for entry in worker.held if not entry.busy]
             for entry in idle:
                 self._kv.drop(entry)
             self._restores.later(idle, now_s)
@@ -272,7 +272,7 @@ class CacheMachine:
         for entry in entries:
             if not kind.uses_kv:
                 queues.preempt_restore(entry)
-            self._kv.touch(entry)
+            entry.touch(context.now_s)
         queues.enter(operation)
         return ticket
 
@@ -373,5 +373,5 @@ class CacheMachine:
         self.index.check()
         self._queues.check()
         self._reservations.check(operations, entries, self.index.anonymous)
-        self._kv.check(entries)
+        self._kv.check(entries, self._workers)
         self._attempts.check(operations)

@@ -167,7 +167,7 @@ class OperationQueues:
             self.not_committed(operation, bug(error))
             return
         for entry in operation.entries:
-            self._kv.touch(entry)
+            entry.touch(self._context.now_s)
         answer = kind.applied(operation, request)
         undelivered = () if operation.is_answered else kind.undelivered(operation, request)
         self.finish(operation, answer)

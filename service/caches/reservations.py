@@ -73,10 +73,9 @@ class Reservations:
         """Creates the entry of a cache and counts it."""
         self._caches += 1
         tenant.caches += 1
-        now_s = self._context.now_s
-        return CacheEntry(
-            state.number, tenant, ephemeral, state, expires_at_s=now_s + state.lease_s, used_s=now_s
-        )
+        entry = CacheEntry(state.number, tenant, ephemeral, state, ownership=state.ownership)
+        entry.touch(self._context.now_s)
+        return entry
 
     def count(self, entry: CacheEntry) -> None:
         """Updates the tenant's tokens to the length of a cache."""

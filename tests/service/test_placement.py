@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from service.caches.entries import CacheEntry
+from service.caches.ledger import CacheState
+from service.caches.tenants import Tenant
 from service.caches.workers import PrefixAffinity, Workers, WorkerView
 from service.errors import NoWorker
 
@@ -49,7 +52,10 @@ def test_the_most_free_pages_less_what_is_queued() -> None:
 
 def test_of_equals_the_one_with_fewer_sequences() -> None:
     a, b = view("a", 1, 10), view("b", 2, 10)
-    a.sequences, b.sequences = 3, 2
+    for worker, count in ((a, 3), (b, 2)):
+        for number in range(count):
+            entry = CacheEntry(number, Tenant(), False, CacheState(number, "", "", b"", 0, 1.0))
+            worker.held[entry] = None
     assert place(placed(a, b), PROMPT) is b
 
 

@@ -140,14 +140,14 @@ class WatchedMachine(CacheMachine):
 
     def held_by(self, worker: WorkerView) -> Iterator[tuple[CacheState, int]]:
         """The caches whose KV a worker has, and how many of their tokens."""
-        return ((entry.state, entry.kv_len) for entry in self._kv.held(worker))
+        return ((entry.state, entry.kv_len) for entry in worker.held)
 
     def check_empty(self) -> None:
         """Asserts that nothing is left."""
         assert len(self) == len(self.ledger) == self.ledger.size_bytes == self.operations_in_flight == 0
         assert not self.index._by_request_id and not self.index._forks
         assert self._reservations._caches == self._reservations._queued_bytes == 0
-        assert all(view.sequences == view.pages_queued == 0 for view in self.workers())
+        assert all(len(view.held) == view.pages_queued == 0 for view in self.workers())
 
 
 class PlantedMachine(WatchedMachine):
