@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import TypeVar
 
-from service.caches.counts import take_one
 from service.caches.effects import (
     AbortForward,
     Attempt,
@@ -28,7 +28,7 @@ from service.caches.effects import (
     ReleaseSequences,
     TruncateSequence,
 )
-from service.caches.entries import CacheEntry, Need, Operation, Phase
+from service.caches.entries import Need, Operation, Phase
 from service.caches.kv_placement import KvPlacement
 from service.caches.quarantine import blame, clear, must_be_alone
 from service.caches.requests import Append, AppendKind, Priority
@@ -56,6 +56,7 @@ _MOMENT_S = 0.02
 # A parked operation fails this long, or a tenth of its time, before its deadline: so the reason arrives.
 _REFUSE_EARLY_S = 0.1
 
+_Key = TypeVar("_Key")
 # The end of the attempts of an operation: the answer of the worker, or an error. None: only KV was needed.
 AttemptResult = tuple[Operation, ForwardDone | QuireError | None]
 
@@ -116,18 +117,7 @@ class Attempts:
         entry, base = operation.entry, operation.base
         if entry.quarantined:
             raise SequenceQuarantined
-        need = None
-        if entry.kv_len < base and not self._may_replay():
-            # Before the placement, which is expensive for a long cache.
-            need = Need.REPLAY_RATE
-        elif entry.worker is None or entry.worker.draining:
-            need = self._place(operation)
-        if need is None:
-            _require_capacity(operation)
-        if need is None and entry.crash_score and must_be_alone(entry) and self._has_suspect(entry):
-            need = Need.EXCLUSIVE_WORKER
-        if need is None and entry.kv_len < base and self._is_prefix_replayed(operation):
-            need = Need.SHARED_PREFIX
+        need = self._place(operation)
         if need is not None:
             self._park(operation, need)
         elif entry.kv_len < base:
@@ -246,22 +236,41 @@ class Attempts:
         self._parked[operation.ticket] = operation
 
     def _place(self, operation: Operation) -> Need | None:
-        """Assigns the cache to a worker that takes new attempts."""
+        """Makes sure that a worker has the cache. Returns what the operation has to wait for, if anything.
+
+        Raises SequenceTooLong if the cache would exceed the capacity of the worker.
+        """
+        entry, base, append = operation.entry, operation.base, operation.append
+        if entry.kv_len < base and not self._may_replay():
+            # Before the placement, which is expensive for a long cache.
+            return Need.REPLAY_RATE
+        worker = entry.worker
+        if worker is None or worker.draining:
+            worker = self._assign(operation)
+            if worker is None:
+                return Need.WORKER
+        wanted = base if append is None else base + len(append.token_ids)
+        if wanted > worker.capacity_tokens:
+            raise SequenceTooLong(wanted, worker.capacity_tokens)
+        if entry.crash_score and must_be_alone(entry) and self._suspects[worker]:
+            return Need.EXCLUSIVE_WORKER
+        if entry.kv_len < base and self._is_prefix_replayed(operation):
+            return Need.SHARED_PREFIX
+        return None
+
+    def _assign(self, operation: Operation) -> WorkerView | None:
+        """Assigns the cache to a worker that takes new attempts, if there is one."""
         entry, state, append = operation.entry, operation.entry.state, operation.append
         self._kv.drop(entry)
         if not self._workers.open_workers(state.weights):
-            return Need.WORKER
+            return None
         tokens = state.tokens.copy()
         if append is not None and operation.copy_number is None:
             tokens.extend(append.token_ids)
         worker = self._workers.choose(tokens, state.salt, state.weights)
         self._workers.affinity.record(tokens, worker, state.salt)
         self._kv.assign(entry, worker)
-        return None
-
-    def _has_suspect(self, entry: CacheEntry) -> bool:
-        """Whether its worker computes another suspect."""
-        return entry.worker is not None and self._suspects[entry.worker] > 0
+        return worker
 
     def _may_replay(self) -> bool:
         """Whether another replay may be sent in this moment."""
@@ -280,7 +289,7 @@ class Attempts:
             case Need.WORKER:
                 return bool(self._workers.open_workers(operation.entry.state.weights))
             case Need.EXCLUSIVE_WORKER:
-                return not self._has_suspect(operation.entry)
+                return operation.entry.worker is None or not self._suspects[operation.entry.worker]
             case Need.SHARED_PREFIX:
                 return not self._is_prefix_replayed(operation)
             case Need.REPLAY_RATE:
@@ -405,9 +414,9 @@ class Attempts:
         worker.load.leave(attempt.work, now_s - attempt.sent_s, now_s, end)
         worker.pages_queued -= attempt.pages
         if attempt.first_segment is not None:
-            take_one(self._replayed, (worker, attempt.first_segment))
+            _take_one(self._replayed, (worker, attempt.first_segment))
         if attempt.is_suspect:
-            take_one(self._suspects, worker)
+            _take_one(self._suspects, worker)
         # A parked operation may have waited for this.
         self._changed = True
 
@@ -500,14 +509,11 @@ class Attempts:
         )
 
 
-def _require_capacity(operation: Operation) -> None:
-    """Raises SequenceTooLong if the cache would exceed the capacity of its worker."""
-    wanted, worker = operation.entry.state.tokens.length, operation.entry.worker
-    assert worker is not None
-    if operation.append is not None and operation.copy_number is None:
-        wanted += len(operation.append.token_ids)
-    if wanted > worker.capacity_tokens:
-        raise SequenceTooLong(wanted, worker.capacity_tokens)
+def _take_one(counts: Counter[_Key], key: _Key) -> None:
+    """Subtracts one, and deletes the entry at zero."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 def bug(error: Exception) -> InternalError:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.caches.effects import Attempt, ForwardDone
 from service.caches.ledger import CacheState
-from service.caches.records import Record
+from service.caches.records import CacheCreated, Record
 from service.caches.requests import Append, Handle, Request
 from service.caches.tenants import Tenant
 from service.caches.workers import WorkerView
@@ -134,9 +134,10 @@ class CacheEntry:
     # Of a scoring: removed after its only append.
     ephemeral: bool
 
-    # Written by append.py. The ledger's state, or a draft of it until its creation is durable. The answer
-    # to the last append, and the options of that append.
+    # Written by append.py. The ledger's state, or a draft of it until its creation is durable; the record of
+    # its creation until then. The answer to the last append, and the options of that append.
     state: CacheState
+    creation: CacheCreated | None = None
     answer: ForwardDone | None = None
     answered: bytes = b""
 

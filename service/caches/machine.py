@@ -68,7 +68,6 @@ class CacheMachine:
         self._rate = parts.rate
         self._workers = parts.workers
         self._kv = parts.kv
-        self._reservations = parts.reservations
         self._attempts = parts.attempts
         self._restores = Restores(parts)
         releases = Releases(parts)
@@ -102,11 +101,11 @@ class CacheMachine:
         self._context.skip_numbers(max((state.number for state in self.ledger), default=0))
         for state in sorted(self.ledger, key=lambda state: state.number):
             tenant = tenant_of(state.tenant) if state.tenant else self.index.anonymous
-            entry = self._reservations.new_cache(state, tenant)
+            entry = self.admission.new_cache(state, tenant)
             # If the clock was set back, leases must not become longer.
             entry.touch(now_s - max(0.0, wall_s - self._written_s[state.number]))
             self.index.add(entry, self._context.number())
-            self._reservations.count(entry)
+            self.admission.count(entry)
             self._workers.were_ready = True
         self._written_s.clear()
 
@@ -270,7 +269,7 @@ class CacheMachine:
             turns_left=len(entries),
         )
         for entry in entries:
-            if not kind.uses_kv:
+            if not isinstance(request, Append):
                 queues.preempt_restore(entry)
             entry.touch(context.now_s)
         queues.enter(operation)
@@ -352,7 +351,7 @@ class CacheMachine:
         """
         for result in self._attempts.go_on():
             self._queues.attempt_ended(*result)
-        if self._restores:
+        if self._restores.waiting:
             self._restore_some()
         return self._context.take()
 
@@ -372,6 +371,6 @@ class CacheMachine:
             assert self.ledger.get(entry.number) is entry.state, "there is one copy of a state"
         self.index.check()
         self._queues.check()
-        self._reservations.check(operations, entries, self.index.anonymous)
+        self.admission.check(operations, entries, self.index.anonymous)
         self._kv.check(entries, self._workers)
         self._attempts.check(operations)

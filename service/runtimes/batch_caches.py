@@ -42,9 +42,9 @@ class BatchCaches:
         return "\x00" + digest[:40]
 
     def recall(self, item_id: str, part: str) -> Sequence[Remembered | None]:
-        """The caches made under a key, also by an earlier run. See `Dispatcher.recall`."""
+        """The caches made under a key, also by an earlier run. See `CacheIndex.lookup`."""
         key = self.key(item_id, part)
-        return self._dispatcher.recall(key, self._tenant) if key else ()
+        return self._dispatcher.caches.index.lookup(key, self._tenant) if key else ()
 
     def add(self, cache_id: str) -> None:
         """Notes a cache that was made or found."""

@@ -135,7 +135,7 @@ async def test_a_call_that_is_cancelled_is_undone(bench: Bench) -> None:
     bench.answer(second)
     assert bench.tokens(a) == [1, 3], "what was answered stays"
     assert bench.tokens(b) == [2]
-    assert bench.dispatcher.operations_in_flight == 0
+    assert bench.dispatcher.caches.operations_in_flight == 0
 
 
 async def test_what_the_journal_refuses_is_one_callers_failure(bench: Bench) -> None:
@@ -188,12 +188,12 @@ async def test_what_was_made_for_a_caller_who_left_before_he_knew_is_released(be
     task = await bench.start(prefill(2), prefill(3), Fork.of(cache, 2))
     bench.answer(*bench.sent[-3:-1])
     bench.answer(bench.sent[-1])
-    assert bench.dispatcher.num_caches == 5
+    assert len(bench.dispatcher.caches) == 5
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert [handle.cache_id for _, handle in bench.dispatcher.handles()] == [cache]
-    assert bench.dispatcher.operations_in_flight == 0
+    assert [handle.cache_id for _, handle in bench.dispatcher.caches.index.handles()] == [cache]
+    assert bench.dispatcher.caches.operations_in_flight == 0
 
 
 async def test_what_can_be_asked_for_again_stays(bench: Bench) -> None:
@@ -202,7 +202,7 @@ async def test_what_can_be_asked_for_again_stays(bench: Bench) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert bench.dispatcher.num_caches == 1
+    assert len(bench.dispatcher.caches) == 1
 
 
 async def test_those_who_wait_for_a_dead_worker_get_another(bench: Bench) -> None:
@@ -270,7 +270,7 @@ async def test_leases_run_out_by_themselves(bench: Bench, monkeypatch: pytest.Mo
     cache = await bench.create(1)
     await bench.dispatcher.run([Renew(cache, 0.0)])
     expiry = asyncio.create_task(bench.dispatcher.keep_time())
-    while bench.dispatcher.num_caches:
+    while len(bench.dispatcher.caches):
         await asyncio.sleep(0)
     expiry.cancel()
     assert kinds(bench.sent) == ["release"]

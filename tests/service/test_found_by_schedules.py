@@ -100,7 +100,7 @@ def test_who_waits_for_room_without_a_place_takes_that_of_idle_caches() -> None:
     gateway.lose_worker("worker-0")
     gateway.now_s = 10.0
     for _ in range(5):
-        gateway.dispatcher._caches.tick(gateway.now_s)
+        gateway.dispatcher.caches.tick(gateway.now_s)
         gateway.dispatcher._carry_out()
         gateway.work()
     assert asked in gateway.replies and not isinstance(gateway.replies[asked], QuireError)

@@ -74,7 +74,7 @@ def test_whoever_has_a_cache_of_the_weights_before_can_only_release_it(gateway: 
         decode(children[0].cache_id, 3),
     ):
         assert gateway.refusal(request).reason == "WEIGHTS_CHANGED", request
-    found = [*gateway.dispatcher.recall("one"), *gateway.dispatcher.recall("fork")]
+    found = [*gateway.dispatcher.caches.index.lookup("one"), *gateway.dispatcher.caches.index.lookup("fork")]
     assert [made and made.weights for made in found] == [0, 0], (
         "whoever asks can tell that they are of others"
     )
@@ -111,10 +111,10 @@ def test_what_was_asked_before_ends_well_or_with_its_weights(gateway: Gateway) -
     cache = gateway.create(1, 2)
     first, second, creation = gateway.submit(decode(cache, 3), decode(cache, 4), prefill(7))
     gateway.dispatcher.weights_switched(NEW, drain=False)
-    assert gateway.dispatcher.uses_of(OLD) == 3 and not gateway.dispatcher.uses_of(NEW)
+    assert gateway.dispatcher.caches.uses_of(OLD) == 3 and not gateway.dispatcher.caches.uses_of(NEW)
     gateway.work()
     assert said(gateway, second) == next_token([1, 2, 3, 4], None, OLD)
-    assert not gateway.dispatcher.uses_of(OLD)
+    assert not gateway.dispatcher.caches.uses_of(OLD)
 
     other = Gateway()
     cache = other.create(1, 2)
@@ -128,7 +128,7 @@ def test_what_was_asked_before_ends_well_or_with_its_weights(gateway: Gateway) -
     refusals = [other.replies[ticket] for ticket in (first, creation)]
     assert [isinstance(r, WeightsChanged) and r.retry_after_s is not None for r in refusals] == [False, True]
     assert other.replies[released] == Released(released=True)
-    assert not other.machine.ledger and not other.dispatcher.operations_in_flight
+    assert not other.machine.ledger and not other.dispatcher.caches.operations_in_flight
 
 
 def test_a_request_is_computed_with_the_weights_it_was_checked_for(gateway: Gateway) -> None:
@@ -151,7 +151,7 @@ def test_nothing_is_restored_with_other_weights(gateway: Gateway) -> None:
     gateway.dispatcher.weights_switched(NEW, drain=False)
     gateway.dispatcher.weights_ended(OLD)
     gateway.work()
-    assert not gateway.held() and not gateway.dispatcher.operations_in_flight
+    assert not gateway.held() and not gateway.dispatcher.caches.operations_in_flight
 
 
 def test_a_worker_that_is_adopted_keeps_only_what_is_of_its_weights(gateway: Gateway) -> None:

@@ -85,7 +85,7 @@ class ShellSimulation:
         self.floor = WorkFloor(self.launcher, self.dispatcher, rng, seen)
         self.versions = ModelVersions("model", config.workers)
         self.supervisor = Supervisor(config, self.versions, self.launcher)
-        self.state = ServerState(config, self.versions, self.dispatcher.weights_of)
+        self.state = ServerState(config, self.versions, self.dispatcher.caches.index.weights_of)
         self.versions.subscribe(self._on_change)
         self.restarts = RollingRestart(self.supervisor, self.dispatcher, self.loop.time)
         self.loader = SimulatedLoader(self, config)

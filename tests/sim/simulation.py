@@ -333,8 +333,8 @@ class Simulation:
         if self._before_drains:
             self._before_drains = False
             self.dispatcher.weights_drained(self._before)
-        elif not self.dispatcher.uses_of(self._before) or self.rng.random() < 0.3:
-            self.seen["in flight when weights ended"] += self.dispatcher.uses_of(self._before)
+        elif not self.dispatcher.caches.uses_of(self._before) or self.rng.random() < 0.3:
+            self.seen["in flight when weights ended"] += self.dispatcher.caches.uses_of(self._before)
             self._end_crew(self._before)
             self._before = None
 

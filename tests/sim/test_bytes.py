@@ -25,8 +25,8 @@ class _Miscounted(PlantedMachine):
 
     def on_request(self, request: Request, asked: Asked) -> Request:
         limit_bytes = self.oracle.budget.limit_bytes + self.uncounted(asked)
-        limits = self._reservations._limits
-        self._reservations._limits = dataclasses.replace(limits, max_journal_bytes=limit_bytes)
+        limits = self.admission._limits
+        self.admission._limits = dataclasses.replace(limits, max_journal_bytes=limit_bytes)
         return request
 
     def uncounted(self, asked: Asked) -> int:

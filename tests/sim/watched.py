@@ -83,7 +83,7 @@ class WatchedDispatcher(Dispatcher):
             self.trace.extend((a.number, a.request) for a in asked)
             tickets = super().start(requests, replied, caller, whose if whose.name else None)
             self.ticket_of.update(zip((a.number for a in asked), tickets, strict=True))
-            waiting = {number: a.request for number, a in (oracle.outstanding | oracle.abandoned).items()}
+            waiting = oracle.outstanding.keys() | oracle.abandoned.keys()
             oracle.budget.admitted(waiting, [a.number for a in asked])
         return tickets
 
@@ -261,12 +261,12 @@ class WatchedDispatcher(Dispatcher):
         machine.check_invariants()
         known = oracle.outstanding.keys() | oracle.abandoned.keys()
         oracle.own_operations = machine.own_operations()
-        assert self.operations_in_flight == len(known) + oracle.own_operations
+        assert machine.operations_in_flight == len(known) + oracle.own_operations
         assert len(self._waiting) == len(oracle.outstanding), "only who is not answered waits"
         bounded = sum(not isinstance(a.request, Release | Renew) for a in oracle.outstanding.values())
         assert bounded <= oracle.queue_limit
         assert len(oracle.caches) <= oracle.cache_limit
-        assert self.num_caches == len(oracle.caches), "what is there is what was written"
+        assert len(machine) == len(oracle.caches), "what is there is what was written"
         oracle.seen["fork that waits for its last turn"] += machine.partly_begun()
         if self._counts_bytes:
             self.check_bytes()

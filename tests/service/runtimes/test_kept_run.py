@@ -82,7 +82,7 @@ async def test_a_fork_cancelled_while_it_is_committed_leaves_no_cache() -> None:
     world.journal.is_slow = True
     for _ in range(5):
         await asyncio.sleep(0)
-    assert world.gateway.dispatcher.operations_in_flight == 1 and len(world.gateway.machine) == 1
+    assert world.gateway.dispatcher.caches.operations_in_flight == 1 and len(world.gateway.machine) == 1
     reader.cancel()
     await world.end(task)
     world.journal.write()
