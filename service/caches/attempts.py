@@ -28,7 +28,7 @@ from service.caches.effects import (
     ReleaseSequences,
     TruncateSequence,
 )
-from service.caches.entries import Need, Operation, Phase
+from service.caches.entries import Need, Operation
 from service.caches.kv_placement import KvPlacement
 from service.caches.quarantine import blame, clear, must_be_alone
 from service.caches.requests import Append, AppendKind, Priority
@@ -69,8 +69,9 @@ class Attempts:
         self._workers = workers
         self._kv = kv
         self._max_wait_s = max_wait_s
-        self._attempts: dict[int, Operation] = {}
-        self._parked: dict[int, Operation] = {}
+        # The operations whose attempt a worker computes, by op id; the parked ones, by ticket.
+        self.running: dict[int, Operation] = {}
+        self.parked: dict[int, Operation] = {}
         # How many attempts replay each first segment, by worker; how many compute a suspect, by worker.
         self._replayed: Counter[tuple[WorkerView, Segment]] = Counter()
         self._suspects: Counter[WorkerView] = Counter()
@@ -80,18 +81,9 @@ class Attempts:
         # Whether parked operations have to be checked.
         self._changed = False
 
-    @property
-    def num_parked(self) -> int:
-        """See `Phase.PARKED`."""
-        return len(self._parked)
-
-    def find(self, op_id: int) -> Operation | None:
-        """The operation of a running attempt."""
-        return self._attempts.get(op_id)
-
     def under_way(self, worker: WorkerView) -> Iterator[Operation]:
         """The operations that a worker computes."""
-        return (o for o in self._attempts.values() if o.entry.worker is worker)
+        return (o for o in self.running.values() if o.entry.worker is worker)
 
     # Begin and stop.
 
@@ -133,7 +125,7 @@ class Attempts:
     def stop(self, operation: Operation) -> None:
         """Stops the attempt or the parking of an operation. It gets no result."""
         entry, attempt, worker = operation.entry, operation.attempt, operation.entry.worker
-        self._parked.pop(operation.ticket, None)
+        self.parked.pop(operation.ticket, None)
         operation.need = None
         if attempt is None:
             return
@@ -155,7 +147,7 @@ class Attempts:
 
     def answered(self, op_id: int, answer: ForwardDone | CommandFailed | None) -> AttemptResult | None:
         """A worker answered. Ignored if the attempt is over."""
-        operation = self._attempts.get(op_id)
+        operation = self.running.get(op_id)
         if operation is None or answer is None:
             return None
         attempt, entry = operation.attempt, operation.entry
@@ -192,21 +184,21 @@ class Attempts:
 
     def go_on(self) -> Iterator[AttemptResult]:
         """Retries parked operations that may be able to run, the oldest first. Call it after each turn."""
-        if not self._changed or not self._parked:
+        if not self._changed or not self.parked:
             return
         self._changed = False
         full: set[WorkerView] = set()
-        for ticket in sorted(self._parked):
-            operation = self._parked.get(ticket)
+        for ticket in sorted(self.parked):
+            operation = self.parked.get(ticket)
             if operation is not None and self._can_go_on(operation, full):
-                del self._parked[ticket]
+                del self.parked[ticket]
                 result = self._go_on(operation)
                 if result is not None:
                     yield result
 
     def tick(self) -> Iterator[AttemptResult]:
         """Fails parked operations whose time is up. The next `go_on` checks the others."""
-        for operation in [o for o in self._parked.values() if self._context.now_s >= self._park_until_s(o)]:
+        for operation in [o for o in self.parked.values() if self._context.now_s >= self._park_until_s(o)]:
             yield operation, self._parked_too_long(operation)
         self._changed = True
 
@@ -233,7 +225,7 @@ class Attempts:
             # The next operation replays the KV itself; it must not wait for this one.
             raise NoWorker
         operation.need = need
-        self._parked[operation.ticket] = operation
+        self.parked[operation.ticket] = operation
 
     def _place(self, operation: Operation) -> Need | None:
         """Makes sure that a worker has the cache. Returns what the operation has to wait for, if anything.
@@ -373,7 +365,7 @@ class Attempts:
         if not entry.was_sent:
             self._kv.sent(entry)
         operation.attempt, operation.need = attempt, None
-        self._attempts[attempt.op_id] = operation
+        self.running[attempt.op_id] = operation
         load.enter(work)
         worker.pages_queued += attempt.pages
         if replays:
@@ -409,7 +401,7 @@ class Attempts:
         attempt, worker = operation.attempt, operation.entry.worker
         assert attempt is not None and worker is not None
         operation.attempt = None
-        del self._attempts[attempt.op_id]
+        del self.running[attempt.op_id]
         now_s = self._context.now_s
         worker.load.leave(attempt.work, now_s - attempt.sent_s, now_s, end)
         worker.pages_queued -= attempt.pages
@@ -483,30 +475,6 @@ class Attempts:
         except Exception as error:
             # A bug must not block the cache for ever.
             return operation, bug(error)
-
-    def check(self, operations: dict[int, Operation]) -> None:
-        """Raises AssertionError if attempts and operations contradict each other. By ticket."""
-        for op_id, operation in self._attempts.items():
-            assert operation.attempt is not None and operation.attempt.op_id == op_id
-            assert operation.phase in (Phase.REPLAYING, Phase.COMPUTING)
-            assert operations.get(operation.ticket) is operation
-            assert operation.entry.worker is not None and operation.entry.worker.is_ready
-        for ticket, operation in self._parked.items():
-            assert operations.get(ticket) is operation and operation.phase is Phase.PARKED
-            assert operation.need is not None
-        for operation in operations.values():
-            assert operation.attempt is None or operation.attempt.op_id in self._attempts
-            assert (operation.phase is Phase.PARKED) is (operation.ticket in self._parked)
-            assert (operation.need is not None) is (operation.ticket in self._parked)
-        for worker in self._workers:
-            its = [o.attempt for o in self.under_way(worker) if o.attempt is not None]
-            assert worker.pages_queued == sum(attempt.pages for attempt in its)
-            worker.load.check([attempt.work for attempt in its])
-        attempts = [(o.entry.worker, o.attempt) for o in self._attempts.values() if o.attempt is not None]
-        assert self._suspects == Counter(worker for worker, a in attempts if a.is_suspect)
-        assert self._replayed == Counter(
-            (worker, a.first_segment) for worker, a in attempts if a.first_segment
-        )
 
 
 def _take_one(counts: Counter[_Key], key: _Key) -> None:

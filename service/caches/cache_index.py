@@ -146,18 +146,6 @@ class CacheIndex:
             if not made:
                 del self._forks[entry.tenant, fork.request_id]
 
-    def check(self) -> None:
-        """Raises AssertionError if the indexes contradict each other."""
-        for cache_id, entry in self._by_id.items():
-            assert entry.visible and entry.state.cache_id == cache_id and not entry.ephemeral
-            assert self._by_number[entry.number] is entry
-        assert len(self._by_number) == len(self._by_id) == sum(map(len, self._by_order.values()))
-        for (tenant, request_id), made in self._forks.items():
-            for index, entry in made.items():
-                fork = entry.state.fork
-                assert self._by_number.get(entry.number) is entry and entry.tenant is tenant
-                assert fork is not None and (fork.request_id, fork.index) == (request_id, index)
-
 
 def _remembered(entry: CacheEntry) -> Remembered:
     return Remembered(entry.state.cache_id, entry.state.tokens.copy(), entry.state.weights)

@@ -27,21 +27,6 @@ if TYPE_CHECKING:
 _CLOCK_TOLERANCE_S = 0.02
 
 
-class Phase(enum.Enum):
-    """The state of an operation."""
-
-    # Another operation is ahead of it on one of its caches.
-    WAITING = enum.auto()
-    # Its turn has come, but it cannot be computed yet: see `need`.
-    PARKED = enum.auto()
-    # A worker computes tokens of the cache whose KV it does not have.
-    REPLAYING = enum.auto()
-    # A worker computes the request.
-    COMPUTING = enum.auto()
-    # Its records are with the journal. It can no longer be cancelled.
-    COMMITTING = enum.auto()
-
-
 class Need(enum.Enum):
     """What a parked operation waits for."""
 
@@ -106,17 +91,6 @@ class Operation:
     # Written by reservations.py: the tokens and caches that it may create.
     tokens: int = 0
     caches: int = 0
-
-    @property
-    def phase(self) -> Phase:
-        """See `Phase`."""
-        if self.turns_left:
-            return Phase.WAITING
-        if self.records is not None:
-            return Phase.COMMITTING
-        if self.attempt is None:
-            return Phase.PARKED
-        return Phase.REPLAYING if self.attempt.replays else Phase.COMPUTING
 
     def is_late(self, now_s: float) -> bool:
         """Whether its deadline has passed."""

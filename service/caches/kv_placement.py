@@ -6,8 +6,6 @@ caches there are. The pages of workers only limit how many can continue without 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from service.caches.effects import Context, ReleaseSequences, TruncateSequence
 from service.caches.entries import CacheEntry, Need, Operation
 from service.caches.workers import WorkerView
@@ -104,14 +102,3 @@ class KvPlacement:
     def _forget(self, entry: CacheEntry, worker: WorkerView) -> None:
         del worker.held[entry]
         entry.worker, entry.kv_len, entry.was_sent = None, 0, False
-
-    def check(self, entries: dict[int, CacheEntry], workers: Iterable[WorkerView]) -> None:
-        """Raises AssertionError if entries and workers disagree. `entries`: all caches, by number."""
-        placed = {entry.number: entry.worker for entry in entries.values() if entry.worker is not None}
-        assert placed == {entry.number: worker for worker in workers for entry in worker.held}
-        for entry in entries.values():
-            assert entry.kv_len <= entry.length and (entry.worker is not None or not entry.kv_len)
-            assert entry.worker is None or entry.worker.weights == entry.state.weights, (
-                "computed with its own"
-            )
-            assert entry.ownership >= entry.state.ownership

@@ -2,7 +2,7 @@
 
 No I/O and no clock. Inputs are method calls: requests, answers of workers and of the journal, lost workers,
 the time. Outputs are taken with `take_effects()`: commands for workers, records for the journal, replies.
-So a seeded simulator can drive it, and `check_invariants()` can be called at any moment.
+So a seeded simulator (`tests/sim`) can drive it, and check its invariants at any moment.
 
 The state of a cache is what its records leave (`ledger.py`): its tokens, and nothing about workers. One
 operation of a cache runs at a time; the others wait in order (`queues.py`). A fork of several caches waits
@@ -341,8 +341,8 @@ class CacheMachine:
 
     @property
     def num_parked(self) -> int:
-        """See `Phase.PARKED`."""
-        return self._attempts.num_parked
+        """Operations whose turn has come, but which cannot be computed yet: see `Need`."""
+        return len(self._attempts.parked)
 
     def take_effects(self) -> Effects:
         """Returns everything to be done since the last call. The caller owns the result.
@@ -360,17 +360,3 @@ class CacheMachine:
         while (entry := self._restores.next()) is not None:
             if self.index.by_number(entry.number) is entry:
                 self._queues.restore(entry)
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError if the parts contradict each other."""
-        operations = self._queues.operations
-        creating = {o.entry.number: o.entry for o in operations.values() if not o.entry.visible}
-        entries = {entry.number: entry for entry in self.index} | creating
-        assert len(self.ledger) == len(self.index)
-        for entry in self.index:
-            assert self.ledger.get(entry.number) is entry.state, "there is one copy of a state"
-        self.index.check()
-        self._queues.check()
-        self.admission.check(operations, entries, self.index.anonymous)
-        self._kv.check(entries, self._workers)
-        self._attempts.check(operations)

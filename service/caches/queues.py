@@ -13,11 +13,11 @@ from typing import Any
 
 from service.caches.attempts import bug
 from service.caches.effects import ForwardDone
-from service.caches.entries import CacheEntry, Operation, Phase
+from service.caches.entries import CacheEntry, Operation
 from service.caches.kind import OperationKind, Parts
 from service.caches.ledger import RecordConflict
 from service.caches.records import CacheReleased, Record
-from service.caches.requests import Append, Fork, Release, Restore, Result, undelivered
+from service.caches.requests import Append, Release, Restore, Result, undelivered
 from service.caches.restore import Restores
 from service.errors import QuireError
 
@@ -235,21 +235,3 @@ class OperationQueues:
         for entry in entries:
             self._index.remove(entry)
         self._admission.remove(entries)
-
-    def check(self) -> None:
-        """Raises AssertionError if the tables contradict each other."""
-        restores = {o for o in self.operations.values() if o.kind is self._restores}
-        assert self._restores.under_way == restores
-        for ticket, operation in self.operations.items():
-            assert operation.ticket == ticket
-            for its in operation.entries:
-                assert sum(o is operation for o in its.operations()) == 1, "it runs or waits, exactly once"
-                assert its.tenant is operation.entry.tenant
-                assert its.running is not None or its.closing, "an operation waits only behind another"
-            turns = sum(its.running is operation for its in operation.entries)
-            assert operation.turns_left == len(operation.entries) - turns
-            assert operation.entry is operation.entries[0]
-            assert len(operation.entries) == 1 or isinstance(operation.request, Fork)
-            assert operation.phase is not Phase.WAITING or operation.attempt is None
-        for entry in self._index:
-            assert all(self.operations.get(o.ticket) is o for o in entry.operations())

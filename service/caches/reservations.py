@@ -7,7 +7,7 @@ reservation is replaced by what it created.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -181,17 +181,3 @@ class Admission:
         entry.counted, operation.tokens = length, 0
         if operation.caches:
             self.end_reservation(operation)
-
-    def check(
-        self, operations: Mapping[int, Operation], entries: Mapping[int, CacheEntry], anonymous: Tenant
-    ) -> None:
-        """Raises AssertionError if the counts are wrong. Operations by ticket, entries by number."""
-        under_way = operations.values()
-        assert self._queued_bytes == sum(o.size_bytes for o in under_way)
-        assert self._caches == len(entries) + sum(o.caches for o in under_way)
-        for tenant in {entry.tenant for entry in entries.values()} | {anonymous}:
-            its = [o for o in under_way if o.entry.tenant is tenant]
-            caches = [entry for entry in entries.values() if entry.tenant is tenant]
-            assert tenant.in_flight == sum(not o.is_internal for o in its)
-            assert tenant.caches == len(caches) + sum(o.caches for o in its)
-            assert tenant.tokens == sum(e.length for e in caches) + sum(o.tokens for o in its)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -220,11 +219,3 @@ class WorkerLoad:
 
     def _times(self, work: Work) -> _LatencyModel:
         return self._queues[work.is_long].times[work.priority]
-
-    def check(self, all_there: Sequence[Work]) -> None:
-        """Raises AssertionError if the counts are wrong. `all_there`: all forwards of the worker."""
-        for is_long, queue in enumerate(self._queues):
-            its = [work for work in all_there if work.is_long == is_long]
-            callers = {work.caller for work in its}
-            assert queue.by_caller == {c: sum(w.cost for w in its if w.caller == c) for c in callers}
-            assert queue.cost == [sum(w.cost for w in its if w.priority is p) for p in Priority]

@@ -20,6 +20,7 @@ from service.caches.requests import (
 from service.errors import QuireError
 from tests.service.failing_journal import FailingJournal
 from tests.sim.harness import Gateway, decode, prefill
+from tests.sim.invariants import check_invariants
 
 
 class Bench(Gateway):
@@ -37,7 +38,7 @@ class Bench(Gateway):
     def settle(self) -> None:
         """The disk catches up."""
         self.disk.settle()
-        self.machine.check_invariants()
+        check_invariants(self.machine)
 
 
 @pytest.fixture

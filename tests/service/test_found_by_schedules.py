@@ -16,6 +16,7 @@ from service.errors import InvalidArgument, QuireError
 from tests.service.failing_journal import FailingJournal
 from tests.sim.disk import Disk, DiskJournal
 from tests.sim.harness import Gateway, decode, prefill
+from tests.sim.invariants import check_invariants
 from tests.sim.model_worker import Faults, ModelWorker, Pool
 
 
@@ -68,7 +69,7 @@ def test_forks_of_two_caches_do_not_share_a_request_id() -> None:
     journal.write(9)
     assert not isinstance(gateway.replies[first], QuireError)
     assert isinstance(gateway.replies[second], InvalidArgument)
-    gateway.machine.check_invariants()
+    check_invariants(gateway.machine)
 
 
 def test_nothing_is_computed_for_a_cache_whose_release_is_being_written() -> None:
@@ -85,7 +86,7 @@ def test_nothing_is_computed_for_a_cache_whose_release_is_being_written() -> Non
     gateway.lose_worker("worker-0")
     gateway.work()
     journal.settle()
-    gateway.machine.check_invariants()
+    check_invariants(gateway.machine)
     assert gateway.reason(refused) == "DEADLINE_PASSED" and isinstance(gateway.replies[fork], Handles)
     assert gateway.reason(append) == "CACHE_NOT_FOUND"
     assert [type(record) for record in journal.written[-2:]] == [CacheForked, CacheReleased]

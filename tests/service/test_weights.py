@@ -23,6 +23,7 @@ from service.pool.model_versions import (
     to_model_tag,
 )
 from tests.sim.harness import Gateway, answer_of, decode, prefill
+from tests.sim.invariants import check_invariants
 from tests.sim.toy_model import next_token
 
 OLD, NEW = 0, 1
@@ -122,7 +123,7 @@ def test_what_was_asked_before_ends_well_or_with_its_weights(gateway: Gateway) -
     released = other.ask(Release(cache))
     other.dispatcher.weights_switched(NEW, drain=False)
     other.dispatcher.weights_ended(OLD)
-    other.machine.check_invariants()
+    check_invariants(other.machine)
     assert {other.reason(ticket) for ticket in (first, second, creation)} == {"WEIGHTS_CHANGED"}
     # Who has no cache yet had better call again.
     refusals = [other.replies[ticket] for ticket in (first, creation)]

@@ -22,6 +22,7 @@ from service.errors import QuireError
 from service.journal.base import Journal, MemoryJournal
 from service.pool import wire
 from tests.sim.appends import append
+from tests.sim.invariants import check_invariants
 from tests.sim.model_worker import Faults, ModelWorker, Pool
 
 MAX_SEQ_LEN = 64
@@ -83,14 +84,14 @@ class Gateway:
     def lose_worker(self, worker_id: str = "worker-0", *, crashed: bool = True) -> None:
         worker = self.workers.pop(worker_id)
         self.dispatcher.worker_lost(worker_id, worker.epoch, crashed=crashed)
-        self.machine.check_invariants()
+        check_invariants(self.machine)
 
     def wait(self, seconds: float) -> None:
         """Time passes; what is parked is looked at."""
         self.now_s += seconds
         self.machine.tick(self.now_s)
         self.dispatcher.cancel(())
-        self.machine.check_invariants()
+        check_invariants(self.machine)
 
     @property
     def worker(self) -> ModelWorker:
@@ -113,7 +114,7 @@ class Gateway:
 
         tickets = self.dispatcher.start(requests, on_outcome, caller=1)
         self.replies.update((tickets[index], outcome) for index, outcome in early.items())
-        self.machine.check_invariants()
+        check_invariants(self.machine)
         return tickets
 
     def ask(self, request: Request) -> int:
@@ -123,7 +124,7 @@ class Gateway:
 
     def cancel(self, *tickets: int) -> None:
         self.dispatcher.cancel(tickets)
-        self.machine.check_invariants()
+        check_invariants(self.machine)
 
     def run(self, request: Request) -> Outcome:
         """The outcome of a request that is alone in the world."""
@@ -187,7 +188,7 @@ class Gateway:
         worker.outbox.clear()
         events = wire.to_events(response)
         self.dispatcher.worker_answered(worker.worker_id, worker.epoch, events, response.pages_available)
-        self.machine.check_invariants()
+        check_invariants(self.machine)
 
     def refuse(self, op_id: int, reason: worker_pb2.WorkerErrorReason) -> None:
         """A worker's error arrives."""

@@ -24,6 +24,7 @@ from service.caches.workers import WorkerView
 from service.pool import wire
 from tests.sim.callers import Callers
 from tests.sim.disk import Disk, DiskJournal
+from tests.sim.invariants import check_invariants
 from tests.sim.machine import SEGMENT_TOKENS, WatchedMachine
 from tests.sim.model_worker import Faults, ModelWorker, Pool
 from tests.sim.oracle import Oracle
@@ -159,7 +160,7 @@ class Simulation:
             self.machine.recovering(record, wall_s)
         tenants = {tenant.name: tenant for tenant in self.tenants}
         self.machine.recovered(now_s=self._now_s, wall_s=self._now_s, tenant_of=lambda name: tenants[name])
-        self.machine.check_invariants()
+        check_invariants(self.machine)
         self.dispatcher.check_truth()
 
     def _restart_gateway(self) -> None:

@@ -15,6 +15,7 @@ from service.caches.tenants import Tenant
 from service.caches.workers import WorkerView
 from service.dispatcher import Dispatcher, OnOutcome, Outcome, SendCommand
 from tests.sim.disk import DiskJournal
+from tests.sim.invariants import check_invariants
 from tests.sim.journal_bytes import NeededBytes
 from tests.sim.machine import SEGMENT_TOKENS, WatchedMachine
 from tests.sim.model_worker import KV_MISSING, ModelWorker
@@ -258,7 +259,7 @@ class WatchedDispatcher(Dispatcher):
 
     def _check(self) -> None:
         oracle, machine = self.oracle, self.machine
-        machine.check_invariants()
+        check_invariants(machine)
         known = oracle.outstanding.keys() | oracle.abandoned.keys()
         oracle.own_operations = machine.own_operations()
         assert machine.operations_in_flight == len(known) + oracle.own_operations
