@@ -91,7 +91,7 @@ class Dispatcher:
         except asyncio.CancelledError:
             self.cancel(tickets)
             pairs = zip(requests, outcomes, strict=True)
-            self._release([cache_id for pair in pairs for cache_id in undelivered(*pair)], tenant)
+            self.release([cache_id for pair in pairs for cache_id in undelivered(*pair)], tenant)
             raise
         return outcomes
 
@@ -108,8 +108,8 @@ class Dispatcher:
         self._carry_out()
         return tickets
 
-    def _release(self, cache_ids: Sequence[str], tenant: Tenant | None) -> None:
-        """Releases caches for nobody."""
+    def release(self, cache_ids: Sequence[str], tenant: Tenant | None) -> None:
+        """Releases caches. Nobody waits for it. It never fails: an unknown cache counts as released."""
         if cache_ids:
             releases = [Release(cache_id) for cache_id in cache_ids]
             self.start(releases, lambda *_: None, self.new_caller(), tenant)
@@ -130,7 +130,7 @@ class Dispatcher:
 
         def release(_durable: bool) -> None:
             made = [cache for key in request_ids for cache in self.caches.index.lookup(key, tenant)]
-            self._release([cache.cache_id for cache in made if cache is not None], tenant)
+            self.release([cache.cache_id for cache in made if cache is not None], tenant)
 
         # The current commits are complete when this empty one is.
         self._compactor.commit((), release)
@@ -188,8 +188,8 @@ class Dispatcher:
         self._carry_out()
 
     def weights_drained(self, weights: int) -> None:
-        """See `CacheMachine.weights_drained`."""
-        self.caches.weights_drained(weights, self._clock_s())
+        """See `Weights.drained`."""
+        self.caches.weights.drained(weights)
 
     def weights_ended(self, weights: int) -> None:
         """See `CacheMachine.weights_ended`."""

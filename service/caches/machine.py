@@ -201,11 +201,6 @@ class CacheMachine:
         self.weights.switch(weights, drain=drain)
         self._attempts.workers_changed()
 
-    def weights_drained(self, weights: int, now_s: float) -> None:
-        """Refuses new requests for caches of these weights. Earlier requests continue."""
-        self._context.now_s = now_s
-        self.weights.drained(weights)
-
     def weights_ended(self, weights: int, now_s: float) -> None:
         """Fails the operations that still need these weights, and removes their workers."""
         self._context.now_s = now_s

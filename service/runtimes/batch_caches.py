@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
-from service.caches.requests import Release, Remembered
+from service.caches.requests import Remembered
 from service.dispatcher import Dispatcher
 from service.runtimes.base import Batch
 from service.runtimes.items import num_samples
@@ -58,7 +58,7 @@ class BatchCaches:
         """This run no longer needs a cache. It is released unless the batch is kept."""
         if not self._is_kept:
             self.discard(cache_id)
-            self._release([cache_id])
+            self._dispatcher.release([cache_id], self._tenant)
 
     def end(self, made: Iterable[str]) -> None:
         """The run has ended and sends no more requests. `made`: ids not noted yet. Can be repeated."""
@@ -74,7 +74,7 @@ class BatchCaches:
             self._release_all()
 
     def _release_all(self) -> None:
-        self._release(list(self._ids))
+        self._dispatcher.release(list(self._ids), self._tenant)
         self._ids.clear()
         if self._has_keys:
             # Also caches that are not durable yet, and those of an earlier run that this one did not reach.
@@ -85,9 +85,3 @@ class BatchCaches:
             parts = [sample_part(index) for index in range(samples)]
             for part in (*parts, PROMPT, SAMPLES) if samples > 1 else parts:
                 yield self.key(item_id, part)
-
-    def _release(self, cache_ids: Sequence[str]) -> None:
-        if cache_ids:
-            releases = [Release(cache_id) for cache_id in cache_ids]
-            # A release never fails: an unknown cache counts as released.
-            self._dispatcher.start(releases, lambda *_: None, self._dispatcher.new_caller(), self._tenant)

@@ -201,11 +201,12 @@ class ComputedByAnybody(PlantedMachine):
 
 
 class CachesOfTheWeightsBeforeUsedOn(PlantedMachine):
+    def watch(self, *args: Any) -> None:
+        super().watch(*args)
+        self.weights.drained = lambda weights: None  # type: ignore[method-assign]
+
     def weights_switched(self, weights: int, now_s: float, *, drain: bool) -> None:
         super().weights_switched(weights, now_s, drain=True)
-
-    def weights_drained(self, weights: int, now_s: float) -> None:
-        pass
 
 
 class CheckedForAnyWeights(PlantedMachine):
