@@ -115,14 +115,6 @@ async def test_no_requests_are_no_call(bench: Bench) -> None:
     assert await bench.dispatcher.run([]) == []
 
 
-async def test_answers_of_one_message_serve_many_callers(bench: Bench) -> None:
-    caches = [await bench.create(n) for n in range(3)]
-    tasks = [await bench.start(decode(cache, 7)) for cache in caches]
-    bench.answer(*bench.sent)
-    await asyncio.gather(*tasks)
-    assert [bench.tokens(cache) for cache in caches] == [[0, 7], [1, 7], [2, 7]]
-
-
 async def test_a_call_that_is_cancelled_is_undone(bench: Bench) -> None:
     a, b = await bench.create(1), await bench.create(2)
     task = await bench.start(decode(a, 3), decode(b, 4))
@@ -136,30 +128,6 @@ async def test_a_call_that_is_cancelled_is_undone(bench: Bench) -> None:
     assert bench.tokens(a) == [1, 3], "what was answered stays"
     assert bench.tokens(b) == [2]
     assert bench.dispatcher.caches.operations_in_flight == 0
-
-
-async def test_what_the_journal_refuses_is_one_callers_failure(bench: Bench) -> None:
-    a, b = await bench.create(1), await bench.create(2)
-    first, second = await bench.start(decode(a, 3)), await bench.start(decode(b, 4))
-    bench.journal.fails = True
-    bench.answer(bench.sent[0])
-    bench.journal.fails = False
-    bench.answer(bench.sent[1])
-    assert isinstance((await first)[0], JournalUnavailable)
-    assert isinstance((await second)[0], Appended)
-    assert (bench.tokens(a), bench.tokens(b)) == ([1], [2, 4])
-
-
-async def test_workers_go_on_while_the_journal_is_written(bench: Bench) -> None:
-    a, b = await bench.create(1), await bench.create(2)
-    bench.journal.is_slow = True
-    first = await bench.start(decode(a, 3))
-    bench.answer(bench.sent[0])
-    second = await bench.start(decode(b, 4))
-    bench.answer(bench.sent[1])
-    assert not first.done() and not second.done()
-    bench.journal.settle()
-    assert isinstance((await first)[0], Appended) and isinstance((await second)[0], Appended)
 
 
 async def test_it_is_found_out_that_the_journal_works_again(
@@ -205,19 +173,6 @@ async def test_what_can_be_asked_for_again_stays(bench: Bench) -> None:
     assert len(bench.dispatcher.caches) == 1
 
 
-async def test_those_who_wait_for_a_dead_worker_get_another(bench: Bench) -> None:
-    cache = await bench.create(1)
-    task = await bench.start(decode(cache, 3), prefill(4))
-    bench.dispatcher.worker_lost("worker-0", 1)
-    bench.sent.clear()
-    bench.dispatcher.worker_ready(WorkerView("worker-0", 2, 16, 100, 100, 100))
-    while bench.sent:
-        command = bench.sent.pop(0)
-        bench.answer(command, epoch=2)
-    assert all(isinstance(outcome, Appended) for outcome in await task)
-    assert bench.tokens(cache) == [1, 3]
-
-
 async def test_those_who_are_parked_are_looked_at_as_time_passes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,20 +212,3 @@ async def test_what_a_worker_says_becomes_what_a_client_sees(
     if reason == "KV_EXHAUSTED":
         assert outcome.metadata == {"pages_needed": "3", "pages_available": "2"}
     assert bench.tokens(cache) == [1]
-
-
-async def test_an_unknown_cache_is_an_outcome(bench: Bench) -> None:
-    (outcome,) = await bench.dispatcher.run([decode("unknown", 1)])
-    assert isinstance(outcome, CacheNotFound)
-
-
-async def test_leases_run_out_by_themselves(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher_module, "_TICK_S", 0.0)
-    monkeypatch.setattr(dispatcher_module, "_EXPIRY_INTERVAL_S", 0.0)
-    cache = await bench.create(1)
-    await bench.dispatcher.run([Renew(cache, 0.0)])
-    expiry = asyncio.create_task(bench.dispatcher.keep_time())
-    while len(bench.dispatcher.caches):
-        await asyncio.sleep(0)
-    expiry.cancel()
-    assert kinds(bench.sent) == ["release"]
