@@ -11,7 +11,6 @@ from collections import Counter
 
 from service.caches.records import CacheForked, CacheReleased
 from service.caches.requests import Fork, Handles, Truncate
-from service.caches.workers import WorkerView
 from tests.service.failing_journal import FailingJournal
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.invariants import check_invariants
@@ -27,11 +26,9 @@ def test_a_replay_that_is_taken_back_leaves_no_tokens() -> None:
     worker.forget()
     replaying = gateway.ask(decode(cache, 3))
     # The forward finds no KV, and the replay is answered too late.
-    worker.take(9)
-    worker.step(all_jobs=True)
+    worker.work()
     gateway.deliver(worker)
-    worker.take(9)
-    worker.step(all_jobs=True)
+    worker.work()
     gateway.cancel(replaying)
     gateway.work()
     assert gateway.held() in ([], [[]]), "what nobody counts is not kept"
@@ -60,8 +57,7 @@ def test_nothing_is_computed_for_a_cache_whose_release_is_being_written() -> Non
 def adopted(gateway: Gateway, worker: ModelWorker, kept: dict[int, int]) -> None:
     """A worker that has outlived an earlier gateway becomes ready."""
     gateway.workers[worker.worker_id] = worker
-    view = WorkerView(worker.worker_id, worker.epoch, 16, 100, 64, worker.pages_left)
-    gateway.dispatcher.worker_ready(view, kept)
+    gateway.dispatcher.worker_ready(worker.view(64), kept)
 
 
 def orphan(epoch: int, sequences: dict[int, list[int]]) -> ModelWorker:

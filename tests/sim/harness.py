@@ -16,7 +16,6 @@ from service.caches.effects import Command
 from service.caches.machine import CacheMachine
 from service.caches.requests import Append, Appended, AppendKind, Handles, Release, Released, Request
 from service.caches.reservations import Limits
-from service.caches.workers import WorkerView
 from service.dispatcher import Dispatcher, Outcome
 from service.errors import QuireError
 from service.journal.base import Journal, MemoryJournal
@@ -69,16 +68,7 @@ class Gateway:
         worker.weights = weights
         worker.sequences.update(sequences or {})
         self.workers[worker_id] = worker
-        view = WorkerView(
-            worker_id,
-            worker.epoch,
-            page_tokens=self.pool.page_tokens,
-            pages_total=self.pool.pages,
-            capacity_tokens=min(MAX_SEQ_LEN, self.pool.pages * self.pool.page_tokens),
-            pages_available=self.pool.pages,
-            weights=weights,
-        )
-        self.dispatcher.worker_ready(view, kept)
+        self.dispatcher.worker_ready(worker.view(MAX_SEQ_LEN), kept)
         return worker
 
     def lose_worker(self, worker_id: str = "worker-0", *, crashed: bool = True) -> None:

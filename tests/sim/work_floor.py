@@ -42,8 +42,7 @@ class WorkFloor:
         """Each does all that it has to do, and says so."""
         for processes in list(self._launcher.running.values()):
             if processes.answers:
-                processes.worker.take(len(processes.worker.inbox))
-                processes.worker.step(all_jobs=True)
+                processes.worker.work()
                 if processes.worker.outbox:
                     self._answer(processes, len(processes.worker.outbox))
 
