@@ -289,38 +289,26 @@ class Attempts:
         return self._may_fit(operation, full)
 
     def _may_fit(self, operation: Operation, full: set[WorkerView]) -> bool:
-        """Whether its worker may have enough pages by now. Preempts other caches if needed."""
-        worker = operation.entry.worker
-        if worker is None:
-            return self._may_fit_anywhere(operation, full)
-        if worker in full:
-            return False
-        missing = operation.pages_needed - worker.headroom
-        if missing <= 0 or self._kv.preempt(worker, missing, operation):
-            return True
-        if not self._can_others_free_pages(worker):
-            # No other cache could free pages: the worker decides whether it fits.
-            return True
-        full.add(worker)
+        """Whether its worker may have enough pages by now, or any if it has none. Preempts others."""
+        own, append = operation.entry.worker, operation.append
+        tokens = operation.base + (0 if append is None else len(append.token_ids))
+        for worker in self._workers.open_workers(operation.entry.state.weights) if own is None else (own,):
+            if worker in full:
+                continue
+            # Without a worker its KV was dropped: it needs pages for all tokens.
+            whole = min(worker.pages_for(tokens), worker.pages_total)
+            missing = (operation.pages_needed if worker is own else whole) - worker.headroom
+            if missing <= 0 or self._kv.preempt(worker, missing, operation):
+                return True
+            if worker is own and not self._can_others_free_pages(worker):
+                # The worker decides whether it fits.
+                return True
+            full.add(worker)
         return False
 
     def _can_others_free_pages(self, worker: WorkerView) -> bool:
         """Whether other caches than the one in need have pages on its worker, which they may free later."""
         return len(worker.held) > 1 or any(self.under_way(worker))
-
-    def _may_fit_anywhere(self, operation: Operation, full: set[WorkerView]) -> bool:
-        """As `_may_fit` for an operation whose KV was dropped: it needs pages for all tokens."""
-        tokens = operation.entry.length
-        if operation.append is not None:
-            tokens += len(operation.append.token_ids)
-        for worker in self._workers.open_workers(operation.entry.state.weights):
-            if worker in full:
-                continue
-            missing = min(worker.pages_for(tokens), worker.pages_total) - worker.headroom
-            if missing <= 0 or self._kv.preempt(worker, missing, operation):
-                return True
-            full.add(worker)
-        return False
 
     # Attempts.
 
