@@ -12,16 +12,11 @@ from service import dispatcher as dispatcher_module
 from service.caches.requests import Append, Appended, AppendKind, Fork, Renew, Request, Truncate
 from service.dispatcher import Outcome
 from service.errors import CacheNotFound, JournalUnavailable, NoWorker, QuireError
-from tests.service.failing_journal import FailingJournal
 from tests.sim.harness import Gateway, decode, prefill
 
 
 class Bench(Gateway):
     """A gateway whose callers wait in tasks, and whose worker answers what a test says."""
-
-    def __init__(self) -> None:
-        self.disk = FailingJournal()
-        super().__init__(journal=self.disk)
 
     async def start(self, *requests: Request) -> asyncio.Task[list[Outcome]]:
         """A call whose commands have been sent."""

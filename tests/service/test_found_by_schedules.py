@@ -11,7 +11,6 @@ from collections import Counter
 
 from service.caches.records import CacheForked, CacheReleased
 from service.caches.requests import Fork, Handles, Truncate
-from tests.service.failing_journal import FailingJournal
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.invariants import check_invariants
 from tests.sim.model_worker import Faults, ModelWorker, Pool
@@ -36,8 +35,8 @@ def test_a_replay_that_is_taken_back_leaves_no_tokens() -> None:
 
 def test_nothing_is_computed_for_a_cache_whose_release_is_being_written() -> None:
     """Its release may be durable before what was computed: the journal would have an append to no cache."""
-    journal = FailingJournal()
-    gateway = Gateway(journal=journal)
+    gateway = Gateway()
+    journal = gateway.disk
     kept, released = gateway.create(1), gateway.create(2)
     gateway.start_worker("worker-1")
     late = dataclasses.replace(decode(kept, 3), timeout_s=1.0)

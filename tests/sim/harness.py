@@ -8,23 +8,48 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from quire.v1 import types_pb2, worker_pb2
 
 from service.caches.effects import Command
 from service.caches.machine import CacheMachine
+from service.caches.records import Record
 from service.caches.requests import Append, Appended, AppendKind, Handles, Release, Released, Request
 from service.caches.reservations import Limits
 from service.dispatcher import Dispatcher, Outcome
 from service.errors import QuireError
-from service.journal.base import Journal, MemoryJournal
+from service.journal.base import Journal, MemoryJournal, OnCommitted
 from service.pool import wire
 from tests.sim.appends import append
 from tests.sim.invariants import check_invariants
 from tests.sim.model_worker import Faults, ModelWorker, Pool
 
 MAX_SEQ_LEN = 64
+
+
+class FailingJournal(MemoryJournal):
+    """Its disk writes at once; while `fails`, nothing; while `is_slow`, when it is told to."""
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.is_slow = False
+        self.written: list[Record] = []
+        self._waiting: list[tuple[Sequence[Record], OnCommitted]] = []
+
+    def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
+        """See `Journal.commit`."""
+        self._waiting.append((records, on_committed))
+        if not self.is_slow:
+            self.settle()
+
+    def settle(self) -> None:
+        """What was given so far is durable, or has failed."""
+        waiting, self._waiting = self._waiting, []
+        for records, on_committed in waiting:
+            if not self.fails:
+                self.written.extend(records)
+            on_committed(not self.fails)
 
 
 class Gateway:
@@ -41,11 +66,13 @@ class Gateway:
         names = itertools.count(1)
         self.now_s = 0.0
         self.pool = pool or Pool(100)
-        self.journal = journal or MemoryJournal()
+        self.disk = FailingJournal()
         self.machine = CacheMachine(
             limits or Limits(), new_cache_id=lambda: f"kv{next(names)}", new_seed=lambda: 7
         )
-        self.dispatcher = Dispatcher(self.machine, self.journal, self._send, clock_s=lambda: self.now_s)
+        self.dispatcher = Dispatcher(
+            self.machine, journal or self.disk, self._send, clock_s=lambda: self.now_s
+        )
         self.workers: dict[str, ModelWorker] = {}
         # By ticket, in the order in which they came.
         self.replies: dict[int, Outcome] = {}
