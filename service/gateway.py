@@ -100,7 +100,7 @@ class Gateway:
         # Set when the server has to stop.
         self.stopping = asyncio.Event()
         self.state = ServerState(
-            config, versions, lambda cache_id: self.dispatcher.weights_of(cache_id, current_tenant())
+            config, versions, lambda cache_id: self.caches.index.weights_of(cache_id, current_tenant())
         )
         self.state.has_recovered = len(self.caches) > 0
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool)
@@ -244,7 +244,7 @@ class Gateway:
         self.dispatcher.start_draining()
         self.api.end_sessions()
         # Polled, because an event for this rare case would cost time with each call.
-        while self.dispatcher.operations_in_flight and time.monotonic() < deadline_s:
+        while self.caches.operations_in_flight and time.monotonic() < deadline_s:
             await asyncio.sleep(_POLL_INTERVAL_S)
         if self.front is not None:
             await self.front.stop(_FINAL_GRACE_S)

@@ -141,7 +141,7 @@ class ExecutorApi:
         self._state.answers.take_until_done(size * validation.HANDLE_BYTES, context)
         response = pb.ListCachesResponse()
         last = 0
-        for number, handle in self._dispatcher.handles(after, current_tenant()):
+        for number, handle in self._dispatcher.caches.index.handles(after, current_tenant()):
             if len(response.kv_caches) == size:
                 response.next_page_token = str(last)
                 break
@@ -180,18 +180,18 @@ class ExecutorApi:
         )
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        slots = await self._pool.refresh_snapshots()
+        slots, caches = await self._pool.refresh_snapshots(), self._dispatcher.caches
         return pb.GetStatusResponse(
             state=self._state.state,
             workers=[_worker_status(slot) for slot in slots],
             uptime_ms=self._state.uptime_ms,
-            caches=self._dispatcher.num_caches,
-            operations_in_flight=self._dispatcher.operations_in_flight,
+            caches=len(caches),
+            operations_in_flight=caches.operations_in_flight,
             memory_bytes=self._state.memory.resident_bytes(),
             version=self._version,
             tasks=len(asyncio.all_tasks()),
             longest_stall_ms=int(self._state.watch.longest_stretch_s * 1000),
-            journal_bytes=self._dispatcher.journal_bytes,
+            journal_bytes=caches.ledger.size_bytes,
             unread_bytes=self._state.answers.used_bytes,
             arriving_requests=self._state.receiver.arriving,
             sessions=self._state.receiver.streams,

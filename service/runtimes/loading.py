@@ -154,7 +154,7 @@ class WeightsLoader:
             self._versions.mark_unusable(old)
             # Running operations finish, as in a drain of the server.
             deadline_s = time.monotonic() + self._config.drain_grace_s
-            while self._dispatcher.uses_of(old.number) and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            while self._dispatcher.caches.uses_of(old.number) and time.monotonic() < deadline_s:  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
             self._dispatcher.weights_ended(old.number)
             await self._pool.stop(old)

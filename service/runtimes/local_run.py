@@ -23,8 +23,17 @@ from quire.v1 import runner_pb2
 from service.api.append_codec import done_of
 from service.api.status import to_status
 from service.api.time_slice import TimeSlice
-from service.caches.requests import Append, Appended, AppendKind, Fork, Handles, Remembered, Request
-from service.dispatcher import Dispatcher, Outcome, cache_ids
+from service.caches.requests import (
+    Append,
+    Appended,
+    AppendKind,
+    Fork,
+    Handles,
+    Remembered,
+    Request,
+    cache_ids,
+)
+from service.dispatcher import Dispatcher, Outcome
 from service.errors import (
     DeadlinePassed,
     Draining,

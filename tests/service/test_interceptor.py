@@ -166,7 +166,7 @@ async def test_nothing_of_a_workers_exception_reaches_the_client(harness: Harnes
     assert parsed.reason == "WORKER_FAULT"
     assert parsed.metadata == {"request_id": "r-8"}
     assert SECRET.encode() not in everything_sent(failed)
-    assert dispatcher.operations_in_flight == 0
+    assert dispatcher.caches.operations_in_flight == 0
 
 
 async def test_a_cancellation_that_leaks_from_inside_is_answered(harness: Harness) -> None:

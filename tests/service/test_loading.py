@@ -62,7 +62,9 @@ class Loads(Bench):
         """Whether the first worker serves and is the only one."""
         (slot,) = self.versions.all_slots
         serves = slot.epoch == 1 and slot.state == executor_pb2.WORKER_STATE_READY
-        return serves and self.gateway.dispatcher.weights == 0 and read_served_model(self.data_dir) is None
+        return (
+            serves and self.gateway.machine.weights.serving == 0 and read_served_model(self.data_dir) is None
+        )
 
 
 @contextlib.asynccontextmanager
@@ -98,7 +100,7 @@ async def test_failed_worker_fails_the_load(
         assert bench.is_unchanged() and bench.launcher.attempts == 2
         # The next attempt has another name and number.
         await bench.load()
-        assert bench.gateway.dispatcher.weights == 2
+        assert bench.gateway.machine.weights.serving == 2
 
 
 async def test_switch_that_cannot_be_stored_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +139,7 @@ async def test_cancellation_before_the_switch_is_stored_discards_the_load(
         loading.cancel()
         written.set()
         await asyncio.wait({loading})
-        assert loading.cancelled() and bench.gateway.dispatcher.weights == 2
+        assert loading.cancelled() and bench.gateway.machine.weights.serving == 2
         while len(bench.versions.all_slots) > 1:
             await asyncio.sleep(0)
 

@@ -202,4 +202,4 @@ async def test_a_session_that_ends_gives_back_what_it_held() -> None:
     session.cancel()
     with pytest.raises(asyncio.CancelledError):
         await session
-    assert harness.state.answers.used_bytes == 0 and harness.dispatcher.operations_in_flight == 0
+    assert harness.state.answers.used_bytes == 0 and harness.dispatcher.caches.operations_in_flight == 0

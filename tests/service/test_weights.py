@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ from quire.v1 import worker_pb2
 
 from service.caches.ledger import Ledger
 from service.caches.records import CacheCreated, CacheForked, Child
-from service.caches.requests import Append, Appended, Fork, Release, Released, Renew, Truncate
+from service.caches.requests import Appended, Fork, Renew, Truncate
 from service.caches.reservations import Limits
-from service.errors import WeightsChanged
 from service.pool.model_versions import (
     ModelVersion,
     ModelVersions,
@@ -47,18 +45,6 @@ def says(gateway: Gateway, cache: str, token: int) -> int:
     return answer_of(gateway.append(decode(cache, token))).outputs[0].token_id
 
 
-def test_what_is_loaded_takes_nothing_before_it_is_served(gateway: Gateway) -> None:
-    cache = gateway.create(1, 2)
-    assert not gateway.workers["worker-0.1"].sequences
-    gateway.lose_worker("worker-0")
-    ticket = gateway.ask(decode(cache, 3))
-    gateway.work()
-    assert ticket not in gateway.replies, "it waits for a worker with its weights"
-    gateway.start_worker("worker-0")
-    gateway.work()
-    assert said(gateway, ticket) == next_token([1, 2, 3], None, OLD)
-
-
 def test_whoever_has_a_cache_of_the_weights_before_can_only_release_it(gateway: Gateway) -> None:
     cache, other = gateway.create(1, 2, request_id="one"), gateway.create(5)
     children = gateway.handles(Fork.of(cache, 1, request_id="fork")).handles
@@ -75,7 +61,7 @@ def test_whoever_has_a_cache_of_the_weights_before_can_only_release_it(gateway: 
         decode(children[0].cache_id, 3),
     ):
         assert gateway.refusal(request).reason == "WEIGHTS_CHANGED", request
-    found = [*gateway.dispatcher.recall("one"), *gateway.dispatcher.recall("fork")]
+    found = [*gateway.dispatcher.caches.index.lookup("one"), *gateway.dispatcher.caches.index.lookup("fork")]
     assert [made and made.weights for made in found] == [0, 0], (
         "whoever asks can tell that they are of others"
     )
@@ -87,72 +73,6 @@ def test_whoever_has_a_cache_of_the_weights_before_can_only_release_it(gateway: 
     gateway.now_s = 11.0
     gateway.dispatcher.expire()
     assert gateway.refusal(decode(other, 3)).reason == "CACHE_NOT_FOUND"
-
-
-def test_with_a_drain_caches_go_on_with_their_own_weights(gateway: Gateway) -> None:
-    cache = gateway.create(1, 2)
-    gateway.dispatcher.weights_switched(NEW, drain=True)
-    assert says(gateway, gateway.create(1, 2), 3) == next_token([1, 2, 3], None, NEW)
-    assert says(gateway, cache, 3) == next_token([1, 2, 3], None, OLD)
-    (child,) = gateway.handles(Fork.of(cache, 1)).handles
-    # Replayed with no others, though there is a worker.
-    gateway.lose_worker("worker-0")
-    ticket = gateway.ask(decode(child.cache_id, 4))
-    gateway.work()
-    assert ticket not in gateway.replies
-    gateway.start_worker("worker-0")
-    gateway.work()
-    assert said(gateway, ticket) == next_token([1, 2, 3, 4], None, OLD)
-    gateway.dispatcher.weights_drained(OLD)
-    assert gateway.refusal(decode(cache, 5)).reason == "WEIGHTS_CHANGED"
-
-
-def test_what_was_asked_before_ends_well_or_with_its_weights(gateway: Gateway) -> None:
-    """What a worker computes, what waits behind it, a creation and a release."""
-    cache = gateway.create(1, 2)
-    first, second, creation = gateway.submit(decode(cache, 3), decode(cache, 4), prefill(7))
-    gateway.dispatcher.weights_switched(NEW, drain=False)
-    assert gateway.dispatcher.uses_of(OLD) == 3 and not gateway.dispatcher.uses_of(NEW)
-    gateway.work()
-    assert said(gateway, second) == next_token([1, 2, 3, 4], None, OLD)
-    assert not gateway.dispatcher.uses_of(OLD)
-
-    other = Gateway()
-    cache = other.create(1, 2)
-    first, second, creation = other.submit(decode(cache, 3), decode(cache, 4), prefill(7))
-    released = other.ask(Release(cache))
-    other.dispatcher.weights_switched(NEW, drain=False)
-    other.dispatcher.weights_ended(OLD)
-    other.machine.check_invariants()
-    assert {other.reason(ticket) for ticket in (first, second, creation)} == {"WEIGHTS_CHANGED"}
-    # Who has no cache yet had better call again.
-    refusals = [other.replies[ticket] for ticket in (first, creation)]
-    assert [isinstance(r, WeightsChanged) and r.retry_after_s is not None for r in refusals] == [False, True]
-    assert other.replies[released] == Released(released=True)
-    assert not other.machine.ledger and not other.dispatcher.operations_in_flight
-
-
-def test_a_request_is_computed_with_the_weights_it_was_checked_for(gateway: Gateway) -> None:
-    def checked(request: Append, weights: int) -> Append:
-        return dataclasses.replace(request, weights=weights)
-
-    cache = gateway.create(1, 2)
-    gateway.dispatcher.weights_switched(NEW, drain=True)
-    assert gateway.refusal(checked(decode(cache, 3), NEW)).reason == "WEIGHTS_CHANGED"
-    made = gateway.append(checked(prefill(1, 2), OLD))
-    assert answer_of(made).outputs[0].token_id == next_token([1, 2], None, OLD)
-    gateway.dispatcher.weights_drained(OLD)
-    refused = gateway.refusal(checked(prefill(1, 2), OLD))
-    assert refused.reason == "WEIGHTS_CHANGED" and refused.retry_after_s is not None
-
-
-def test_nothing_is_restored_with_other_weights(gateway: Gateway) -> None:
-    gateway.create(1, 2)
-    gateway.lose_worker("worker-0")
-    gateway.dispatcher.weights_switched(NEW, drain=False)
-    gateway.dispatcher.weights_ended(OLD)
-    gateway.work()
-    assert not gateway.held() and not gateway.dispatcher.operations_in_flight
 
 
 def test_a_worker_that_is_adopted_keeps_only_what_is_of_its_weights(gateway: Gateway) -> None:

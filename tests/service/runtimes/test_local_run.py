@@ -291,6 +291,9 @@ class FakeDispatcher:
             on_outcome(index, self._outcome(index, request))
         return [0] * len(requests)
 
+    def release(self, cache_ids: Sequence[str], *_: object) -> None:
+        self.requests += [Release(cache_id) for cache_id in cache_ids]
+
     def cancel(self, _tickets: object) -> None:
         """No request is in flight."""
 
