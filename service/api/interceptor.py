@@ -19,13 +19,12 @@ from typing import Any, TypeAlias, cast
 import grpc
 from grpc_status import rpc_status
 
-from service.api.parsing import LargeRequest, MessageLimits, RejectedRequest, deferring_deserializer
+from service.api.parsing import LargeRequest, deferring_deserializer
 from service.api.refusal_log import RefusalLog
-from service.api.request_receiver import RequestReceiver
+from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.api.validation import MAX_REQUEST_ID_CHARS, is_request_id
 from service.auth.authenticator import Authenticator, current_tenant
-from service.config import Config
 from service.errors import NOT_FAILURES, InternalError, NoWorker, QuireError
 from service.logging import bind_request_id, get_logger, logs_debug
 from service.printable import escaped
@@ -41,7 +40,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]]
 # Returns its answer, or writes a stream of answers itself.
 Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
-# Returns the argument of a behaviour: a request, a stream of requests, or a RejectedRequest.
+# Returns the argument of a behaviour: a request or a stream of requests; or why the call is refused.
 Receive: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 
 
@@ -58,17 +57,11 @@ _SHAPES = {
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all calls. For health and reflection it only reads the request."""
 
-    def __init__(
-        self,
-        limits: MessageLimits | None = None,
-        authenticator: Authenticator | None = None,
-        receiver: RequestReceiver | None = None,
-        refusals: RefusalLog | None = None,
-    ) -> None:
-        self._limits = limits or MessageLimits()
+    def __init__(self, state: ServerState, authenticator: Authenticator | None = None) -> None:
+        self._state = state
+        self._receiver = state.receiver
+        self._refusals = state.refusals
         self._authenticator = authenticator
-        self._receiver = receiver or RequestReceiver(Config())
-        self._refusals = refusals or RefusalLog()
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -101,7 +94,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if self._authenticator is not None:
                 receive = _receive_authenticated(method, receive, self._authenticator)
             behaviour = _own_behaviour(method, behaviour, receive, self._refusals)
-            deserializer = deferring_deserializer(deserializer, self._limits)
+            deserializer = deferring_deserializer(deserializer, self._state)
         else:
             behaviour = _foreign_behaviour(method, behaviour, receive, self._refusals)
         if not handler.response_streaming:
@@ -123,8 +116,8 @@ class _AwaitableFunction(functools.partial[Any]):
 def _refusing_handler(method: str, error: QuireError, refusals: RefusalLog) -> Handler:
     """A handler that ends a call of any shape without reading its request."""
 
-    async def refuse(_messages: Any, _context: Context) -> RejectedRequest:
-        return RejectedRequest(error)
+    async def refuse(_messages: Any, _context: Context) -> QuireError:
+        return error
 
     return grpc.stream_stream_rpc_method_handler(_own_behaviour(method, _unreachable, refuse, refusals))
 
@@ -141,9 +134,9 @@ def _foreign_behaviour(
 
     async def handle(messages: Any, context: Context) -> Any:
         request = await receive(messages, context)
-        if isinstance(request, RejectedRequest):
-            refusals.refused(rpc, request.error, 0.0)
-            await context.abort(*_abort_arguments(request.error))
+        if isinstance(request, QuireError):
+            refusals.refused(rpc, request, 0.0)
+            await context.abort(*_abort_arguments(request))
         return await behaviour(request, context)
 
     return handle
@@ -157,7 +150,7 @@ def _receive_authenticated(method: str, receive: Receive, authenticator: Authent
             try:
                 authenticator.authenticate_by_certificate(method, context.auth_context())
             except QuireError as error:
-                return RejectedRequest(error)
+                return error
         return await receive(messages, context)
 
     return authenticate_and_receive
@@ -174,12 +167,12 @@ def _own_behaviour(method: str, behaviour: Behaviour, receive: Receive, refusals
         request = await receive(messages, context)
         if isinstance(request, LargeRequest):
             request = await request.parse()
-        request_id = _request_id(request, context)
+        request_id = _request_id(getattr(request, "request_id", ""), context)
         bind_request_id(request_id)
         started_s = time.monotonic()
         try:
-            if isinstance(request, RejectedRequest):
-                raise request.error
+            if isinstance(request, QuireError):
+                raise request
             response = await behaviour(request, context)
         except QuireError as error:
             failure = error.without_traceback()
@@ -246,9 +239,8 @@ def _writing_stream(
     return handle
 
 
-def _request_id(request: Any, context: Context) -> str:
-    """The caller's id from the request or the metadata, or a new one if that is missing or not printable."""
-    own = getattr(request, "request_id", "")
+def _request_id(own: str, context: Context) -> str:
+    """The caller's id: `own` of the request, or of the metadata. A new one if that is not printable."""
     if not own:
         for key, value in context.invocation_metadata() or ():
             if key == REQUEST_ID_METADATA and isinstance(value, str):

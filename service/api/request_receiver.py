@@ -20,9 +20,8 @@ from typing import Any, Generic, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from service.api.parsing import RejectedRequest
 from service.config import Config
-from service.errors import ArrivingFull, InvalidArgument, MessageTimeout, QuireError, SessionLimit
+from service.errors import ArrivingFull, MessageTimeout, QuireError, SessionLimit, malformed_request
 from service.logging import get_logger
 from service.running_clock import RunningClock
 
@@ -100,33 +99,33 @@ class RequestReceiver:
         return len(self._slow_requests)
 
     async def request(self, _messages: object, context: _Context) -> Any:
-        """The message of a call, or a RejectedRequest."""
+        """The message of a call, or the error that it is refused with."""
         task: Any = asyncio.current_task(self._loop)
         self._slow_requests.begin(task)
         try:
             message = await context.read()
         except DecodeError:
             # Of health and reflection. The deserializers of our own calls do not raise.
-            return RejectedRequest()
+            return malformed_request()
         except asyncio.CancelledError:
             error = self._cancelled.pop(task, None)
             if error is None:
                 raise
             task.uncancel()
-            return RejectedRequest(error)
+            return error
         finally:
             self._slow_requests.end(task)
         if message is _END:
             if context.cancelled():
                 # The client has disconnected, or the message was too large for gRPC.
                 raise asyncio.CancelledError
-            return RejectedRequest(InvalidArgument("MALFORMED_REQUEST", "", "the call has no message"))
+            return malformed_request("the call has no message")
         return message
 
     async def stream(self, messages: Any, context: _Context) -> Any:
-        """The stream of messages of a call, or a RejectedRequest."""
+        """The stream of messages of a call, or the error that it is refused with."""
         if self.streams >= self._max_streams:
-            return RejectedRequest(SessionLimit(self._max_streams))
+            return SessionLimit(self._max_streams)
         self.streams += 1
         context.add_done_callback(self._on_done)  # type: ignore[arg-type]
         return messages

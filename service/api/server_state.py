@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from quire.v1 import executor_pb2, worker_pb2
 
 from service.api.budget import AnswerBudget
+from service.api.parsing import MAX_CONCURRENT
 from service.api.refusal_log import RefusalLog
 from service.api.request_receiver import RequestReceiver
 from service.api.time_slice import LoopWatch
@@ -47,6 +48,8 @@ class ServerState:
         self._started_s = time.monotonic()
         self.answers = AnswerBudget(config.max_unread_bytes)
         self.receiver = RequestReceiver(config)
+        # Held while a large message is parsed.
+        self.parsing = asyncio.Semaphore(MAX_CONCURRENT)
         self.connections = ConnectionCount(config)
         self.memory = ProcessMemory()
         self.refusals = RefusalLog()

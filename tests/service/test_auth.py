@@ -18,6 +18,8 @@ from quire.v1 import executor_pb2, executor_pb2_grpc
 from service.api.interceptor import CallInterceptor
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, TokenStore, new_token, read_token_store
+from service.config import Config
+from tests.service.served import state_of
 
 PATIENCE_S = 30.0
 SERVICE = "quire.v1.ModelExecutorService"
@@ -140,7 +142,7 @@ class Harness:
 
 @contextlib.asynccontextmanager
 async def behind(authenticator: Authenticator | None) -> AsyncIterator[Harness]:
-    server = grpc.aio.server(interceptors=[CallInterceptor(authenticator=authenticator)])
+    server = grpc.aio.server(interceptors=[CallInterceptor(state_of(Config()), authenticator)])
     servicer = Servicer()  # type: ignore[abstract] # The methods are set above.
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)

@@ -20,11 +20,13 @@ from service.caches.machine import CacheMachine
 from service.caches.requests import Append, AppendKind
 from service.caches.reservations import Limits
 from service.caches.workers import WorkerView
+from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import CacheNotFound, NoWorker, QuireError
 from service.journal.base import MemoryJournal
 from service.logging import current_request_id
 from service.pool import wire
+from tests.service.served import state_of
 
 SECRET = "hunter2-/home/anna/weights"
 DECODE = "/quire.v1.ModelExecutorService/Decode"
@@ -77,7 +79,7 @@ class Harness:
 
 @pytest_asyncio.fixture
 async def harness() -> AsyncIterator[Harness]:
-    server = grpc.aio.server(interceptors=[CallInterceptor()])
+    server = grpc.aio.server(interceptors=[CallInterceptor(state_of(Config()))])
     servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -264,7 +266,7 @@ async def streaming(behaviour: Callable[[Any, Any], Any], *, many: bool) -> Asyn
         request_deserializer=executor_pb2.SessionRequest.FromString,
         response_serializer=executor_pb2.SessionResponse.SerializeToString,
     )
-    server = grpc.aio.server(interceptors=[CallInterceptor()])
+    server = grpc.aio.server(interceptors=[CallInterceptor(state_of(Config()))])
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("quire.v1.Test", {"Stream": handler}),)
     )

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from quire.v1 import executor_pb2, types_pb2
 
 from service.api import append_codec
-from service.api.calls import CALLS, held_bytes
+from service.api.append_codec import held_bytes
+from service.api.calls import CALLS
 from service.api.masks import check_choice
 from service.api.validation import RequestLimits
 from service.errors import InvalidArgument
