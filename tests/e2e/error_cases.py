@@ -71,7 +71,7 @@ TOKENS = [
     ("Forward", "", "EMPTY_TOKENS", "token_ids"),
     ("Decode", "cache_id: 'CACHE'", "EMPTY_TOKENS", "token_id"),
     ("Decode", f"cache_id: 'CACHE' token_id: {VOCAB}", "TOKEN_OUT_OF_VOCAB", "token_id"),
-    ("Prefill", f"token_ids: [1, {VOCAB}, 2]", "TOKEN_OUT_OF_VOCAB", "token_ids[1]"),
+    ("Prefill", f"token_ids: [1, {VOCAB}, {VOCAB}]", "TOKEN_OUT_OF_VOCAB", "token_ids[1]"),
     ("Prefill", f"token_ids: [1, {BIG}, 2]", "TOKEN_OUT_OF_VOCAB", "token_ids[1]"),
     ("ForwardVerify", f"cache_id: 'CACHE' token_ids: [1, {VOCAB}]", "TOKEN_OUT_OF_VOCAB", "token_ids[1]"),
     ("Forward", f"token_ids: [1, {VOCAB}]", "TOKEN_OUT_OF_VOCAB", "token_ids[1]"),
@@ -124,7 +124,7 @@ OUTPUTS = [
     (f"mask {{ allowed {{ ids: [1, 2, {VOCAB}] }} }}", "TOKEN_OUT_OF_VOCAB", f"{_MASK}.allowed.ids[2]"),
     (f"mask {{ forbidden {{ ids: [1, 2, {VOCAB}] }} }}", "TOKEN_OUT_OF_VOCAB", f"{_MASK}.forbidden.ids[2]"),
     (f"mask {{ forbidden {{ ids: {[*range(VOCAB)]} }} }}", "BAD_MASK", _MASK),
-    (f"mask {{ allowed {{ ids: {[1] * (VOCAB + 1)} }} }}", "BAD_MASK", f"{_MASK}.allowed"),
+    (f"mask {{ allowed {{ ids: {[BIG] * (VOCAB + 1)} }} }}", "BAD_MASK", f"{_MASK}.allowed"),
     ("mask { allowed { ids: 3 } } sampling { logit_bias { key: 3 value: -inf } }", "BAD_MASK", _MASK),
 ]
 
@@ -183,6 +183,8 @@ def _draft(ids: list[int], probabilities: str) -> str:
 
 _DRAFT = "rows { draft { token_ids: 2 probabilities: 1 } } "
 _ROW = "rows { } "
+_MASKED_ROW = f"rows {{ mask {{ packed: {quoted(_ONES)} }} }} "
+_BIASED = f"output {{ sampling {{ logit_bias {{ key: {BIG} value: -inf }} }} }} "
 _TREE = f"cache_id: 'kv' {NO_PATH}"
 VERIFIES = [
     (f"{VERIFY} accept: 9", "BAD_ACCEPT", "accept"),
@@ -213,6 +215,8 @@ VERIFIES = [
     ),
     (f"{VERIFY}{NO_PATH}{_ROW} rows {{ mask {{ packed: {quoted(_ZEROS)} }} }}", "BAD_MASK", "rows[1].mask"),
     (f"{VERIFY}{NO_PATH}{_ROW} rows {{ mask {{ packed: '' }} }}", "BAD_MASK", "rows[1].mask.packed"),
+    # Masks of rows are checked before the settings that apply to all of them.
+    (f"{VERIFY}{_ROW}{_MASKED_ROW}{_BIASED}", "TOKEN_OUT_OF_VOCAB", f"{_BIAS}[{BIG}]"),
     (f"{_TREE} token_ids: [1, 1, 1] parents: 0", "BAD_TREE", "parents"),
     (f"{_TREE} token_ids: 1 parents: 0", "BAD_TREE", "parents"),
     (f"{_TREE} token_ids: {[1] * 65} parents: {[0] * 64}", "BAD_TREE", "parents"),
@@ -258,10 +262,11 @@ def size_cases() -> Iterator[Case]:
     for count in (MAX_ITEMS + 1, 40 * MAX_ITEMS):
         yield Case("BatchDecode", "items { } " * count, "TOO_MANY_ITEMS", "items")
         yield Case("ForkCaches", "forks { } " * count, "TOO_MANY_ITEMS", "forks")
-    for held, count in ((0, MAX_SEQ_LEN + 1), (0, 6 * MAX_SEQ_LEN), (len(PROMPT), KV_CAPACITY)):
+    for held, count in ((0, KV_CAPACITY + 1), (0, 3 * MAX_SEQ_LEN), (len(PROMPT), KV_CAPACITY)):
         lengths = {"wanted_tokens": str(held + count), "kv_capacity_tokens": str(KV_CAPACITY)}
         cache = "cache_id: 'CACHE'" if held else ""
-        text = f"{cache} token_ids: {[1] * count}"
+        # Lengths are checked before contents.
+        text = f"{cache} token_ids: {[1 if held else VOCAB] * count}"
         yield Case("Prefill", text, "SEQUENCE_TOO_LONG", code=code_pb2.OUT_OF_RANGE, metadata=lengths)
 
 
