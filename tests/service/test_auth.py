@@ -263,13 +263,6 @@ async def test_the_file_is_reloaded_and_a_broken_one_changes_nothing(
     watching.cancel()
 
 
-def test_a_missing_or_empty_file_is_an_error_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No such file"):
-        Authenticator(tmp_path / "nothing", certificates=False)
-    with pytest.raises(ValueError, match="every call would be refused"):
-        Authenticator(written(tmp_path / "tokens"), certificates=False)
-
-
 def test_with_certificates_a_file_may_have_quotas_only(tmp_path: Path) -> None:
     file = written(tmp_path / "tokens", "[tenants.alice]", "max_caches = 1")
     assert Authenticator(file, certificates=True).tenant("alice").quota.max_caches == 1

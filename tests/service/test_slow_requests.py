@@ -21,23 +21,6 @@ def ended(state: SlowRequests[str], seconds: float) -> dict[str, type]:
     return found
 
 
-def test_a_request_that_arrives_is_forgotten() -> None:
-    state = slow_requests()
-    state.begin("a")
-    assert len(state) == 1
-    state.end("a")
-    assert len(state) == 0 and ended(state, 2 * TIMEOUT_S) == {}
-
-
-def test_one_that_does_not_is_ended_after_its_timeout() -> None:
-    state = slow_requests()
-    state.begin("a")
-    assert ended(state, TIMEOUT_S) == {}
-    assert ended(state, 1) == {"a": MessageTimeout}
-    assert len(state) == 0 and ended(state, TIMEOUT_S) == {}, "once"
-    state.end("a")
-
-
 def test_of_too_many_slow_ones_the_newest_are_ended() -> None:
     state = slow_requests(slow=2)
     for call in "abcd":
