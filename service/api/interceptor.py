@@ -211,15 +211,12 @@ def _abort_arguments(
 ) -> tuple[grpc.StatusCode, str, tuple[Any, ...]]:
     """The arguments of `context.abort`."""
     status = rpc_status.to_status(to_status(failure, request_id))
-    return status.code, status.details, (*status.trailing_metadata, *_retry_pushback(failure))
-
-
-def _retry_pushback(failure: QuireError) -> tuple[tuple[str, str], ...]:
-    """Metadata for gRPC's own retries: after which delay to retry, or not to retry (-1)."""
-    if failure.code != "UNAVAILABLE":
-        return ()
-    wait_ms = -1 if failure.retry_after_s is None else int(failure.retry_after_s * 1000)
-    return (("grpc-retry-pushback-ms", str(wait_ms)),)
+    metadata = [*status.trailing_metadata]
+    if failure.code == "UNAVAILABLE":
+        # For gRPC's own retries: after which delay to retry, or not to retry (-1).
+        wait_ms = -1 if failure.retry_after_s is None else int(failure.retry_after_s * 1000)
+        metadata.append(("grpc-retry-pushback-ms", str(wait_ms)))
+    return status.code, status.details, tuple(metadata)
 
 
 def _writing_stream(

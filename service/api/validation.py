@@ -59,14 +59,6 @@ _LONGEST_TIMEOUT_S = 365 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenLimits:
-    """The sizes of a model that can return hidden states."""
-
-    num_layers: int
-    hidden_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class RequestLimits:
     """The limits that requests are checked against."""
 
@@ -75,8 +67,9 @@ class RequestLimits:
     # The most tokens that a sequence can have in any worker.
     max_seq_tokens: int = 1 << 32
     max_items: int = 1024
-    # None: the executor does not return hidden states.
-    hidden: HiddenLimits | None = None
+    # Of hidden states. 0: the executor does not return any.
+    hidden_size: int = 0
+    num_layers: int = 0
     # The model version of these limits. If caches of other versions exist: the limits for a known cache.
     weights: int = 0
     limits_of_cache: Callable[[str], RequestLimits | None] | None = None
@@ -155,16 +148,16 @@ def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits) -> in
     check_choice(output.mask if output.HasField("mask") else None, output.sampling, limits)
     row_bytes = limits.vocab_size * _ELEMENT_BYTES[output.logits]
     if output.HasField("hidden"):
-        row_bytes += _check_hidden(output.hidden, limits.hidden)
+        row_bytes += _check_hidden(output.hidden, limits)
     return row_bytes + _TOP_ENTRY_BYTES * output.top_logprobs + 4 * num_ids + _ROW_BYTES
 
 
-def _check_hidden(hidden: types_pb2.HiddenStates, limits: HiddenLimits | None) -> int:
+def _check_hidden(hidden: types_pb2.HiddenStates, limits: RequestLimits) -> int:
     """The hidden states are available. Returns their bytes for one position."""
     if hidden.dtype not in _HIDDEN_BYTES:
         raise InvalidArgument("BAD_OUTPUT", "output.hidden.dtype", "the format is not defined")
     _check_at_most(MAX_HIDDEN_LAYERS, len(hidden.layers), "BAD_OUTPUT", "output.hidden.layers")
-    if limits is None:
+    if not limits.hidden_size:
         raise Unsupported("this executor does not return hidden states", field="output.hidden")
     for index, layer in enumerate(hidden.layers):
         if layer > limits.num_layers:

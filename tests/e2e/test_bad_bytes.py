@@ -70,6 +70,13 @@ def is_message(rpc: str, data: bytes) -> bool:
     return True
 
 
+@pytest.mark.parametrize("rpc", METHODS)
+def test_bytes_that_are_no_message_are_refused_as_such(weightless_gateway: GatewayProcess, rpc: str) -> None:
+    for data in (b"\xff", b"\x0a\x05abc", b"\x0a\x02\xff"):
+        code, _, reason = send_to(weightless_gateway, rpc, data)
+        assert (code, reason) == (code_pb2.INVALID_ARGUMENT, "MALFORMED_REQUEST")
+
+
 @pytest.mark.parametrize("path", OTHERS)
 def test_random_bytes_do_not_hurt_other_services(weightless_gateway: GatewayProcess, path: str) -> None:
     assert weightless_gateway.channel is not None

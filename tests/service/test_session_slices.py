@@ -56,9 +56,10 @@ class Harness:
         self.state = state_of(config, worker_pb2.WorkerReady(model=model, executor=executor))
         self.peer = Peer()
 
-    def start(self, calls: Sequence[pb.SessionCall]) -> asyncio.Task[None]:
+    def start(self, *messages_of_calls: Sequence[pb.SessionCall]) -> asyncio.Task[None]:
         async def messages() -> AsyncIterator[pb.SessionRequest]:
-            yield pb.SessionRequest(calls=calls)
+            for calls in messages_of_calls:
+                yield pb.SessionRequest(calls=calls)
 
         session = Session(self.dispatcher, self.state, cast(SessionContext, self.peer))
         return asyncio.create_task(session.run(messages()))
@@ -100,10 +101,10 @@ async def test_calls_of_a_session_are_of_one_caller() -> None:
     harness = Harness(Config())
     prefill = pb.PrefillRequest(token_ids=[1])
     batch = pb.BatchPrefillRequest(items=[prefill, prefill])
-    calls = [pb.SessionCall(tag=1, prefill=prefill), pb.SessionCall(tag=2, batch_prefill=batch)]
-    first, first_peer = harness.start(calls), harness.peer
+    messages = [pb.SessionCall(tag=1, prefill=prefill)], [pb.SessionCall(tag=2, batch_prefill=batch)]
+    first, first_peer = harness.start(*messages), harness.peer
     harness.peer = Peer()
-    second = harness.start(calls)
+    second = harness.start(*messages)
     await turns()
     callers = Counter(command.caller for command in harness.sent)
     assert 0 not in callers and list(callers.values()) == [3, 3]

@@ -8,12 +8,12 @@ from service.errors import ArrivingFull, MessageTimeout
 TIMEOUT_S = 30.0
 
 
-def slow_requests(slow: int = 2) -> SlowRequests[str]:
+def slow_requests(slow: int = 2) -> SlowRequests:
     """A limiter that allows this many slow requests."""
     return SlowRequests(slow * 100, 100, TIMEOUT_S)
 
 
-def ended(state: SlowRequests[str], seconds: float) -> dict[str, type]:
+def ended(state: SlowRequests, seconds: float) -> dict[str, type]:
     """The calls that are ended, with their errors, in these seconds of regular ticks."""
     found: dict[str, type] = {}
     for _ in range(round(seconds / TICK_S)):
@@ -46,7 +46,7 @@ def test_any_number_may_arrive_at_once() -> None:
 
 
 def test_one_alone_always_has_room() -> None:
-    state: SlowRequests[str] = SlowRequests(1, 1 << 20, TIMEOUT_S)
+    state: SlowRequests = SlowRequests(1, 1 << 20, TIMEOUT_S)
     state.begin("a")
     assert ended(state, 10) == {}
 

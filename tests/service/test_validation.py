@@ -17,7 +17,7 @@ from quire.v1 import executor_pb2, types_pb2
 from service import errors
 from service.api import validation
 from service.api.status import to_status
-from service.api.validation import HiddenLimits, RequestLimits
+from service.api.validation import RequestLimits
 
 VOCAB = 40
 LIMITS = RequestLimits(VOCAB, 1 << 20)
@@ -151,7 +151,7 @@ def test_no_answer_is_larger_than_was_checked(
     output = types_pb2.OutputOptions(
         logits=logits, top_logprobs=min(top, vocab_size), logprob_token_ids=[0] * chosen, logprob=True
     )
-    limits = RequestLimits(vocab_size, 1 << 30, hidden=HiddenLimits(3, hidden_size))
+    limits = RequestLimits(vocab_size, 1 << 30, hidden_size=hidden_size, num_layers=3)
     row = largest_row(output, vocab_size)
     if layers is not None:
         output.hidden.CopyFrom(types_pb2.HiddenStates(layers=layers, dtype=dtype))
@@ -176,7 +176,7 @@ def test_no_answer_is_larger_than_was_checked(
 
 
 def test_hidden_states_are_checked_before_they_are_computed() -> None:
-    limits = RequestLimits(VOCAB, 100_000, hidden=HiddenLimits(28, 1024))
+    limits = RequestLimits(VOCAB, 100_000, hidden_size=1024, num_layers=28)
 
     def refused(rows: int, *layers: int, of: RequestLimits = limits) -> tuple[str, str] | None:
         output = types_pb2.OutputOptions(hidden=types_pb2.HiddenStates(layers=layers))
