@@ -20,7 +20,6 @@ import grpc
 from grpc_status import rpc_status
 
 from service.api.parsing import LargeRequest, deferring_deserializer
-from service.api.refusal_log import RefusalLog
 from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.api.validation import MAX_REQUEST_ID_CHARS, is_request_id
@@ -72,7 +71,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             try:
                 self._authenticator.authenticate(method, handler_call_details.invocation_metadata)
             except QuireError as error:
-                return _refusing_handler(method, error, self._refusals)
+                return self._refusing_handler(method, error)
         wrapped = self._wrapped.get(method)
         if wrapped is not None:
             return wrapped
@@ -93,13 +92,71 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if method.startswith(_PREFIX):
             if self._authenticator is not None:
                 receive = _receive_authenticated(method, receive, self._authenticator)
-            behaviour = _own_behaviour(method, behaviour, receive, self._refusals)
+            behaviour = self._own_behaviour(method, behaviour, receive)
             deserializer = deferring_deserializer(deserializer, self._state)
         else:
-            behaviour = _foreign_behaviour(method, behaviour, receive, self._refusals)
+            behaviour = self._foreign_behaviour(method, behaviour, receive)
         if not handler.response_streaming:
             behaviour = _AwaitableFunction(behaviour)
         return make(behaviour, deserializer, handler.response_serializer)
+
+    def _refusing_handler(self, method: str, error: QuireError) -> Handler:
+        """A handler that ends a call of any shape without reading its request."""
+
+        async def refuse(_messages: Any, _context: Context) -> QuireError:
+            return error
+
+        return grpc.stream_stream_rpc_method_handler(self._own_behaviour(method, _unreachable, refuse))
+
+    def _foreign_behaviour(self, method: str, behaviour: Behaviour, receive: Receive) -> Behaviour:
+        """A behaviour of another library's service, which handles its own errors."""
+        rpc = _name(method)
+
+        async def handle(messages: Any, context: Context) -> Any:
+            request = await receive(messages, context)
+            if isinstance(request, QuireError):
+                self._refusals.refused(rpc, request, 0.0)
+                await context.abort(*_abort_arguments(request))
+            return await behaviour(request, context)
+
+        return handle
+
+    def _own_behaviour(self, method: str, behaviour: Behaviour, receive: Receive) -> Behaviour:
+        rpc, refusals = _name(method), self._refusals
+
+        async def handle(messages: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
+            request = await receive(messages, context)
+            if isinstance(request, LargeRequest):
+                request = await request.parse()
+            request_id = _request_id(getattr(request, "request_id", ""), context)
+            bind_request_id(request_id)
+            started_s = time.monotonic()
+            try:
+                if isinstance(request, QuireError):
+                    raise request
+                response = await behaviour(request, context)
+            except QuireError as error:
+                failure = error.without_traceback()
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    refusals.cancelled(rpc, _elapsed_ms(started_s))
+                    raise
+                # Another task's cancellation was raised here. Without an answer the caller would hang.
+                failure = NoWorker()
+            except BaseException as error:
+                failure = _unexpected(error, rpc)
+            else:
+                if logs_debug():
+                    _log.debug("call done", rpc=rpc, duration_ms=_elapsed_ms(started_s))
+                return response
+            refusals.refused(rpc, failure, _elapsed_ms(started_s))
+            end = _abort_arguments(failure, request_id)
+            # grpc keeps the exception of an abort, and so this frame, in a cycle until the next collection.
+            del messages, request, failure
+            await context.abort(*end)
+
+        return handle
 
 
 class _AwaitableFunction(functools.partial[Any]):
@@ -113,33 +170,8 @@ class _AwaitableFunction(functools.partial[Any]):
         raise AssertionError("grpc calls the handler, it does not await it")
 
 
-def _refusing_handler(method: str, error: QuireError, refusals: RefusalLog) -> Handler:
-    """A handler that ends a call of any shape without reading its request."""
-
-    async def refuse(_messages: Any, _context: Context) -> QuireError:
-        return error
-
-    return grpc.stream_stream_rpc_method_handler(_own_behaviour(method, _unreachable, refuse, refusals))
-
-
 async def _unreachable(_request: Any, _context: Context) -> None:
     raise AssertionError("a refused call reached its handler")
-
-
-def _foreign_behaviour(
-    method: str, behaviour: Behaviour, receive: Receive, refusals: RefusalLog
-) -> Behaviour:
-    """A behaviour of another library's service, which handles its own errors."""
-    rpc = _name(method)
-
-    async def handle(messages: Any, context: Context) -> Any:
-        request = await receive(messages, context)
-        if isinstance(request, QuireError):
-            refusals.refused(rpc, request, 0.0)
-            await context.abort(*_abort_arguments(request))
-        return await behaviour(request, context)
-
-    return handle
 
 
 def _receive_authenticated(method: str, receive: Receive, authenticator: Authenticator) -> Receive:
@@ -158,44 +190,6 @@ def _receive_authenticated(method: str, receive: Receive, authenticator: Authent
 
 def _name(method: str) -> str:
     return escaped(method.rpartition("/")[2][:_MAX_LOGGED_CHARS])
-
-
-def _own_behaviour(method: str, behaviour: Behaviour, receive: Receive, refusals: RefusalLog) -> Behaviour:
-    rpc = _name(method)
-
-    async def handle(messages: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
-        request = await receive(messages, context)
-        if isinstance(request, LargeRequest):
-            request = await request.parse()
-        request_id = _request_id(getattr(request, "request_id", ""), context)
-        bind_request_id(request_id)
-        started_s = time.monotonic()
-        try:
-            if isinstance(request, QuireError):
-                raise request
-            response = await behaviour(request, context)
-        except QuireError as error:
-            failure = error.without_traceback()
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                refusals.cancelled(rpc, _elapsed_ms(started_s))
-                raise
-            # Another task's cancellation was raised here. Without an answer the caller would hang.
-            failure = NoWorker()
-        except BaseException as error:
-            failure = _unexpected(error, rpc)
-        else:
-            if logs_debug():
-                _log.debug("call done", rpc=rpc, duration_ms=_elapsed_ms(started_s))
-            return response
-        refusals.refused(rpc, failure, _elapsed_ms(started_s))
-        end = _abort_arguments(failure, request_id)
-        # grpc keeps the exception of an abort, and so this frame, in a cycle until the next collection.
-        del messages, request, failure
-        await context.abort(*end)
-
-    return handle
 
 
 def _unexpected(error: BaseException, rpc: str) -> QuireError:

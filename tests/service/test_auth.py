@@ -36,6 +36,13 @@ def entry(tenant: str, *roles: str) -> tuple[str, str]:
     return new_token(tenant, [Role(role) for role in roles or ("call",)])
 
 
+@pytest.fixture
+def alice(tmp_path: Path) -> tuple[str, Authenticator]:
+    """A token, and what knows it."""
+    token, line = entry("alice")
+    return token, Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=False)
+
+
 # The file.
 
 
@@ -159,9 +166,8 @@ async def test_without_authentication_all_are_one_anonymous_tenant() -> None:
         assert await harness.call("Decode", "Bearer whatever") == "-"
 
 
-async def test_only_a_known_token_is_accepted(tmp_path: Path) -> None:
-    (token, line), (stranger, _) = entry("alice"), entry("alice")
-    authenticator = Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=False)
+async def test_only_a_known_token_is_accepted(alice: tuple[str, Authenticator]) -> None:
+    (token, authenticator), (stranger, _) = alice, entry("alice")
     async with behind(authenticator) as harness:
         for rpc in DATA:
             assert await harness.call(rpc, f"Bearer {token}") == "alice"
@@ -173,9 +179,8 @@ async def test_only_a_known_token_is_accepted(tmp_path: Path) -> None:
         assert len(harness.servicer.seen) == 2 * len(DATA)
 
 
-async def test_a_refusal_is_unauthenticated_and_tells_nothing(tmp_path: Path) -> None:
-    token, line = entry("alice")
-    authenticator = Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=False)
+async def test_a_refusal_is_unauthenticated_and_tells_nothing(alice: tuple[str, Authenticator]) -> None:
+    token, authenticator = alice
     async with behind(authenticator) as harness:
         stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(harness.channel)
         for wrong in (token[:-1], token[::-1]):
@@ -188,10 +193,8 @@ async def test_a_refusal_is_unauthenticated_and_tells_nothing(tmp_path: Path) ->
             assert isinstance(client_errors.from_rpc_error(caught.value), client_errors.Unauthenticated)
 
 
-async def test_no_request_of_an_unauthenticated_call_is_read(tmp_path: Path) -> None:
-    _, line = entry("alice")
-    authenticator = Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=False)
-    async with behind(authenticator) as harness:
+async def test_no_request_of_an_unauthenticated_call_is_read(alice: tuple[str, Authenticator]) -> None:
+    async with behind(alice[1]) as harness:
         never = asyncio.Event()
 
         async def messages() -> AsyncIterator[bytes]:
@@ -204,10 +207,8 @@ async def test_no_request_of_an_unauthenticated_call_is_read(tmp_path: Path) -> 
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_health_is_open(tmp_path: Path) -> None:
-    _, line = entry("alice")
-    authenticator = Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=False)
-    async with behind(authenticator) as harness:
+async def test_health_is_open(alice: tuple[str, Authenticator]) -> None:
+    async with behind(alice[1]) as harness:
         stub: Any = health_pb2_grpc.HealthStub(harness.channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
