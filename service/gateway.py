@@ -26,7 +26,6 @@ from service.api import admin
 from service.api.executor import ExecutorApi
 from service.api.grpc_services import HealthApi, add_reflection
 from service.api.interceptor import CallInterceptor
-from service.api.parsing import MessageLimits
 from service.api.server_state import ServerState
 from service.auth.authenticator import Authenticator, current_tenant, current_tenant_name
 from service.auth.connections import server_options
@@ -113,21 +112,12 @@ class Gateway:
         self.executions = Executions(self.router, self.state)
         self.runner = RunnerApi(self.executions, self.router, self.state, self.runtimes_file.read_again)
         self.front = self._open_front() if config.openai_listen else None
-        messages = MessageLimits(
-            config.max_calls_per_message,
-            config.max_items_per_call,
-            max_seq_tokens=lambda: self.state.max_seq_tokens,
-            vocab_size=lambda: self.state.vocab_size,
-        )
         self.health = HealthApi(_HEALTH_NAMES, self.state)
         versions.subscribe(self.health.on_change)
         versions.subscribe(self._log_ready)
         self.credentials = server_credentials(config)
         self.server = grpc.aio.server(
-            interceptors=[
-                CallInterceptor(messages, self.authenticator, self.state.receiver, self.state.refusals)
-            ],
-            options=server_options(config),
+            interceptors=[CallInterceptor(self.state, self.authenticator)], options=server_options(config)
         )
         # The stubs register each method twice. For methods registered by name, grpcio's asyncio server waits
         # for one task per method with every call: with 35 methods, a quarter of the Python calls of a Decode.

@@ -14,23 +14,21 @@ import grpc
 from quire.v1 import executor_pb2 as pb
 
 from service.api import validation
-from service.api.append_codec import write_handle
-from service.api.calls import CALLS, held_bytes
+from service.api.append_codec import held_bytes, write_handle
+from service.api.calls import CALLS
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
 from service.api.validation import RequestLimits
 from service.auth.authenticator import current_tenant
 from service.caches.requests import Append
 from service.dispatcher import Dispatcher
-from service.errors import InvalidArgument
+from service.errors import InvalidArgument, QuireError
 from service.logging import current_request_id
 from service.pool.model_versions import WorkerSlot
 from service.pool.supervisor import Supervisor
 
 _LIMITS = pb.GatewayLimits.DESCRIPTOR.fields
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
 _Response = TypeVar("_Response")
 _Answer: TypeAlias = Coroutine[Any, Any, _Response]
 
@@ -102,7 +100,11 @@ class ExecutorApi:
         checked = call.check(request, limits, timeout_s)
         self._state.answers.take_until_done(held_bytes((checked,)), context)
         (outcome,) = await self._dispatcher.run((checked,), current_tenant())
-        return call.answer(checked, outcome)
+        if isinstance(outcome, QuireError):
+            raise outcome
+        response = call.response()
+        call.write(checked, outcome, response)
+        return response
 
     async def _run_batch(self, method: str, request: Any, context: Context) -> Any:
         call = CALLS[method]
@@ -111,7 +113,9 @@ class ExecutorApi:
         self._state.answers.take_until_done(held_bytes(checked), context)
         appends = [one for one in checked if isinstance(one, Append)]
         outcomes = await self._dispatcher.run(appends, current_tenant())
-        return call.answer_items(checked, outcomes, current_request_id())
+        response = call.response()
+        call.write_items(checked, outcomes, current_request_id(), response)
+        return response
 
     async def _begin(self, context: Context) -> tuple[RequestLimits, float | None]:
         """The limits that a request is checked against, and the time until its deadline."""

@@ -17,7 +17,6 @@ import grpc
 from starlette.requests import Request
 from starlette.types import Receive
 
-from service.api.parsing import RejectedRequest
 from service.api.request_receiver import RequestReceiver
 from service.auth.authenticator import current_tenant_name
 from service.errors import ArrivingFull, InvalidArgument, QuireError
@@ -56,8 +55,8 @@ class BodyReader:
         body = Body(request.receive, self, tenant)
         try:
             refused = await self._receiver.request(None, cast("grpc.aio.ServicerContext[Any, Any]", body))
-            if isinstance(refused, RejectedRequest):
-                raise refused.error
+            if isinstance(refused, QuireError):
+                raise refused
             yield await self.parse(body.data)
         finally:
             self.held_bytes -= body.size_bytes
@@ -107,7 +106,7 @@ class Body:
         self.size_bytes = 0
 
     async def read(self) -> Any:
-        """Reads to the end. Returns itself, a RejectedRequest, or EOF if the client disconnected.
+        """Reads to the end. Returns itself, the error of a refused body, or EOF if the client disconnected.
 
         Also reads the rest of a refused body, up to as much again: closing a connection while the client
         sends resets it, and the client may not see the response.
@@ -126,7 +125,7 @@ class Body:
                 self.data.clear()
                 left_bytes -= len(part)
             if left_bytes < 0 or not message.get("more_body", False):
-                return self if refused is None else RejectedRequest(refused)
+                return refused or self
 
     def cancelled(self) -> bool:
         """Whether the client disconnected. The receiver asks after an EOF, so it has."""

@@ -49,7 +49,7 @@ async def stub() -> AsyncIterator[Any]:
     model = types_pb2.ModelDescription(vocab_size=1000)
     state = state_of(Config(), worker_pb2.WorkerReady(model=model, executor=executor))
     api = ExecutorApi(dispatcher, state, cast(Supervisor, None))
-    server = grpc.aio.server(interceptors=[CallInterceptor()])
+    server = grpc.aio.server(interceptors=[CallInterceptor(state)])
     servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, api)
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
