@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.model_factory import TinyModel, hf_hidden_states, make_model
+from tests.model_factory import TinyModel, hf_states, make_model
 from workers.executors.errors import NoSuchLayer
 from workers.executors.llm import LlmExecutor
 from workers.models.hidden_states import HiddenStateCapture
@@ -43,11 +43,11 @@ def executor(directory: Path) -> LlmExecutor:
 
 def assert_is(output: RowOutput, directory: Path, tokens: list[int], layers: list[int]) -> None:
     """Of the last of these tokens."""
-    expected = hf_hidden_states(directory, tokens)[:, -1]
+    expected = hf_states(directory, tokens)
     assert output.hidden_format is LogitsFormat.F32 and len(output.hidden) == len(layers)
     for layer, data in zip(layers, output.hidden, strict=True):
         state = torch.frombuffer(bytearray(data), dtype=torch.float32)
-        assert (state - expected[layer]).abs().max() < RELATIVE_ERROR * expected[layer].abs().max()
+        assert (state - expected[layer][-1]).abs().max() < RELATIVE_ERROR * expected[layer].abs().max()
 
 
 def test_items_of_a_step_ask_for_different_layers(executor: LlmExecutor, directory: Path) -> None:

@@ -6,6 +6,7 @@ here is measured.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
 
 import pytest
@@ -16,11 +17,9 @@ from tests.workers.scheduling import Callers, check_invariants, run_step
 from workers import caller_limits
 from workers.caller_limits import MIN_FREE_COST, CallerLimits
 from workers.operations import Forward, HiddenSpec, LogitsFormat, OutputSpec
-from workers.request_queue import SHORT_TOKENS, ServiceClass, cost_of
-from workers.scheduler import Scheduler
+from workers.scheduler import Flow, Scheduler, cost_of
 
 GREEDY, OTHER = 1, 2
-LONG = SHORT_TOKENS + 1
 DECODE_COST = 2
 
 
@@ -160,7 +159,7 @@ def test_a_row_that_weighs_more_than_a_step_still_runs() -> None:
         assert len(scheduler) == 0
 
 
-def bound_nobody(limits: CallerLimits, short: ServiceClass) -> dict[int, int]:
+def bound_nobody(limits: CallerLimits, cost: int, flows: Mapping[int, Flow]) -> dict[int, int]:
     return {}
 
 

@@ -25,15 +25,11 @@ from workers.executors.errors import (
     SequenceTooLong,
     TokenOutOfVocabulary,
 )
-from workers.executors.info import (
-    Capabilities,
-    ExecutorStatus,
-    LoraAdapterMetrics,
-    ModelDescription,
-)
+from workers.executors.info import Capabilities, ExecutorStatus, LoraAdapterMetrics
 from workers.kv.table import PoolUsage
 from workers.models.active_kernels import active_kernels
 from workers.models.inputs import MAX_TREE_TOKENS
+from workers.models.model import ModelDescription
 from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,
