@@ -226,7 +226,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         self.passed_over = {op_id: self.passed_over.get(op_id, 0) + 1 for op_id in stuck}
         assert all(steps <= PATIENCE_STEPS for steps in self.passed_over.values())
-        if (self.held.keys() - ran).intersection(short_line):
+        shares = self.scheduler._shares
+        waiting = (self.held.keys() - ran).intersection(short_line)
+        if any(shares.get(self.held[op_id].flow, 1) > 0 for op_id in waiting):
             short = [chunk for chunk in chunks if chunk.forward.remaining <= SHORT_TOKENS]
             limits = self.scheduler
             assert (
