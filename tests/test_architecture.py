@@ -43,7 +43,6 @@ WITHOUT_TORCH = (
     "workers.operations",
     "workers.scheduler",
     "workers.kv.page_pool",
-    "workers.kv.prefix_index",
 )
 
 TOP_LEVEL = {

@@ -273,7 +273,7 @@ class Engine:
         parent = self._known(sequence)
         if len(set(children)) < len(children) or any(map(self._kv_table.get, children)):
             raise DuplicateSequence(f"children {list(children)} of {sequence}")
-        self._kv_table.fork_all(parent, children)
+        self._kv_table.fork(parent, children)
 
     def truncate(self, sequence: int, new_len: int) -> None:
         """Truncates a sequence and frees its pages. Raises KvMissing or TruncateBeyondEnd."""
