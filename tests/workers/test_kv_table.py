@@ -400,6 +400,16 @@ def test_a_twin_takes_over_when_the_indexed_page_is_gone() -> None:
     assert table.match_prefix(table.create(4), tokens, 4) == 4
 
 
+def test_a_sequence_within_a_page_or_with_room_reserved_is_not_matched() -> None:
+    table = KvTable(8, PAGE)
+    grow(table, table.create(1), [1, 2, 3, 4, 5, 6, 7, 8])
+    seq = table.create(2)
+    table.reserve(seq, 1)
+    assert table.match_prefix(seq, [1, 2, 3, 4], 4) == 0
+    table.append(seq, [1])
+    assert table.match_prefix(seq, [2, 3, 4, 5], 4) == 0
+
+
 def test_wrong_calls_change_nothing() -> None:
     table = KvTable(4, PAGE)
     seq = table.create(1)
