@@ -180,6 +180,11 @@ def test_float16_errs_no_more_than_transformers(tmp_path: Path) -> None:
     assert_errs_no_more_than_transformers(make_model(tmp_path, TinyModel()), torch.float16)
 
 
+def test_a_tied_head_that_is_packed_beside_its_file_errs_no_more(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, TinyModel(tied=True, dtype="bfloat16"))
+    assert_errs_no_more_than_transformers(directory, torch.bfloat16)
+
+
 def assert_errs_no_more_than_transformers(directory: Path, dtype: torch.dtype) -> None:
     """Both round differently; against float32 ours may err at most twice as much."""
     decoder = load_decoder(directory, dtype, pack=True)

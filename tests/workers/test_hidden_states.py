@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.model_factory import TinyModel, hf_states, make_model
-from workers.executors.errors import NoSuchLayer
+from tests.workers.stepping import Worker
+from workers.executors.errors import ExecutorError
 from workers.executors.llm import LlmExecutor
 from workers.models.hidden_states import HiddenStateCapture
 from workers.operations import (
@@ -17,12 +18,9 @@ from workers.operations import (
     Kind,
     LogitsFormat,
     OutputSpec,
-    Result,
     RowOutput,
 )
 from workers.runners.base import StepResult
-from workers.scheduler import Scheduler
-from workers.step_loop import StepLoop
 
 torch.set_num_threads(1)
 
@@ -89,7 +87,7 @@ def test_who_does_not_ask_pays_nothing(executor: LlmExecutor, monkeypatch: pytes
 
 def test_layers_that_are_not_there(executor: LlmExecutor) -> None:
     for layers in ([3], [0, -1]):
-        with pytest.raises(NoSuchLayer):
+        with pytest.raises(ExecutorError, match="hidden states of layers"):
             executor.prefill(1, PROMPT, OutputSpec(hidden=HiddenSpec(layers)))
 
 
@@ -98,22 +96,13 @@ def test_a_worker_that_guesses_answers_equally(
     executor: LlmExecutor, directory: Path, *, plain_first: bool
 ) -> None:
     """Also one that has guessed an append, and is asked for it with hidden states."""
-    results: list[Result] = []
-    loop = StepLoop(
-        executor.engine, Scheduler(64, 8, max_rows=8), results.extend, 200, prelaunch_unrequested=True
-    )
+    worker = Worker(executor.engine, limits=(64, 8, 8), max_seq_tokens=200)
 
     def ask(op: Forward) -> RowOutput:
-        loop.submit([op])
-        while not results:
-            loop.take()
-            loop.flush()
-            loop.step()
-            loop.flush()
-        done = results.pop()
-        assert isinstance(done, Forward) and done.op_id == op.op_id
-        while loop.operations_in_flight:  # what is guessed is computed before it is asked for
-            loop.step()
+        done = worker.answers(op)[op.op_id]
+        while worker.loop.operations_in_flight:  # what is guessed is computed before it is asked for
+            worker.round()
+        assert isinstance(done, Forward)
         return done.outputs[-1]
 
     text = list(PROMPT)
