@@ -59,9 +59,12 @@ def test_room_is_left_for_the_rotations_of_every_kind_of_layer(tmp_path: Path) -
     """On a GPU they take memory beside the pages, and Gemma 3 turns its two kinds of layers differently."""
     directory = make_family_model(tmp_path, *settings_of("gemma3"))
     model = load_decoder(directory)
-    model.forward(HandPacker(16, range(8)).pack([Item(HandSequence(), [1, 2, 3])]), new_pages(model, 8))
-    tables = model._rope_tables.values()
-    assert len(tables) == 2 and sum(table.nbytes for table in tables) == 8 * 16 * model.rotation_bytes
+    for num_pages in (8, 12):
+        inputs = HandPacker(16, range(8)).pack([Item(HandSequence(), [1, 2, 3])])
+        model.forward(inputs, new_pages(model, num_pages))
+        tables = model._rope_tables.values()
+        table_bytes = sum(table.nbytes for table in tables)
+        assert len(tables) == 2 and table_bytes == num_pages * 16 * model.rotation_bytes
 
 
 def test_both_backends_say_the_same(native: Path) -> None:
