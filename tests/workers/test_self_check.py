@@ -16,7 +16,7 @@ from workers.models.library.gathered_model import GatheredModel
 from workers.models.library.packed_model import PackedModel
 from workers.models.library.scaled_down_model import scaled_down_model
 from workers.models.library.settings import read_settings
-from workers.models.self_check import check_parity, tolerance
+from workers.models.self_check import check_parity
 
 torch.set_num_threads(1)
 
@@ -86,11 +86,6 @@ def test_logits_that_are_not_finite_over_pages_only_are_refused_with_a_reason() 
         ModelError, match="over pages its logits are not finite, those of its plain forward are"
     ):
         check_library(PackedModel(wrong), PackedModel(right).plain_logits)
-
-
-def test_tolerances() -> None:
-    assert tolerance(torch.float32) == 1e-4
-    assert tolerance(torch.bfloat16) == 8 * 2**-7 and tolerance(torch.float16) == 8 * 2**-10
 
 
 def test_a_scaled_down_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:

@@ -50,16 +50,11 @@ def test_beside_256_forwards_of_one_nobody_waits_three_times_as_long(
         assert quantile(beside, share) <= 3 * quantile(alone, share)
 
 
-def test_alone_a_caller_fills_the_step() -> None:
+@pytest.mark.parametrize("loops", [[256], [64] * 4])
+def test_who_is_alone_and_who_want_alike_fill_the_step(loops: list[int]) -> None:
     model = Callers(base_ns=60, unit_ns=1)
-    model.add(GREEDY, 256)
-    assert [len(model.step()) for _ in range(20)] == [256] * 20
-
-
-def test_callers_who_want_alike_fill_the_step() -> None:
-    model = Callers(base_ns=60, unit_ns=1)
-    for caller in range(4):
-        model.add(1 + caller, 64)
+    for caller, count_of_loops in enumerate(loops, start=1):
+        model.add(caller, count_of_loops)
     assert [len(model.step()) for _ in range(20)] == [256] * 20
 
 

@@ -301,15 +301,9 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
         device=str(kv.device),
         # Models that run one sequence at a time, in the library's code, are those that take no trees.
         supports_native_unified_decode=engine.takes_trees,
-        supports_verify=True,
-        supports_fork=True,
-        supports_sampling=True,
-        supports_prefix_reuse=True,
-        supports_lora=False,
         page_size_tokens=kv.page_size,
         bytes_per_page=kv.bytes_per_page,
         kv_capacity_tokens=min(model.max_seq_len, kv.num_pages * kv.page_size),
-        max_lora_adapters=0,
         supports_token_trees=engine.takes_trees,
         supports_hidden_states=engine.runner.has_hidden_states,
     )

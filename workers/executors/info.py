@@ -16,19 +16,19 @@ class Capabilities:
     runner: str
     kernels: Sequence[str]
     device: str
-    supports_native_unified_decode: bool
-    supports_verify: bool
-    supports_fork: bool
-    supports_sampling: bool
-    supports_prefix_reuse: bool
-    supports_lora: bool
     page_size_tokens: int
     bytes_per_page: int
     # The maximum length of a sequence: the model's context, or all of the pool if that is smaller.
     kv_capacity_tokens: int
-    max_lora_adapters: int
-    supports_token_trees: bool = True
-    supports_hidden_states: bool = False
+    supports_native_unified_decode: bool
+    supports_token_trees: bool
+    supports_hidden_states: bool
+    supports_verify: bool = True
+    supports_fork: bool = True
+    supports_sampling: bool = True
+    supports_prefix_reuse: bool = True
+    supports_lora: bool = False
+    max_lora_adapters: int = 0
 
 
 @dataclass(slots=True)
