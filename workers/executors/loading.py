@@ -7,7 +7,6 @@ all other models. With either backend a model is checked before it is served.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from workers.models.active_kernels import check_cuda_kernels
 from workers.models.config import CONFIG_FILE, ModelConfig
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.model import Model, ModelDescription
-from workers.models.weights import LoadPlan, load_planned, plan_load
+from workers.models.weights import LoadPlan, Progress, load_planned, plan_load
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def load_served(
     directory: Path,
     dtype: str,
     device: torch.device,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
     *,
     backend: str,
     self_check: bool,
@@ -84,8 +83,12 @@ def load_served(
     Raises KvSizingError if memory is too small, and ModelError, also if the self-check finds wrong results.
     """
     try:
-        load = _load_library if backend == TRANSFORMERS else _load_native
-        return load(directory, dtype, device, progress, self_check=self_check)
+        if backend == TRANSFORMERS:
+            return _load_library(directory, dtype, device, progress, self_check=self_check)
+        plan = plan_load(directory, dtype, device)
+        if self_check:
+            _check_native(directory, plan)
+        return load_planned(plan, progress, pack=True)
     except (ModelError, MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
             raise KvSizingError(
@@ -118,20 +121,6 @@ def _native_error(directory: Path) -> str:
     return ""
 
 
-def _load_native(
-    directory: Path,
-    dtype: str,
-    device: torch.device,
-    progress: Callable[[int, int], None] | None,
-    *,
-    self_check: bool,
-) -> tuple[Model, ModelDescription]:
-    plan = plan_load(directory, dtype, device)
-    if self_check:
-        _check_native(directory, plan)
-    return load_planned(plan, progress, pack=True)
-
-
 def _check_native(directory: Path, plan: LoadPlan) -> None:
     """Raises ModelError if native code and the library disagree for this config."""
     try:
@@ -146,12 +135,7 @@ def _check_native(directory: Path, plan: LoadPlan) -> None:
 
 
 def _load_library(
-    directory: Path,
-    dtype: str,
-    device: torch.device,
-    progress: Callable[[int, int], None] | None,
-    *,
-    self_check: bool,
+    directory: Path, dtype: str, device: torch.device, progress: Progress | None, *, self_check: bool
 ) -> tuple[Model, ModelDescription]:
     # The library takes seconds to import, and native code does not need it.
     from workers.models.library.loading import load_library_model, plan_library_model  # noqa: PLC0415

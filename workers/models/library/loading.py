@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,9 @@ from workers.models.library.packed_linear import pack_linears
 from workers.models.library.packed_model import PackedModel
 from workers.models.library.settings import LibrarySettings, read_settings
 from workers.models.model import ModelDescription
+from workers.models.weights import Progress
 
 _log = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
 
 # The library splits a tensor of a file into at most a few parameters.
 _PARAMETERS_PER_TENSOR, _EXTRA_PARAMETERS = 8, 256
