@@ -18,7 +18,6 @@ from kernels.cpu import library
 TESTS = (
     *("tests/kernels", "--ignore=tests/kernels/cuda", "--ignore=tests/kernels/test_gpu_suite_imports.py"),
     "tests/workers/test_counter_rng.py",
-    "tests/workers/test_decoder.py",
     "tests/workers/test_embedding_attention.py",
     "tests/workers/test_executor.py",
     "tests/workers/test_families.py",

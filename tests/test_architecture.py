@@ -22,7 +22,6 @@ WORKER_LAYERS = (
     {
         "scheduler",
         "caller_limits",
-        "request_queue",
         "coalescing",
         "prelaunch",
         "prefix_wait",
@@ -42,10 +41,8 @@ WORKER_LAYERS = (
 WITHOUT_TORCH = (
     "workers.coalescing",
     "workers.operations",
-    "workers.request_queue",
     "workers.scheduler",
     "workers.kv.page_pool",
-    "workers.kv.prefix_index",
 )
 
 TOP_LEVEL = {

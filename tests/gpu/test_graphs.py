@@ -137,26 +137,22 @@ def test_prefills_compile_a_few_variants_and_then_none(decoder: Decoder) -> None
     assert len(new) <= MOST_PREFILL_VARIANTS, new
 
 
-class Uncapturable:
+class Uncapturable(Decoder):
     """A model that does something while a graph is captured that fails there, after `succeed` captures."""
 
     def __init__(self, decoder: Decoder, fail: Callable[[], object], succeed: int) -> None:
-        self._decoder, self._fail, self._succeed = decoder, fail, succeed
-
-    has_hidden_states = True
+        vars(self).update(vars(decoder))
+        self._fail, self._succeed = fail, succeed
 
     def forward(
         self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
     ) -> torch.Tensor:
-        hidden = self._decoder.forward(inputs, kv, capture)
+        hidden = super().forward(inputs, kv, capture)
         if torch.cuda.is_current_stream_capturing():
             self._succeed -= 1
             if self._succeed < 0:
                 self._fail()
         return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._decoder.logits(hidden)
 
 
 def run_out_of_memory() -> None:
