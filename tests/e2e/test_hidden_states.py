@@ -13,7 +13,7 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import hf_hidden_states
+from tests.model_factory import hf_states
 
 PROMPT = [5, 9, 2, 40, 41, 7, 33]
 LAYERS = 2
@@ -57,7 +57,7 @@ def assert_is(
     model: Path, output: types_pb2.StepOutput, tokens: list[int], layers: tuple[int, ...] = (0, 1, 2)
 ) -> None:
     """The states that an output has are those of the last of these tokens."""
-    expected = hf_hidden_states(model, tokens)[:, -1]
+    expected = torch.stack(hf_states(model, tokens)[:-1])[:, -1]
     assert len(output.hidden) == len(layers)
     for layer, tensor in zip(layers, output.hidden, strict=True):
         error = (values(tensor) - expected[layer]).abs().max()
