@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from kernels import attention_trees
+from kernels.attention_scoring import Scoring
 from kernels.cuda.compile_spec import Variant
 
 # Where a running maximum begins. Finite, so that a row whose first keys are all hidden subtracts no
@@ -82,6 +83,12 @@ class TileConfig:
             "TILE": self.tile,
         }
         return Variant(kernel, constexprs | others, self.num_warps, self.num_stages)
+
+
+def log2_scales(scoring: Scoring) -> tuple[float, float | None]:
+    """The scale and the softcap of scores to base 2."""
+    log2_e = math.log2(math.e)
+    return scoring.scale * log2_e, None if scoring.softcap is None else scoring.softcap * log2_e
 
 
 def feature_types(feature: str) -> dict[str, str | None]:
@@ -182,6 +189,17 @@ def with_sinks(total, highest, sinks, heads, present):
 
 
 @triton.jit
+def tree_of(roots, ancestors, depths, item, token_rows, present):
+    """The slot of an item's root, the ancestors of each row [M], and a pointer to the item's depths.
+
+    An item that is not a tree has a root after its last token.
+    """
+    root = tl.load(roots + item).to(tl.int32)
+    row_ancestors = tl.load(ancestors + token_rows, mask=present, other=0)
+    return root, row_ancestors, depths + item.to(tl.int64) * MAX_TREE_TOKENS
+
+
+@triton.jit
 def tree_positions(keys, root, depths):
     """The positions of the tokens in slots `keys` [L] of an item whose tree begins at `root`.
 
@@ -190,51 +208,6 @@ def tree_positions(keys, root, depths):
     places = keys - root
     among = (places >= 0) & (places < MAX_TREE_TOKENS)
     return tl.where(among, root + tl.load(depths + places, mask=among, other=0), keys)
-
-
-@triton.jit
-def root_of(roots, item):
-    """The slot of an item's root, behind the last token if it is no tree; None if there are no trees."""
-    root = None
-    if roots is not None:
-        root = tl.load(roots + item).to(tl.int32)
-    return root
-
-
-@triton.jit
-def depths_of(depths, item):
-    """Pointer to the depths of an item's tree; None if there are none."""
-    pointer = None
-    if depths is not None:
-        pointer = depths + item.to(tl.int64) * MAX_TREE_TOKENS
-    return pointer
-
-
-@triton.jit
-def ancestors_of(ancestors, token_rows, present):
-    """Those of each row, [M]; None if there are none."""
-    found = None
-    if ancestors is not None:
-        found = tl.load(ancestors + token_rows, mask=present, other=0)
-    return found
-
-
-@triton.jit
-def positions_of(slots, root, depths):
-    """The positions of tokens in slots [M] of an item, which may be a tree if there are any."""
-    positions = slots
-    if root is not None:
-        positions = tree_positions(slots, root, depths)
-    return positions
-
-
-@triton.jit
-def not_behind(slot, root):
-    """The slot, or the root of its item's tree if that is before it."""
-    found = slot
-    if root is not None:
-        found = tl.minimum(slot, root)
-    return found
 
 
 @triton.jit

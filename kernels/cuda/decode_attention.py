@@ -25,24 +25,25 @@ rows (G and padding).
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.attention_scoring import Scoring
 from kernels.cuda.attention_tiles import (
     LOWEST,
     TileConfig,
     attend_keys,
     feature_types,
+    log2_scales,
     slopes_of,
     widths_name,
     with_sinks,
 )
 from kernels.cuda.combine_splits import combine_splits
-from kernels.cuda.compile_spec import CompileSpec, Expectations, Variant
+from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
 
 # Programs that a multiprocessor holds at once, by their shared memory; more splits would only queue.
 PROGRAMS_A_MULTIPROCESSOR = 3
@@ -203,13 +204,8 @@ def decode_attention(
     v_pages: torch.Tensor,
     page_tables: torch.Tensor,
     context_lens: torch.Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None,
+    scoring: Scoring,
     num_splits: int,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
 ) -> None:
     """Attend one token of each item to its own sequence, whose last token it is.
 
@@ -223,12 +219,8 @@ def decode_attention(
         v_pages: [pages, S, K, V] contiguous; dtype of query.
         page_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
         context_lens: [N] int32 or int64. 0: a padded item, for which no page is read.
-        scale: Multiplies the scores.
-        sliding_window: Positions a token sees, its own included; None: all of them.
-        num_splits: Parts that the keys of an item are read in, at least 1; see `num_splits_for`.
-        softcap: As in `kernels.paged_attention.paged_attention`, and so are the others.
-        sinks: [H] float32 contiguous, or None.
-        alibi_slopes: [H] float32 contiguous, or None.
+        scoring: How scores become weights.
+        num_splits: The number of parts in which the keys of an item are read; see `num_splits_for`.
     """
     items, heads = query.shape[:2]
     width = v_pages.shape[3]
@@ -240,7 +232,7 @@ def decode_attention(
         shape = (items, heads, num_splits)
         partials = torch.empty((*shape, width), dtype=torch.float32, device=query.device)
         partial_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    variant = _variant(query.dtype, heads, k_pages.shape, width, sliding_window, split=num_splits > 1)
+    variant = _variant(query.dtype, heads, k_pages.shape, width, scoring.sliding_window, split=num_splits > 1)
     variant.launch(
         (items, kv_heads, num_splits),
         out,
@@ -251,17 +243,16 @@ def decode_attention(
         v_pages,
         page_tables,
         context_lens,
-        sinks if partials is None else None,
-        alibi_slopes,
+        scoring.sinks if partials is None else None,
+        scoring.alibi_slopes,
         query.stride(0),
         query.stride(1),
         page_tables.stride(0),
         num_splits,
-        scale * math.log2(math.e),
-        None if softcap is None else softcap * math.log2(math.e),
+        *log2_scales(scoring),
     )
     if partials is not None and partial_lse is not None:
-        combine_splits(out, partials, partial_lse, sinks)
+        combine_splits(out, partials, partial_lse, scoring.sinks)
 
 
 def compile_specs() -> list[CompileSpec]:
@@ -286,8 +277,7 @@ def _compile_spec(
     window: int | None,
     feature: str,
 ) -> CompileSpec:
-    element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    variant = _variant(element, 32, (1, 16, 8, width), value_width, window, split=split)
+    variant = _variant(DTYPES[dtype], 32, (1, 16, 8, width), value_width, window, split=split)
     pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
     absent = {} if split else {"partials": None, "partial_lse": None}
     if split:

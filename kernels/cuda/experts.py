@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Expectations, Variant
+from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
 from kernels.cuda.gated_activation import gated_activation
 
 # Columns of a program of the weighted sum.
@@ -240,8 +240,7 @@ def compile_specs() -> list[CompileSpec]:
 
 def _product_spec(dtype: str, shape: tuple[int, int, int, int], few: bool, *, gather: bool) -> CompileSpec:
     experts, inner, width, top_k = shape
-    element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    config = config_for(element, FEW_PAIRS * experts + (not few), experts)
+    config = config_for(DTYPES[dtype], FEW_PAIRS * experts + (not few), experts)
     outputs, inputs = (2 * inner, width) if gather else (width, inner)
     types = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | dict.fromkeys(("pairs", "starts"), "*i64")
     way = "gate_up" if gather else "down"

@@ -192,41 +192,28 @@ def compile_specs() -> list[CompileSpec]:
     return [*specs, _block_spec("fp32", cut=True), *(_row_spec(width) for width in (32, 256, 512))]
 
 
+# The winners of blocks: written by the first kernel, read by the second.
+_WINNERS = {"block_ids": "*i32", "block_logits": "*fp32", "block_noise": "*fp64", "block_best": "*fp32"}
+
+
 def _block_spec(dtype: str, *, cut: bool) -> CompileSpec:
-    pointers = {
-        "logits": f"*{dtype}",
-        "temperatures": "*fp64",
-        "keys": "*i64",
-        "block_ids": "*i32",
-        "block_logits": "*fp32",
-        "block_noise": "*fp64",
-        "block_best": "*fp32",
-    }
-    if cut:
-        pointers |= {"cut_values": "*fp32", "cut_ids": "*i32"}
+    pointers = {"logits": f"*{dtype}", "temperatures": "*fp64", "keys": "*i64"} | _WINNERS
+    cuts = {"cut_values": "*fp32", "cut_ids": "*i32"}
+    pointers |= cuts if cut else {}
     sizes = {"logits_stride": "i32", "vocab": "i32"}
-    absent = {} if cut else {"cut_values": None, "cut_ids": None}
     return CompileSpec(
         _BLOCKS,
         f"choose_block {dtype} cut={cut}",
-        {**pointers, **sizes, **absent},
+        {**pointers, **sizes, **({} if cut else dict.fromkeys(cuts))},
         divisible_by_16=(*pointers, *sizes),
     )
 
 
 def _row_spec(width: int) -> CompileSpec:
-    pointers = {
-        "out_ids": "*i64",
-        "out_best": "*fp32",
-        "temperatures": "*fp64",
-        "block_ids": "*i32",
-        "block_logits": "*fp32",
-        "block_noise": "*fp64",
-        "block_best": "*fp32",
-    }
+    pointers = {"out_ids": "*i64", "out_best": "*fp32", "temperatures": "*fp64"} | _WINNERS
     return CompileSpec(
         _rows(width),
         f"choose_row B<={width}",
-        {**pointers, "num_blocks": "i32"},
+        pointers | {"num_blocks": "i32"},
         divisible_by_16=tuple(pointers),
     )

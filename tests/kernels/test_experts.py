@@ -198,5 +198,3 @@ def test_wrong_arguments_are_named() -> None:
     for k in (0, 6):
         with pytest.raises(ValueError, match="k: must be between 1 and 5 experts"):
             route(torch.randn(2, 5), k, normalize=True)
-    with pytest.raises(ValueError, match="score: must be softmax, got 'sigmoid'"):
-        route(torch.randn(2, 5), 1, normalize=True, score="sigmoid")  # type: ignore[arg-type]

@@ -133,6 +133,7 @@ def recorded() -> dict[str, Compiled]:
 def compile_for(spec: CompileSpec, architecture: int) -> Any:
     """The compiled kernel: `asm` by stage, and `metadata`."""
     import triton
+
     position = {name: (index,) for index, name in enumerate(spec.signature)}
     source = ASTSource(
         spec.variant.kernel,

@@ -55,7 +55,7 @@ def check_accuracy(
 SHAPES = [(1, 2, 1, 32, 16), (1, 8, 3, 40, 24), (5, 6, 2, 136, 72), (9, 64, 4, 48, 16), (20, 3, 2, 16, 136)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "count", "k", "width", "inner"), SHAPES)
 def test_is_accurate(
     tokens: int, count: int, k: int, width: int, inner: int, dtype: torch.dtype, device: str
@@ -66,7 +66,7 @@ def test_is_accurate(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [2 * FEW_PAIRS, 2 * FEW_PAIRS + 1, 130])
+@pytest.mark.parametrize("tokens", [2 * FEW_PAIRS, 2 * FEW_PAIRS + 1, 66])
 def test_all_rows_on_one_expert(tokens: int, dtype: torch.dtype, device: str) -> None:
     """With both tiles, in one block of pairs and in several, of which the last is cut off."""
     x = random(tokens, 24, dtype=dtype)
