@@ -1,8 +1,7 @@
 """Paged attention of one token per item, the keys of an item split over several programs.
 
-A program reads some of the keys of one key-value head and attends the G query heads that share it, padded to
-the 16 rows that a matrix instruction takes. The result of an item depends on nothing but the item and the
-number of splits.
+A program reads some of the keys of one key-value head, for the G query heads that share it, padded to the 16
+rows of a matrix instruction. The result of an item depends only on the item and the number of splits.
 
 Compiled for sm_90 with Triton 3.7.1, bfloat16, G = 4, several splits; nothing spills:
 
@@ -12,11 +11,12 @@ Compiled for sm_90 with Triton 3.7.1, bfloat16, G = 4, several splits; nothing s
     128       64            4       3        96          70 KiB          2
     256       32            4       3        126         73 KiB          2
 
-Three programs fit on a multiprocessor. With a width of 256, 64 keys a tile take 212 registers and 138 KiB.
-float32 has no matrix instruction without loss: 32 keys and a width of 128 spill, 16 keys do not.
+Three programs run on a multiprocessor at once. With a width of 256, tiles of 64 keys need 212 registers and
+138 KiB. No matrix instruction has the precision of float32: with a width of 128, tiles of 32 keys spill, and
+tiles of 16 do not.
 
-What some models have beside (kernels/attention_scoring.py) costs up to 2 registers. Keys of 192 and values of
-128 take 80 registers and 57 KiB, with the tiles of 256.
+The optional parameters of kernels/attention_scoring.py need up to 2 more registers. Keys of 192 and values of
+128 need 80 registers and 57 KiB, with the tiles of a width of 256.
 
 Dimension letters: N items; H query heads; K key-value heads; G = H / K; D width of a key, E the power of two
 not below it; V and F the same of a value; P pages in the longest page table; S tokens a page; C splits; M
@@ -45,9 +45,9 @@ from kernels.cuda.attention_tiles import (
 from kernels.cuda.combine_splits import combine_splits
 from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
 
-# Programs that a multiprocessor holds at once, by their shared memory; more splits would only queue.
+# The number of programs that run on a multiprocessor at once, limited by their shared memory.
 PROGRAMS_A_MULTIPROCESSOR = 3
-# A split of fewer keys reads little more than what it costs to start it and to add its result.
+# With fewer keys in a split, starting it and adding its result would take most of the time.
 MIN_SPLIT_KEYS = 128
 MAX_SPLITS = 128
 
@@ -62,16 +62,16 @@ def config_for(dtype: torch.dtype, width: int) -> TileConfig:
 
 
 def num_splits_for(batch: int, kv_heads: int, max_context: int, multiprocessors: int) -> int:
-    """How many splits the keys of each item are given.
+    """The number of splits for the keys of each item.
 
-    As many as the multiprocessors hold at once, but none of less than MIN_SPLIT_KEYS keys if all items were
-    as long as the longest may be.
+    As many as run on the device at once, but none with less than MIN_SPLIT_KEYS keys if all items have the
+    length of the longest.
 
     Args:
-        batch: Items of the bucket, padded ones included.
-        kv_heads: Key-value heads.
-        max_context: Tokens that an item of the bucket may have.
-        multiprocessors: Of the device.
+        batch: The number of items, padding items included.
+        kv_heads: K.
+        max_context: The most tokens of an item.
+        multiprocessors: The number of multiprocessors of the device.
 
     Returns:
         1 .. MAX_SPLITS.

@@ -1,12 +1,12 @@
 """Causal paged attention of items with any number of new tokens, from prefill chunks to single tokens.
 
-A program attends a block of rows: some tokens of one item, each with the G query heads that share a key-value
-head, so that keys are read once for the group. All rows see most of its keys; the loop over those has no
-masks and is apart from the loop over the rest.
+A program computes a block of rows: some tokens of one item, each with the G query heads of a key-value head,
+so that keys are read once for the group. All rows of a block attend to most of its keys. The loop over these
+keys has no masks; a second loop, with masks, processes the rest.
 
-Which item a program works on is found on the device, by binary search, and the grid depends on T and N alone:
-the blocks of item i begin at start[i] // Q + i. That leaves room for each item's ceil(tokens / Q) blocks, and
-programs behind them return.
+A program finds its item by binary search on the device, so the grid depends on T and N only. The blocks of
+item i begin at start[i] // Q + i, which is enough for the ceil(tokens / Q) blocks of each item. Programs
+without a block return.
 
 Compiled for sm_90 with Triton 3.7.1, bfloat16, G = 4; nothing spills, and wgmma is used:
 
@@ -16,26 +16,26 @@ Compiled for sm_90 with Triton 3.7.1, bfloat16, G = 4; nothing spills, and wgmma
     128       128    64            8       3        188         128 KiB         3
     256       128    32            8       3        240         160 KiB         3
 
-With a width of 128, 4 warps take 255 registers and spill; so does a width of 256 with 64 keys a tile.
+With a width of 128, 4 warps need 255 registers and spill. A width of 256 spills with tiles of 64 keys.
 
-Devices with less shared memory have no wgmma either, and keep more in registers. For sm_89 (sm_80 differs in
-registers only); nothing spills, which with 64 keys a tile it does for windows and groups of 7:
+Devices with less shared memory have no wgmma, and need more registers. For sm_89 (sm_80 differs in registers
+only) nothing spills; with tiles of 64 keys, windows and groups of 7 would:
 
     width     rows   keys a tile   warps   stages   registers   shared memory   buffers each of K and V
     64        128    32            8       3        144         32 KiB          2
     80-128    128    32            8       3        184-188     64 KiB          2
     256       64     16            8       3        187         66 KiB          2
 
-float32 has no matrix instruction without loss: 32 rows and a width of 128 spill, 16 do not, but for 8 or 16
-bytes that some groups and windows leave on the stack, such as G = 8 with a width of 64.
+No matrix instruction has the precision of float32. With a width of 128, 32 rows spill. With 16 rows, some
+groups and windows spill 8 or 16 bytes, such as G = 8 with a width of 64.
 
-What some models have beside (kernels/attention_scoring.py) fits in the same tiles: on sm_90, soft-capping
-with a width of 256 takes 247 registers, ALiBi with 128 takes 196, sinks with 64 take 119. Keys of 192 and
-values of 128 take 140 registers and 136 KiB, with the tiles of 256.
+The optional parameters of kernels/attention_scoring.py fit the same tiles: on sm_90, soft-capping with a
+width of 256 needs 247 registers, ALiBi with 128 needs 196, sinks with 64 need 119. Keys of 192 and values of
+128 need 140 registers and 136 KiB, with the tiles of a width of 256.
 
-Where a batch has token trees, a variant of its own is launched. With bfloat16 none spills: 190 registers for
-a width of 128 on sm_90, 254 for soft-capping with 256. With float32 and less than 256, 8 or 16 bytes may be
-left on the stack.
+Batches with token trees have their own variant. With bfloat16 it does not spill: on sm_90 it needs 190
+registers for a width of 128, and 254 for soft-capping with 256. With float32 and widths below 256 it may
+spill 8 or 16 bytes.
 
 Dimension letters: T tokens; N items; H query heads; K key-value heads; G = H / K; D width of a key, E the
 power of two not below it; V and F the same of a value; P pages in the longest page table; S tokens a page; M
@@ -74,10 +74,10 @@ def config_for(dtype: torch.dtype, width: int, shared_bytes: int) -> TileConfig:
     Args:
         dtype: Of queries, keys and values.
         width: The wider of D and V.
-        shared_bytes: Shared memory that a program may use on the device.
+        shared_bytes: The shared memory that a program may use on the device.
 
     Raises:
-        ValueError: There is none for so little shared memory.
+        ValueError: The device has too little shared memory.
     """
     if shared_bytes < SHARED_BYTES[89]:
         raise ValueError(
@@ -154,7 +154,7 @@ def prefill_kernel(
 ):
     """One block of one key-value head."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP  # noqa: N806
-    # The last blocks of an item have the most keys. They start first, and short ones fill the end.
+    # The last blocks of an item have the most keys. They start first, so that the short ones run at the end.
     block = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
     item, item_row, query_len, first_token = find_block(query_starts, block, num_items, BLOCK_Q)
@@ -164,8 +164,8 @@ def prefill_kernel(
     rows = tl.arange(0, BLOCK_M)  # [M]
     columns = tl.arange(0, E)
     value_columns = tl.arange(0, F)
-    # rows // GROUP, exact where rows * GROUP < 2^16. With a division, for a group that is no power of two,
-    # ptxas puts instructions among the wgmma that make it run them one by one (its warning C7515).
+    # rows // GROUP, exact if rows * GROUP < 2^16. With a division, and a group that is not a power of two,
+    # ptxas puts instructions between the wgmma and serialises them (its warning C7515).
     tokens = first_token + ((rows * (65536 // GROUP + 1)) >> 16)  # [M]
     heads = kv_head * GROUP + rows % GROUP
     present = (tokens < query_len) & (rows < BLOCK_Q * GROUP)
@@ -257,7 +257,7 @@ def prefill_kernel(
         TILE,
     )
     total = with_sinks(total, highest, sinks, heads, present)
-    result = attended / tl.where(total > 0, total, 1.0)[:, None]  # a padded item saw nothing: zeros
+    result = attended / tl.where(total > 0, total, 1.0)[:, None]  # zeros for a padding item
     lines = token_rows * (KV_HEADS * GROUP) + heads  # [M], of [T, H]
     to = out + lines[:, None] * V + value_columns[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=present[:, None] & (value_columns < V)[None, :])
@@ -299,9 +299,9 @@ def prefill_attention(
         k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
         v_pages: [pages, S, K, V] contiguous; dtype of query.
         page_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
-        query_starts: [N + 1] int32 or int64, ascending: the first row of each item, and the end. Counted from
-            the first entry, so that slices of a batch are a batch. Rows behind the end are left as they are.
-        context_lens: [N] int32 or int64, new tokens included. 0: a padded item, for which no page is read.
+        query_starts: [N + 1] int32 or int64, ascending: the first row of each item, and the end, relative to
+            the first entry, so that a slice of a batch is a batch. Rows after the end are not written.
+        context_lens: [N] int32 or int64, new tokens included. 0: a padding item, for which no page is read.
         scoring: How scores become weights.
         shared_bytes: The shared memory that a program may use, which determines the tiles; see `config_for`.
         trees: Which items are trees, contiguous, on the device of query; or None.

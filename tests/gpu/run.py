@@ -28,7 +28,7 @@ KERNELS = "tests/kernels/"
 # Tables of cases for all backends, of which CUDA is one.
 _OPERATIONS = (
     *("test_attention.py", "test_attention_properties.py", "test_rms_norm.py"),
-    *("test_gated_activation.py", "test_rope_kv_write.py"),
+    *("test_gated_activation.py", "test_rope_kv_write.py", "test_experts.py"),
 )
 # These need no GPU: they compile for one, or break kernels on purpose, or test the interpreter.
 _WITHOUT_GPU = ("test_compile_gate.py", "test_mutations.py", "test_interpreter_bf16.py")
