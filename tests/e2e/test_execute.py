@@ -353,9 +353,11 @@ def test_an_execution_goes_on_after_kills_and_an_orderly_restart(
                     read_into(seen, itertools.islice(call, 10))
                     workers |= gateway.worker_processes()
                 gateway.process.send_signal(signal.SIGKILL if is_killed else signal.SIGTERM)
-                with pytest.raises(grpc.RpcError) as raised:
+                # On a busy machine all of it may have been sent before the signal came.
+                try:
                     read_into(seen, call)
-                assert is_killed or raised.value.code() is grpc.StatusCode.UNAVAILABLE
+                except grpc.RpcError as error:
+                    assert is_killed or error.code() is grpc.StatusCode.UNAVAILABLE
                 gateway.process.wait(PATIENCE_S)
         with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
             workers |= gateway.worker_processes()
