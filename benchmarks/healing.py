@@ -4,7 +4,7 @@ Two workers have eight caches of one length, whose callers decode continuously. 
 callers' calls continue on the other worker after their caches are recomputed. For comparison, the same number
 of new prompts of the same length are then sent to that worker at once, beside the same callers. A recovery
 should take little more than the detection and these prefills. Each fault waits for the replacement of the
-killed worker. Prints JSON in seconds.
+killed worker. Prints JSON in seconds, also how long the server took to start.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class Fault:
     """One crash, in seconds. `healed` and `computed` have a value for each caller."""
 
     detected: float
+    replaced: float
     healed: list[float]
     computed: list[float]
 
@@ -104,9 +105,9 @@ async def one_fault(
     for caller in its:
         caller.healed_s = None
         caller.go_on.set()
-    gone_s = _gone_s(gateway, victim.epoch)
     await _wait_until_ready(stub)
-    return Fault(gone_s - killed_s, healed, list(computed))
+    detected_s, replaced_s = (_logged_s(gateway, event) for event in ("worker is gone", "worker ready"))
+    return Fault(detected_s - killed_s, replaced_s - killed_s, healed, list(computed))
 
 
 async def _begin_anew(stub: Any, rng: random.Random, length: int) -> float:
@@ -119,12 +120,10 @@ async def _begin_anew(stub: Any, rng: random.Random, length: int) -> float:
     return took_s
 
 
-def _gone_s(gateway: GatewayProcess, epoch: int) -> float:
-    """When the gateway detected the crash."""
-    for record in gateway.records():
-        if record["event"] == "worker is gone" and record["epoch"] == epoch:
-            return dt.datetime.fromisoformat(str(record["timestamp"])).timestamp()
-    raise RuntimeError("the gateway has not noticed")
+def _logged_s(gateway: GatewayProcess, event: str) -> float:
+    """When the gateway logged an event the last time."""
+    times = [record["timestamp"] for record in gateway.records() if record["event"] == event]
+    return dt.datetime.fromisoformat(str(times[-1])).timestamp()
 
 
 async def _wait_until_ready(stub: Any) -> None:
@@ -194,6 +193,7 @@ def summary(faults: Sequence[Fault]) -> dict[str, Any]:
     return {
         "faults": len(faults),
         "noticed_s": _percentiles([fault.detected for fault in faults]),
+        "replaced_s": _percentiles([fault.replaced for fault in faults]),
         "callers": sum(len(fault.healed) for fault in faults),
         "healed_s": _percentiles([wait for fault in faults for wait in fault.healed]),
         "computed_anew_s": _percentiles([wait for fault in faults for wait in fault.computed]),
@@ -213,9 +213,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="healing-") as scratch:
         model = make_model(_SHAPE, Path(scratch))
         flags = ["--threads-per-worker", "1", "--data-dir", f"{scratch}/data"]
+        began_s = time.time()
         with GatewayProcess(model=str(model), workers=2, flags=flags) as gateway:
+            started_s = round(time.time() - began_s, 2)
             faults = asyncio.run(measure(gateway, options.faults, options.seed))
-    found = {"machine": machine.describe(), "prompt_tokens": _PROMPT_TOKENS} | summary(faults)
+    found = {"machine": machine.describe(), "prompt_tokens": _PROMPT_TOKENS, "started_s": started_s}
+    found |= summary(faults)
     found["disturbance"] = machine.disturbance(before, machine.times_s())
     print(json.dumps(found, indent=2))
 

@@ -189,7 +189,7 @@ async def compaction(directory: Path) -> dict[str, Any]:
             ]
         records += turn(first, position)
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        compactor.commit(records, done.set_result)
+        (compactor if compactor.is_underway else journal).commit(records, done.set_result)
         if await done:
             for record in records:
                 ledger.apply(record)

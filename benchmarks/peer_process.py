@@ -25,10 +25,8 @@ PEERS = {
     "gateway": "benchmarks.peers.gateway_peer:GatewayPeer",
     "stall": "benchmarks.peers.stall_peer:StallPeer",
     "journal": "benchmarks.peers.journal_peer:JournalPeer",
-    "recovery": "benchmarks.peers.recovery_peer:RecoveryPeer",
     "service-loops": "benchmarks.peers.service_loops_peer:ServiceLoopsPeer",
     "transformers-loops": "benchmarks.peers.transformers_loops_peer:TransformersLoopsPeer",
-    "bad-sessions": "benchmarks.peers.bad_session_peer:BadSessionPeer",
     "device": "benchmarks.gpu.device_peer:DevicePeer",
     # One process each, because a failure may make the device unusable in a process.
     "static-graph": "benchmarks.gpu.static_peer:StaticPeer",

@@ -43,7 +43,6 @@ _LOOPS: dict[str, tuple[str, dict[str, int]]] = {
     ),
     "masked": ("a set of 1,000 tokens for each token", {"context": 128, "tokens": 24, "allowed": 1000}),
 }
-_BAD_SESSIONS = ("flood", "stall", "repeat-tags", "garbage", "half-close", "decode", "pipeline", "spin")
 
 
 def all_workloads(shape: Shape) -> list[Workload]:
@@ -62,9 +61,7 @@ def all_workloads(shape: Shape) -> list[Workload]:
         *map(_loop, _LOOPS),
         _gateway(),
         *(_stall(budget) for budget in _STALL_BUDGETS),
-        _bad_sessions(),
         _journal(),
-        _recovery(),
     ]
 
 
@@ -281,27 +278,6 @@ def _stall(budget: int) -> Workload:
     )
 
 
-def _bad_sessions() -> Workload:
-    """The effect of a misbehaving Session on other callers. The last three are well-behaved."""
-    parts = tuple(f"{way}, {when}" for way in ("unary", "session") for when in ("alone", "beside"))
-    return Workload(
-        name="bad-sessions",
-        title="paced Decodes beside one bad Session (weightless executor)",
-        unit="call",
-        entries=[
-            Entry(kind, "bad-sessions", "beside", {"kind": kind}, parts=parts) for kind in _BAD_SESSIONS
-        ],
-        comparisons=[
-            Comparison(f"{kind}: {way}, beside", f"{kind}: {way}, alone", percentile=percentile)
-            for kind in _BAD_SESSIONS
-            for way in ("unary", "session")
-            for percentile in (50, 90, 99)
-        ],
-        rounds=(1, 5),
-        optional=True,
-    )
-
-
 def _journal() -> Workload:
     """The cost of the journal: a call of 32, and 32 independent callers."""
     modes = {"BatchDecode of 32": "batch", "unary, 32 callers": "unary"}
@@ -318,22 +294,5 @@ def _journal() -> Workload:
         share=1.5,
         prepare=("prepare_decode", {"batch": 32, "context_tokens": 128}),
         warm={"steps": 2},
-        optional=True,
-    )
-
-
-def _recovery() -> Workload:
-    """A gateway's start, and its recovery after one of two workers is killed with calls in flight."""
-    return Workload(
-        name="recovery",
-        title="start and recovery (shipped model)",
-        unit="event",
-        entries=[
-            Entry("from start to SERVING", "recovery", "start"),
-            Entry(
-                "from SIGKILL of a worker", "recovery", "kill", parts=("to each answer", "to a new worker")
-            ),
-        ],
-        rounds=(1, 10),
         optional=True,
     )

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
-from kernels.attention_trees import TokenTrees, distances
+from kernels.attention_trees import distances
 
 # The most bytes of K and V that are copied for a group of several items. A single long item may need more.
 GROUP_SCRATCH_BYTES = 64 << 20
@@ -57,14 +57,14 @@ def paged_attention_reference(
     for item, context in enumerate(batch.context_lens_host):
         if context == 0:
             out[starts[item] : starts[item + 1]] = 0
-    query_lens = batch.query_lens
+    query_lens = list(batch.query_lens)
     if skipped is not None:
         query_lens = [0 if skip else length for skip, length in zip(skipped, query_lens, strict=True)]
-    if batch.trees is not None:
-        for item, rows in _tree_items(batch.trees, query_lens, starts):
-            out[rows] = _attend_tree(query[rows], k_pages, v_pages, batch, batch.trees, item, rows, scoring)
-        done = batch.trees.is_tree
-        query_lens = [0 if tree else length for tree, length in zip(done, query_lens, strict=True)]
+    for item, is_tree in enumerate([] if batch.trees is None else batch.trees.is_tree):
+        if is_tree and query_lens[item]:
+            rows = slice(starts[item], starts[item + 1])
+            out[rows] = _attend_tree(query[rows], k_pages, v_pages, batch, item, rows, scoring)
+            query_lens[item] = 0
     bytes_per_token = k_pages.shape[2] * (k_pages.shape[3] + width) * k_pages.element_size()
     max_tokens = GROUP_SCRATCH_BYTES // bytes_per_token
     for group in _groups(query_lens, batch.context_lens_host, max_tokens):
@@ -177,26 +177,18 @@ def _attend_one(
         out[first:last] = _attend(block, keys[:, seen], values[:, seen], ahead, scoring, masked=masked)[0]
 
 
-def _tree_items(
-    trees: TokenTrees, query_lens: Sequence[int], starts: Sequence[int]
-) -> Iterator[tuple[int, slice]]:
-    """The trees that have rows, and which."""
-    for item, is_tree in enumerate(trees.is_tree):
-        if is_tree and query_lens[item]:
-            yield item, slice(starts[item], starts[item + 1])
-
-
 def _attend_tree(
     query: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     batch: AttentionBatch,
-    trees: TokenTrees,
     item: int,
     rows: slice,
     scoring: Scoring,
 ) -> torch.Tensor:
     """The attention of one tree with queries [Q, H, D]. Returns [Q, H, V]."""
+    trees = batch.trees
+    assert trees is not None
     context, root = batch.context_lens_host[item], int(trees.roots[item])
     # The root counts as the first query: no query of the tree sees a key before the root's window.
     group = _Group([item], context - root, [context])
@@ -241,7 +233,11 @@ def _attend(
     by_group = query.reshape(batch, query_len, kv_heads, group_size, width)  # [B, Q, K, G, D]
     folded = by_group.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, width)  # [B, K, G * Q, D]
     by_head = keys.transpose(1, 2), values.transpose(1, 2)  # [B, K, L, D], [B, K, L, V]
-    mask = _visible(ahead, scoring.sliding_window) if masked else None  # [B, Q, L]
+    mask = None  # [B, Q, L]
+    if masked:
+        mask = ahead <= 0
+        if scoring.sliding_window is not None:
+            mask &= ahead > -scoring.sliding_window
     if scoring.is_plain:
         if mask is not None:
             mask = mask[:, None, None].expand(-1, 1, group_size, -1, -1).flatten(2, 3)  # [B, 1, G * Q, L]
@@ -252,12 +248,6 @@ def _attend(
         attended = _attend_in_steps(folded, *by_head, ahead, mask, scoring)
     unfolded = attended.reshape(batch, kv_heads, group_size, query_len, -1).permute(0, 3, 1, 2, 4)
     return unfolded.reshape(batch, query_len, heads, -1)
-
-
-def _visible(ahead: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
-    """Which positions are visible to a query, [B, Q, L] bool; `ahead` is as in `_attend`."""
-    seen = ahead <= 0
-    return seen if sliding_window is None else seen & (ahead > -sliding_window)
 
 
 def _attend_in_steps(

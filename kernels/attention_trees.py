@@ -46,6 +46,12 @@ class TokenTrees:
     depths: torch.Tensor
     is_tree: Sequence[bool]
 
+    def after(self, items: int) -> TokenTrees:
+        """The trees of the batch without its first `items`, which have one token each and are not trees."""
+        return TokenTrees(
+            self.roots[items:], self.ancestors[items:], self.depths[items:], self.is_tree[items:]
+        )
+
     def check(self, query_lens: Sequence[int]) -> None:
         """Check the fields for a batch of these items. Raises ValueError or TypeError."""
         check_tensor("roots", self.roots, (len(query_lens),), INDEX_DTYPES)

@@ -19,7 +19,6 @@ token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch.nn import functional
@@ -40,17 +39,15 @@ def route(
     logits: torch.Tensor,
     k: int,
     normalize: bool,
-    score: Literal["softmax"] = "softmax",
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the experts of each token: those with the highest scores.
+    """Choose the experts of each token: those with the highest scores, the softmax over all experts.
 
     Args:
         logits: [T, E], the router's output; float32, bfloat16 or float16.
         k: The number of experts for each token.
         normalize: Divide the scores of the chosen experts by their sum: always in Mixtral, `norm_topk_prob`
             in Qwen3-MoE.
-        score: How logits become scores: "softmax" over all experts, in float32.
         dtype: The dtype of the weights, which are rounded once at the end. None: that of the logits, as in
             Qwen3-MoE; Mixtral uses torch.float32.
 
@@ -64,8 +61,6 @@ def route(
     check_tensor("logits", logits, (None, None), FLOAT_DTYPES)
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(f"k: must be between 1 and {logits.shape[1]} experts, got {k}")
-    if score != "softmax":
-        raise ValueError(f"score: must be softmax, got {score!r}")
     scores = functional.softmax(logits, dim=-1, dtype=torch.float32)  # [T, E]
     expert_weights, expert_ids = torch.topk(scores, k, dim=-1)  # [T, k] each
     if normalize:

@@ -66,17 +66,7 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
     if query.is_cuda and _has_cuda_kernel(query.shape[2], v_pages.shape[3]):
         from kernels.cuda import paged_attention as cuda
 
-        return cuda.paged_attention(
-            query,
-            k_pages,
-            v_pages,
-            batch,
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-        )
+        return cuda.paged_attention(query, k_pages, v_pages, batch, scoring)
     if not cpu.can_attend(query, k_pages, v_pages, batch):
         return paged_attention_reference(query, k_pages, v_pages, batch, scoring)
     allocate = torch.zeros if 0 in batch.context_lens_host else torch.empty  # rows of padding stay zero

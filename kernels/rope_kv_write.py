@@ -84,7 +84,10 @@ def rope_kv_write(
         check_tensor("qk_norm", qk_norm, (heads + kv_heads, width), FLOAT_DTYPES)
         check_norm_weight("qk_norm", qk_norm, "qkv", qkv)
     if cos_sin is not None:
-        _check_cos_sin(cos_sin, tokens, width)
+        check_tensor("cos_sin", cos_sin, (tokens, None), (torch.float32,))
+        turned = cos_sin.shape[1]
+        if turned % 2 or not 0 < turned <= width:
+            raise ValueError(f"cos_sin: width must be even and at most the head's, {width}, got {turned}")
     check_tensor("slots", slots, (tokens,), INDEX_DTYPES)
     check_pages(k_pages, v_pages, kv_heads, width, "qkv", qkv)
     if qkv.is_cuda:
@@ -94,11 +97,3 @@ def rope_kv_write(
     if cpu.can_rope_kv_write(qkv, k_pages):
         return cpu.rope_kv_write(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
     return rope_kv_write_reference(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
-
-
-def _check_cos_sin(cos_sin: torch.Tensor, tokens: int, width: int) -> None:
-    """Check the rotations of `tokens` heads of `width`. Raises ValueError, TypeError."""
-    check_tensor("cos_sin", cos_sin, (tokens, None), (torch.float32,))
-    turned = cos_sin.shape[1]
-    if turned % 2 or not 0 < turned <= width:
-        raise ValueError(f"cos_sin: width must be even and at most the head's, {width}, got {turned}")

@@ -10,23 +10,13 @@ import asyncio
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from service.caches.effects import Claim, Command, CommandFailed, Event, Reply, Write
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
-from service.caches.requests import (
-    Append,
-    Appended,
-    Fork,
-    Handle,
-    Handles,
-    Release,
-    Remembered,
-    Request,
-    Result,
-)
+from service.caches.requests import Release, Request, Result, undelivered
 from service.caches.tenants import Tenant
 from service.caches.workers import WorkerView
 from service.errors import NOT_FAILURES, InternalError, QuireError, WorkerFault
@@ -61,7 +51,8 @@ class Dispatcher:
         send: SendCommand,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._caches = caches
+        # To be asked by anybody. What changes it passes through the dispatcher.
+        self.caches = caches
         self._clock_s = clock_s
         self._journal = journal
         self._compactor = Compactor(caches.ledger, journal)
@@ -99,7 +90,8 @@ class Dispatcher:
             await done
         except asyncio.CancelledError:
             self.cancel(tickets)
-            self._release_undelivered(requests, outcomes, tenant)
+            pairs = zip(requests, outcomes, strict=True)
+            self.release([cache_id for pair in pairs for cache_id in undelivered(*pair)], tenant)
             raise
         return outcomes
 
@@ -110,35 +102,25 @@ class Dispatcher:
 
         `caller` is from `new_caller`. Returns the tickets, for `cancel`.
         """
-        tickets = self._caches.submit_many(requests, self._clock_s(), caller, tenant)
+        tickets = self.caches.submit_many(requests, self._clock_s(), caller, tenant)
         for index, ticket in enumerate(tickets):
             self._waiting[ticket] = (on_outcome, index)
         self._carry_out()
         return tickets
 
-    def _release_undelivered(
-        self, requests: Sequence[Request], outcomes: Sequence[Outcome | None], tenant: Tenant | None
-    ) -> None:
-        """Releases caches whose ids were not delivered to the cancelled caller."""
-        made = [cache_id for pair in zip(requests, outcomes, strict=True) for cache_id in _undelivered(*pair)]
-        if made:
-            self.start([Release(cache_id) for cache_id in made], lambda *_: None, self.new_caller(), tenant)
+    def release(self, cache_ids: Sequence[str], tenant: Tenant | None) -> None:
+        """Releases caches. Nobody waits for it. It never fails: an unknown cache counts as released."""
+        if cache_ids:
+            releases = [Release(cache_id) for cache_id in cache_ids]
+            self.start(releases, lambda *_: None, self.new_caller(), tenant)
 
     def cancel(self, tickets: Iterable[int]) -> None:
         """Cancels the requests that have no outcome yet. They get none."""
         # The last first: a cancelled request lets the next one of its cache begin, which may be one of these.
         for ticket in sorted(tickets, reverse=True):
             if self._waiting.pop(ticket, None) is not None:
-                self._caches.cancel(ticket, self._clock_s())
+                self.caches.cancel(ticket, self._clock_s())
         self._carry_out()
-
-    def handles(self, after: int = 0, tenant: Tenant | None = None) -> Iterator[tuple[int, Handle]]:
-        """See `CacheIndex.handles`."""
-        return self._caches.index.handles(after, tenant)
-
-    def recall(self, request_id: str, tenant: Tenant | None = None) -> list[Remembered | None]:
-        """See `CacheIndex.lookup`."""
-        return self._caches.index.lookup(request_id, tenant)
 
     def forget(self, request_ids: Sequence[str], tenant: Tenant | None = None) -> None:
         """Releases the caches of creations and forks with these request ids, also of committing ones.
@@ -147,41 +129,19 @@ class Dispatcher:
         """
 
         def release(_durable: bool) -> None:
-            made = [cache for key in request_ids for cache in self.recall(key, tenant) if cache is not None]
-            if made:
-                releases = [Release(cache.cache_id) for cache in made]
-                self.start(releases, lambda *_: None, self.new_caller(), tenant)
+            made = [cache for key in request_ids for cache in self.caches.index.lookup(key, tenant)]
+            self.release([cache.cache_id for cache in made if cache is not None], tenant)
 
         # The current commits are complete when this empty one is.
         self._compactor.commit((), release)
 
-    @property
-    def num_caches(self) -> int:
-        """The number of caches."""
-        return len(self._caches)
-
-    @property
-    def operations_in_flight(self) -> int:
-        """Operations that wait or run."""
-        return self._caches.operations_in_flight
-
-    @property
-    def expected_wait_s(self) -> float:
-        """The estimated queueing delay of a new sequence. 0: there is an idle worker."""
-        return self._caches.expected_wait_s
-
     def start_draining(self) -> None:
         """Refuses new operations. Those in flight continue."""
-        self._caches.admission.draining = True
-
-    @property
-    def journal_bytes(self) -> int:
-        """The size of all caches in the ledger."""
-        return self._caches.ledger.size_bytes
+        self.caches.admission.draining = True
 
     def expire(self, at_most: int | None = None) -> int:
         """Releases unused caches whose lease has expired. Returns how many."""
-        expired = self._caches.expire(self._clock_s(), at_most)
+        expired = self.caches.expire(self._clock_s(), at_most)
         self._carry_out()
         return expired
 
@@ -191,8 +151,8 @@ class Dispatcher:
         while True:
             await asyncio.sleep(_TICK_S)
             slept_s += _TICK_S
-            if self._caches.num_parked:
-                self._caches.tick(self._clock_s())
+            if self.caches.num_parked:
+                self.caches.tick(self._clock_s())
                 self._carry_out()
             if self._compactor.is_underway:
                 self._compact()
@@ -205,9 +165,9 @@ class Dispatcher:
                 if expired:
                     _log.info("leases ran out", caches=expired)
                 if self._journal.oldest_waiting_s > _JOURNAL_STALL_S:
-                    self._caches.journal_stalls()
+                    self.caches.journal_stalls()
                     continue
-                if not self._caches.admission.journal_works:
+                if not self.caches.admission.journal_works:
                     # An empty commit checks whether the journal can be written again.
                     self._commit(())
                 else:
@@ -222,61 +182,48 @@ class Dispatcher:
 
     # Weights.
 
-    @property
-    def weights(self) -> int:
-        """The weights of new caches."""
-        return self._caches.weights.serving
-
     def weights_switched(self, weights: int, *, drain: bool) -> None:
         """See `CacheMachine.weights_switched`."""
-        self._caches.weights_switched(weights, self._clock_s(), drain=drain)
+        self.caches.weights_switched(weights, self._clock_s(), drain=drain)
         self._carry_out()
 
     def weights_drained(self, weights: int) -> None:
-        """See `CacheMachine.weights_drained`."""
-        self._caches.weights_drained(weights, self._clock_s())
+        """See `Weights.drained`."""
+        self.caches.weights.drained(weights)
 
     def weights_ended(self, weights: int) -> None:
         """See `CacheMachine.weights_ended`."""
-        self._caches.weights_ended(weights, self._clock_s())
+        self.caches.weights_ended(weights, self._clock_s())
         self._carry_out()
-
-    def uses_of(self, weights: int) -> int:
-        """See `CacheMachine.uses_of`."""
-        return self._caches.uses_of(weights)
-
-    def weights_of(self, cache_id: str, tenant: Tenant | None = None) -> int | None:
-        """See `CacheIndex.weights_of`."""
-        return self._caches.index.weights_of(cache_id, tenant)
 
     # Workers.
 
     def claims(self, holdings: Mapping[int, int]) -> list[Claim]:
         """See `CacheMachine.claims`."""
-        return self._caches.claims(holdings)
+        return self.caches.claims(holdings)
 
     def worker_ready(self, worker: WorkerView, kept: Mapping[int, int] | None = None) -> None:
         """See `CacheMachine.worker_ready`."""
-        self._caches.worker_ready(worker, self._clock_s(), kept)
+        self.caches.worker_ready(worker, self._clock_s(), kept)
         self._carry_out()
 
     def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool = True) -> None:
         """See `CacheMachine.worker_lost`."""
-        self._caches.worker_lost(worker_id, epoch, self._clock_s(), crashed=crashed)
+        self.caches.worker_lost(worker_id, epoch, self._clock_s(), crashed=crashed)
         self._carry_out()
 
     def worker_draining(self, worker_id: str, epoch: int) -> None:
         """See `CacheMachine.worker_draining`."""
-        self._caches.worker_draining(worker_id, epoch, self._clock_s())
+        self.caches.worker_draining(worker_id, epoch, self._clock_s())
         self._carry_out()
 
     def is_drained(self, worker_id: str, epoch: int) -> bool:
         """See `CacheMachine.is_drained`."""
-        return self._caches.is_drained(worker_id, epoch)
+        return self.caches.is_drained(worker_id, epoch)
 
     def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
         """See `CacheMachine.worker_suspected`."""
-        self._caches.worker_suspected(worker_id, epoch, suspect=suspect)
+        self.caches.worker_suspected(worker_id, epoch, suspect=suspect)
 
     def worker_answered(
         self, worker_id: str, epoch: int, events: Iterable[Event], pages_available: int
@@ -286,8 +233,8 @@ class Dispatcher:
         for op_id, answer in events:
             if isinstance(answer, CommandFailed):
                 _log_failure(worker_id, op_id, answer)
-        self._caches.answered_many(events, self._clock_s())
-        self._caches.worker_capacity(worker_id, epoch, pages_available)
+        self.caches.answered_many(events, self._clock_s())
+        self.caches.worker_capacity(worker_id, epoch, pages_available)
         self._carry_out()
 
     # Effects.
@@ -299,7 +246,7 @@ class Dispatcher:
             return
         self._carrying_out = True
         try:
-            while effects := self._caches.take_effects():
+            while effects := self.caches.take_effects():
                 # Commands first, so that workers compute while the journal is written.
                 for worker_id, epoch, command in effects.commands:
                     try:
@@ -319,7 +266,9 @@ class Dispatcher:
         for ticket, of_one in writes:
             records += of_one
             tickets.append(ticket)
-        self._compactor.commit(records, functools.partial(self._on_committed, tickets))
+        # The compactor adds caches to commits only during a pass.
+        journal = self._compactor if self._compactor.is_underway else self._journal
+        journal.commit(records, functools.partial(self._on_committed, tickets))
 
     def _answer(self, replies: Sequence[Reply]) -> None:
         for ticket, outcome in replies:
@@ -343,30 +292,10 @@ class Dispatcher:
 
     def _on_committed(self, tickets: Sequence[int], durable: bool) -> None:
         if durable:
-            self._caches.committed_many(tickets, self._clock_s())
+            self.caches.committed_many(tickets, self._clock_s())
         else:
-            self._caches.write_failed(tickets, self._clock_s())
+            self.caches.write_failed(tickets, self._clock_s())
         self._carry_out()
-
-
-def cache_ids(outcome: Outcome) -> list[str]:
-    """The ids of the caches in an answer."""
-    if isinstance(outcome, Handles):
-        return [handle.cache_id for handle in outcome.handles]
-    if isinstance(outcome, Appended) and outcome.cache_id:
-        return [outcome.cache_id]
-    return []
-
-
-def _undelivered(request: Request, outcome: Outcome | None) -> list[str]:
-    """The created caches whose ids are only in this outcome. With a request id, they can be looked up."""
-    if isinstance(request, Append):
-        is_only_here = not (request.cache_id or request.request_id)
-    else:
-        is_only_here = isinstance(request, Fork) and not request.request_id
-    if outcome is None or isinstance(outcome, QuireError) or not is_only_here:
-        return []
-    return cache_ids(outcome)
 
 
 def _log_failure(worker_id: str, op_id: int, failed: CommandFailed) -> None:

@@ -75,13 +75,14 @@ class InvalidArgument(QuireError, code="INVALID_ARGUMENT"):
 
 
 def too_many(field: str, limit: int) -> InvalidArgument:
-    """A message has more calls, items or fields than the server accepts."""
-    return InvalidArgument(f"TOO_MANY_{field.upper()}", field, f"at most {limit} {field} are allowed")
+    """A message has more calls, items, forks or fields than the server accepts. Forks are items, too."""
+    reason = "TOO_MANY_ITEMS" if field == "forks" else f"TOO_MANY_{field.upper()}"
+    return InvalidArgument(reason, field, f"at most {limit} {field} are allowed")
 
 
-def too_many_forks(limit: int) -> InvalidArgument:
-    """A ForkCaches has more forks than a batch may have items."""
-    return InvalidArgument("TOO_MANY_ITEMS", "forks", f"at most {limit} forks are allowed")
+def malformed_request(message: str = "the request is not a valid message") -> InvalidArgument:
+    """The bytes of a request are not a message."""
+    return InvalidArgument("MALFORMED_REQUEST", "", message)
 
 
 def reused_request_id() -> InvalidArgument:

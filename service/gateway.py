@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import shlex
 import sys
 import time
@@ -25,7 +26,6 @@ from service.api import admin
 from service.api.executor import ExecutorApi
 from service.api.grpc_services import HealthApi, add_reflection
 from service.api.interceptor import CallInterceptor
-from service.api.parsing import MessageLimits
 from service.api.server_state import ServerState
 from service.auth.authenticator import Authenticator, current_tenant, current_tenant_name
 from service.auth.connections import server_options
@@ -36,11 +36,12 @@ from service.caches.tenants import Tenant
 from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config, ConfigError
 from service.data_directory import data_directory
 from service.dispatcher import Dispatcher
-from service.journal.base import JournalUnusable, MemoryJournal
+from service.journal.base import Journal, JournalUnusable
 from service.journal.sqlite import SqliteJournal, open_journal
 from service.listening import actual_address
 from service.logging import get_logger
 from service.memory import MemoryTrimmer
+from service.pool import wire
 from service.pool.local import LocalLauncher
 from service.pool.model_versions import ModelVersions
 from service.pool.rolling_restart import RollingRestart
@@ -93,12 +94,12 @@ class Gateway:
         self.caches.weights.serving = versions.serving.number
         grace_s = config.orphan_grace_s if directory is not None else 0.0
         self.pool = Supervisor(config, versions, LocalLauncher(directory, grace_s))
-        self.dispatcher = Dispatcher(self.caches, self.journal, self.pool.send)
+        self.dispatcher = Dispatcher(self.caches, self.journal, functools.partial(wire.send, self.pool.links))
         self.restarts = RollingRestart(self.pool, self.dispatcher)
         # Set when the server has to stop.
         self.stopping = asyncio.Event()
         self.state = ServerState(
-            config, versions, lambda cache_id: self.dispatcher.weights_of(cache_id, current_tenant())
+            config, versions, lambda cache_id: self.caches.index.weights_of(cache_id, current_tenant())
         )
         self.state.has_recovered = len(self.caches) > 0
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool)
@@ -111,21 +112,12 @@ class Gateway:
         self.executions = Executions(self.router, self.state)
         self.runner = RunnerApi(self.executions, self.router, self.state, self.runtimes_file.read_again)
         self.front = self._open_front() if config.openai_listen else None
-        messages = MessageLimits(
-            config.max_calls_per_message,
-            config.max_items_per_call,
-            max_seq_tokens=lambda: self.state.max_seq_tokens,
-            vocab_size=lambda: self.state.vocab_size,
-        )
         self.health = HealthApi(_HEALTH_NAMES, self.state)
         versions.subscribe(self.health.on_change)
         versions.subscribe(self._log_ready)
         self.credentials = server_credentials(config)
         self.server = grpc.aio.server(
-            interceptors=[
-                CallInterceptor(messages, self.authenticator, self.state.receiver, self.state.refusals)
-            ],
-            options=server_options(config),
+            interceptors=[CallInterceptor(self.state, self.authenticator)], options=server_options(config)
         )
         # The stubs register each method twice. For methods registered by name, grpcio's asyncio server waits
         # for one task per method with every call: with 35 methods, a quarter of the Python calls of a Decode.
@@ -150,10 +142,10 @@ class Gateway:
             raise ConfigError("openai_listen", "a setting", self.config.openai_listen, allowed) from None
         return OpenAiFront(self.executions, self.router, self.state, self.text, self.authenticator)
 
-    def _open_journal(self, directory: Path | None) -> SqliteJournal | MemoryJournal:
+    def _open_journal(self, directory: Path | None) -> Journal:
         """Opens the journal and recovers its caches. Raises JournalUnusable."""
         if self.config.journal == "memory" or (self.config.journal != "sqlite" and directory is None):
-            return MemoryJournal()
+            return Journal()
         if directory is None:
             raise JournalUnusable("journal = sqlite needs a data_dir if the port is chosen at each start")
         journal = open_journal(directory, "full" if self.config.journal_sync == "full" else "normal")
@@ -242,7 +234,7 @@ class Gateway:
         self.dispatcher.start_draining()
         self.api.end_sessions()
         # Polled, because an event for this rare case would cost time with each call.
-        while self.dispatcher.operations_in_flight and time.monotonic() < deadline_s:
+        while self.caches.operations_in_flight and time.monotonic() < deadline_s:
             await asyncio.sleep(_POLL_INTERVAL_S)
         if self.front is not None:
             await self.front.stop(_FINAL_GRACE_S)

@@ -81,7 +81,7 @@ async def _run(gateway: Gateway) -> int:
         status = _report_failure(workers)
         await gateway.server.stop(0)
     else:
-        _log.info("draining", operations=gateway.dispatcher.operations_in_flight)
+        _log.info("draining", operations=gateway.caches.operations_in_flight)
         await gateway.drain()
     stopping.cancel()
     workers.cancel()

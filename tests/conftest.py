@@ -1,12 +1,17 @@
-"""For every test: draws that are its own."""
+"""For every test: draws that are its own. For some: a server that they share."""
 
 from __future__ import annotations
 
 import random
 import sys
 import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.gateway_process import GatewayProcess
 
 try:
     from hypothesis import settings
@@ -41,3 +46,13 @@ def _own_draws(request: pytest.FixtureRequest) -> None:
     for library, name in (("numpy.random", "seed"), ("torch", "manual_seed")):
         if library in sys.modules:
             getattr(sys.modules[library], name)(seed)
+
+
+@pytest.fixture(scope="session")
+def shipped_gateway() -> Iterator[GatewayProcess]:
+    """Serves the shipped model. A test leaves no caches behind."""
+    # Not imported on a machine for the GPU suite.
+    from tests.gateway_process import GatewayProcess
+
+    with GatewayProcess(model="adder", workers=2) as gateway:
+        yield gateway

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from workers.models.decoder import Decoder
+from workers.models.weights import load_planned, plan_load
+
 # The default 0.02 makes nearly uniform logits, from which a wrong layer would hardly be seen.
 WEIGHT_SCALE = 0.3
 # Of `float32_losses`.
@@ -64,6 +67,11 @@ def make_model(directory: Path, spec: TinyModel) -> Path:
     return _save_with_random_weights(model, directory, spec.dtype, spec.seed, spec.max_shard_bytes)
 
 
+def load_decoder(directory: Path, dtype: torch.dtype | str = "auto", *, pack: bool = False) -> Decoder:
+    """The model of a directory in native code."""
+    return load_planned(plan_load(directory, dtype), pack=pack)[0]
+
+
 def make_family_model(
     directory: Path, model_type: str, settings: dict[str, Any], *, dtype: str = "float32", seed: int = 0
 ) -> Path:
@@ -111,13 +119,11 @@ def hf_logits(directory: Path, tokens: list[int], dtype: torch.dtype = torch.flo
     return logits.float()
 
 
-def hf_hidden_states(directory: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What transformers calls hidden_states: [num_layers + 1, len(tokens), hidden_size] float32."""
+def hf_states(directory: Path, tokens: list[int]) -> list[torch.Tensor]:
+    """What transformers calls hidden_states, [len(tokens), hidden_size] each, and last the logits."""
     with torch.inference_mode():
-        result = hf_model(directory, dtype)(
-            torch.tensor([tokens]), use_cache=False, output_hidden_states=True
-        )
-    return torch.cat(result.hidden_states).float()
+        result = hf_model(directory)(torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
+    return [layer[0] for layer in (*result.hidden_states, result.logits)]
 
 
 def float32_losses(directory: Path, texts: Sequence[list[int]]) -> torch.Tensor:

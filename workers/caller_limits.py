@@ -9,15 +9,17 @@ prompt delays those that decode. There are two limits. Neither applies to a call
 - In steps with decodes of other callers, and shortly after, prompts get about as much time as the decodes.
 
 If reading the weights takes longer than computing, hundreds of decodes cost the others nothing, and no caller
-is limited. Times are given: there is no clock here. Costs are those of `request_queue.cost_of`.
+is limited. Times are given: there is no clock here. Costs are those of `scheduler.cost_of`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
-from workers.request_queue import ServiceClass
+if TYPE_CHECKING:
+    from workers.scheduler import Flow
 
 # A caller counts as present for so many steps after its last forward.
 _REMEMBERED_STEPS = 8
@@ -104,15 +106,18 @@ class CallerLimits:
         )
         self._steps = 0
 
-    def shares(self, short: ServiceClass) -> dict[int, int]:
-        """The cost that each limited caller may have of the next step's short forwards."""
-        if not short.cost:
+    def shares(self, cost: int, flows: Mapping[int, Flow]) -> dict[int, int]:
+        """The cost that each limited caller may have of the next step's short forwards.
+
+        `cost`, `flows`: of all short forwards, and by caller.
+        """
+        if not cost:
             return {}
         self._steps += 1
         free = self.times.free_cost
-        wanted = {caller: flow.cost for caller, flow in short.flows.items() if flow.forwards}
+        wanted = {caller: flow.cost for caller, flow in flows.items() if flow.forwards}
         greedy: dict[int, int] = {}
-        if short.cost > free:
+        if cost > free:
             greedy = {caller: cost for caller, cost in wanted.items() if cost > free}
         # A caller that is alone delays no other, also not itself when it comes back under another number.
         self._undemanding.append(

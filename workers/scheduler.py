@@ -1,32 +1,42 @@
 """Which forwards run in the next step, and how many tokens of each.
 
-There are two classes. *Short* forwards (decodes, verifies, the end of a prefill) go first, because a caller
-waits for each of their tokens. *Long* forwards (prefills) are cut into chunks that fill the rest of the step.
-In each class callers take turns by the cost of their forwards (`request_queue`), and beside others a caller
-gets a share of a step (`caller_limits`). Neither class can starve the other:
+    sequence 7   [ op 3 | op 9 ]         short  [ op 3, op 4 ]   at most SHORT_TOKENS to go
+    sequence 8   [ op 4 ]                long   [ op 5 ]         more tokens to go
+    sequence 9   [ op 5 | op 6 ]
+
+Forwards of one sequence run one after the other, in order of arrival. The first of each sequence is also in
+the queue of its service class. *Short* forwards (decodes, verifies, the end of a prefill) go first, because a
+caller waits for each of their tokens. *Long* forwards (prefills) are cut into chunks that fill the rest of
+the step. In each class callers take turns by the cost of their forwards: start-time fair queueing (Goyal, Vin
+and Cheng, 1996; ADRs 8 and 10). Beside others a caller gets a share of a step (`caller_limits`). Neither
+class can starve the other:
 
 - While a long forward waits, a quarter of the step (tokens and rows, and one item) is reserved for the first
   one, as far as it can use that. So prefills finish under permanent overload, and decodes continue.
 - If a step is too small to be divided (a quarter of it is zero), the classes alternate: a long forward that
   got nothing goes first in the next step.
 
-Forwards of one sequence run one after the other, in order of arrival. No pages, tensors or clocks here.
+No pages, tensors or clocks here.
 """
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from workers.caller_limits import CallerLimits
-from workers.operations import Chunk, Forward, Kind
-from workers.request_queue import SHORT_TOKENS, RequestQueue, ServiceClass
+from workers.operations import Chunk, Forward, Kind, Priority
 
 # Begins a forward and returns whether it has begun. If not, it either waits (`waits_for` is set), or it has
 # failed and is answered already.
 Begin = Callable[[Forward], bool]
 
+# A forward with at most so many tokens to go is short.
+SHORT_TOKENS = 16
 # One n-th of a step is reserved for the first long forward.
 LONG_SHARE = 4
 # In each step and class, at most so many forwards are found to wait for others. Each such check takes time
@@ -39,7 +49,161 @@ _DECODE_COST = 2
 # Their callers wait for each token.
 _DECODES = (Kind.DECODE, Kind.VERIFY)
 
+_FEW_FLOWS = 64
+_by_start = attrgetter("virtual_start")
+_by_order = attrgetter("virtual_start", "arrival")
 _in_order = attrgetter("forward.is_long", "has_many", "forward.arrival")
+
+
+def cost_of(forward: Forward, tokens: int) -> int:
+    """The cost of the last `tokens` of a forward: its tokens, and its rows by their weight."""
+    return tokens + min(forward.wanted_rows, tokens) * forward.row_weight
+
+
+@dataclass(slots=True)
+class Flow:
+    """One caller in a service class: its number of forwards, their cost, and its next virtual start."""
+
+    next_start: int
+    forwards: int = 0
+    cost: int = 0
+
+
+class ServiceClass:
+    """Forwards of one class in order of (virtual start, arrival), and the virtual time.
+
+    A forward's virtual start is where its caller's last one ends, or the virtual time if that is later. The
+    virtual time follows the largest virtual start that was dispatched. So a caller's only forward goes before
+    the second of another caller's thousand, and a caller that is alone is served in order of arrival.
+
+    No forward starves: virtual starts do not change, and virtual time passes them. If a dispatch does not
+    move virtual time, it still advances by one n-th of the dispatched cost, for n callers. Otherwise callers
+    that are always new would always go first. A caller without forwards is remembered until virtual time has
+    passed its next start: an expensive forward also delays a next one that is queued after its end.
+
+    A priority moves a forward forward or back by a head start: as if it had arrived before so much work was
+    done, or after it. It changes the forward's place, not the cost charged to its caller. Because of the
+    priorities of others, no forward waits for more than two head starts of work.
+    """
+
+    def __init__(self, head_start: int = 0) -> None:
+        """`head_start`: in units of cost."""
+        self._head_start = head_start
+        # A sorted list: a memmove of thousands of pointers for each change is cheaper than a tree.
+        self.queue: list[Forward] = []
+        self.virtual_time = 0
+        self.flows: dict[int, Flow] = {}
+        self.cost = 0
+        # Since virtual time last changed: the dispatched cost, and the most callers at once.
+        self._dispatched = 0
+        self._max_callers = 0
+        self._num_callers = 0
+        # The cost dispatched so far; and the forwards of low priority, each with that cost at its arrival.
+        self._total = 0
+        self._low_priority: deque[tuple[int, Forward]] = deque()
+        # With more flows than this, obsolete ones are removed.
+        self._sweep_at = _FEW_FLOWS
+
+    @property
+    def active_callers(self) -> set[int]:
+        """The callers that have a forward here. O(callers)."""
+        return {caller for caller, flow in self.flows.items() if flow.forwards}
+
+    def add(self, forward: Forward) -> None:
+        """Count a forward and set its virtual start, behind the others of its caller. See `enqueue`."""
+        flow = self._add_to_flow(forward)
+        start = max(flow.next_start, self.virtual_time)
+        flow.next_start = start + forward.cost
+        forward.virtual_start = start
+        if forward.priority is not Priority.NORMAL:
+            # Virtual time advances by one n-th of the work, for n callers.
+            sign = 1 if forward.priority is Priority.HIGH else -1
+            forward.virtual_start -= sign * self._head_start // self._num_callers
+        if forward.priority is Priority.LOW:
+            self._low_priority.append((self._total, forward))
+
+    def transfer_in(self, forward: Forward) -> None:
+        """Count and enqueue a forward that has begun in the other class.
+
+        It was dispatched there, so it goes before its caller's waiting forwards here. It counts as dispatched
+        here too, or a steady flow from the other class would stop virtual time.
+        """
+        self._add_to_flow(forward)
+        forward.virtual_start = self.virtual_time
+        self.dispatch(forward)
+        self.enqueue(forward)
+
+    def remove(self, forward: Forward) -> None:
+        """Dequeue a forward and stop counting it."""
+        self._dequeue(forward)
+        flow = self.flows[forward.flow]
+        flow.forwards -= 1
+        flow.cost -= forward.cost
+        self.cost -= forward.cost
+        self._num_callers -= flow.forwards == 0
+        if len(self.flows) > self._sweep_at:
+            self.flows = {
+                caller: flow
+                for caller, flow in self.flows.items()
+                if flow.forwards or flow.next_start > self.virtual_time
+            }
+            self._sweep_at = 2 * len(self.flows) + _FEW_FLOWS
+
+    def dispatch(self, forward: Forward) -> None:
+        """Note that a forward is scheduled for the first time. Advances virtual time."""
+        virtual_time = forward.virtual_start
+        self._dispatched += forward.cost
+        self._total += forward.cost
+        if self._low_priority:
+            self._promote_overdue()
+        if virtual_time <= self.virtual_time:
+            virtual_time = self.virtual_time + self._dispatched // (self._max_callers + 1)
+            # Not past the next waiting forward: the forwards passed would be ordered as if they were new.
+            ahead = bisect_right(self.queue, self.virtual_time, key=_by_start)
+            if ahead < len(self.queue):
+                virtual_time = min(virtual_time, self.queue[ahead].virtual_start)
+        if virtual_time > self.virtual_time:
+            self.virtual_time = virtual_time
+            self._dispatched = 0
+            self._max_callers = self._num_callers
+
+    def enqueue(self, forward: Forward) -> None:
+        """Insert a forward at its place in the queue."""
+        insort(self.queue, forward, key=_by_order)
+        forward.is_enqueued = True
+
+    def _dequeue(self, forward: Forward) -> None:
+        if forward.is_enqueued:
+            del self.queue[bisect_left(self.queue, _by_order(forward), key=_by_order)]
+            forward.is_enqueued = False
+
+    def _promote_overdue(self) -> None:
+        """Move low-priority forwards to the front that have waited for two head starts of work."""
+        while self._low_priority:
+            total, forward = self._low_priority[0]
+            if not forward.has_begun and self._total - total <= 2 * self._head_start:
+                break
+            self._low_priority.popleft()
+            if forward.has_begun:
+                continue
+            was_enqueued = forward.is_enqueued
+            self._dequeue(forward)
+            first = self.queue[0].virtual_start if self.queue else self.virtual_time
+            forward.virtual_start = min(forward.virtual_start, first, self.virtual_time)
+            if was_enqueued:
+                self.enqueue(forward)
+
+    def _add_to_flow(self, forward: Forward) -> Flow:
+        flow = self.flows.get(forward.flow)
+        if flow is None:
+            flow = self.flows[forward.flow] = Flow(self.virtual_time)
+        if not flow.forwards:
+            self._num_callers += 1
+            self._max_callers = max(self._max_callers, self._num_callers)
+        flow.forwards += 1
+        flow.cost += forward.cost
+        self.cost += forward.cost
+        return flow
 
 
 @dataclass(slots=True)
@@ -88,9 +252,15 @@ class Scheduler:
         self.page_size = page_size
         # At most the reserved share, so that any forward gets at least one row into a step.
         self._max_row_budget = max(1, max_rows // LONG_SHARE)
-        self._queue = RequestQueue(
-            HEAD_START_STEPS * _DECODE_COST * max_batch_items, HEAD_START_STEPS * max_batch_tokens
-        )
+        self._short = ServiceClass(HEAD_START_STEPS * _DECODE_COST * max_batch_items)
+        self._long = ServiceClass(HEAD_START_STEPS * max_batch_tokens)
+        # By op_id, in order of arrival.
+        self._forwards: dict[int, Forward] = {}
+        self._by_sequence: dict[int, OrderedDict[int, Forward]] = {}
+        # A heap of (deadline_ns, arrival, op_id). Obsolete entries are removed lazily, so it must not refer
+        # to the forwards themselves, whose answers may be large.
+        self._deadlines: list[tuple[int, int, int]] = []
+        self._arrivals = 0
         self._limits = CallerLimits(max_mixed_prefill_tokens, max_batch_tokens)
         # The cost that is left in this step to each caller whose short forwards are limited.
         self._shares: dict[int, int] = {}
@@ -99,7 +269,7 @@ class Scheduler:
 
     def __len__(self) -> int:
         """The number of forwards, begun or not."""
-        return len(self._queue.forwards)
+        return len(self._forwards)
 
     @property
     def may_delay_step(self) -> bool:
@@ -107,41 +277,81 @@ class Scheduler:
 
         A prefill does not wait for decodes, unless it is limited because of them.
         """
-        long = self._queue.long
-        return len(self) < self.max_batch_items and (
-            not long.queue or self._limits.limits_prompts(long.active_callers)
+        return len(self._forwards) < self.max_batch_items and (
+            not self._long.queue or self._limits.limits_prompts(self._long.active_callers)
         )
 
     def add(self, forward: Forward) -> None:
-        """Queue a forward. Raises ValueError for a duplicate op_id, no tokens, or more rows than tokens."""
-        if forward.op_id in self._queue.forwards:
+        """Queue a forward behind the others of its sequence.
+
+        Raises ValueError for a duplicate op_id, no tokens, or more rows than tokens.
+        """
+        if forward.op_id in self._forwards:
             raise ValueError(f"operation {forward.op_id} is queued already")
         rows, tokens = forward.wanted_rows, len(forward.token_ids)
         if not tokens or not 0 <= rows <= tokens:
             raise ValueError(f"operation {forward.op_id} wants {rows} rows of {tokens} tokens")
         forward.row_budget = min(forward.row_weight, self._max_row_budget)
-        self._queue.add(forward)
+        forward.arrival = self._arrivals
+        self._arrivals += 1
+        forward.flow = forward.caller or -1 - forward.arrival
+        forward.is_long = tokens > SHORT_TOKENS
+        forward.cost = cost_of(forward, tokens)
+        service_class = self._long if forward.is_long else self._short
+        service_class.add(forward)
+        self._forwards[forward.op_id] = forward
+        queue = self._by_sequence.setdefault(forward.sequence, OrderedDict())
+        queue[forward.op_id] = forward
+        if len(queue) == 1:
+            service_class.enqueue(forward)
+        if forward.deadline_ns is not None:
+            heapq.heappush(self._deadlines, (forward.deadline_ns, forward.arrival, forward.op_id))
+            if len(self._deadlines) > 2 * len(self._forwards) + 64:
+                self._deadlines = [entry for entry in self._deadlines if self._if_expirable(entry)]
+                heapq.heapify(self._deadlines)
 
     def remove(self, op_id: int) -> Forward | None:
         """Drop and return a forward that is aborted or failed. None if it is not (or no longer) here.
 
         For a chunk of the running step this replaces `advance`. The caller rolls back what has begun.
         """
-        forward = self._queue.forwards.get(op_id)
-        if forward is not None:
-            self._queue.remove(forward)
+        forward = self._forwards.pop(op_id, None)
+        if forward is None:
+            return None
+        (self._long if forward.is_long else self._short).remove(forward)
+        queue = self._by_sequence[forward.sequence]
+        del queue[op_id]
+        if not queue:
+            del self._by_sequence[forward.sequence]
+            return forward
+        first = next(iter(queue.values()))
+        if not first.is_enqueued:
+            (self._long if first.is_long else self._short).enqueue(first)
         return forward
 
     def clear(self) -> list[Forward]:
         """Drop and return every forward. The caller rolls back what has begun."""
-        forwards = list(self._queue.forwards.values())
+        forwards = list(self._forwards.values())
         for forward in forwards:
-            self._queue.remove(forward)
+            self.remove(forward.op_id)
         return forwards
 
     def expire(self, now_ns: int) -> list[Forward]:
         """Drop and return the forwards that have not begun by their deadline, earliest deadline first."""
-        return self._queue.expire(now_ns)
+        expired = []
+        while self._deadlines and self._deadlines[0][0] < now_ns:
+            forward = self._if_expirable(heapq.heappop(self._deadlines))
+            if forward is not None:
+                self.remove(forward.op_id)
+                expired.append(forward)
+        return expired
+
+    def _if_expirable(self, deadline: tuple[int, int, int]) -> Forward | None:
+        """The forward of a deadline, if it still waits to begin."""
+        _, arrival, op_id = deadline
+        forward = self._forwards.get(op_id)
+        is_waiting = forward is not None and forward.arrival == arrival and not forward.has_begun
+        return forward if is_waiting else None
 
     def next_batch(self, begin: Begin) -> list[Chunk]:
         """Choose the next step. Empty if there are no forwards, or if they failed to begin.
@@ -154,8 +364,8 @@ class Scheduler:
         is called again later. If it raises, the forward stays and is begun again in a later step.
         """
         self._steps += 1
-        short, long = self._queue.short, self._queue.long
-        self._shares = self._limits.shares(short)
+        short, long = self._short, self._long
+        self._shares = self._limits.shares(short.cost, short.flows)
         left = _Budget(self.max_batch_tokens, self.max_batch_items, self.max_rows)
         chunks: list[Chunk] = []
         reserved = self._reserve_for_long(left)
@@ -183,14 +393,23 @@ class Scheduler:
         A forward that is done leaves. Raises ValueError for a chunk that is not the last one that has run.
         """
         forward = chunk.forward
-        known = self._queue.forwards.get(forward.op_id)
-        if known is not forward or forward.computed != chunk.start + chunk.count:
+        if self._forwards.get(forward.op_id) is not forward or forward.computed != chunk.start + chunk.count:
             raise ValueError(f"operation {forward.op_id}: tokens from {chunk.start} on were not due")
         if chunk.is_last:
-            self._queue.remove(forward)
+            self.remove(forward.op_id)
             return True
-        self._queue.reclassify(forward)
+        self._reclassify(forward)
         return False
+
+    def _reclassify(self, forward: Forward) -> None:
+        """Move a forward to the other class if its remaining tokens belong there."""
+        remaining = forward.remaining
+        if forward.is_long != (remaining > SHORT_TOKENS):
+            before, after = (self._long, self._short) if forward.is_long else (self._short, self._long)
+            before.remove(forward)
+            forward.is_long = not forward.is_long
+            forward.cost = cost_of(forward, remaining)
+            after.transfer_in(forward)
 
     def record_step(self, chunks: Sequence[Chunk], took_ns: int) -> None:
         """Note how long a step took. The limits of callers are learned from that."""
@@ -210,9 +429,9 @@ class Scheduler:
 
     def _reserve_for_long(self, step: _Budget) -> _Budget:
         """Split off the part reserved for long forwards: a share, or in their turn all of a tiny step."""
-        if not self._queue.long.queue:
+        if not self._long.queue:
             return _Budget(0, 0, 0)
-        first = self._queue.long.queue[0]
+        first = self._long.queue[0]
         least = int(self._long_first)
         tokens = min(step.tokens // LONG_SHARE, first.remaining)
         before_rows = max(0, first.remaining - first.wanted_rows)
@@ -235,7 +454,7 @@ class Scheduler:
         Forwards behind one that does not fit wait too: this keeps the order, and the time O(batch).
         """
         chunks_before = len(chunks)
-        queue, is_long = service_class.queue, service_class is self._queue.long
+        queue, is_long = service_class.queue, service_class is self._long
         shares = {} if is_long else self._shares
         i = found_waiting = 0
         while i < len(queue):
@@ -276,14 +495,14 @@ class Scheduler:
         if not begin(forward):
             if forward.waits_for is None:
                 service_class.dispatch(forward)
-                self._queue.remove(forward)
+                self.remove(forward.op_id)
             return False
         service_class.dispatch(forward)
         if forward.computed:
             if not forward.remaining:
-                self._queue.remove(forward)
+                self.remove(forward.op_id)
                 raise ValueError(f"operation {forward.op_id} was begun with no tokens left to compute")
-            self._queue.reclassify(forward)  # Reused pages may have made it short.
+            self._reclassify(forward)  # Reused pages may have made it short.
         return True
 
     def _tokens_that_fit(self, forward: Forward, budget: _Budget) -> int:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from quire.v1 import types_pb2, worker_pb2
 
-from workers.executors.info import Capabilities, ExecutorStatus, LoraAdapterMetrics, ModelDescription
+from workers.executors.info import Capabilities, ExecutorStatus, LoraAdapterMetrics
 from workers.kv.table import PoolUsage
 from workers.models.generation_defaults import SamplingDefaults
+from workers.models.model import ModelDescription
 from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,

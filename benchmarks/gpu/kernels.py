@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.shapes import Shape
 from kernels.attention_batch import AttentionBatch
+from kernels.attention_scoring import Scoring
 from kernels.cuda import gated_activation, paged_attention, rms_norm, rope_kv_write, sampling
 
 EPS = 1e-6
@@ -103,9 +104,7 @@ class KernelBench:
             query_lens=query_lens,
             context_lens_host=[context] * items,
         )
-        return lambda: paged_attention.paged_attention(
-            query, k_pages, v_pages, batch, scale=width**-0.5, sliding_window=None
-        )
+        return lambda: paged_attention.paged_attention(query, k_pages, v_pages, batch, Scoring(width**-0.5))
 
     def _heads(self) -> tuple[int, int, int]:
         """H, K, D."""

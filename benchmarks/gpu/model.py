@@ -10,14 +10,13 @@ import torch
 
 from benchmarks.gpu.kernels import PAGE_SIZE
 from benchmarks.shapes import Shape
-from workers.executors.describe import describe, kv_shape
 from workers.executors.engine import Engine
 from workers.executors.llm import LlmExecutor
 from workers.kv.table import KvTable
-from workers.kv.tensors import KvTensors
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
+from workers.models.model import ModelDescription, new_pages
 from workers.runners.cuda_graph import CudaGraphRunner
 
 SEED = 20_260
@@ -53,7 +52,7 @@ def make_bench(shape: Shape, pool_tokens: int, max_rows: int, *, rehearsal: bool
     decoder = build_decoder(config, dtype, device)
     _fill_weights(decoder)
     num_pages = -(-pool_tokens // PAGE_SIZE)
-    kv = KvTensors(num_pages=num_pages, device=device, **kv_shape(config, dtype))
+    kv = new_pages(decoder, num_pages)
     for index in range(kv.num_layers):
         for pages in kv.layer(index):
             pages.normal_()
@@ -65,7 +64,18 @@ def make_bench(shape: Shape, pool_tokens: int, max_rows: int, *, rehearsal: bool
         capture=_repeat_launches if rehearsal else None,
     )
     table = KvTable(kv.num_pages, PAGE_SIZE)
-    executor = LlmExecutor(describe(config, "random", dtype), Engine(table, kv, runner))
+    description = ModelDescription(
+        architecture=config.model_type,
+        vocab_size=config.vocab_size,
+        max_seq_len=config.max_position_embeddings,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    executor = LlmExecutor(description, Engine(table, kv, runner))
     return Bench(shape, executor, table, runner)
 
 

@@ -1,7 +1,7 @@
-"""Turns the inputs of one decode step into those of the next, on the device.
+"""Computes the inputs of the next decode step from those of the last one, on the device.
 
-Each sequence takes the token that was just chosen for it and moves on by one position. So a host that goes on
-with the chosen tokens has nothing to send.
+The next token of each sequence is the one that was chosen for it, and its position is the next one. A host
+that continues with the chosen tokens sends nothing.
 
 Dimension letters: N items; P pages in the longest page table; S tokens a page.
 """
@@ -37,12 +37,12 @@ def advance_kernel(
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = item < items
     length = tl.load(context_lens + item, mask=inside, other=0)
-    live = inside & (length > 0)  # a padded item stays one
+    live = inside & (length > 0)  # padding items do not change
     position = tl.load(positions + item, mask=live, other=0) + 1
     column = position // PAGE_SIZE
     has_page = live & (column < table_pages)
-    # Where the table has no page for the position yet, the slot is that of some other page: such a step must
-    # not be run before the host has sent the longer table, and the slots with it.
+    # If the table has no page for the position yet, the slot is -1. Such a step must not run before the host
+    # has sent the longer table and the slots.
     page = tl.load(page_tables + item.to(tl.int64) * table_stride + column, mask=has_page, other=0)
     slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
     tl.store(token_ids + item, tl.load(chosen + item, mask=live, other=0), mask=live)

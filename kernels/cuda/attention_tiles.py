@@ -1,12 +1,12 @@
 """What decode and prefill attention share: online softmax over tiles of paged keys.
 
 The rows of a tile are (token, query head) pairs that read the same key-value head. Tiles begin at the oldest
-key that any row sees, not at a page boundary, so that a short sliding window costs few tiles.
+key that any row attends to, not at a page boundary, so that a short sliding window needs few tiles.
 
-The page numbers of a tile are loaded one iteration ahead. In the same iteration as the keys, they would be a
-load that another load waits for, and the compiler pipelines neither: one buffer whatever `num_stages`.
+The page numbers of a tile are loaded one iteration ahead. If they were loaded in the same iteration as the
+keys, one load would depend on another. The compiler pipelines neither of them then, for any `num_stages`.
 
-What a model does not have of the formulas in kernels/attention_scoring.py is None, and not compiled.
+Parameters in kernels/attention_scoring.py that a model does not have are None. No code is compiled for them.
 
 Dimension letters: M rows; L keys of a tile; D width of a key, E the power of two not below it; V and F the
 same of a value; S tokens a page; H query heads; K key-value heads.
@@ -23,10 +23,11 @@ import triton
 import triton.language as tl
 
 from kernels import attention_trees
+from kernels.attention_scoring import Scoring
 from kernels.cuda.compile_spec import Variant
 
-# Where a running maximum begins. Finite, so that a row whose first keys are all hidden subtracts no
-# infinities. Scores of hidden keys are -inf, and their weights exact zeros.
+# The initial value of a running maximum. It is finite: a row whose first keys are all masked would subtract
+# infinity from infinity. Masked scores are -inf, and their weights are exactly zero.
 LOWEST = tl.constexpr(-3.0e38)
 LOG2_E = tl.constexpr(math.log2(math.e))
 MAX_TREE_TOKENS = tl.constexpr(attention_trees.MAX_TREE_TOKENS)
@@ -34,13 +35,13 @@ MAX_TREE_TOKENS = tl.constexpr(attention_trees.MAX_TREE_TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How an attention kernel is compiled.
+    """The tile sizes and compile options of an attention kernel.
 
     Attributes:
-        block_m: Rows of a program, at least; a power of two.
-        tile: Keys of an iteration, a power of two.
-        num_warps: Warps of a program.
-        num_stages: Stages of the pipeline, over the loads of keys and values.
+        block_m: The least number of rows of a program; a power of two.
+        tile: The number of keys of an iteration; a power of two.
+        num_warps: The number of warps of a program.
+        num_stages: The number of stages in which keys and values are loaded.
     """
 
     block_m: int
@@ -57,15 +58,15 @@ class TileConfig:
         sliding_window: int | None,
         **others: Any,
     ) -> Variant:
-        """What a kernel is compiled for.
+        """The variant of a kernel for a layer.
 
         Args:
-            kernel: One of the two.
-            heads: Query heads.
-            k_pages: Shape [pages, S, K, D].
+            kernel: The decode or the prefill kernel.
+            heads: H.
+            k_pages: The shape [pages, S, K, D].
             value_width: V.
-            sliding_window: Positions a token sees, or None.
-            others: Constants that only this kernel has.
+            sliding_window: The number of positions that a token attends to; None: all.
+            others: The constants that only this kernel has.
         """
         _, page_size, kv_heads, width = k_pages
         group = heads // kv_heads
@@ -84,20 +85,26 @@ class TileConfig:
         return Variant(kernel, constexprs | others, self.num_warps, self.num_stages)
 
 
+def log2_scales(scoring: Scoring) -> tuple[float, float | None]:
+    """The scale and the softcap of scores to base 2."""
+    log2_e = math.log2(math.e)
+    return scoring.scale * log2_e, None if scoring.softcap is None else scoring.softcap * log2_e
+
+
 def feature_types(feature: str) -> dict[str, str | None]:
-    """The types of what only some models have, for a `CompileSpec` with this one of them or, if "", none."""
+    """The types of the optional parameters, for a `CompileSpec` with one of them, or with none if ""."""
     types = {"softcap_log2": "fp32", "sinks": "*fp32", "alibi_slopes": "*fp32"}
     return {name: kind if name == feature else None for name, kind in types.items()}
 
 
 def tree_types(*, trees: bool) -> dict[str, str | None]:
-    """The types of what only batches with token trees have, for a `CompileSpec`."""
+    """The types of the arguments for token trees, for a `CompileSpec`."""
     types = {"roots": "*i32", "ancestors": "*i64", "depths": "*i32"}
     return {name: kind if trees else None for name, kind in types.items()}
 
 
 def widths_name(width: int, value_width: int) -> str:
-    """What the widths are called in the name of a `CompileSpec`."""
+    """The widths in the name of a `CompileSpec`."""
     return f"D={width}" if width == value_width else f"D={width} V={value_width}"
 
 
@@ -105,9 +112,9 @@ def widths_name(width: int, value_width: int) -> str:
 def load_rows(
     base, slots, present, ROW_STRIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load one head of each slot; zeros where a slot is not present and beyond D.
+    """Load one head of each slot [L, E]; zeros for slots that are not present, and beyond D.
 
-    Absent slots must not be read at all: they may hold NaN, and 0 * NaN is NaN.
+    Slots that are not present must not be read: they may hold NaN, and 0 * NaN is NaN.
     """
     columns = tl.arange(0, E)
     addresses = base + slots[:, None] * ROW_STRIDE + columns[None, :]  # [L, E]
@@ -125,9 +132,10 @@ def load_rows(
 
 @triton.jit
 def hyperbolic_tangent(x):
-    """tanh, which Triton has none of that runs everywhere; accurate relative to the result.
+    """The hyperbolic tangent with a small relative error.
 
-    Beside zero it is the odd polynomial of least relative error on [-0.5, 0.5], 1.5e-8.
+    Triton has none that runs on all devices and in the interpreter. Near zero it is the odd polynomial with
+    the least relative error on [-0.5, 0.5], 1.5e-8.
     """
     size = tl.abs(x)
     e = tl.exp2(size * (-2.0 * LOG2_E))
@@ -173,12 +181,24 @@ def slopes_of(alibi_slopes, heads, present):
 def with_sinks(total, highest, sinks, heads, present):
     """The sum of weights with that of each row's sink, [M].
 
-    Infinite where a sink is far above all scores, or there are none: divided by it, a row becomes zeros.
+    It is infinite where a sink is far above all scores, or there are no scores. The row is divided by it, and
+    becomes zeros.
     """
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=present, other=0.0) * LOG2_E
         total += tl.exp2(sink - highest)
     return total
+
+
+@triton.jit
+def tree_of(roots, ancestors, depths, item, token_rows, present):
+    """The slot of an item's root, the ancestors of each row [M], and a pointer to the item's depths.
+
+    An item that is not a tree has a root after its last token.
+    """
+    root = tl.load(roots + item).to(tl.int32)
+    row_ancestors = tl.load(ancestors + token_rows, mask=present, other=0)
+    return root, row_ancestors, depths + item.to(tl.int64) * MAX_TREE_TOKENS
 
 
 @triton.jit
@@ -193,55 +213,10 @@ def tree_positions(keys, root, depths):
 
 
 @triton.jit
-def root_of(roots, item):
-    """The slot of an item's root, behind the last token if it is no tree; None if there are no trees."""
-    root = None
-    if roots is not None:
-        root = tl.load(roots + item).to(tl.int32)
-    return root
-
-
-@triton.jit
-def depths_of(depths, item):
-    """Pointer to the depths of an item's tree; None if there are none."""
-    pointer = None
-    if depths is not None:
-        pointer = depths + item.to(tl.int64) * MAX_TREE_TOKENS
-    return pointer
-
-
-@triton.jit
-def ancestors_of(ancestors, token_rows, present):
-    """Those of each row, [M]; None if there are none."""
-    found = None
-    if ancestors is not None:
-        found = tl.load(ancestors + token_rows, mask=present, other=0)
-    return found
-
-
-@triton.jit
-def positions_of(slots, root, depths):
-    """The positions of tokens in slots [M] of an item, which may be a tree if there are any."""
-    positions = slots
-    if root is not None:
-        positions = tree_positions(slots, root, depths)
-    return positions
-
-
-@triton.jit
-def not_behind(slot, root):
-    """The slot, or the root of its item's tree if that is before it."""
-    found = slot
-    if root is not None:
-        found = tl.minimum(slot, root)
-    return found
-
-
-@triton.jit
 def seen_in_tree(keys, root, ancestors):
-    """Which keys [L] rows see as far as a tree decides it, [M, L]. `ancestors`: [M] int64."""
+    """Whether rows attend to keys [L], [M, L]: to keys before the tree and to ancestors [M] (int64)."""
     places = keys - root
-    # Words of 32 bits: a number of 64 for each pair of tokens would take all registers.
+    # Words of 32 bits: a 64-bit number for each pair of tokens would need too many registers.
     low = (ancestors & 0xFFFFFFFF).to(tl.int32)
     high = (ancestors >> 32).to(tl.int32)
     words = tl.where((places < 32)[None, :], low[:, None], high[:, None])
@@ -268,7 +243,7 @@ def attend_keys(
     ancestors,  # [M] int64, as in `TokenTrees`
     depths,  # pointer to those of this item
     WINDOW: tl.constexpr,  # 0: none
-    MASKED: tl.constexpr,  # False: every row sees every key, and end - begin is a multiple of TILE
+    MASKED: tl.constexpr,  # False: all rows attend to all keys, and end - begin is a multiple of TILE
     PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -277,7 +252,7 @@ def attend_keys(
     F: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Attend all rows to the keys begin .. end - 1. Returns the new (attended, total, highest)."""
+    """Attend to the keys begin .. end - 1 with all rows. Returns the new (attended, total, highest)."""
     keys = begin + tl.arange(0, TILE)  # [L]
     pages = tl.load(table + keys // PAGE_SIZE, mask=keys < end, other=0).to(tl.int64)  # [L]
     for start in range(begin, end, TILE):

@@ -1,9 +1,8 @@
-"""Adds up what the splits of decode attention made of their keys.
+"""Combines the partial results of the splits of decode attention.
 
-A split hands over the average of its values and the base-2 logarithm of the sum of its weights, which is what
-that average counts in the whole.
-
-A sink belongs to no split: it counts here, once.
+A partial result is the weighted average of the values of a split, and the base-2 logarithm of the sum of its
+weights, by which the averages are weighted. Sinks are added here and not in the splits, so that they count
+once.
 
 Dimension letters: N items; H query heads; C splits; V width of a value; F the power of two not below it.
 """
@@ -19,7 +18,7 @@ import triton.language as tl
 from kernels.cuda.attention_tiles import LOWEST, with_sinks
 from kernels.cuda.compile_spec import CompileSpec, Variant
 
-# Splits that are added up at once.
+# The number of splits that are combined at once.
 CHUNK = 16
 
 
@@ -54,7 +53,7 @@ def combine_kernel(
         total = total * correction + tl.sum(weights, 0)
         highest = raised
     total = with_sinks(total, highest, sinks, line % HEADS, True)
-    combined = combined / tl.where(total > 0, total, 1.0)  # a padded item has no keys: zeros
+    combined = combined / tl.where(total > 0, total, 1.0)  # zeros for a padding item, which has no keys
     tl.store(out + line * V + columns, combined.to(out.dtype.element_ty), mask=columns < V)
 
 
@@ -70,13 +69,13 @@ def combine_splits(
     partial_lse: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Add up the splits. Checks nothing and mutates `out`.
+    """Combine the splits. Checks nothing and mutates `out`.
 
     Args:
         out: [N, H, V] contiguous; any float dtype. Zeros where no split has keys.
         partials: [N, H, C, V] float32 contiguous; not read where `partial_lse` is -inf.
         partial_lse: [N, H, C] float32 contiguous, logarithms to base 2.
-        sinks: [H] float32 contiguous, natural logarithms; None: there are none.
+        sinks: [H] float32 contiguous, natural logarithms; None: no sinks.
     """
     items, heads, num_splits, width = partials.shape
     variant = _variant(heads, width)

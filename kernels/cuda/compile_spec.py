@@ -11,9 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 # The shared memory that a program may use, by architecture: 90 is H100 and H200, 89 is L40 and RTX 4090 (86,
 # the RTX 3090, has as much), 80 is A100.
 SHARED_BYTES = {90: 227 * 1024, 89: 99 * 1024, 80: 163 * 1024}
+# By their names in Triton.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """Paged attention of one token per item, the keys of an item split over several programs.
 
-A program reads some of the keys of one key-value head and attends the G query heads that share it, padded to
-the 16 rows that a matrix instruction takes. The result of an item depends on nothing but the item and the
-number of splits.
+A program reads some of the keys of one key-value head, for the G query heads that share it, padded to the 16
+rows of a matrix instruction. The result of an item depends only on the item and the number of splits.
 
 Compiled for sm_90 with Triton 3.7.1, bfloat16, G = 4, several splits; nothing spills:
 
@@ -12,11 +11,12 @@ Compiled for sm_90 with Triton 3.7.1, bfloat16, G = 4, several splits; nothing s
     128       64            4       3        96          70 KiB          2
     256       32            4       3        126         73 KiB          2
 
-Three programs fit on a multiprocessor. With a width of 256, 64 keys a tile take 212 registers and 138 KiB.
-float32 has no matrix instruction without loss: 32 keys and a width of 128 spill, 16 keys do not.
+Three programs run on a multiprocessor at once. With a width of 256, tiles of 64 keys need 212 registers and
+138 KiB. No matrix instruction has the precision of float32: with a width of 128, tiles of 32 keys spill, and
+tiles of 16 do not.
 
-What some models have beside (kernels/attention_scoring.py) costs up to 2 registers. Keys of 192 and values of
-128 take 80 registers and 57 KiB, with the tiles of 256.
+The optional parameters of kernels/attention_scoring.py need up to 2 more registers. Keys of 192 and values of
+128 need 80 registers and 57 KiB, with the tiles of a width of 256.
 
 Dimension letters: N items; H query heads; K key-value heads; G = H / K; D width of a key, E the power of two
 not below it; V and F the same of a value; P pages in the longest page table; S tokens a page; C splits; M
@@ -25,28 +25,29 @@ rows (G and padding).
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.attention_scoring import Scoring
 from kernels.cuda.attention_tiles import (
     LOWEST,
     TileConfig,
     attend_keys,
     feature_types,
+    log2_scales,
     slopes_of,
     widths_name,
     with_sinks,
 )
 from kernels.cuda.combine_splits import combine_splits
-from kernels.cuda.compile_spec import CompileSpec, Expectations, Variant
+from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
 
-# Programs that a multiprocessor holds at once, by their shared memory; more splits would only queue.
+# The number of programs that run on a multiprocessor at once, limited by their shared memory.
 PROGRAMS_A_MULTIPROCESSOR = 3
-# A split of fewer keys reads little more than what it costs to start it and to add its result.
+# With fewer keys in a split, starting it and adding its result would take most of the time.
 MIN_SPLIT_KEYS = 128
 MAX_SPLITS = 128
 
@@ -61,16 +62,16 @@ def config_for(dtype: torch.dtype, width: int) -> TileConfig:
 
 
 def num_splits_for(batch: int, kv_heads: int, max_context: int, multiprocessors: int) -> int:
-    """How many splits the keys of each item are given.
+    """The number of splits for the keys of each item.
 
-    As many as the multiprocessors hold at once, but none of less than MIN_SPLIT_KEYS keys if all items were
-    as long as the longest may be.
+    As many as run on the device at once, but none with less than MIN_SPLIT_KEYS keys if all items have the
+    length of the longest.
 
     Args:
-        batch: Items of the bucket, padded ones included.
-        kv_heads: Key-value heads.
-        max_context: Tokens that an item of the bucket may have.
-        multiprocessors: Of the device.
+        batch: The number of items, padding items included.
+        kv_heads: K.
+        max_context: The most tokens of an item.
+        multiprocessors: The number of multiprocessors of the device.
 
     Returns:
         1 .. MAX_SPLITS.
@@ -203,13 +204,8 @@ def decode_attention(
     v_pages: torch.Tensor,
     page_tables: torch.Tensor,
     context_lens: torch.Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None,
+    scoring: Scoring,
     num_splits: int,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
 ) -> None:
     """Attend one token of each item to its own sequence, whose last token it is.
 
@@ -223,12 +219,8 @@ def decode_attention(
         v_pages: [pages, S, K, V] contiguous; dtype of query.
         page_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
         context_lens: [N] int32 or int64. 0: a padded item, for which no page is read.
-        scale: Multiplies the scores.
-        sliding_window: Positions a token sees, its own included; None: all of them.
-        num_splits: Parts that the keys of an item are read in, at least 1; see `num_splits_for`.
-        softcap: As in `kernels.paged_attention.paged_attention`, and so are the others.
-        sinks: [H] float32 contiguous, or None.
-        alibi_slopes: [H] float32 contiguous, or None.
+        scoring: How scores become weights.
+        num_splits: The number of parts in which the keys of an item are read; see `num_splits_for`.
     """
     items, heads = query.shape[:2]
     width = v_pages.shape[3]
@@ -240,7 +232,7 @@ def decode_attention(
         shape = (items, heads, num_splits)
         partials = torch.empty((*shape, width), dtype=torch.float32, device=query.device)
         partial_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    variant = _variant(query.dtype, heads, k_pages.shape, width, sliding_window, split=num_splits > 1)
+    variant = _variant(query.dtype, heads, k_pages.shape, width, scoring.sliding_window, split=num_splits > 1)
     variant.launch(
         (items, kv_heads, num_splits),
         out,
@@ -251,17 +243,16 @@ def decode_attention(
         v_pages,
         page_tables,
         context_lens,
-        sinks if partials is None else None,
-        alibi_slopes,
+        scoring.sinks if partials is None else None,
+        scoring.alibi_slopes,
         query.stride(0),
         query.stride(1),
         page_tables.stride(0),
         num_splits,
-        scale * math.log2(math.e),
-        None if softcap is None else softcap * math.log2(math.e),
+        *log2_scales(scoring),
     )
     if partials is not None and partial_lse is not None:
-        combine_splits(out, partials, partial_lse, sinks)
+        combine_splits(out, partials, partial_lse, scoring.sinks)
 
 
 def compile_specs() -> list[CompileSpec]:
@@ -286,8 +277,7 @@ def _compile_spec(
     window: int | None,
     feature: str,
 ) -> CompileSpec:
-    element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    variant = _variant(element, 32, (1, 16, 8, width), value_width, window, split=split)
+    variant = _variant(DTYPES[dtype], 32, (1, 16, 8, width), value_width, window, split=split)
     pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
     absent = {} if split else {"partials": None, "partial_lse": None}
     if split:

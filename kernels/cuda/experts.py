@@ -1,12 +1,12 @@
 """Mixture of experts on a GPU, with the roundings of `kernels.experts`: two grouped products, a weighted sum.
 
-Pairs of a token and one of its choices are sorted by expert. A program of the grouped product takes M of the
-pairs of one expert and N outputs; it finds its expert by itself, from where the pairs of each begin. The grid
-is a function of T, k and E alone, with room for the worst distribution over experts: programs without pairs
-end at once, nothing is read back, and so a launch can be captured in a CUDA graph.
+Pairs of a token and one of its experts are sorted by expert. A program of the grouped product computes N
+outputs for M pairs of one expert. It finds its expert from the index at which the pairs of each expert begin.
+The grid depends on T, k and E only, and is large enough for any distribution over experts. Programs without
+pairs return. The host reads nothing back, so a launch can be captured in a CUDA graph.
 
-The bits of a row depend on M, N and K, and on nothing else that is in the batch. `config_for` has one choice
-of them for few pairs an expert, and one for many.
+The bits of a row depend on M, N and K, and not on the rest of the batch. `config_for` has one configuration
+for few pairs per expert, and one for many.
 
 Dimension letters: T tokens; C hidden width; I intermediate width; E experts; k experts of a token; P pairs,
 T * k; M pairs, N outputs and K inputs of a tile.
@@ -21,18 +21,18 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Expectations, Variant
+from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
 from kernels.cuda.gated_activation import gated_activation
 
-# Columns of a program of the weighted sum.
+# The number of columns of a program of the weighted sum.
 BLOCK = 1024
-# Up to this many pairs an expert, on average, tiles are low: as high as one tensor-core instruction.
+# Up to this average number of pairs per expert, tiles have the rows of one tensor-core instruction.
 FEW_PAIRS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How the grouped product is compiled."""
+    """The tile sizes and compile options of the grouped product."""
 
     pairs: int  # M
     outputs: int  # N
@@ -42,20 +42,20 @@ class TileConfig:
 
 
 def config_for(dtype: torch.dtype, pairs: int, experts: int) -> TileConfig:
-    """The tiles for this many pairs over all experts. They fit the shared memory of every architecture."""
+    """The tiles for a number of pairs, of all experts. They fit the shared memory of each architecture."""
     few = pairs <= FEW_PAIRS * experts
     if dtype is torch.float32:
-        # Multiplied without tensor cores: they have no float32.
+        # Computed without tensor cores, which do not have the precision of float32.
         return TileConfig(16, 64, 32, 4, 3) if few else TileConfig(64, 64, 32, 4, 3)
     return TileConfig(16, 64, 128, 4, 4) if few else TileConfig(64, 128, 64, 4, 4)
 
 
 @triton.jit
 def find_pairs(starts, block, E: tl.constexpr, EXPERTS: tl.constexpr, M: tl.constexpr):
-    """The expert of a block of M pairs, its first pair, and the end of its expert's. E: EXPERTS, padded.
+    """The expert of a block of M pairs, its first pair, and the end of the expert's pairs.
 
-    Blocks of an expert follow one another, and experts do; behind the last block, the expert is not below
-    EXPERTS.
+    E is the power of two not below EXPERTS. Blocks are in the order of experts. After the last block, the
+    expert is EXPERTS or more.
     """
     expert = tl.arange(0, E)
     begin = tl.load(starts + expert, mask=expert < EXPERTS, other=0).to(tl.int32)
@@ -89,7 +89,7 @@ def grouped_product_kernel(
 ):
     """M pairs of one expert, and N outputs."""
     tiles: tl.constexpr = (OUTPUTS + N - 1) // N
-    # Programs of the same pairs follow one another: those read the same rows of x.
+    # The programs of the same pairs have consecutive numbers, since they read the same rows of x.
     expert, first, end = find_pairs(starts, tl.program_id(0) // tiles, E, EXPERTS, M)
     if expert >= EXPERTS:
         return
@@ -185,8 +185,7 @@ def _multiply(
     experts, outputs, inputs = weight.shape
     config = config_for(x.dtype, len(pairs), experts)
     out = torch.empty(len(pairs), outputs, dtype=x.dtype, device=x.device)
-    # At most so many blocks are begun, whatever goes where: one for each expert that has a pair, and one for
-    # each further M pairs.
+    # The most blocks of any distribution: one for each expert with a pair, and one for each further M pairs.
     begun = min(experts, len(pairs))
     blocks = begun + (len(pairs) - begun) // config.pairs
     variant = _product(config, experts, outputs, inputs, top_k, gather=gather)
@@ -225,7 +224,7 @@ def experts(
 
 
 def compile_specs() -> list[CompileSpec]:
-    """The widths of Qwen3-30B-A3B and Mixtral-8x7B, for few pairs and for many, both ways; other dtypes."""
+    """The widths of Qwen3-30B-A3B and Mixtral-8x7B, for few and many pairs, both products; other dtypes."""
     qwen, mixtral = (128, 768, 2048, 8), (8, 14336, 4096, 2)
     shapes = [("bf16", qwen, few) for few in (True, False)] + [
         ("bf16", mixtral, few) for few in (True, False)
@@ -240,8 +239,7 @@ def compile_specs() -> list[CompileSpec]:
 
 def _product_spec(dtype: str, shape: tuple[int, int, int, int], few: bool, *, gather: bool) -> CompileSpec:
     experts, inner, width, top_k = shape
-    element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    config = config_for(element, FEW_PAIRS * experts + (not few), experts)
+    config = config_for(DTYPES[dtype], FEW_PAIRS * experts + (not few), experts)
     outputs, inputs = (2 * inner, width) if gather else (width, inner)
     types = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | dict.fromkeys(("pairs", "starts"), "*i64")
     way = "gate_up" if gather else "down"

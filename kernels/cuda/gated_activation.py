@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels.cuda.compile_spec import CompileSpec, Variant
 
-# Columns of a program: one load of 16 bytes a thread, from each half, in half precision.
+# The number of columns of a program: in half precision, each thread loads 16 bytes from each half.
 BLOCK = 1024
 
 
@@ -21,8 +21,8 @@ BLOCK = 1024
 def gelu(x):
     """The product x * (normal distribution function at x), in float32.
 
-    Below zero, at -|x|, the function is exp(-x^2 / 2) * t * P(t) with t = 1 / (1 + |x| / sqrt(8)). P was
-    fitted for this to erfc; one minus an error function would lose the digits of what is small.
+    At -|x| the function is exp(-x^2 / 2) * t * P(t) with t = 1 / (1 + |x| / sqrt(8)). The polynomial P was
+    fitted to erfc. 1 - erf would lose the precision of small results.
     """
     t = 1.0 / (1.0 + tl.abs(x) * 0.35355339)
     p = -0.0296932822 * t + 0.143062221
@@ -43,7 +43,7 @@ def activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         result = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(y)) / 2 is the sigmoid of 2 y, which loses nothing where the tangent is almost -1.
+        # (1 + tanh(y)) / 2 is the sigmoid of 2 y, which is precise where the tangent is almost -1.
         result = x / (1.0 + tl.exp(-1.5957691216057308 * x * (1.0 + 0.044715 * x * x)))
     else:
         result = gelu(x)
@@ -60,7 +60,7 @@ def gated_activation_kernel(
     ACTIVATION: tl.constexpr,
 ):
     """B columns of one row."""
-    # Programs of a row follow one another; a grid of one dimension has no limit on T.
+    # The programs of a row have consecutive numbers. With one dimension, the grid has no limit on T.
     blocks: tl.constexpr = (WIDTH + B - 1) // B
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * B + tl.arange(0, B)  # [B]
@@ -91,7 +91,7 @@ def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def compile_specs() -> list[CompileSpec]:
-    """Widths with and without a last block that is cut off, and each activation."""
+    """Widths with a full and with a partial last block, and each activation."""
     shapes = (
         ("bf16", 3072, "silu"),
         ("bf16", 8960, "silu"),

@@ -19,7 +19,7 @@ import torch
 import triton
 
 from kernels.attention_batch import AttentionBatch
-from kernels.attention_trees import TokenTrees
+from kernels.attention_scoring import Scoring
 from kernels.cuda.compile_spec import SHARED_BYTES
 from kernels.cuda.decode_attention import decode_attention, num_splits_for
 from kernels.cuda.prefill_attention import prefill_attention
@@ -48,12 +48,7 @@ def paged_attention(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     batch: AttentionBatch,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attend every item to its own sequence. Checks nothing: see `kernels.paged_attention.paged_attention`.
 
@@ -65,11 +60,7 @@ def paged_attention(
         k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
         v_pages: [pages, S, K, V] contiguous; dtype of query.
         batch: Rows and pages of the items, on the device of query; rows of page_tables are contiguous.
-        scale: Multiplies the scores.
-        sliding_window: Positions a token sees, its own included; None: all of them.
-        softcap: As in `kernels.paged_attention.paged_attention`, and so are the others.
-        sinks: [H] float32 contiguous, or None.
-        alibi_slopes: [H] float32 contiguous, or None.
+        scoring: How scores become weights.
 
     Returns:
         A new contiguous tensor [T, H, V] with the dtype of query. Rows of items without context are zeros.
@@ -86,6 +77,7 @@ def paged_attention(
         decodes = min(decodes, next(item for item, is_tree in enumerate(trees.is_tree) if is_tree))
     if decodes:
         capacity = batch.page_tables.shape[1] * page_size
+        longest = min(capacity, scoring.sliding_window or capacity)
         decode_attention(
             out[:decodes],
             query[:decodes],
@@ -93,14 +85,8 @@ def paged_attention(
             v_pages,
             batch.page_tables[:decodes],
             batch.context_lens[:decodes],
-            scale=scale,
-            sliding_window=sliding_window,
-            num_splits=num_splits_for(
-                decodes, kv_heads, min(capacity, sliding_window or capacity), limits.multiprocessors
-            ),
-            softcap=softcap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
+            scoring,
+            num_splits_for(decodes, kv_heads, longest, limits.multiprocessors),
         )
     if decodes < items:
         prefill_attention(
@@ -111,19 +97,8 @@ def paged_attention(
             batch.page_tables[decodes:],
             batch.query_starts[decodes:],
             batch.context_lens[decodes:],
-            scale=scale,
-            sliding_window=sliding_window,
-            shared_bytes=limits.shared_bytes,
-            softcap=softcap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            trees=None if trees is None else _behind(trees, decodes),
+            scoring,
+            limits.shared_bytes,
+            None if trees is None else trees.after(decodes),
         )
     return out
-
-
-def _behind(trees: TokenTrees, decodes: int) -> TokenTrees:
-    """Those of a batch without its first items, of one token each, which are no trees."""
-    return TokenTrees(
-        trees.roots[decodes:], trees.ancestors[decodes:], trees.depths[decodes:], trees.is_tree[decodes:]
-    )

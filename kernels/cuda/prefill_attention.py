@@ -1,12 +1,12 @@
 """Causal paged attention of items with any number of new tokens, from prefill chunks to single tokens.
 
-A program attends a block of rows: some tokens of one item, each with the G query heads that share a key-value
-head, so that keys are read once for the group. All rows see most of its keys; the loop over those has no
-masks and is apart from the loop over the rest.
+A program computes a block of rows: some tokens of one item, each with the G query heads of a key-value head,
+so that keys are read once for the group. All rows of a block attend to most of its keys. The loop over these
+keys has no masks; a second loop, with masks, processes the rest.
 
-Which item a program works on is found on the device, by binary search, and the grid depends on T and N alone:
-the blocks of item i begin at start[i] // Q + i. That leaves room for each item's ceil(tokens / Q) blocks, and
-programs behind them return.
+A program finds its item by binary search on the device, so the grid depends on T and N only. The blocks of
+item i begin at start[i] // Q + i, which is enough for the ceil(tokens / Q) blocks of each item. Programs
+without a block return.
 
 Compiled for sm_90 with Triton 3.7.1, bfloat16, G = 4; nothing spills, and wgmma is used:
 
@@ -16,26 +16,26 @@ Compiled for sm_90 with Triton 3.7.1, bfloat16, G = 4; nothing spills, and wgmma
     128       128    64            8       3        188         128 KiB         3
     256       128    32            8       3        240         160 KiB         3
 
-With a width of 128, 4 warps take 255 registers and spill; so does a width of 256 with 64 keys a tile.
+With a width of 128, 4 warps need 255 registers and spill. A width of 256 spills with tiles of 64 keys.
 
-Devices with less shared memory have no wgmma either, and keep more in registers. For sm_89 (sm_80 differs in
-registers only); nothing spills, which with 64 keys a tile it does for windows and groups of 7:
+Devices with less shared memory have no wgmma, and need more registers. For sm_89 (sm_80 differs in registers
+only) nothing spills; with tiles of 64 keys, windows and groups of 7 would:
 
     width     rows   keys a tile   warps   stages   registers   shared memory   buffers each of K and V
     64        128    32            8       3        144         32 KiB          2
     80-128    128    32            8       3        184-188     64 KiB          2
     256       64     16            8       3        187         66 KiB          2
 
-float32 has no matrix instruction without loss: 32 rows and a width of 128 spill, 16 do not, but for 8 or 16
-bytes that some groups and windows leave on the stack, such as G = 8 with a width of 64.
+No matrix instruction has the precision of float32. With a width of 128, 32 rows spill. With 16 rows, some
+groups and windows spill 8 or 16 bytes, such as G = 8 with a width of 64.
 
-What some models have beside (kernels/attention_scoring.py) fits in the same tiles: on sm_90, soft-capping
-with a width of 256 takes 247 registers, ALiBi with 128 takes 196, sinks with 64 take 119. Keys of 192 and
-values of 128 take 140 registers and 136 KiB, with the tiles of 256.
+The optional parameters of kernels/attention_scoring.py fit the same tiles: on sm_90, soft-capping with a
+width of 256 needs 247 registers, ALiBi with 128 needs 196, sinks with 64 need 119. Keys of 192 and values of
+128 need 140 registers and 136 KiB, with the tiles of a width of 256.
 
-Where a batch has token trees, a variant of its own is launched. With bfloat16 none spills: 190 registers for
-a width of 128 on sm_90, 254 for soft-capping with 256. With float32 and less than 256, 8 or 16 bytes may be
-left on the stack.
+Batches with token trees have their own variant. With bfloat16 it does not spill: on sm_90 it needs 190
+registers for a width of 128, and 254 for soft-capping with 256. With float32 and widths below 256 it may
+spill 8 or 16 bytes.
 
 Dimension letters: T tokens; N items; H query heads; K key-value heads; G = H / K; D width of a key, E the
 power of two not below it; V and F the same of a value; P pages in the longest page table; S tokens a page; M
@@ -44,30 +44,28 @@ rows of a block; Q = M // G.
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.attention_scoring import Scoring
 from kernels.attention_trees import TokenTrees
 from kernels.cuda.attention_tiles import (
     LOWEST,
     TileConfig,
-    ancestors_of,
     attend_keys,
-    depths_of,
     feature_types,
-    not_behind,
-    positions_of,
-    root_of,
+    log2_scales,
     slopes_of,
+    tree_of,
+    tree_positions,
     tree_types,
     widths_name,
     with_sinks,
 )
-from kernels.cuda.compile_spec import SHARED_BYTES, CompileSpec, Expectations, Variant
+from kernels.cuda.compile_spec import DTYPES, SHARED_BYTES, CompileSpec, Expectations, Variant
 
 
 def config_for(dtype: torch.dtype, width: int, shared_bytes: int) -> TileConfig:
@@ -76,10 +74,10 @@ def config_for(dtype: torch.dtype, width: int, shared_bytes: int) -> TileConfig:
     Args:
         dtype: Of queries, keys and values.
         width: The wider of D and V.
-        shared_bytes: Shared memory that a program may use on the device.
+        shared_bytes: The shared memory that a program may use on the device.
 
     Raises:
-        ValueError: There is none for so little shared memory.
+        ValueError: The device has too little shared memory.
     """
     if shared_bytes < SHARED_BYTES[89]:
         raise ValueError(
@@ -96,8 +94,12 @@ def config_for(dtype: torch.dtype, width: int, shared_bytes: int) -> TileConfig:
 
 
 @triton.jit
-def find_item(query_starts, first_row, block, num_items, BLOCK_Q: tl.constexpr):
-    """The item that a block belongs to: the last one whose blocks begin at or before it."""
+def find_block(query_starts, block, num_items, BLOCK_Q: tl.constexpr):
+    """The item of a block, its first row and number of tokens, and the first of its tokens in the block.
+
+    The item is the last one whose blocks begin at or before this block.
+    """
+    first_row = tl.load(query_starts).to(tl.int32)
     low = 0
     high = num_items
     while high - low > 1:
@@ -107,7 +109,9 @@ def find_item(query_starts, first_row, block, num_items, BLOCK_Q: tl.constexpr):
             low = middle
         else:
             high = middle
-    return low
+    item_row = tl.load(query_starts + low).to(tl.int32) - first_row
+    query_len = tl.load(query_starts + low + 1).to(tl.int32) - first_row - item_row
+    return low, item_row, query_len, (block - (item_row // BLOCK_Q + low)) * BLOCK_Q
 
 
 # Slices of a batch begin at any address, and table widths change: neither may compile another variant.
@@ -150,36 +154,37 @@ def prefill_kernel(
 ):
     """One block of one key-value head."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP  # noqa: N806
-    # The last blocks of an item have the most keys. They start first, and short ones fill the end.
+    # The last blocks of an item have the most keys. They start first, so that the short ones run at the end.
     block = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
-    first_row = tl.load(query_starts).to(tl.int32)
-    item = find_item(query_starts, first_row, block, num_items, BLOCK_Q)
-    item_row = tl.load(query_starts + item).to(tl.int32) - first_row
-    query_len = tl.load(query_starts + item + 1).to(tl.int32) - first_row - item_row
-    first_token = (block - (item_row // BLOCK_Q + item)) * BLOCK_Q
+    item, item_row, query_len, first_token = find_block(query_starts, block, num_items, BLOCK_Q)
     if first_token >= query_len:
         return
 
     rows = tl.arange(0, BLOCK_M)  # [M]
     columns = tl.arange(0, E)
     value_columns = tl.arange(0, F)
-    # rows // GROUP, exact where rows * GROUP < 2^16. With a division, for a group that is no power of two,
-    # ptxas puts instructions among the wgmma that make it run them one by one (its warning C7515).
-    row_tokens = (rows * (65536 // GROUP + 1)) >> 16  # [M]
-    tokens = first_token + row_tokens
+    # rows // GROUP, exact if rows * GROUP < 2^16. With a division, and a group that is not a power of two,
+    # ptxas puts instructions between the wgmma and serialises them (its warning C7515).
+    tokens = first_token + ((rows * (65536 // GROUP + 1)) >> 16)  # [M]
     heads = kv_head * GROUP + rows % GROUP
     present = (tokens < query_len) & (rows < BLOCK_Q * GROUP)
     token_rows = (item_row + tokens).to(tl.int64)
 
-    context = tl.load(context_lens + item).to(tl.int32)
-    start_position = context - query_len  # of the first new token
-    first_position = start_position + first_token
+    start_position = tl.load(context_lens + item).to(tl.int32) - query_len  # of the first new token
     end = start_position + tl.minimum(first_token + BLOCK_Q, query_len)
-    root = root_of(roots, item)
+    positions = start_position + tokens  # [M]
+    oldest = start_position + first_token  # of the rows; all attend to it, if it is inside their windows
+    root = None
+    row_ancestors = None
+    tree_depths = None
+    if roots is not None:
+        root, row_ancestors, tree_depths = tree_of(roots, ancestors, depths, item, token_rows, present)
+        positions = tree_positions(positions, root, tree_depths)
+        oldest = tl.minimum(oldest, root)
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(not_behind(first_position, root) - WINDOW + 1, 0)
+        begin = tl.maximum(oldest - WINDOW + 1, 0)
 
     query_tile = tl.load(
         query + token_rows[:, None] * query_stride + heads[:, None] * head_stride + columns[None, :],
@@ -189,14 +194,13 @@ def prefill_kernel(
     attended = tl.zeros([BLOCK_M, F], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
-    positions = positions_of(start_position + tokens, root, depths_of(depths, item))
     k_head = k_pages + kv_head * D
     v_head = v_pages + kv_head * V
     slopes = slopes_of(alibi_slopes, heads, present)
     table = page_tables + item.to(tl.int64) * table_stride
     if WINDOW == 0:
-        # What the first token sees, every row does, but in a tree. Padded items begin at a negative position.
-        bulk_end = tl.maximum(not_behind(first_position + 1, root), 0) // TILE * TILE
+        # Padding items begin at a negative position.
+        bulk_end = tl.maximum(oldest + 1, 0) // TILE * TILE
         attended, total, highest = attend_keys(
             attended,
             total,
@@ -240,8 +244,8 @@ def prefill_kernel(
         softcap_log2,
         slopes,
         root,
-        ancestors_of(ancestors, token_rows, present),
-        depths_of(depths, item),
+        row_ancestors,
+        tree_depths,
         WINDOW,
         True,
         PAGE_SIZE,
@@ -253,7 +257,7 @@ def prefill_kernel(
         TILE,
     )
     total = with_sinks(total, highest, sinks, heads, present)
-    result = attended / tl.where(total > 0, total, 1.0)[:, None]  # a padded item saw nothing: zeros
+    result = attended / tl.where(total > 0, total, 1.0)[:, None]  # zeros for a padding item
     lines = token_rows * (KV_HEADS * GROUP) + heads  # [M], of [T, H]
     to = out + lines[:, None] * V + value_columns[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=present[:, None] & (value_columns < V)[None, :])
@@ -280,13 +284,8 @@ def prefill_attention(
     page_tables: torch.Tensor,
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None,
+    scoring: Scoring,
     shared_bytes: int,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
     trees: TokenTrees | None = None,
 ) -> None:
     """Attend the new tokens of each item to its own sequence, whose last tokens they are.
@@ -300,15 +299,11 @@ def prefill_attention(
         k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
         v_pages: [pages, S, K, V] contiguous; dtype of query.
         page_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
-        query_starts: [N + 1] int32 or int64, ascending: the first row of each item, and the end. Counted from
-            the first entry, so that slices of a batch are a batch. Rows behind the end are left as they are.
-        context_lens: [N] int32 or int64, new tokens included. 0: a padded item, for which no page is read.
-        scale: Multiplies the scores.
-        sliding_window: Positions a token sees, its own included; None: all of them.
-        shared_bytes: Shared memory that a program may use, which decides the tiles; see `config_for`.
-        softcap: As in `kernels.paged_attention.paged_attention`, and so are the others.
-        sinks: [H] float32 contiguous, or None.
-        alibi_slopes: [H] float32 contiguous, or None.
+        query_starts: [N + 1] int32 or int64, ascending: the first row of each item, and the end, relative to
+            the first entry, so that a slice of a batch is a batch. Rows after the end are not written.
+        context_lens: [N] int32 or int64, new tokens included. 0: a padding item, for which no page is read.
+        scoring: How scores become weights.
+        shared_bytes: The shared memory that a program may use, which determines the tiles; see `config_for`.
         trees: Which items are trees, contiguous, on the device of query; or None.
     """
     rows, heads, _ = query.shape
@@ -316,7 +311,9 @@ def prefill_attention(
     items = len(context_lens)
     if rows == 0:
         return
-    variant = _variant(query.dtype, heads, k_pages.shape, v_pages.shape[3], sliding_window, shared_bytes)
+    variant = _variant(
+        query.dtype, heads, k_pages.shape, v_pages.shape[3], scoring.sliding_window, shared_bytes
+    )
     tokens_a_block = variant.constexprs["BLOCK_M"] // variant.constexprs["GROUP"]
     blocks = rows // tokens_a_block + items
     variant.launch(
@@ -328,17 +325,14 @@ def prefill_attention(
         page_tables,
         query_starts,
         context_lens,
-        sinks,
-        alibi_slopes,
-        None if trees is None else trees.roots,
-        None if trees is None else trees.ancestors,
-        None if trees is None else trees.depths,
+        scoring.sinks,
+        scoring.alibi_slopes,
+        *((None, None, None) if trees is None else (trees.roots, trees.ancestors, trees.depths)),
         query.stride(0),
         query.stride(1),
         page_tables.stride(0),
         items,
-        scale * math.log2(math.e),
-        None if softcap is None else softcap * math.log2(math.e),
+        *log2_scales(scoring),
     )
 
 
@@ -380,11 +374,10 @@ def _compile_spec(
     *,
     trees: bool,
 ) -> CompileSpec:
-    element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
     shared_bytes = SHARED_BYTES[architecture]
     return CompileSpec(
-        _variant(element, 8 * group, (1, 16, 8, width), value_width, window, shared_bytes),
+        _variant(DTYPES[dtype], 8 * group, (1, 16, 8, width), value_width, window, shared_bytes),
         f"prefill_attention {dtype} {widths_name(width, value_width)} G={group}"
         f" window={window} {feature}{' trees' if trees else ''}".rstrip(),
         {

@@ -1,12 +1,12 @@
 """QK-norm, rotation and KV write in one kernel, with the roundings of `kernels.rope_kv_write`.
 
-A program takes one token and either B of its query and key heads, side by side, or some of its values. Heads
-are held as two tiles, the first and the second half of what is turned, since the rotation pairs element i of
-one with that of the other; and a third tile of what is not turned, where there is any.
+A program processes B consecutive query and key heads of one token, or copies some of its values. Heads are in
+two tiles, the first and the second half of the rotated elements, since the rotation pairs element i of one
+half with element i of the other. Elements that are not rotated are in a third tile.
 
-Dimension letters: T tokens; H query heads; K key-value heads; D head width; R width that is turned; F half of
-it; E the next power of two; W the power of two not below D - R; B heads of a program; P pages; S tokens a
-page.
+Dimension letters: T tokens; H query heads; K key-value heads; D head width; R rotated elements of a head; F
+half of them; E the next power of two; W the power of two not below D - R; B heads of a program; P pages; S
+tokens a page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from kernels.cuda.compile_spec import CompileSpec, Variant
 
-# Elements of one half in a program, and of values: loads of 16 bytes a thread in half precision.
+# Elements of one half, and of values, in a program: in half precision, each thread loads 16 bytes.
 HALF_ELEMENTS = 1024
 VALUE_ELEMENTS = 1024
 
@@ -33,7 +33,7 @@ def squares(part):
 
 @triton.jit
 def weighted(part, inverse, weight):
-    """A part, normalised: rounded to the dtype of the weight before it, to its own after. [B, E]."""
+    """The normalised part [B, E], rounded to the dtype of the weight, times the weight."""
     unit = (part.to(tl.float32) * inverse[:, None]).to(weight.dtype)
     return (unit.to(tl.float32) * weight.to(tl.float32)).to(part.dtype)
 
@@ -57,7 +57,7 @@ def turn_heads(
     W: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Normalise, turn and store B query and key heads of one token."""
+    """Normalise, rotate and store B query and key heads of one token."""
     half: tl.constexpr = R // 2  # F
     head = (block * B + tl.arange(0, B))[:, None]  # [B, 1]
     is_head = head < HEADS + KV_HEADS
@@ -66,7 +66,7 @@ def turn_heads(
     turned, kept = head * D + pair, head * D + column
     is_turned, is_kept = is_head & (pair < half), is_head & (column < D)
     nothing = tl.zeros([B, 1], tl.float32)
-    first, second, rest = nothing, nothing, nothing  # as long as there are no elements
+    first, second, rest = nothing, nothing, nothing  # unless there are such elements
     total = tl.zeros([B], tl.float32)
     if R > 0:
         first = tl.load(row + turned, mask=is_turned, other=0.0)  # [B, E]
@@ -125,10 +125,10 @@ def rope_kv_write_kernel(
     B: tl.constexpr,
     VALUES: tl.constexpr,  # elements of the values of a program
 ):
-    """Heads of one token: the first programs of a token rotate, the others copy values."""
+    """Some heads of one token: the first programs of a token rotate heads, the others copy values."""
     rotating: tl.constexpr = (HEADS + KV_HEADS + B - 1) // B
     copying: tl.constexpr = (KV_HEADS * D + VALUES - 1) // VALUES
-    # Programs of a token follow one another; a grid of one dimension has no limit on T.
+    # The programs of a token have consecutive numbers. With one dimension, the grid has no limit on T.
     token = (tl.program_id(0) // (rotating + copying)).to(tl.int64)
     block = tl.program_id(0) % (rotating + copying)
     slot = tl.load(slots + token).to(tl.int64)
@@ -150,7 +150,7 @@ def rope_kv_write_kernel(
 
 @cache
 def _variant(heads: int, kv_heads: int, width: int, turned: int, *, norm: bool) -> Variant:
-    # A tile that is not used has one column.
+    # An unused tile has one column.
     padded, rest = triton.next_power_of_2(max(1, turned // 2)), triton.next_power_of_2(max(1, width - turned))
     block = min(max(1, HALF_ELEMENTS // max(padded, rest)), triton.next_power_of_2(heads + kv_heads))
     values = min(VALUE_ELEMENTS, triton.next_power_of_2(kv_heads * width))
@@ -179,8 +179,8 @@ def rope_kv_write(
 ) -> torch.Tensor:
     """Launch `rope_kv_write_kernel`; see `kernels.rope_kv_write.rope_kv_write`. Arguments are checked.
 
-    Mutates the named slots of `k_pages` and `v_pages`. Returns a new contiguous tensor [T, H, D]; the query
-    of a padded token is computed from what its row holds.
+    Mutates only these slots of `k_pages` and `v_pages`. Returns a new contiguous tensor [T, H, D]; the query
+    of a padding token is computed from whatever its row contains.
     """
     kv_heads, width = k_pages.shape[2:]
     heads = qkv.shape[1] // width - 2 * kv_heads
@@ -208,7 +208,7 @@ def rope_kv_write(
 
 
 def compile_specs() -> list[CompileSpec]:
-    """Every head width, with the norm in models of that width; other dtypes; heads turned in part or not."""
+    """Each head width, with the norm in models of that width; other dtypes; heads rotated in part or not."""
     shapes = (
         ("bf16", 32, 8, 64, 64, None),
         ("bf16", 32, 32, 80, 80, None),

@@ -1,11 +1,11 @@
-"""Choosing one token from each row of logits: the most likely, or the winner of a race with Gumbel noise.
+"""Chooses one token for each row of logits: the most likely one, or a random one by the Gumbel-max method.
 
-Two kernels: one program for each block of the vocabulary names its winner, then one program for each row
-takes the best of them. Nothing is sorted, and no probability is computed.
+In the first kernel, a program chooses the best token of a block of the vocabulary. In the second, a program
+chooses the best of these for a row. Nothing is sorted, and no probability is computed.
 
-The race is the one of `workers/counter_rng.py`, in float64 as there: the score of a token is
-(logit - best) / temperature + noise, where noise is a function of the row's key and the token's id. Devices
-whose logarithms differ in the last bit name different winners only where two scores are as close as that.
+As in `workers/counter_rng.py`, the score of a token is (logit - best) / temperature + noise in float64, where
+the noise is a function of the row's key and the token's id. The token with the highest score is chosen.
+Devices whose logarithms differ in the last bit choose different tokens only if two scores differ that little.
 
 Dimension letters: R rows; V vocabulary; B blocks of the vocabulary.
 """
@@ -20,16 +20,17 @@ import triton.language as tl
 
 from kernels.cuda.compile_spec import CompileSpec, Variant
 
-# Tokens a program: one row of 152k gives 149 programs, enough for the 132 multiprocessors.
+# The number of tokens of a program: a row of 152k tokens has 149 programs, for 132 multiprocessors.
 BLOCK = 1024
 
 
 @triton.jit
 def gumbel(key, ids):
-    """Noise of each token id, in float64: -log(-log1p(-uniform))."""
-    # A uniform of 0 stands for [0, 2**-31): its middle, 2**-32, is taken.
+    """The noise of each token id, in float64: -log(-log1p(-uniform))."""
+    # A uniform of 0 means [0, 2**-31). The middle of this interval is 2**-32.
     uniform = tl.maximum(tl.rand(key, ids).to(tl.float64), 2.3283064365386963e-10)
-    # 1 - uniform is exact but for the two next smallest, where it costs the noise 1e-7: log1p is not needed.
+    # 1 - uniform is exact except for the next two values, which change the noise by 1e-7. So log1p is not
+    # necessary.
     return -tl.log(-tl.log(1.0 - uniform))
 
 
@@ -42,13 +43,13 @@ def choose_block_kernel(
     keys,  # [R]
     cut_values,  # [R], or None
     cut_ids,  # [R], or None
-    block_ids,  # [R, B] the winner of each block
+    block_ids,  # [R, B] the best token of each block
     block_logits,  # [R, B] its logit
     block_noise,  # [R, B] its noise
     block_best,  # [R, B] the largest logit, cut or not; NaN where one is NaN or +inf
     BLOCK: tl.constexpr,
 ):
-    """The winner of one block."""
+    """Choose the best token of one block."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     out = row * tl.num_programs(1) + tl.program_id(1)
@@ -83,7 +84,7 @@ def choose_block_kernel(
     tl.store(block_best + out, tl.where(all_usable, best, float("nan")))
 
 
-# `out_best` may be a part of something longer, beginning anywhere: that must not compile another variant.
+# `out_best` may be a slice with any alignment, which must not compile another variant.
 @triton.jit(do_not_specialize_on_alignment=["out_best"])
 def choose_row_kernel(
     out_ids,  # [R]
@@ -96,7 +97,7 @@ def choose_row_kernel(
     num_blocks,
     WIDTH: tl.constexpr,  # the power of two from B up
 ):
-    """The winner of one row, among those of its blocks."""
+    """Choose the token of one row, among the best of its blocks."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, WIDTH)  # [WIDTH]
     within = blocks < num_blocks
@@ -106,7 +107,7 @@ def choose_row_kernel(
     all_usable = tl.min(usable.to(tl.int32), 0) == 1
     best = tl.max(tl.where(usable, bests, float("-inf")), 0)
 
-    # As in the blocks, but relative to the row's best: the very numbers the definition compares.
+    # As in the blocks, but relative to the row's best: these are the scores of the definition.
     origin = tl.where(best > float("-inf"), best, 0.0).to(tl.float64)
     scores = tl.load(block_logits + at, mask=within, other=float("-inf")).to(tl.float64) - origin
     temperature = tl.load(temperatures + row).to(tl.float64)
@@ -192,41 +193,28 @@ def compile_specs() -> list[CompileSpec]:
     return [*specs, _block_spec("fp32", cut=True), *(_row_spec(width) for width in (32, 256, 512))]
 
 
+# The best tokens of blocks: written by the first kernel, read by the second.
+_WINNERS = {"block_ids": "*i32", "block_logits": "*fp32", "block_noise": "*fp64", "block_best": "*fp32"}
+
+
 def _block_spec(dtype: str, *, cut: bool) -> CompileSpec:
-    pointers = {
-        "logits": f"*{dtype}",
-        "temperatures": "*fp64",
-        "keys": "*i64",
-        "block_ids": "*i32",
-        "block_logits": "*fp32",
-        "block_noise": "*fp64",
-        "block_best": "*fp32",
-    }
-    if cut:
-        pointers |= {"cut_values": "*fp32", "cut_ids": "*i32"}
+    pointers = {"logits": f"*{dtype}", "temperatures": "*fp64", "keys": "*i64"} | _WINNERS
+    cuts = {"cut_values": "*fp32", "cut_ids": "*i32"}
+    pointers |= cuts if cut else {}
     sizes = {"logits_stride": "i32", "vocab": "i32"}
-    absent = {} if cut else {"cut_values": None, "cut_ids": None}
     return CompileSpec(
         _BLOCKS,
         f"choose_block {dtype} cut={cut}",
-        {**pointers, **sizes, **absent},
+        {**pointers, **sizes, **({} if cut else dict.fromkeys(cuts))},
         divisible_by_16=(*pointers, *sizes),
     )
 
 
 def _row_spec(width: int) -> CompileSpec:
-    pointers = {
-        "out_ids": "*i64",
-        "out_best": "*fp32",
-        "temperatures": "*fp64",
-        "block_ids": "*i32",
-        "block_logits": "*fp32",
-        "block_noise": "*fp64",
-        "block_best": "*fp32",
-    }
+    pointers = {"out_ids": "*i64", "out_best": "*fp32", "temperatures": "*fp64"} | _WINNERS
     return CompileSpec(
         _rows(width),
         f"choose_row B<={width}",
-        {**pointers, "num_blocks": "i32"},
+        pointers | {"num_blocks": "i32"},
         divisible_by_16=tuple(pointers),
     )

@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: masks of allowed tokens, then biases and penalties.
+"""Changes logits before a token is chosen: masks of allowed tokens, then biases and penalties.
 
 Dimension letters: R rows; V vocabulary; M masks; W 32-bit words of a mask; N entries, all rows together.
 """
@@ -42,7 +42,7 @@ def mask_kernel(
 
 @triton.jit
 def kept_finite(values):
-    """float64 rounded to float32, the largest finite one instead of infinity."""
+    """float64 rounded to float32, with the largest finite value instead of infinity."""
     return tl.minimum(tl.maximum(values, -_FLOAT32_MAX), _FLOAT32_MAX).to(tl.float32)
 
 
@@ -58,7 +58,7 @@ def penalty_kernel(
     num_entries,
     BLOCK: tl.constexpr,
 ):
-    """Some of the entries, of whatever rows."""
+    """Some of the entries, of any rows."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     within = at < num_entries
     where = logits + tl.load(rows + at, mask=within, other=0).to(tl.int64) * logits_stride

@@ -1,13 +1,13 @@
-"""Where top_k, top_p and min_p cut a row of logits, without sorting it.
+"""Finds which tokens of a row of logits top_k, top_p and min_p keep, without sorting the row.
 
-Tokens are ordered by logit, the largest first, and the lower id first among equals. Each of the three
-settings keeps a beginning of this order, so all of them together are described by the last token kept: a
-logit and an id.
+Tokens are ordered by logit, the largest first, and by id among equals. Each of the three settings keeps a
+prefix of this order. So the result is the last token that is kept: a logit and an id.
 
-One program a row. It reads the row once for the largest logit and a lower bound of the k-th, and once to
-gather the candidates: all tokens from some logit up that are sure to include the last one kept. They are few
-as a rule, and that logit is found among them by bisection. A row with top_p but no top_k is read once more in
-between, for the sum of its weights. Logits are compared and bisected as integers in the same order ("codes").
+Each row has one program. It reads the row once for the largest logit and a lower bound of the k-th largest.
+It reads the row again to gather the candidates: all tokens with at least some logit, which include the last
+one that is kept. There are few candidates in most rows, and bisection over them finds that logit. A row with
+top_p and without top_k is read once more before, for the sum of its weights. Logits are compared and bisected
+as integers in the same order ("codes").
 
 Exact for top_k. Weights and their sums are float64: top_p keeps what exact arithmetic keeps unless the weight
 before some token, as a share of all, is within V * 2**-53 of p (2e-11 for 152k tokens), and min_p unless a
@@ -25,8 +25,8 @@ import triton.language as tl
 
 from kernels.cuda.compile_spec import CompileSpec, Variant
 
-# Tokens read at a time. Each lane keeps the largest logit it met: the k-th largest of these is a close lower
-# bound of the k-th largest of all, for k up to BLOCK.
+# The number of tokens that are read at once. Each lane keeps its largest logit. The k-th largest of these is
+# a close lower bound of the k-th largest of all, for k up to BLOCK.
 BLOCK = 2048
 
 _LOWEST = tl.constexpr(

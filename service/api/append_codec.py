@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
 from service.api import validation
-from service.api.masks import bytes_in_worker
+from service.api.masks import bytes_in_worker, out_of_vocab
 from service.api.validation import RequestLimits
 from service.api.verify_rows import check_tree, check_verify_rows
-from service.caches.requests import Append, Appended, AppendKind, Handle, Priority
-from service.errors import InvalidArgument
+from service.caches.requests import Append, Appended, AppendKind, Fork, Handle, Priority, Request
+from service.errors import InvalidArgument, QuireError
 
 _OnCache: TypeAlias = (
     executor_pb2.PrefillRequest
@@ -85,8 +85,7 @@ def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s
     if not request.HasField("token_id"):
         raise InvalidArgument("EMPTY_TOKENS", "token_id", "token_id is required")
     if request.token_id >= limits.vocab_size:
-        text = f"token {request.token_id} is not below the vocabulary size {limits.vocab_size}"
-        raise InvalidArgument("TOKEN_OUT_OF_VOCAB", "token_id", text)
+        raise out_of_vocab(request.token_id, limits, "token_id")
     options = worker_pb2.ForwardOptions(rows=1)
     return _append(request, limits, timeout_s, options, kind=AppendKind.DECODE, token_ids=(request.token_id,))
 
@@ -211,6 +210,19 @@ def _packed(token_ids: Sequence[int]) -> array[int]:
 
 
 # Answers. Each is written from the request and its result.
+
+
+def held_bytes(requests: Sequence[Request | QuireError]) -> int:
+    """An upper estimate of the answers' size, and of the memory in workers beyond the requests."""
+    size_bytes = 0
+    for one in requests:
+        if isinstance(one, Append):
+            size_bytes += one.answer_bytes + one.worker_bytes
+        elif isinstance(one, Fork):
+            size_bytes += validation.forked_bytes(one.count)
+        elif isinstance(one, QuireError):
+            size_bytes += validation.ANSWER_BYTES
+    return size_bytes
 
 
 def write_decode(_request: Append, result: Appended, into: _OneOutput) -> None:

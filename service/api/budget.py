@@ -1,8 +1,8 @@
-"""Memory limits for answers: of all calls until they are sent, and of executions that may be resumed."""
+"""The memory limit for the answers of all calls until they are sent, and for unread chunks."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -42,36 +42,3 @@ class AnswerBudget:
         if size_bytes > _SMALL_BYTES:
             self.take(size_bytes)
             context.add_done_callback(lambda _: self.adjust(-size_bytes))  # type: ignore[arg-type]
-
-
-class ReplayHolder(Protocol):
-    """Stores chunks that were read, for a client that resumes."""
-
-    def evict_to(self, size_bytes: int) -> None:
-        """Evicts the oldest chunks until at most `size_bytes` are left."""
-
-
-class ReplayBudget:
-    """Counts the bytes of chunks that are stored although they were read. Over the limit, holders evict."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.used_bytes = 0
-        self._holders: dict[ReplayHolder, int] = {}
-
-    def add(self, holder: ReplayHolder, size_bytes: int) -> None:
-        """A holder stores more bytes. Over the limit, the largest holders evict."""
-        self._holders[holder] = self._holders.get(holder, 0) + size_bytes
-        self.used_bytes += size_bytes
-        if self.used_bytes > self.max_bytes:
-            # Down to half of the limit, so that this is rare.
-            share_bytes = self.max_bytes // (2 * len(self._holders))
-            for each in list(self._holders):
-                each.evict_to(share_bytes)
-
-    def remove(self, holder: ReplayHolder, size_bytes: int) -> None:
-        """A holder stores fewer bytes."""
-        self.used_bytes -= size_bytes
-        self._holders[holder] -= size_bytes
-        if not self._holders[holder]:
-            del self._holders[holder]

@@ -53,14 +53,6 @@ class Call:
         self.is_batch = is_batch
         self.response: type[Any] = getattr(executor_pb2, f"{method}Response")
 
-    def answer(self, request: object, outcome: Outcome) -> Any:
-        """The answer to a call that is not a batch. Raises its error."""
-        if isinstance(outcome, QuireError):
-            raise outcome
-        response = self.response()
-        self.write(request, outcome, response)
-        return response
-
     async def check_items(
         self, batch: Any, limits: RequestLimits, timeout_s: float | None
     ) -> list[Append | QuireError]:
@@ -95,30 +87,18 @@ class Call:
         validation.check_response_size(answer_bytes, limits, "items")
         return checked
 
-    def answer_items(self, requests: Sequence[object], outcomes: Sequence[Outcome], request_id: str) -> Any:
-        """The answer to a batch. `outcomes` has one entry for each of `requests` that is not an error."""
-        remaining, response = iter(outcomes), self.response()
+    def write_items(
+        self, requests: Sequence[object], outcomes: Sequence[Outcome], request_id: str, into: Any
+    ) -> None:
+        """Writes the answer to a batch. `outcomes` has one for each of `requests` that is not an error."""
+        remaining = iter(outcomes)
         for one in requests:
-            result = response.results.add()
+            result = into.results.add()
             outcome = one if isinstance(one, QuireError) else next(remaining)
             if isinstance(outcome, QuireError):
                 result.error.CopyFrom(to_status(outcome, request_id))
             else:
                 self.write(one, outcome, result.response)
-        return response
-
-
-def held_bytes(requests: Sequence[Request | QuireError]) -> int:
-    """An upper estimate of the answer's size, and of the memory in workers beyond the request."""
-    size_bytes = 0
-    for one in requests:
-        if isinstance(one, Append):
-            size_bytes += one.answer_bytes + one.worker_bytes
-        elif isinstance(one, Fork):
-            size_bytes += validation.forked_bytes(one.count)
-        elif isinstance(one, QuireError):
-            size_bytes += validation.ANSWER_BYTES
-    return size_bytes
 
 
 def start_weight(requests: Sequence[Request | QuireError]) -> int:

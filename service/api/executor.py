@@ -14,23 +14,21 @@ import grpc
 from quire.v1 import executor_pb2 as pb
 
 from service.api import validation
-from service.api.append_codec import write_handle
-from service.api.calls import CALLS, held_bytes
+from service.api.append_codec import held_bytes, write_handle
+from service.api.calls import CALLS
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
 from service.api.validation import RequestLimits
 from service.auth.authenticator import current_tenant
 from service.caches.requests import Append
 from service.dispatcher import Dispatcher
-from service.errors import InvalidArgument
+from service.errors import InvalidArgument, QuireError
 from service.logging import current_request_id
 from service.pool.model_versions import WorkerSlot
 from service.pool.supervisor import Supervisor
 
 _LIMITS = pb.GatewayLimits.DESCRIPTOR.fields
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
 _Response = TypeVar("_Response")
 _Answer: TypeAlias = Coroutine[Any, Any, _Response]
 
@@ -102,7 +100,11 @@ class ExecutorApi:
         checked = call.check(request, limits, timeout_s)
         self._state.answers.take_until_done(held_bytes((checked,)), context)
         (outcome,) = await self._dispatcher.run((checked,), current_tenant())
-        return call.answer(checked, outcome)
+        if isinstance(outcome, QuireError):
+            raise outcome
+        response = call.response()
+        call.write(checked, outcome, response)
+        return response
 
     async def _run_batch(self, method: str, request: Any, context: Context) -> Any:
         call = CALLS[method]
@@ -111,7 +113,9 @@ class ExecutorApi:
         self._state.answers.take_until_done(held_bytes(checked), context)
         appends = [one for one in checked if isinstance(one, Append)]
         outcomes = await self._dispatcher.run(appends, current_tenant())
-        return call.answer_items(checked, outcomes, current_request_id())
+        response = call.response()
+        call.write_items(checked, outcomes, current_request_id(), response)
+        return response
 
     async def _begin(self, context: Context) -> tuple[RequestLimits, float | None]:
         """The limits that a request is checked against, and the time until its deadline."""
@@ -141,7 +145,7 @@ class ExecutorApi:
         self._state.answers.take_until_done(size * validation.HANDLE_BYTES, context)
         response = pb.ListCachesResponse()
         last = 0
-        for number, handle in self._dispatcher.handles(after, current_tenant()):
+        for number, handle in self._dispatcher.caches.index.handles(after, current_tenant()):
             if len(response.kv_caches) == size:
                 response.next_page_token = str(last)
                 break
@@ -180,18 +184,18 @@ class ExecutorApi:
         )
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        slots = await self._pool.refresh_snapshots()
+        slots, caches = await self._pool.refresh_snapshots(), self._dispatcher.caches
         return pb.GetStatusResponse(
             state=self._state.state,
             workers=[_worker_status(slot) for slot in slots],
             uptime_ms=self._state.uptime_ms,
-            caches=self._dispatcher.num_caches,
-            operations_in_flight=self._dispatcher.operations_in_flight,
+            caches=len(caches),
+            operations_in_flight=caches.operations_in_flight,
             memory_bytes=self._state.memory.resident_bytes(),
             version=self._version,
             tasks=len(asyncio.all_tasks()),
             longest_stall_ms=int(self._state.watch.longest_stretch_s * 1000),
-            journal_bytes=self._dispatcher.journal_bytes,
+            journal_bytes=caches.ledger.size_bytes,
             unread_bytes=self._state.answers.used_bytes,
             arriving_requests=self._state.receiver.arriving,
             sessions=self._state.receiver.streams,

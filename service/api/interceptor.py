@@ -19,13 +19,11 @@ from typing import Any, TypeAlias, cast
 import grpc
 from grpc_status import rpc_status
 
-from service.api.parsing import LargeRequest, MessageLimits, RejectedRequest, deferring_deserializer
-from service.api.refusal_log import RefusalLog
-from service.api.request_receiver import RequestReceiver
+from service.api.parsing import LargeRequest, deferring_deserializer
+from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.api.validation import MAX_REQUEST_ID_CHARS, is_request_id
 from service.auth.authenticator import Authenticator, current_tenant
-from service.config import Config
 from service.errors import NOT_FAILURES, InternalError, NoWorker, QuireError
 from service.logging import bind_request_id, get_logger, logs_debug
 from service.printable import escaped
@@ -41,7 +39,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]]
 # Returns its answer, or writes a stream of answers itself.
 Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
-# Returns the argument of a behaviour: a request, a stream of requests, or a RejectedRequest.
+# Returns the argument of a behaviour: a request or a stream of requests; or why the call is refused.
 Receive: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 
 
@@ -58,17 +56,11 @@ _SHAPES = {
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all calls. For health and reflection it only reads the request."""
 
-    def __init__(
-        self,
-        limits: MessageLimits | None = None,
-        authenticator: Authenticator | None = None,
-        receiver: RequestReceiver | None = None,
-        refusals: RefusalLog | None = None,
-    ) -> None:
-        self._limits = limits or MessageLimits()
+    def __init__(self, state: ServerState, authenticator: Authenticator | None = None) -> None:
+        self._state = state
+        self._receiver = state.receiver
+        self._refusals = state.refusals
         self._authenticator = authenticator
-        self._receiver = receiver or RequestReceiver(Config())
-        self._refusals = refusals or RefusalLog()
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -79,7 +71,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             try:
                 self._authenticator.authenticate(method, handler_call_details.invocation_metadata)
             except QuireError as error:
-                return _refusing_handler(method, error, self._refusals)
+                return self._refusing_handler(method, error)
         wrapped = self._wrapped.get(method)
         if wrapped is not None:
             return wrapped
@@ -100,13 +92,71 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if method.startswith(_PREFIX):
             if self._authenticator is not None:
                 receive = _receive_authenticated(method, receive, self._authenticator)
-            behaviour = _own_behaviour(method, behaviour, receive, self._refusals)
-            deserializer = deferring_deserializer(deserializer, self._limits)
+            behaviour = self._own_behaviour(method, behaviour, receive)
+            deserializer = deferring_deserializer(deserializer, self._state)
         else:
-            behaviour = _foreign_behaviour(method, behaviour, receive, self._refusals)
+            behaviour = self._foreign_behaviour(method, behaviour, receive)
         if not handler.response_streaming:
             behaviour = _AwaitableFunction(behaviour)
         return make(behaviour, deserializer, handler.response_serializer)
+
+    def _refusing_handler(self, method: str, error: QuireError) -> Handler:
+        """A handler that ends a call of any shape without reading its request."""
+
+        async def refuse(_messages: Any, _context: Context) -> QuireError:
+            return error
+
+        return grpc.stream_stream_rpc_method_handler(self._own_behaviour(method, _unreachable, refuse))
+
+    def _foreign_behaviour(self, method: str, behaviour: Behaviour, receive: Receive) -> Behaviour:
+        """A behaviour of another library's service, which handles its own errors."""
+        rpc = _name(method)
+
+        async def handle(messages: Any, context: Context) -> Any:
+            request = await receive(messages, context)
+            if isinstance(request, QuireError):
+                self._refusals.refused(rpc, request, 0.0)
+                await context.abort(*_abort_arguments(request))
+            return await behaviour(request, context)
+
+        return handle
+
+    def _own_behaviour(self, method: str, behaviour: Behaviour, receive: Receive) -> Behaviour:
+        rpc, refusals = _name(method), self._refusals
+
+        async def handle(messages: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
+            request = await receive(messages, context)
+            if isinstance(request, LargeRequest):
+                request = await request.parse()
+            request_id = _request_id(getattr(request, "request_id", ""), context)
+            bind_request_id(request_id)
+            started_s = time.monotonic()
+            try:
+                if isinstance(request, QuireError):
+                    raise request
+                response = await behaviour(request, context)
+            except QuireError as error:
+                failure = error.without_traceback()
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    refusals.cancelled(rpc, _elapsed_ms(started_s))
+                    raise
+                # Another task's cancellation was raised here. Without an answer the caller would hang.
+                failure = NoWorker()
+            except BaseException as error:
+                failure = _unexpected(error, rpc)
+            else:
+                if logs_debug():
+                    _log.debug("call done", rpc=rpc, duration_ms=_elapsed_ms(started_s))
+                return response
+            refusals.refused(rpc, failure, _elapsed_ms(started_s))
+            end = _abort_arguments(failure, request_id)
+            # grpc keeps the exception of an abort, and so this frame, in a cycle until the next collection.
+            del messages, request, failure
+            await context.abort(*end)
+
+        return handle
 
 
 class _AwaitableFunction(functools.partial[Any]):
@@ -120,33 +170,8 @@ class _AwaitableFunction(functools.partial[Any]):
         raise AssertionError("grpc calls the handler, it does not await it")
 
 
-def _refusing_handler(method: str, error: QuireError, refusals: RefusalLog) -> Handler:
-    """A handler that ends a call of any shape without reading its request."""
-
-    async def refuse(_messages: Any, _context: Context) -> RejectedRequest:
-        return RejectedRequest(error)
-
-    return grpc.stream_stream_rpc_method_handler(_own_behaviour(method, _unreachable, refuse, refusals))
-
-
 async def _unreachable(_request: Any, _context: Context) -> None:
     raise AssertionError("a refused call reached its handler")
-
-
-def _foreign_behaviour(
-    method: str, behaviour: Behaviour, receive: Receive, refusals: RefusalLog
-) -> Behaviour:
-    """A behaviour of another library's service, which handles its own errors."""
-    rpc = _name(method)
-
-    async def handle(messages: Any, context: Context) -> Any:
-        request = await receive(messages, context)
-        if isinstance(request, RejectedRequest):
-            refusals.refused(rpc, request.error, 0.0)
-            await context.abort(*_abort_arguments(request.error))
-        return await behaviour(request, context)
-
-    return handle
 
 
 def _receive_authenticated(method: str, receive: Receive, authenticator: Authenticator) -> Receive:
@@ -157,7 +182,7 @@ def _receive_authenticated(method: str, receive: Receive, authenticator: Authent
             try:
                 authenticator.authenticate_by_certificate(method, context.auth_context())
             except QuireError as error:
-                return RejectedRequest(error)
+                return error
         return await receive(messages, context)
 
     return authenticate_and_receive
@@ -165,44 +190,6 @@ def _receive_authenticated(method: str, receive: Receive, authenticator: Authent
 
 def _name(method: str) -> str:
     return escaped(method.rpartition("/")[2][:_MAX_LOGGED_CHARS])
-
-
-def _own_behaviour(method: str, behaviour: Behaviour, receive: Receive, refusals: RefusalLog) -> Behaviour:
-    rpc = _name(method)
-
-    async def handle(messages: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
-        request = await receive(messages, context)
-        if isinstance(request, LargeRequest):
-            request = await request.parse()
-        request_id = _request_id(request, context)
-        bind_request_id(request_id)
-        started_s = time.monotonic()
-        try:
-            if isinstance(request, RejectedRequest):
-                raise request.error
-            response = await behaviour(request, context)
-        except QuireError as error:
-            failure = error.without_traceback()
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                refusals.cancelled(rpc, _elapsed_ms(started_s))
-                raise
-            # Another task's cancellation was raised here. Without an answer the caller would hang.
-            failure = NoWorker()
-        except BaseException as error:
-            failure = _unexpected(error, rpc)
-        else:
-            if logs_debug():
-                _log.debug("call done", rpc=rpc, duration_ms=_elapsed_ms(started_s))
-            return response
-        refusals.refused(rpc, failure, _elapsed_ms(started_s))
-        end = _abort_arguments(failure, request_id)
-        # grpc keeps the exception of an abort, and so this frame, in a cycle until the next collection.
-        del messages, request, failure
-        await context.abort(*end)
-
-    return handle
 
 
 def _unexpected(error: BaseException, rpc: str) -> QuireError:
@@ -218,15 +205,12 @@ def _abort_arguments(
 ) -> tuple[grpc.StatusCode, str, tuple[Any, ...]]:
     """The arguments of `context.abort`."""
     status = rpc_status.to_status(to_status(failure, request_id))
-    return status.code, status.details, (*status.trailing_metadata, *_retry_pushback(failure))
-
-
-def _retry_pushback(failure: QuireError) -> tuple[tuple[str, str], ...]:
-    """Metadata for gRPC's own retries: after which delay to retry, or not to retry (-1)."""
-    if failure.code != "UNAVAILABLE":
-        return ()
-    wait_ms = -1 if failure.retry_after_s is None else int(failure.retry_after_s * 1000)
-    return (("grpc-retry-pushback-ms", str(wait_ms)),)
+    metadata = [*status.trailing_metadata]
+    if failure.code == "UNAVAILABLE":
+        # For gRPC's own retries: after which delay to retry, or not to retry (-1).
+        wait_ms = -1 if failure.retry_after_s is None else int(failure.retry_after_s * 1000)
+        metadata.append(("grpc-retry-pushback-ms", str(wait_ms)))
+    return status.code, status.details, tuple(metadata)
 
 
 def _writing_stream(
@@ -246,9 +230,8 @@ def _writing_stream(
     return handle
 
 
-def _request_id(request: Any, context: Context) -> str:
-    """The caller's id from the request or the metadata, or a new one if that is missing or not printable."""
-    own = getattr(request, "request_id", "")
+def _request_id(own: str, context: Context) -> str:
+    """The caller's id: `own` of the request, or of the metadata. A new one if that is not printable."""
     if not own:
         for key, value in context.invocation_metadata() or ():
             if key == REQUEST_ID_METADATA and isinstance(value, str):

@@ -98,11 +98,14 @@ def _inflated(deflated: bytes, limits: RequestLimits) -> bytes:
 
 
 def _check_ids(ids: Sequence[int], kind: str, limits: RequestLimits) -> None:
-    """A list of ids is not longer than the vocabulary, and all of its ids are tokens."""
-    if len(ids) > limits.vocab_size:
-        text = f"has {len(ids)} ids, but the vocabulary has {limits.vocab_size} tokens"
-        raise _bad(text, f"output.mask.{kind}")
+    check_num_ids(len(ids), kind, limits.vocab_size)
     check_vocabulary(ids, limits, f"output.mask.{kind}.ids")
+
+
+def check_num_ids(count: int, kind: str, vocab_size: int) -> None:
+    """A mask's list of ids is not longer than the vocabulary."""
+    if count > vocab_size:
+        raise _bad(f"has {count} ids, but the vocabulary has {vocab_size} tokens", f"output.mask.{kind}")
 
 
 def _choices_in_bits(packed: bytes, forbidden: set[int], limits: RequestLimits) -> bool:
@@ -119,8 +122,10 @@ def check_vocabulary(token_ids: Sequence[int], limits: RequestLimits, field: str
     """All tokens are in the vocabulary. `token_ids` must not be empty."""
     if max(token_ids) >= limits.vocab_size:
         index = next(i for i, token in enumerate(token_ids) if token >= limits.vocab_size)
-        raise InvalidArgument(
-            "TOKEN_OUT_OF_VOCAB",
-            f"{field}[{index}]",
-            f"token {token_ids[index]} is not below the vocabulary size {limits.vocab_size}",
-        )
+        raise out_of_vocab(token_ids[index], limits, f"{field}[{index}]")
+
+
+def out_of_vocab(token_id: int, limits: RequestLimits, field: str) -> InvalidArgument:
+    """The token does not exist."""
+    text = f"token {token_id} is not below the vocabulary size {limits.vocab_size}"
+    return InvalidArgument("TOKEN_OUT_OF_VOCAB", field, text)

@@ -10,18 +10,21 @@ This module uses the wire format and the names of the limited fields: calls, ite
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from quire.v1 import types_pb2
 
+from service.api.masks import check_num_ids
 from service.api.time_slice import TimeSlice
 from service.api.validation import check_sample_seeds
-from service.errors import InvalidArgument, QuireError, SequenceTooLong, too_many, too_many_forks
+from service.errors import QuireError, SequenceTooLong, malformed_request, too_many
+
+if TYPE_CHECKING:
+    from service.api.server_state import ServerState
 
 # A message of at most this size is parsed in one call: 6 ms at worst, for a message of empty items.
 _SMALL_BYTES = 1 << 16
@@ -31,75 +34,54 @@ _PIECE_BYTES = 1 << 14
 _MAX_FIELDS = 1 << 16
 # How many large messages are parsed concurrently. More would not be faster, and a message that is refused in
 # the end may take hundreds of megabytes until then: a number of one byte takes eight bytes when parsed.
-_MAX_CONCURRENT = 2
+MAX_CONCURRENT = 2
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _COUNTED_BYTES = 1 << 19
 # All bytes of a varint but its last.
 _CONTINUED = bytes(range(0x80, 0x100))
 
 
-@dataclass(frozen=True, slots=True)
-class MessageLimits:
-    """Limits of large messages, checked during parsing. Small messages are checked after parsing."""
-
-    max_calls: int = 4096
-    max_items: int = 1024
-    # The most tokens of a sequence. None: not known yet.
-    max_seq_tokens: Callable[[], int | None] = lambda: None
-    # The most ids of a mask. None: not known yet.
-    vocab_size: Callable[[], int | None] = lambda: None
-    # One for the server, held while a large message is parsed.
-    turns: asyncio.Semaphore = field(
-        default_factory=lambda: asyncio.Semaphore(_MAX_CONCURRENT), compare=False
-    )
-
-
-class RejectedRequest:
-    """Takes the place of a request that is refused. If a deserializer raised, grpc would answer INTERNAL."""
-
-    def __init__(self, error: QuireError | None = None) -> None:
-        self.error = error or InvalidArgument("MALFORMED_REQUEST", "", "the request is not a valid message")
-
-
 class LargeRequest:
     """A large message that is not parsed yet."""
 
-    def __init__(self, message: Message, data: bytes, limits: MessageLimits) -> None:
+    def __init__(self, message: Message, data: bytes, state: ServerState) -> None:
         self._message = message
         self._data = data
-        self._limits = limits
+        self._state = state
 
-    async def parse(self) -> Message | RejectedRequest:
-        """Parses the message, after others if too many are being parsed. Call it once: it drops the bytes."""
-        async with self._limits.turns:
-            return await self._parse_in_slices()
+    async def parse(self) -> Message | QuireError:
+        """Parses the message, after others if too many are being parsed. Call it once: it drops the bytes.
 
-    async def _parse_in_slices(self) -> Message | RejectedRequest:
-        time_slice = TimeSlice()
-        data, self._data = self._data, b""
-        parser = _Parser(self._limits)
-        try:
-            for _ in parser.merge(self._message, data, is_whole=True):
-                if time_slice.due:
-                    await time_slice.yield_to_others()
-        except DecodeError:
-            return RejectedRequest()
-        except QuireError as error:
-            return RejectedRequest(error.without_traceback())
-        return self._message
+        Returns an error and does not raise it: the caller first takes the request id for its log line.
+        """
+        async with self._state.parsing:
+            time_slice = TimeSlice()
+            data, self._data = self._data, b""
+            try:
+                for _ in _Parser(self._state).merge(self._message, data, is_whole=True):
+                    if time_slice.due:
+                        await time_slice.yield_to_others()
+            except DecodeError:
+                return malformed_request()
+            except QuireError as error:
+                return error.without_traceback()
+            return self._message
 
 
-def deferring_deserializer(parse: Callable[[bytes], Any], limits: MessageLimits) -> Callable[[bytes], Any]:
-    """A deserializer that returns a message, a LargeRequest or a RejectedRequest. `parse`: a FromString."""
+def deferring_deserializer(parse: Callable[[bytes], Any], state: ServerState) -> Callable[[bytes], Any]:
+    """A deserializer that returns a message, a LargeRequest, or an error. `parse`: a FromString.
+
+    If it raised, grpc would answer INTERNAL.
+    """
     message_type = parse.__self__  # type: ignore[attr-defined]
 
     def deserialize(data: bytes) -> Any:
         if len(data) > _SMALL_BYTES:
-            return LargeRequest(message_type(), data, limits)
+            return LargeRequest(message_type(), data, state)
         try:
             return parse(data)
         except DecodeError:
-            return RejectedRequest()
+            return malformed_request()
 
     return deserialize
 
@@ -116,10 +98,15 @@ class _Field:
 
 
 class _Parser:
-    """Parses one message."""
+    """Parses one message. Small messages are checked against the same limits after parsing."""
 
-    def __init__(self, limits: MessageLimits) -> None:
-        self._limits = limits
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._most_parts = {
+            "calls": state.config.max_calls_per_message,
+            "items": state.config.max_items_per_call,
+            "forks": state.config.max_items_per_call,
+        }
         self._fields = 0
         # The list of a mask that is being parsed.
         self._mask_kind = ""
@@ -173,13 +160,9 @@ class _Parser:
 
     def _check(self, field: FieldDescriptor, parts: int, data: bytes, place: _Field) -> Iterator[None]:
         """Refuses a request whose fields are over a limit, without parsing them."""
-        if field.name == "calls" and parts > self._limits.max_calls:
-            raise too_many("calls", self._limits.max_calls)
-        if field.name == "items" and parts > self._limits.max_items:
-            raise too_many("items", self._limits.max_items)
-        if field.name == "forks" and parts > self._limits.max_items:
-            raise too_many_forks(self._limits.max_items)
-        limit = self._limits.max_seq_tokens()
+        if parts > self._most_parts.get(field.name, parts):
+            raise too_many(field.name, self._most_parts[field.name])
+        limit = self._state.max_seq_tokens
         if field.name == "token_ids" and limit is not None and place.end - place.body > limit:
             tokens = yield from _count(data, place)
             if tokens > limit:
@@ -187,13 +170,9 @@ class _Parser:
 
     def _check_mask(self, data: bytes, place: _Field) -> Iterator[None]:
         """Refuses a mask with more ids than the vocabulary: parsed, it would be many times as large."""
-        limit = self._limits.vocab_size()
-        if limit is None or place.end - place.body <= limit:
-            return
-        ids = yield from _count(data, place)
-        if ids > limit:
-            text = f"has {ids} ids, but the vocabulary has {limit} tokens"
-            raise InvalidArgument("BAD_MASK", f"output.mask.{self._mask_kind}", text)
+        limit = self._state.vocab_size
+        if limit is not None and place.end - place.body > limit:
+            check_num_ids((yield from _count(data, place)), self._mask_kind, limit)
 
     def _merge_large(
         self, message: Message, field: FieldDescriptor | None, data: bytes, place: _Field

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Hashable
 from itertools import takewhile
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from service.api.parsing import RejectedRequest
 from service.config import Config
-from service.errors import ArrivingFull, InvalidArgument, MessageTimeout, QuireError, SessionLimit
+from service.errors import ArrivingFull, MessageTimeout, QuireError, SessionLimit, malformed_request
 from service.logging import get_logger
 from service.running_clock import RunningClock
 
@@ -32,11 +30,12 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 TICK_S = 0.25
 # Requests that arrive sooner are not counted: any number of callers may start at the same moment.
 _SLOW_S = 1.0
-_Call = TypeVar("_Call", bound=Hashable)
 
 
-class SlowRequests(Generic[_Call]):
-    """Owner of the calls whose request has not arrived completely. Pure: the caller passes the time.
+class SlowRequests:
+    """Owner of the calls, given by their tasks, whose request has not arrived completely.
+
+    Pure: the caller passes the time.
 
     gRPC does not say how much of a message has arrived. So a request that is still arriving after a second
     counts as the largest allowed one, and the memory limit gives the number of slow requests. The newest are
@@ -50,32 +49,32 @@ class SlowRequests(Generic[_Call]):
         self._timeout_s = timeout_s
         self._clock = RunningClock(TICK_S)
         # The start time of each, the oldest first.
-        self._started_s: dict[_Call, float] = {}
+        self._started_s: dict[Any, float] = {}
 
     def __len__(self) -> int:
         return len(self._started_s)
 
-    def begin(self, call: _Call) -> None:
+    def begin(self, call: object) -> None:
         """The call waits for its request."""
         # The current tick is not charged: it may be almost over.
         self._started_s[call] = self._clock.now_s + TICK_S
 
-    def end(self, call: _Call) -> None:
+    def end(self, call: object) -> None:
         """The request has arrived, or the call has ended."""
         self._started_s.pop(call, None)
 
-    def tick(self, elapsed_s: float) -> list[tuple[_Call, QuireError]]:
+    def tick(self, elapsed_s: float) -> list[tuple[Any, QuireError]]:
         """Advances the time. Removes and returns the calls to end now, with their errors."""
         self._clock.tick(elapsed_s)
         late = self._older_than(self._timeout_s)
         slow = self._older_than(_SLOW_S - TICK_S)[len(late) :]
-        expired: list[tuple[_Call, QuireError]] = [(call, MessageTimeout(self._timeout_s)) for call in late]
+        expired: list[tuple[Any, QuireError]] = [(call, MessageTimeout(self._timeout_s)) for call in late]
         expired += [(call, ArrivingFull(self._max_bytes)) for call in slow[self._max_slow :]]
         for call, _ in expired:
             del self._started_s[call]
         return expired
 
-    def _older_than(self, age_s: float) -> list[_Call]:
+    def _older_than(self, age_s: float) -> list[Any]:
         limit_s = self._clock.now_s - age_s
         return [call for call, _ in takewhile(lambda item: item[1] < limit_s, self._started_s.items())]
 
@@ -84,7 +83,7 @@ class RequestReceiver:
     """Owner of the calls whose requests are being read."""
 
     def __init__(self, config: Config) -> None:
-        self._slow_requests: SlowRequests[asyncio.Task[Any]] = SlowRequests(
+        self._slow_requests = SlowRequests(
             config.max_arriving_bytes, config.max_request_bytes, config.message_timeout_s
         )
         # For `asyncio.current_task`: looking up the running loop would cost 0.2 us per call.
@@ -100,33 +99,33 @@ class RequestReceiver:
         return len(self._slow_requests)
 
     async def request(self, _messages: object, context: _Context) -> Any:
-        """The message of a call, or a RejectedRequest."""
+        """The message of a call, or the error that it is refused with."""
         task: Any = asyncio.current_task(self._loop)
         self._slow_requests.begin(task)
         try:
             message = await context.read()
         except DecodeError:
             # Of health and reflection. The deserializers of our own calls do not raise.
-            return RejectedRequest()
+            return malformed_request()
         except asyncio.CancelledError:
             error = self._cancelled.pop(task, None)
             if error is None:
                 raise
             task.uncancel()
-            return RejectedRequest(error)
+            return error
         finally:
             self._slow_requests.end(task)
         if message is _END:
             if context.cancelled():
                 # The client has disconnected, or the message was too large for gRPC.
                 raise asyncio.CancelledError
-            return RejectedRequest(InvalidArgument("MALFORMED_REQUEST", "", "the call has no message"))
+            return malformed_request("the call has no message")
         return message
 
     async def stream(self, messages: Any, context: _Context) -> Any:
-        """The stream of messages of a call, or a RejectedRequest."""
+        """The stream of messages of a call, or the error that it is refused with."""
         if self.streams >= self._max_streams:
-            return RejectedRequest(SessionLimit(self._max_streams))
+            return SessionLimit(self._max_streams)
         self.streams += 1
         context.add_done_callback(self._on_done)  # type: ignore[arg-type]
         return messages

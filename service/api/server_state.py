@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from quire.v1 import executor_pb2, worker_pb2
 
 from service.api.budget import AnswerBudget
+from service.api.parsing import MAX_CONCURRENT
 from service.api.refusal_log import RefusalLog
 from service.api.request_receiver import RequestReceiver
 from service.api.time_slice import LoopWatch
-from service.api.validation import HiddenLimits, RequestLimits
+from service.api.validation import RequestLimits
 from service.auth.connections import ConnectionCount
 from service.config import Config
 from service.errors import NoWorker, QueueFull, WeightsChanged
@@ -47,6 +48,8 @@ class ServerState:
         self._started_s = time.monotonic()
         self.answers = AnswerBudget(config.max_unread_bytes)
         self.receiver = RequestReceiver(config)
+        # Held while a large message is parsed.
+        self.parsing = asyncio.Semaphore(MAX_CONCURRENT)
         self.connections = ConnectionCount(config)
         self.memory = ProcessMemory()
         self.refusals = RefusalLog()
@@ -72,7 +75,8 @@ class ServerState:
             self.config.max_response_bytes,
             max_seq_tokens=version.max_seq_tokens,
             max_items=self.config.max_items_per_call,
-            hidden=_hidden_limits(ready),
+            hidden_size=ready.model.hidden_size if ready.executor.supports_hidden_states else 0,
+            num_layers=ready.model.num_layers,
             weights=version.number,
             # With the first version there are no caches of other versions.
             limits_of_cache=self._limits_of_cache if version.number else None,
@@ -158,9 +162,3 @@ class ServerState:
     def has_ready_worker(self) -> bool:
         """Whether a worker is ready to compute."""
         return any(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots)
-
-
-def _hidden_limits(ready: worker_pb2.WorkerReady) -> HiddenLimits | None:
-    if not ready.executor.supports_hidden_states:
-        return None
-    return HiddenLimits(ready.model.num_layers, ready.model.hidden_size)

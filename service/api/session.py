@@ -14,15 +14,15 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias
 
 import grpc
-from google.protobuf.message import Message
 from quire.v1 import executor_pb2
 
 from service.api import validation
-from service.api.calls import CALLS, Call, Outcome, held_bytes, start_weight
-from service.api.parsing import LargeRequest, RejectedRequest
+from service.api.append_codec import held_bytes
+from service.api.calls import CALLS, Call, Outcome, start_weight
+from service.api.parsing import LargeRequest
 from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.api.time_slice import TimeSlice
@@ -30,15 +30,7 @@ from service.auth.authenticator import current_tenant
 from service.caches.requests import Request
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.errors import (
-    AnswersFull,
-    Draining,
-    InternalError,
-    InvalidArgument,
-    QuireError,
-    SlowConsumer,
-    too_many,
-)
+from service.errors import Draining, InternalError, InvalidArgument, QuireError, SlowConsumer, too_many
 from service.logging import current_request_id, get_logger
 
 SessionContext: TypeAlias = (
@@ -55,17 +47,12 @@ _SLICE_WEIGHT = 256
 # The weight of a refused call: its error with details costs as much as starting several calls.
 _REFUSAL_WEIGHT = 8
 
-# The field of a SessionCall for each request type.
-_FIELDS = {
-    field.message_type.name: field.name
+# By the field of a SessionCall, which has the same name in its result.
+_CALLS = {
+    field.name: CALLS[field.message_type.name.removesuffix("Request")]
     for field in executor_pb2.SessionCall.DESCRIPTOR.oneofs_by_name["call"].fields
     if field.message_type is not None
 }
-_CALLS = {
-    _FIELDS[f"{method}Request"]: call for method, call in CALLS.items() if f"{method}Request" in _FIELDS
-}
-
-
 # The read timeout is measured with this many timers, one after the other (see `write_in_time`).
 _STALL_PARTS = 8
 
@@ -85,8 +72,8 @@ class _OpenCall:
     answer_bytes: int = 0
 
 
-# The tag of a call that is refused, and its error.
-_Refused: TypeAlias = tuple[int, QuireError]
+# The tag of a call, and the call or why it is refused.
+_Checked: TypeAlias = tuple[int, _OpenCall | QuireError]
 
 
 class Session:
@@ -140,8 +127,8 @@ class Session:
     async def _read(self, messages: AsyncIterator[executor_pb2.SessionRequest]) -> None:
         async for received in messages:
             message = await received.parse() if isinstance(received, LargeRequest) else received
-            if isinstance(message, RejectedRequest):
-                raise message.error
+            if isinstance(message, QuireError):
+                raise message
             assert isinstance(message, executor_pb2.SessionRequest)
             await self._start(message.calls)
 
@@ -155,13 +142,10 @@ class Session:
                 await self._time_slice.yield_to_others()
             checked = await self._check_slice(rest)
             done += len(checked)
-            self._run([call for call in checked if self._is_opened(call)])
-            while self._is_full():
+            self._run(self._open_valid(checked))
+            while not self._has_room(0, 0):
                 self._room.clear()
                 await self._room.wait()
-
-    def _is_full(self) -> bool:
-        return not self._has_room(0, 0)
 
     def _has_room(self, calls: int, size_bytes: int) -> bool:
         """Whether the session stays below its limits with these calls and bytes added."""
@@ -170,10 +154,10 @@ class Session:
             and self._held_bytes + size_bytes < self._config.max_response_bytes
         )
 
-    async def _check_slice(self, calls: Iterator[executor_pb2.SessionCall]) -> list[_OpenCall | _Refused]:
+    async def _check_slice(self, calls: Iterator[executor_pb2.SessionCall]) -> list[_Checked]:
         """Checks the calls to start next. It starts none of them, so it can be cancelled."""
         self._time_slice.begin()
-        checked: list[_OpenCall | _Refused] = []
+        checked: list[_Checked] = []
         weight = size_bytes = 0
         for message in calls:
             try:
@@ -182,7 +166,7 @@ class Session:
                 checked.append((message.tag, error.without_traceback()))
                 weight += _REFUSAL_WEIGHT
             else:
-                checked.append(call)
+                checked.append((message.tag, call))
                 weight += start_weight(call.requests)
                 size_bytes += call.answer_bytes
             if (
@@ -209,22 +193,23 @@ class Session:
         answer_bytes = max(held_bytes(requests), _LEAST_CALL_BYTES)
         return _OpenCall(message.tag, kind, call, requests, answer_bytes=answer_bytes)
 
-    def _is_opened(self, checked: _OpenCall | _Refused) -> TypeGuard[_OpenCall]:
-        """Opens a valid call, or answers a refused one with its error. Returns whether it was opened."""
-        tag = checked.tag if isinstance(checked, _OpenCall) else checked[0]
-        if tag in self._open:
-            raise InvalidArgument("DUPLICATE_TAG", "calls.tag", f"tag {tag} is not answered yet")
-        if not isinstance(checked, _OpenCall):
-            self._deliver_error(*checked)
-            return False
-        try:
-            self._state.answers.take(checked.answer_bytes)
-        except AnswersFull as error:
-            self._deliver_error(tag, error)
-            return False
-        self._held_bytes += checked.answer_bytes
-        self._open[tag] = checked
-        return True
+    def _open_valid(self, checked: Sequence[_Checked]) -> list[_OpenCall]:
+        """Opens and returns the valid calls. Answers the others with their errors."""
+        opened = []
+        for tag, call in checked:
+            if tag in self._open:
+                raise InvalidArgument("DUPLICATE_TAG", "calls.tag", f"tag {tag} is not answered yet")
+            try:
+                if isinstance(call, QuireError):
+                    raise call
+                self._state.answers.take(call.answer_bytes)
+            except QuireError as error:
+                self._deliver_error(tag, error)
+                continue
+            self._held_bytes += call.answer_bytes
+            self._open[tag] = call
+            opened.append(call)
+        return opened
 
     def _adjust_held_bytes(self, size_bytes: int) -> None:
         """Counts more bytes of this session's answers, or fewer if negative."""
@@ -263,12 +248,18 @@ class Session:
     def _complete(self, call: _OpenCall) -> None:
         del self._open[call.tag]
         self._adjust_held_bytes(-call.answer_bytes)
+        result = executor_pb2.SessionResult(tag=call.tag)
+        answer = getattr(result, call.kind)
+        # Also an answer whose fields all have their defaults is one.
+        answer.SetInParent()
         try:
             outcomes = [outcome for outcome in call.outcomes if outcome is not None]
             if call.call.is_batch:
-                answer = call.call.answer_items(call.requests, outcomes, self._request_id)
+                call.call.write_items(call.requests, outcomes, self._request_id, answer)
+            elif isinstance(outcomes[0], QuireError):
+                raise outcomes[0]
             else:
-                answer = call.call.answer(call.requests[0], outcomes[0])
+                call.call.write(call.requests[0], outcomes[0], answer)
         except QuireError as error:
             self._deliver_error(call.tag, error)
         except Exception:
@@ -276,14 +267,14 @@ class Session:
             _log.exception("an answer could not be made", call=call.kind)
             self._deliver_error(call.tag, InternalError())
         else:
-            self._deliver(call.tag, call.kind, answer)
+            self._deliver(result)
 
     def _deliver_error(self, tag: int, error: QuireError) -> None:
         self._state.refusals.count(error)
-        self._deliver(tag, "error", to_status(error.without_traceback(), self._request_id))
+        status = to_status(error.without_traceback(), self._request_id)
+        self._deliver(executor_pb2.SessionResult(tag=tag, error=status))
 
-    def _deliver(self, tag: int, kind: str, answer: Message) -> None:
-        result = executor_pb2.SessionResult(**{"tag": tag, kind: answer})  # type: ignore[arg-type]
+    def _deliver(self, result: executor_pb2.SessionResult) -> None:
         self._results.append(result)
         self._adjust_held_bytes(result.ByteSize())
         self._something_to_write.set()
@@ -300,7 +291,8 @@ class Session:
                 await self._write_message(message, size_bytes)
                 self._adjust_held_bytes(-size_bytes)
                 self._room.set()
-            if reader.done() and (self._failed(reader) or not self._open):
+            failed = reader.done() and not reader.cancelled() and reader.exception() is not None
+            if failed or (reader.done() and not self._open):
                 return
 
     async def _write_message(self, message: executor_pb2.SessionResponse, size_bytes: int) -> None:
@@ -321,10 +313,6 @@ class Session:
         self._undo_open_calls()
         self._results.clear()
         _log.info("a session's client does not read its answers", stall_s=self._config.session_stall_s)
-
-    @staticmethod
-    def _failed(reader: asyncio.Task[None]) -> bool:
-        return not reader.cancelled() and reader.exception() is not None
 
     def _next_message(self) -> tuple[executor_pb2.SessionResponse, int]:
         message = executor_pb2.SessionResponse()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from google.protobuf import duration_pb2
 from quire.v1 import executor_pb2, types_pb2
 
-from service.api.masks import check_choice, check_vocabulary
-from service.errors import InvalidArgument, SequenceTooLong, Unsupported, too_many, too_many_forks
+from service.api.masks import check_choice, check_vocabulary, out_of_vocab
+from service.errors import InvalidArgument, SequenceTooLong, Unsupported, too_many
 
 MAX_TOP_LOGPROBS = 1024
 MAX_LOGPROB_TOKEN_IDS = 4096
@@ -59,14 +59,6 @@ _LONGEST_TIMEOUT_S = 365 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenLimits:
-    """The sizes of a model that can return hidden states."""
-
-    num_layers: int
-    hidden_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class RequestLimits:
     """The limits that requests are checked against."""
 
@@ -75,8 +67,9 @@ class RequestLimits:
     # The most tokens that a sequence can have in any worker.
     max_seq_tokens: int = 1 << 32
     max_items: int = 1024
-    # None: the executor does not return hidden states.
-    hidden: HiddenLimits | None = None
+    # Of hidden states. 0: the executor does not return any.
+    hidden_size: int = 0
+    num_layers: int = 0
     # The model version of these limits. If caches of other versions exist: the limits for a known cache.
     weights: int = 0
     limits_of_cache: Callable[[str], RequestLimits | None] | None = None
@@ -113,8 +106,12 @@ def check_scored(score_from: int, tokens: int) -> int:
 
 def check_sample_seeds(count: int) -> None:
     """There are not too many sample seeds."""
-    if count > MAX_SAMPLE_SEEDS:
-        raise InvalidArgument("BAD_COUNT", "sample_seeds", f"at most {MAX_SAMPLE_SEEDS} are allowed")
+    _check_at_most(MAX_SAMPLE_SEEDS, count, "BAD_COUNT", "sample_seeds")
+
+
+def _check_at_most(limit: int, count: int, reason: str, field: str) -> None:
+    if count > limit:
+        raise InvalidArgument(reason, field, f"at most {limit} are allowed")
 
 
 def check_output(
@@ -130,8 +127,9 @@ def check_output(
     """
     row_bytes = _ROW_BYTES if output is None else _check_options(output, limits)
     size_bytes = ANSWER_BYTES + rows * row_bytes + scored * _SCORE_BYTES + samples * _SAMPLE_BYTES
+    # This runs for each token, so a size that is allowed causes no function call.
     if size_bytes > limits.max_response_bytes:
-        raise _too_large(size_bytes, limits, "output")
+        check_response_size(size_bytes, limits, "output")
     return size_bytes
 
 
@@ -139,32 +137,27 @@ def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits) -> in
     """The options are valid. Returns the bytes of the answer for one position."""
     if output.logits not in _ELEMENT_BYTES:
         raise InvalidArgument("BAD_OUTPUT", "output.logits", "the format is not defined")
-    if output.top_logprobs > min(MAX_TOP_LOGPROBS, limits.vocab_size):
-        allowed = min(MAX_TOP_LOGPROBS, limits.vocab_size)
-        raise InvalidArgument("BAD_OUTPUT", "output.top_logprobs", f"at most {allowed} are allowed")
-    if len(output.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
-        raise InvalidArgument(
-            "BAD_OUTPUT", "output.logprob_token_ids", f"at most {MAX_LOGPROB_TOKEN_IDS} are allowed"
-        )
-    if output.logprob_token_ids:
+    most_top = min(MAX_TOP_LOGPROBS, limits.vocab_size)
+    _check_at_most(most_top, output.top_logprobs, "BAD_OUTPUT", "output.top_logprobs")
+    num_ids = len(output.logprob_token_ids)
+    _check_at_most(MAX_LOGPROB_TOKEN_IDS, num_ids, "BAD_OUTPUT", "output.logprob_token_ids")
+    if num_ids:
         check_vocabulary(output.logprob_token_ids, limits, "output.logprob_token_ids")
     if output.HasField("sampling"):
         _check_sampling(output.sampling, limits)
     check_choice(output.mask if output.HasField("mask") else None, output.sampling, limits)
     row_bytes = limits.vocab_size * _ELEMENT_BYTES[output.logits]
     if output.HasField("hidden"):
-        row_bytes += _check_hidden(output.hidden, limits.hidden)
-    return row_bytes + _TOP_ENTRY_BYTES * output.top_logprobs + 4 * len(output.logprob_token_ids) + _ROW_BYTES
+        row_bytes += _check_hidden(output.hidden, limits)
+    return row_bytes + _TOP_ENTRY_BYTES * output.top_logprobs + 4 * num_ids + _ROW_BYTES
 
 
-def _check_hidden(hidden: types_pb2.HiddenStates, limits: HiddenLimits | None) -> int:
+def _check_hidden(hidden: types_pb2.HiddenStates, limits: RequestLimits) -> int:
     """The hidden states are available. Returns their bytes for one position."""
     if hidden.dtype not in _HIDDEN_BYTES:
         raise InvalidArgument("BAD_OUTPUT", "output.hidden.dtype", "the format is not defined")
-    if len(hidden.layers) > MAX_HIDDEN_LAYERS:
-        text = f"at most {MAX_HIDDEN_LAYERS} are allowed"
-        raise InvalidArgument("BAD_OUTPUT", "output.hidden.layers", text)
-    if limits is None:
+    _check_at_most(MAX_HIDDEN_LAYERS, len(hidden.layers), "BAD_OUTPUT", "output.hidden.layers")
+    if not limits.hidden_size:
         raise Unsupported("this executor does not return hidden states", field="output.hidden")
     for index, layer in enumerate(hidden.layers):
         if layer > limits.num_layers:
@@ -177,16 +170,8 @@ def _check_hidden(hidden: types_pb2.HiddenStates, limits: HiddenLimits | None) -
 def check_response_size(size_bytes: int, limits: RequestLimits, field: str) -> None:
     """The answer is not too large."""
     if size_bytes > limits.max_response_bytes:
-        raise _too_large(size_bytes, limits, field)
-
-
-def _too_large(size_bytes: int, limits: RequestLimits, field: str) -> InvalidArgument:
-    text = f"the answer could have {size_bytes} bytes, the limit is {limits.max_response_bytes}"
-    return InvalidArgument("OUTPUT_TOO_LARGE", field, text)
-
-
-def _bad_sampling(name: str, allowed: str) -> InvalidArgument:
-    return InvalidArgument("BAD_SAMPLING", f"output.sampling.{name}", f"{name} must be {allowed}")
+        text = f"the answer could have {size_bytes} bytes, the limit is {limits.max_response_bytes}"
+        raise InvalidArgument("OUTPUT_TOO_LARGE", field, text)
 
 
 # For each setting with a range: its name, the check (written so that NaN fails), and the range in words.
@@ -203,18 +188,15 @@ _SAMPLING_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 def _check_sampling(sampling: types_pb2.SamplingParams, limits: RequestLimits) -> None:
     for name, passes, allowed in _SAMPLING_RULES:
         if sampling.HasField(name) and not passes(getattr(sampling, name)):
-            raise _bad_sampling(name, allowed)
-    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
-        raise _bad_sampling("logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
+            raise InvalidArgument("BAD_SAMPLING", f"output.sampling.{name}", f"{name} must be {allowed}")
+    num_biases = len(sampling.logit_bias)
+    _check_at_most(MAX_LOGIT_BIAS, num_biases, "BAD_SAMPLING", "output.sampling.logit_bias")
     for token_id, bias in sampling.logit_bias.items():
         if token_id >= limits.vocab_size:
-            raise InvalidArgument(
-                "TOKEN_OUT_OF_VOCAB",
-                f"output.sampling.logit_bias[{token_id}]",
-                f"token {token_id} is not below the vocabulary size {limits.vocab_size}",
-            )
+            raise out_of_vocab(token_id, limits, f"output.sampling.logit_bias[{token_id}]")
         if math.isnan(bias) or bias == math.inf:
-            raise _bad_sampling("logit_bias", "finite, or -infinity")
+            text = "logit_bias must be finite, or -infinity"
+            raise InvalidArgument("BAD_SAMPLING", "output.sampling.logit_bias", text)
 
 
 def check_accept(request: executor_pb2.ForwardVerifyRequest) -> None:
@@ -223,9 +205,8 @@ def check_accept(request: executor_pb2.ForwardVerifyRequest) -> None:
         raise InvalidArgument("BAD_ACCEPT", "accept", "the mode is not defined")
     sampled = request.output.sampling.temperature > 0
     if request.accept == types_pb2.VERIFY_ACCEPT_GREEDY and sampled:
-        raise InvalidArgument(
-            "BAD_SAMPLING", "output.sampling.temperature", "must be 0 with VERIFY_ACCEPT_GREEDY"
-        )
+        text = "must be 0 with VERIFY_ACCEPT_GREEDY"
+        raise InvalidArgument("BAD_SAMPLING", "output.sampling.temperature", text)
 
 
 def check_creation(request: executor_pb2.PrefillRequest) -> None:
@@ -240,20 +221,14 @@ def check_creation(request: executor_pb2.PrefillRequest) -> None:
 
 def check_cache_salt(salt: str) -> None:
     """The salt is not too long."""
-    if len(salt) > MAX_CACHE_SALT_CHARS:
-        raise InvalidArgument(
-            "BAD_CACHE_SALT", "cache_salt", f"at most {MAX_CACHE_SALT_CHARS} characters are allowed"
-        )
+    _check_at_most(MAX_CACHE_SALT_CHARS, len(salt), "BAD_CACHE_SALT", "cache_salt")
 
 
 def check_request_id(text: str) -> None:
     """The request id can be stored and logged."""
     if not is_request_id(text):
-        raise InvalidArgument(
-            "BAD_REQUEST_ID",
-            "request_id",
-            f"must have at most {MAX_REQUEST_ID_CHARS} characters of printable ASCII",
-        )
+        allowed = f"must have at most {MAX_REQUEST_ID_CHARS} characters of printable ASCII"
+        raise InvalidArgument("BAD_REQUEST_ID", "request_id", allowed)
 
 
 def is_request_id(text: str) -> bool:
@@ -303,10 +278,7 @@ def check_fork(request: executor_pb2.ForkCacheRequest, limits: RequestLimits) ->
 
 def check_forks(request: executor_pb2.ForkCachesRequest, limits: RequestLimits) -> None:
     """The fields of a ForkCaches."""
-    if not request.forks:
-        raise InvalidArgument("EMPTY_BATCH", "forks", "at least one fork is required")
-    if len(request.forks) > limits.max_items:
-        raise too_many_forks(limits.max_items)
+    check_num_items(request.forks, limits.max_items, "forks")
     seen: set[str] = set()
     for index, fork in enumerate(request.forks):
         field = f"forks[{index}].cache_id"
@@ -324,10 +296,8 @@ def _check_copies(
     field: str,
 ) -> None:
     check_request_id(request.request_id)
-    if count > MAX_FORK_COUNT:
-        raise InvalidArgument("BAD_COUNT", field, f"at most {MAX_FORK_COUNT} copies are allowed")
-    if len(request.release) > MAX_FORK_RELEASE:
-        raise InvalidArgument("BAD_COUNT", "release", f"at most {MAX_FORK_RELEASE} caches are allowed")
+    _check_at_most(MAX_FORK_COUNT, count, "BAD_COUNT", field)
+    _check_at_most(MAX_FORK_RELEASE, len(request.release), "BAD_COUNT", "release")
     check_response_size(forked_bytes(count), limits, field)
 
 
@@ -336,12 +306,12 @@ def forked_bytes(count: int) -> int:
     return ANSWER_BYTES + HANDLE_BYTES * count
 
 
-def check_num_items(items: Sequence[object], max_items: int) -> None:
+def check_num_items(items: Sequence[object], max_items: int, field: str = "items") -> None:
     """A batch has items, and not too many."""
     if not items:
-        raise InvalidArgument("EMPTY_BATCH", "items", "at least one item is required")
+        raise InvalidArgument("EMPTY_BATCH", field, f"{field} must not be empty")
     if len(items) > max_items:
-        raise too_many("items", max_items)
+        raise too_many(field, max_items)
 
 
 def check_batch(items: Sequence[object], limits: RequestLimits) -> None:

@@ -22,8 +22,6 @@ CACHE_BYTES = 664
 class Appends(OperationKind[Append]):
     """Prefills, decodes, verifies and scorings."""
 
-    uses_kv = True
-
     def journal_bytes(self, request: Append, tenant: Tenant) -> int:
         creates = not request.cache_id and not request.is_scoring
         return _TOKEN_BYTES * len(request.token_ids) + CACHE_BYTES * creates
@@ -31,31 +29,33 @@ class Appends(OperationKind[Append]):
     def entries(self, request: Append, tenant: Tenant) -> Sequence[CacheEntry | None]:
         """The cache of the append, or a new one, which is not visible yet."""
         if request.cache_id:
-            return (self._index.find(request.cache_id, tenant),)
-        return (self._index.created_by(request.request_id, tenant) or self._create(request, tenant),)
+            return (self._parts.index.find(request.cache_id, tenant),)
+        return (self._parts.index.created_by(request.request_id, tenant) or self._create(request, tenant),)
 
     def _create(self, append: Append, tenant: Tenant) -> CacheEntry:
         if not append.is_scoring:
-            self._reservations.require_caches(1)
+            self._parts.admission.require_caches(1)
         tenant.require(caches=1, tokens=len(append.token_ids))
-        if not self._workers.were_ready:
+        if not self._parts.workers.were_ready:
             raise NoWorker
-        weights = self._weights.serving if append.weights is None else append.weights
-        if not self._weights.can_use(weights):
+        weights = self._parts.weights.serving if append.weights is None else append.weights
+        if not self._parts.weights.can_use(weights):
             raise WeightsChanged(can_be_repeated=True)
-        lease_s = self._limits.default_lease_s if append.lease_s is None else append.lease_s
-        state = CacheState(
-            number=self._context.number(),
-            cache_id=self._new_cache_id(),
+        lease_s = self._parts.limits.default_lease_s if append.lease_s is None else append.lease_s
+        created = CacheCreated(
+            number=self._parts.context.number(),
+            cache_id=self._parts.new_cache_id(),
             tenant=tenant.name,
             salt=tenant.salt(append.cache_salt),
-            seed=self._new_seed(),
-            lease_s=min(lease_s, self._limits.max_lease_s),
+            seed=self._parts.new_seed(),
+            lease_s=min(lease_s, self._parts.limits.max_lease_s),
             request_id="" if append.is_scoring else append.request_id,
             weights=weights,
         )
-        entry = self._reservations.new_cache(state, tenant, ephemeral=append.is_scoring)
-        self._index.begin(entry)
+        state = CacheState.of(created)
+        entry = self._parts.admission.new_cache(state, tenant, ephemeral=append.is_scoring)
+        entry.creation = created
+        self._parts.index.begin(entry)
         return entry
 
     def begin(self, operation: Operation, request: Append) -> Begun:
@@ -73,10 +73,10 @@ class Appends(OperationKind[Append]):
             if creates_again or position != length:
                 raise PositionMismatch(position, length)
         tokens = len(request.token_ids)
-        self._reservations.reserve(operation, tokens)
+        self._parts.admission.reserve(operation, tokens)
         # After a prefill, all tokens count as prompt.
         prompt_len = length + tokens if request.kind is AppendKind.PREFILL else state.prompt_len
-        self._attempts.begin(operation, length, prompt_len, request)
+        self._parts.attempts.begin(operation, length, prompt_len, request)
         return None
 
     def _begin_repetition(self, operation: Operation, request: Append) -> Begun:
@@ -84,9 +84,9 @@ class Appends(OperationKind[Append]):
         entry, state = operation.entry, operation.entry.state
         if entry.answer is not None and entry.answered == request.options:
             return self._appended(operation, entry.answer, state.last_kept, self._kept_path(entry, request))
-        copy_number = self._context.number()
+        copy_number = self._parts.context.number()
         assert state.last_base is not None
-        self._attempts.begin(operation, state.last_base, state.prompt_len, request, copy_number)
+        self._parts.attempts.begin(operation, state.last_base, state.prompt_len, request, copy_number)
         return None
 
     def computed(
@@ -95,9 +95,9 @@ class Appends(OperationKind[Append]):
         assert done is not None
         entry = operation.entry
         if operation.copy_number is not None:
-            self._kv.touch(entry)
+            entry.touch(self._parts.context.now_s)
             return self._appended(operation, done, entry.state.last_kept, self._kept_path(entry, request))
-        self._rate.completions += 1
+        self._parts.rate.completions += 1
         if entry.ephemeral:
             return Appended("", 0, 0, "", 0.0, done, done.kept, operation.replayed_tokens)
         operation.done = done
@@ -117,23 +117,23 @@ class Appends(OperationKind[Append]):
             request.accept,
             asked,
         )
-        return [appended] if entry.visible else [_created(entry.state), appended]
+        return [appended] if entry.creation is None else [entry.creation, appended]
 
     def applied(self, operation: Operation, request: Append) -> Result:
         entry, done = operation.entry, operation.done
         assert done is not None
         if not entry.visible:
-            state = self._ledger.get(entry.number)
+            state = self._parts.ledger.get(entry.number)
             assert state is not None
-            entry.state = state
-            self._index.add(entry, self._context.number())
+            entry.state, entry.creation = state, None
+            self._parts.index.add(entry, self._parts.context.number())
         # Kept for a repetition. Large answers are computed again instead.
         if not (request.has_logits or request.is_large):
             entry.answer, entry.answered = done, request.options
         else:
             entry.answer = None
         if entry.worker is not None:
-            self._kv.reached(entry, entry.state.tokens.length)
+            entry.has_computed(entry.state.tokens.length)
         path = tuple(done.kept_path) if request.parents else ()
         return self._appended(operation, done, done.kept, path)
 
@@ -141,11 +141,8 @@ class Appends(OperationKind[Append]):
         """The worker has computed tokens that the cache does not have."""
         entry = operation.entry
         if entry.worker is not None and entry.visible:
-            command = TruncateSequence(self._context.number(), entry.number, operation.base)
-            self._context.send(entry.worker, command)
-
-    def undelivered(self, operation: Operation, request: Append) -> Sequence[CacheEntry]:
-        return () if request.cache_id or request.request_id else (operation.entry,)
+            command = TruncateSequence(self._parts.context.number(), entry.number, operation.base)
+            self._parts.context.send(entry.worker, command)
 
     def _appended(self, operation: Operation, done: ForwardDone, kept: int, path: Sequence[int]) -> Appended:
         """The answer to an append."""
@@ -177,19 +174,6 @@ def is_repeated(state: CacheState, append: Append) -> bool:
     if last is None or append.accept != last.accept:
         return False
     return fingerprint(append.token_ids, append.parents) == last.asked
-
-
-def _created(state: CacheState) -> CacheCreated:
-    return CacheCreated(
-        state.number,
-        state.cache_id,
-        state.tenant,
-        state.salt,
-        state.seed,
-        state.lease_s,
-        state.request_id,
-        state.weights,
-    )
 
 
 def path_of(token_ids: Sequence[int], parents: Sequence[int], kept: Sequence[int]) -> list[int]:

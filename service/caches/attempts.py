@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import TypeVar
 
-from service.caches.counts import take_one
 from service.caches.effects import (
     AbortForward,
     Attempt,
@@ -28,12 +28,12 @@ from service.caches.effects import (
     ReleaseSequences,
     TruncateSequence,
 )
-from service.caches.entries import CacheEntry, Need, Operation, Phase
+from service.caches.entries import Need, Operation
 from service.caches.kv_placement import KvPlacement
 from service.caches.quarantine import blame, clear, must_be_alone
 from service.caches.requests import Append, AppendKind, Priority
 from service.caches.segments import Segment
-from service.caches.worker_load import TIME_SHARES, End, WorkerLoad, retry_after_s
+from service.caches.worker_load import TIME_SHARES, End, Work, WorkerLoad, retry_after_s
 from service.caches.workers import Workers, WorkerView
 from service.errors import (
     DeadlinePassed,
@@ -56,6 +56,7 @@ _MOMENT_S = 0.02
 # A parked operation fails this long, or a tenth of its time, before its deadline: so the reason arrives.
 _REFUSE_EARLY_S = 0.1
 
+_Key = TypeVar("_Key")
 # The end of the attempts of an operation: the answer of the worker, or an error. None: only KV was needed.
 AttemptResult = tuple[Operation, ForwardDone | QuireError | None]
 
@@ -68,8 +69,9 @@ class Attempts:
         self._workers = workers
         self._kv = kv
         self._max_wait_s = max_wait_s
-        self._attempts: dict[int, Operation] = {}
-        self._parked: dict[int, Operation] = {}
+        # The operations whose attempt a worker computes, by op id; the parked ones, by ticket.
+        self.running: dict[int, Operation] = {}
+        self.parked: dict[int, Operation] = {}
         # How many attempts replay each first segment, by worker; how many compute a suspect, by worker.
         self._replayed: Counter[tuple[WorkerView, Segment]] = Counter()
         self._suspects: Counter[WorkerView] = Counter()
@@ -79,18 +81,9 @@ class Attempts:
         # Whether parked operations have to be checked.
         self._changed = False
 
-    @property
-    def num_parked(self) -> int:
-        """See `Phase.PARKED`."""
-        return len(self._parked)
-
-    def find(self, op_id: int) -> Operation | None:
-        """The operation of a running attempt."""
-        return self._attempts.get(op_id)
-
     def under_way(self, worker: WorkerView) -> Iterator[Operation]:
         """The operations that a worker computes."""
-        return (o for o in self._attempts.values() if o.entry.worker is worker)
+        return (o for o in self.running.values() if o.entry.worker is worker)
 
     # Begin and stop.
 
@@ -116,18 +109,7 @@ class Attempts:
         entry, base = operation.entry, operation.base
         if entry.quarantined:
             raise SequenceQuarantined
-        need = None
-        if entry.kv_len < base and not self._may_replay():
-            # Before the placement, which is expensive for a long cache.
-            need = Need.REPLAY_RATE
-        elif entry.worker is None or entry.worker.draining:
-            need = self._place(operation)
-        if need is None:
-            _require_capacity(operation)
-        if need is None and entry.crash_score and must_be_alone(entry) and self._has_suspect(entry):
-            need = Need.EXCLUSIVE_WORKER
-        if need is None and entry.kv_len < base and self._is_prefix_replayed(operation):
-            need = Need.SHARED_PREFIX
+        need = self._place(operation)
         if need is not None:
             self._park(operation, need)
         elif entry.kv_len < base:
@@ -143,7 +125,7 @@ class Attempts:
     def stop(self, operation: Operation) -> None:
         """Stops the attempt or the parking of an operation. It gets no result."""
         entry, attempt, worker = operation.entry, operation.attempt, operation.entry.worker
-        self._parked.pop(operation.ticket, None)
+        self.parked.pop(operation.ticket, None)
         operation.need = None
         if attempt is None:
             return
@@ -165,7 +147,7 @@ class Attempts:
 
     def answered(self, op_id: int, answer: ForwardDone | CommandFailed | None) -> AttemptResult | None:
         """A worker answered. Ignored if the attempt is over."""
-        operation = self._attempts.get(op_id)
+        operation = self.running.get(op_id)
         if operation is None or answer is None:
             return None
         attempt, entry = operation.attempt, operation.entry
@@ -175,7 +157,7 @@ class Attempts:
             return self._attempt_failed(operation, attempt, answer)
         self._end_attempt(operation, End.ANSWERED)
         if attempt.replays:
-            self._kv.reached(entry, operation.base)
+            entry.has_computed(operation.base)
             operation.replayed_tokens += len(attempt.append.token_ids)
             return self._go_on(operation)
         if entry.crash_score:
@@ -202,21 +184,21 @@ class Attempts:
 
     def go_on(self) -> Iterator[AttemptResult]:
         """Retries parked operations that may be able to run, the oldest first. Call it after each turn."""
-        if not self._changed or not self._parked:
+        if not self._changed or not self.parked:
             return
         self._changed = False
         full: set[WorkerView] = set()
-        for ticket in sorted(self._parked):
-            operation = self._parked.get(ticket)
+        for ticket in sorted(self.parked):
+            operation = self.parked.get(ticket)
             if operation is not None and self._can_go_on(operation, full):
-                del self._parked[ticket]
+                del self.parked[ticket]
                 result = self._go_on(operation)
                 if result is not None:
                     yield result
 
     def tick(self) -> Iterator[AttemptResult]:
         """Fails parked operations whose time is up. The next `go_on` checks the others."""
-        for operation in [o for o in self._parked.values() if self._context.now_s >= self._park_until_s(o)]:
+        for operation in [o for o in self.parked.values() if self._context.now_s >= self._park_until_s(o)]:
             yield operation, self._parked_too_long(operation)
         self._changed = True
 
@@ -243,25 +225,44 @@ class Attempts:
             # The next operation replays the KV itself; it must not wait for this one.
             raise NoWorker
         operation.need = need
-        self._parked[operation.ticket] = operation
+        self.parked[operation.ticket] = operation
 
     def _place(self, operation: Operation) -> Need | None:
-        """Assigns the cache to a worker that takes new attempts."""
+        """Makes sure that a worker has the cache. Returns what the operation has to wait for, if anything.
+
+        Raises SequenceTooLong if the cache would exceed the capacity of the worker.
+        """
+        entry, base, append = operation.entry, operation.base, operation.append
+        if entry.kv_len < base and not self._may_replay():
+            # Before the placement, which is expensive for a long cache.
+            return Need.REPLAY_RATE
+        worker = entry.worker
+        if worker is None or worker.draining:
+            worker = self._assign(operation)
+            if worker is None:
+                return Need.WORKER
+        wanted = base if append is None else base + len(append.token_ids)
+        if wanted > worker.capacity_tokens:
+            raise SequenceTooLong(wanted, worker.capacity_tokens)
+        if entry.crash_score and must_be_alone(entry) and self._suspects[worker]:
+            return Need.EXCLUSIVE_WORKER
+        if entry.kv_len < base and self._is_prefix_replayed(operation):
+            return Need.SHARED_PREFIX
+        return None
+
+    def _assign(self, operation: Operation) -> WorkerView | None:
+        """Assigns the cache to a worker that takes new attempts, if there is one."""
         entry, state, append = operation.entry, operation.entry.state, operation.append
         self._kv.drop(entry)
         if not self._workers.open_workers(state.weights):
-            return Need.WORKER
+            return None
         tokens = state.tokens.copy()
         if append is not None and operation.copy_number is None:
             tokens.extend(append.token_ids)
         worker = self._workers.choose(tokens, state.salt, state.weights)
         self._workers.affinity.record(tokens, worker, state.salt)
         self._kv.assign(entry, worker)
-        return None
-
-    def _has_suspect(self, entry: CacheEntry) -> bool:
-        """Whether its worker computes another suspect."""
-        return entry.worker is not None and self._suspects[entry.worker] > 0
+        return worker
 
     def _may_replay(self) -> bool:
         """Whether another replay may be sent in this moment."""
@@ -280,7 +281,7 @@ class Attempts:
             case Need.WORKER:
                 return bool(self._workers.open_workers(operation.entry.state.weights))
             case Need.EXCLUSIVE_WORKER:
-                return not self._has_suspect(operation.entry)
+                return operation.entry.worker is None or not self._suspects[operation.entry.worker]
             case Need.SHARED_PREFIX:
                 return not self._is_prefix_replayed(operation)
             case Need.REPLAY_RATE:
@@ -288,38 +289,26 @@ class Attempts:
         return self._may_fit(operation, full)
 
     def _may_fit(self, operation: Operation, full: set[WorkerView]) -> bool:
-        """Whether its worker may have enough pages by now. Preempts other caches if needed."""
-        worker = operation.entry.worker
-        if worker is None:
-            return self._may_fit_anywhere(operation, full)
-        if worker in full:
-            return False
-        missing = operation.pages_needed - worker.headroom
-        if missing <= 0 or self._kv.preempt(worker, missing, operation):
-            return True
-        if not self._can_others_free_pages(operation.entry, worker):
-            # No other cache could free pages: the worker decides whether it fits.
-            return True
-        full.add(worker)
-        return False
-
-    def _can_others_free_pages(self, entry: CacheEntry, worker: WorkerView) -> bool:
-        """Whether other caches have pages on the worker, which they may free later."""
-        return self._kv.has_others(entry) or any(self.under_way(worker))
-
-    def _may_fit_anywhere(self, operation: Operation, full: set[WorkerView]) -> bool:
-        """As `_may_fit` for an operation whose KV was dropped: it needs pages for all tokens."""
-        tokens = operation.entry.length
-        if operation.append is not None:
-            tokens += len(operation.append.token_ids)
-        for worker in self._workers.open_workers(operation.entry.state.weights):
+        """Whether its worker may have enough pages by now, or any if it has none. Preempts others."""
+        own, append = operation.entry.worker, operation.append
+        tokens = operation.base + (0 if append is None else len(append.token_ids))
+        for worker in self._workers.open_workers(operation.entry.state.weights) if own is None else (own,):
             if worker in full:
                 continue
-            missing = min(worker.pages_for(tokens), worker.pages_total) - worker.headroom
+            # Without a worker its KV was dropped: it needs pages for all tokens.
+            whole = min(worker.pages_for(tokens), worker.pages_total)
+            missing = (operation.pages_needed if worker is own else whole) - worker.headroom
             if missing <= 0 or self._kv.preempt(worker, missing, operation):
+                return True
+            if worker is own and not self._can_others_free_pages(worker):
+                # The worker decides whether it fits.
                 return True
             full.add(worker)
         return False
+
+    def _can_others_free_pages(self, worker: WorkerView) -> bool:
+        """Whether other caches than the one in need have pages on its worker, which they may free later."""
+        return len(worker.held) > 1 or any(self.under_way(worker))
 
     # Attempts.
 
@@ -337,7 +326,11 @@ class Attempts:
         """Sends a forward. Raises Overloaded or DeadlinePassed if it would not be done in time."""
         entry, worker, context = operation.entry, operation.entry.worker, self._context
         assert worker is not None
-        state, is_copy = entry.state, operation.copy_number is not None
+        state, is_copy, load = entry.state, operation.copy_number is not None, worker.load
+        tokens, timeout_s = len(append.token_ids), operation.submitted_s + self._max_wait_s - context.now_s
+        work = load.estimate(operation.caller or -operation.ticket, tokens, append.rows, append.priority)
+        if operation.deadline_s is not None or work.is_long:
+            timeout_s = self._require_time(operation.deadline_s, work, load, timeout_s)
         attempt = Attempt(
             context.number(),
             number,
@@ -349,20 +342,19 @@ class Attempts:
             is_copy,
             not replays and (is_copy or entry.ephemeral),
             state.salt,
-            operation.submitted_s + self._max_wait_s - context.now_s,
+            timeout_s,
             replays,
-            -(-len(append.token_ids) // worker.page_tokens),
+            -(-tokens // worker.page_tokens),
+            sent_s=context.now_s,
+            work=work,
         )
-        worker.load.estimate(attempt, operation.caller or -operation.ticket)
-        if operation.deadline_s is not None or attempt.is_long:
-            self._require_time(operation, attempt, worker.load)
         if is_copy and not replays and position:
             context.send(worker, ForkSequence(context.number(), entry.number, (number,)))
         if not entry.was_sent:
             self._kv.sent(entry)
         operation.attempt, operation.need = attempt, None
-        self._attempts[attempt.op_id] = operation
-        worker.load.enter(attempt, context.now_s)
+        self.running[attempt.op_id] = operation
+        load.enter(work)
         worker.pages_queued += attempt.pages
         if replays:
             attempt.first_segment = state.tokens.segments[0]
@@ -372,36 +364,39 @@ class Attempts:
             self._suspects[worker] += 1
         context.effects.commands.append((worker.worker_id, worker.epoch, attempt))
 
-    def _require_time(self, operation: Operation, attempt: Attempt, load: WorkerLoad) -> None:
-        """Raises Overloaded or DeadlinePassed, before any work, if it would not be done in time."""
-        wait_s = operation.submitted_s + self._max_wait_s - self._context.now_s
-        expected_s = load.expected_s(attempt)
-        if operation.deadline_s is None:
+    def _require_time(self, deadline_s: float | None, work: Work, load: WorkerLoad, wait_s: float) -> float:
+        """Within which time it has to begin, at most `wait_s`.
+
+        Raises Overloaded or DeadlinePassed, before any work, if it would not be done in time.
+        """
+        expected_s = load.expected_s(work)
+        if deadline_s is None:
             # Without a deadline only the queueing delay is limited.
-            expected_s -= load.work_s(attempt)
+            expected_s -= load.own_s(work)
             if expected_s > wait_s:
                 raise Overloaded(expected_s, max(wait_s, 0.0), retry_after_s(expected_s - wait_s))
-            return
-        left_s = operation.deadline_s - self._context.now_s
+            return wait_s
+        left_s = deadline_s - self._context.now_s
         if left_s <= 0:
             raise DeadlinePassed
-        may_take_s = left_s * TIME_SHARES[attempt.append.priority]
+        may_take_s = left_s * TIME_SHARES[work.priority]
         if expected_s > may_take_s:
             raise Overloaded(expected_s, may_take_s, retry_after_s(expected_s - may_take_s))
-        attempt.timeout_s = min(load.start_within_s(attempt, left_s), wait_s)
+        return min(load.start_within_s(work, left_s), wait_s)
 
     def _end_attempt(self, operation: Operation, end: End) -> None:
         """Removes the running attempt from all counts."""
         attempt, worker = operation.attempt, operation.entry.worker
         assert attempt is not None and worker is not None
         operation.attempt = None
-        del self._attempts[attempt.op_id]
-        worker.load.leave(attempt, self._context.now_s, end)
+        del self.running[attempt.op_id]
+        now_s = self._context.now_s
+        worker.load.leave(attempt.work, now_s - attempt.sent_s, now_s, end)
         worker.pages_queued -= attempt.pages
         if attempt.first_segment is not None:
-            take_one(self._replayed, (worker, attempt.first_segment))
+            _take_one(self._replayed, (worker, attempt.first_segment))
         if attempt.is_suspect:
-            take_one(self._suspects, worker)
+            _take_one(self._suspects, worker)
         # A parked operation may have waited for this.
         self._changed = True
 
@@ -417,7 +412,7 @@ class Attempts:
             # A failed forward does not release its copy.
             self._release_copy(operation, worker)
         if failed.kv_missing:
-            self._kv.reached(entry, 0)
+            entry.has_computed(0)
             return self.try_again(operation, WorkerFault())
         if isinstance(error, KvExhausted):
             return self._pages_missing(operation, worker, error)
@@ -446,7 +441,7 @@ class Attempts:
             operation.failures += 1
             self._kv.drop(entry)
             return self._go_on(operation)
-        if self._can_others_free_pages(entry, worker):
+        if self._can_others_free_pages(worker):
             self._park(operation, Need.PAGES)
             return None
         # Pages were freed meanwhile, or it needs more than the worker has.
@@ -469,39 +464,12 @@ class Attempts:
             # A bug must not block the cache for ever.
             return operation, bug(error)
 
-    def check(self, operations: dict[int, Operation]) -> None:
-        """Raises AssertionError if attempts and operations contradict each other. By ticket."""
-        for op_id, operation in self._attempts.items():
-            assert operation.attempt is not None and operation.attempt.op_id == op_id
-            assert operation.phase in (Phase.REPLAYING, Phase.COMPUTING)
-            assert operations.get(operation.ticket) is operation
-            assert operation.entry.worker is not None and operation.entry.worker.is_ready
-        for ticket, operation in self._parked.items():
-            assert operations.get(ticket) is operation and operation.phase is Phase.PARKED
-            assert operation.need is not None
-        for operation in operations.values():
-            assert operation.attempt is None or operation.attempt.op_id in self._attempts
-            assert (operation.phase is Phase.PARKED) is (operation.ticket in self._parked)
-            assert (operation.need is not None) is (operation.ticket in self._parked)
-        for worker in self._workers:
-            its = [o.attempt for o in self.under_way(worker) if o.attempt is not None]
-            assert worker.pages_queued == sum(attempt.pages for attempt in its)
-            worker.load.check(its)
-        attempts = [(o.entry.worker, o.attempt) for o in self._attempts.values() if o.attempt is not None]
-        assert self._suspects == Counter(worker for worker, a in attempts if a.is_suspect)
-        assert self._replayed == Counter(
-            (worker, a.first_segment) for worker, a in attempts if a.first_segment
-        )
 
-
-def _require_capacity(operation: Operation) -> None:
-    """Raises SequenceTooLong if the cache would exceed the capacity of its worker."""
-    wanted, worker = operation.entry.state.tokens.length, operation.entry.worker
-    assert worker is not None
-    if operation.append is not None and operation.copy_number is None:
-        wanted += len(operation.append.token_ids)
-    if wanted > worker.capacity_tokens:
-        raise SequenceTooLong(wanted, worker.capacity_tokens)
+def _take_one(counts: Counter[_Key], key: _Key) -> None:
+    """Subtracts one, and deletes the entry at zero."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 def bug(error: Exception) -> InternalError:

@@ -2,55 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 from service.caches.entries import CacheEntry
 from service.caches.requests import Fork, Handle, Handles, Remembered
 from service.caches.tenants import Tenant
 from service.errors import CacheNotFound, reused_request_id
-
-# So few stale ids are not worth a cleanup.
-_FEW = 64
-
-
-@dataclass(slots=True)
-class _TenantCaches:
-    """The caches of one tenant: orders and ids, in parallel."""
-
-    orders: list[int] = field(default_factory=list)
-    cache_ids: list[str] = field(default_factory=list)
-
-
-class Listing:
-    """Lists the caches of each tenant. Ids of released caches stay until they are as many as the others."""
-
-    def __init__(self, entries: Mapping[str, CacheEntry]) -> None:
-        self._entries = entries
-        self._by_tenant: dict[Tenant, _TenantCaches] = {}
-
-    def __len__(self) -> int:
-        """How many ids are kept, including those of released caches."""
-        return sum(len(own.orders) for own in self._by_tenant.values())
-
-    def add(self, entry: CacheEntry) -> None:
-        """A cache became visible. Its order is the highest so far."""
-        own = self._by_tenant.setdefault(entry.tenant, _TenantCaches())
-        if len(own.orders) > 2 * entry.tenant.caches + _FEW:
-            there = [self._entries[cache_id] for cache_id in own.cache_ids if cache_id in self._entries]
-            own.orders = [entry.order for entry in there]
-            own.cache_ids = [entry.state.cache_id for entry in there]
-        own.orders.append(entry.order)
-        own.cache_ids.append(entry.state.cache_id)
-
-    def after(self, order: int, tenant: Tenant) -> Iterator[CacheEntry]:
-        """A tenant's caches of a higher order, in order."""
-        own = self._by_tenant.get(tenant, _TenantCaches())
-        for index in range(bisect_right(own.orders, order), len(own.orders)):
-            entry = self._entries.get(own.cache_ids[index])
-            if entry is not None:
-                yield entry
 
 
 class CacheIndex:
@@ -64,7 +21,8 @@ class CacheIndex:
         self._forks: dict[tuple[Tenant, str], dict[int, CacheEntry]] = {}
         # Request ids of forks that are committing.
         self._forking: set[tuple[Tenant, str]] = set()
-        self._listing = Listing(self._by_id)
+        # By tenant and order: the oldest first.
+        self._by_order: dict[Tenant, dict[int, CacheEntry]] = {}
         # The tenant of callers without a name.
         self.anonymous = Tenant()
 
@@ -135,8 +93,9 @@ class CacheIndex:
 
     def handles(self, after: int = 0, tenant: Tenant | None = None) -> Iterator[tuple[int, Handle]]:
         """The caches of a tenant with their order, oldest first: those with an order above `after`."""
-        for entry in self._listing.after(after, tenant or self.anonymous):
-            yield entry.order, entry.handle
+        for order, entry in self._by_order.get(tenant or self.anonymous, {}).items():
+            if order > after:
+                yield order, entry.handle
 
     def lookup(self, request_id: str, tenant: Tenant | None = None) -> list[Remembered | None]:
         """The caches that a creation or fork with this request id has created.
@@ -164,7 +123,7 @@ class CacheIndex:
         self.begin(entry)
         self._by_id[entry.state.cache_id] = entry
         self._by_number[entry.number] = entry
-        self._listing.add(entry)
+        self._by_order.setdefault(entry.tenant, {})[order] = entry
         fork = entry.state.fork
         if fork is not None:
             self._forks.setdefault((entry.tenant, fork.request_id), {})[fork.index] = entry
@@ -174,6 +133,9 @@ class CacheIndex:
         if self._by_id.get(entry.state.cache_id) is entry:
             del self._by_id[entry.state.cache_id]
             del self._by_number[entry.number]
+            del self._by_order[entry.tenant][entry.order]
+            if not self._by_order[entry.tenant]:
+                del self._by_order[entry.tenant]
         key = (entry.tenant, entry.state.request_id)
         if self._by_request_id.get(key) is entry:
             del self._by_request_id[key]
@@ -183,18 +145,6 @@ class CacheIndex:
             del made[fork.index]
             if not made:
                 del self._forks[entry.tenant, fork.request_id]
-
-    def check(self) -> None:
-        """Raises AssertionError if the indexes contradict each other."""
-        for cache_id, entry in self._by_id.items():
-            assert entry.visible and entry.state.cache_id == cache_id and not entry.ephemeral
-            assert self._by_number[entry.number] is entry
-        assert len(self._by_number) == len(self._by_id)
-        for (tenant, request_id), made in self._forks.items():
-            for index, entry in made.items():
-                fork = entry.state.fork
-                assert self._by_number.get(entry.number) is entry and entry.tenant is tenant
-                assert fork is not None and (fork.request_id, fork.index) == (request_id, index)
 
 
 def _remembered(entry: CacheEntry) -> Remembered:

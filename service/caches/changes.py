@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from service.caches.entries import CacheEntry, Operation
 from service.caches.kind import Begun, OperationKind
 from service.caches.records import CacheReleased, CacheTruncated, LeaseRenewed
@@ -14,11 +12,6 @@ from service.errors import PositionMismatch, QuireError, TruncateBeyondEnd
 
 class Truncations(OperationKind[Truncate]):
     """Truncates a cache."""
-
-    grows_journal = False
-
-    def entries(self, request: Truncate, tenant: Tenant) -> Sequence[CacheEntry | None]:
-        return (self._index.find(request.cache_id, tenant),)
 
     def begin(self, operation: Operation, request: Truncate) -> Begun:
         entry = operation.entry
@@ -33,7 +26,7 @@ class Truncations(OperationKind[Truncate]):
         return [CacheTruncated(entry.number, request.new_len)]
 
     def applied(self, operation: Operation, request: Truncate) -> Result:
-        self._kv.truncated(operation.entry, request.new_len)
+        self._parts.kv.truncated(operation.entry, request.new_len)
         return Handles((operation.entry.handle,))
 
 
@@ -46,10 +39,7 @@ class Releases(OperationKind[Release]):
     may_answer_at_once = True
 
     def answer_at_once(self, request: Release, tenant: Tenant) -> Result | None:
-        return Released(released=False) if self._index.find(request.cache_id, tenant) is None else None
-
-    def entries(self, request: Release, tenant: Tenant) -> Sequence[CacheEntry | None]:
-        return (self._index.find(request.cache_id, tenant),)
+        return Released(released=False) if self._parts.index.find(request.cache_id, tenant) is None else None
 
     def begin(self, operation: Operation, request: Release) -> Begun:
         return [CacheReleased(operation.entry.number)]
@@ -68,13 +58,10 @@ class Renewals(OperationKind[Renew]):
 
     is_always_admitted = True
 
-    def entries(self, request: Renew, tenant: Tenant) -> Sequence[CacheEntry | None]:
-        return (self._index.find(request.cache_id, tenant),)
-
     def begin(self, operation: Operation, request: Renew) -> Begun:
         entry = operation.entry
         lease_s = entry.state.lease_s if request.lease_s is None else request.lease_s
-        return [LeaseRenewed(entry.number, min(lease_s, self._limits.max_lease_s))]
+        return [LeaseRenewed(entry.number, min(lease_s, self._parts.limits.max_lease_s))]
 
     def applied(self, operation: Operation, request: Renew) -> Result:
         return Handles((operation.entry.handle,))

@@ -8,16 +8,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from service.caches.frozen_struct import frozen_struct
 from service.caches.records import Record
 from service.caches.requests import Append, Result
 from service.caches.segments import Segment
+from service.caches.worker_load import NO_WORK, Work
+from service.caches.workers import WorkerView
 from service.errors import QuireError
-
-if TYPE_CHECKING:
-    from service.caches.workers import WorkerView
 
 # Commands to a worker.
 
@@ -53,13 +52,9 @@ class Attempt:
     # Workers died while they computed this cache. Other such caches wait for its end.
     is_suspect: bool = False
 
-    # Not sent, written by the worker's load: of which caller it is, its cost, the cost up to and
-    # including it, and when it was sent.
-    queue: int = 0
-    is_long: bool = False
-    cost: int = 0
-    total: int = 0
-    since_s: float = 0.0
+    # When it was sent, and how it counts in the load of the worker.
+    sent_s: float = 0.0
+    work: Work = NO_WORK
 
 
 @frozen_struct

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.caches.effects import Attempt, ForwardDone
 from service.caches.ledger import CacheState
-from service.caches.records import Record
+from service.caches.records import CacheCreated, Record
 from service.caches.requests import Append, Handle, Request
 from service.caches.tenants import Tenant
 from service.caches.workers import WorkerView
@@ -25,21 +25,6 @@ if TYPE_CHECKING:
 
 # A client may cancel so long before the deadline that we know: clocks differ.
 _CLOCK_TOLERANCE_S = 0.02
-
-
-class Phase(enum.Enum):
-    """The state of an operation."""
-
-    # Another operation is ahead of it on one of its caches.
-    WAITING = enum.auto()
-    # Its turn has come, but it cannot be computed yet: see `need`.
-    PARKED = enum.auto()
-    # A worker computes tokens of the cache whose KV it does not have.
-    REPLAYING = enum.auto()
-    # A worker computes the request.
-    COMPUTING = enum.auto()
-    # Its records are with the journal. It can no longer be cancelled.
-    COMMITTING = enum.auto()
 
 
 class Need(enum.Enum):
@@ -107,17 +92,6 @@ class Operation:
     tokens: int = 0
     caches: int = 0
 
-    @property
-    def phase(self) -> Phase:
-        """See `Phase`."""
-        if self.turns_left:
-            return Phase.WAITING
-        if self.records is not None:
-            return Phase.COMMITTING
-        if self.attempt is None:
-            return Phase.PARKED
-        return Phase.REPLAYING if self.attempt.replays else Phase.COMPUTING
-
     def is_late(self, now_s: float) -> bool:
         """Whether its deadline has passed."""
         return self.deadline_s is not None and now_s > self.deadline_s - _CLOCK_TOLERANCE_S
@@ -134,16 +108,18 @@ class CacheEntry:
     # Of a scoring: removed after its only append.
     ephemeral: bool
 
-    # Written by append.py. The ledger's state, or a draft of it until its creation is durable. The answer
-    # to the last append, and the options of that append.
+    # Written by append.py. The ledger's state, or a draft of it until its creation is durable; the record of
+    # its creation until then. The answer to the last append, and the options of that append.
     state: CacheState
+    creation: CacheCreated | None = None
     answer: ForwardDone | None = None
     answered: bytes = b""
 
-    # Written by kv_placement.py. The end of its lease, and when it was used last.
+    # Written by entries.py, in `touch`. The end of its lease, and when it was used last.
     expires_at_s: float = 0.0
     used_s: float = 0.0
-    # Its worker, if any, which has KV of at least the first `kv_len` tokens.
+
+    # Written by kv_placement.py. Its worker, if any, which has KV of at least the first `kv_len` tokens.
     worker: WorkerView | None = None
     kv_len: int = 0
     # Whether a command about it was sent to that worker.
@@ -192,6 +168,16 @@ class CacheEntry:
         """The cache as its caller sees it."""
         worker_id = "" if self.worker is None else self.worker.worker_id
         return Handle(self.state.cache_id, self.length, self.ownership, worker_id, self.expires_at_s)
+
+    def touch(self, now_s: float) -> None:
+        """It is used: its lease restarts, and its KV is the last of its worker to be preempted."""
+        self.used_s, self.expires_at_s = now_s, now_s + self.state.lease_s
+        if self.worker is not None:
+            self.worker.held.move_to_end(self)
+
+    def has_computed(self, kv_len: int) -> None:
+        """Its worker has KV of the first `kv_len` tokens."""
+        self.kv_len = kv_len
 
     def operations(self) -> Iterator[Operation]:
         """The running and the waiting operations, in order."""

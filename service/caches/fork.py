@@ -27,9 +27,9 @@ class Forks(OperationKind[Fork]):
         """The answer to a repeated fork whose parents were released."""
         if None not in self.entries(request, tenant):
             return None
-        made = self._index.forked_by(request, tenant)
-        children = self._index.children(request.request_id, tenant) if made is not None else []
-        if not all(child is None or self._weights.can_use(child.state.weights) for child in children):
+        made = self._parts.index.forked_by(request, tenant)
+        children = self._parts.index.children(request.request_id, tenant) if made is not None else []
+        if not all(child is None or self._parts.weights.can_use(child.state.weights) for child in children):
             raise WeightsChanged
         return made
 
@@ -43,11 +43,11 @@ class Forks(OperationKind[Fork]):
 
     def entries(self, request: Fork, tenant: Tenant) -> Sequence[CacheEntry | None]:
         """The parents."""
-        return [self._index.find(source.cache_id, tenant) for source in request.sources]
+        return [self._parts.index.find(source.cache_id, tenant) for source in request.sources]
 
     def begin(self, operation: Operation, request: Fork) -> Begun:
         entries, tenant = operation.entries, operation.entry.tenant
-        made = self._index.forked_by(request, tenant)
+        made = self._parts.index.forked_by(request, tenant)
         if made is not None:
             return made
         count, tokens = request.count, 0
@@ -56,9 +56,9 @@ class Forks(OperationKind[Fork]):
                 mismatch = PositionMismatch(source.position or 0, entry.length)
                 raise mismatch.with_index(index, len(entries))
             tokens += source.count * entry.length
-        self._reservations.require_caches(count)
-        self._reservations.reserve(operation, tokens, count)
-        self._index.begin_fork(request, tenant)
+        self._parts.admission.require_caches(count)
+        self._parts.admission.reserve(operation, tokens, count)
+        self._parts.index.begin_fork(request, tenant)
         records: list[Record] = list(self._forked(request, entries))
         records += (CacheReleased(entry.number) for entry in self._released(request, tenant))
         return records
@@ -68,7 +68,7 @@ class Forks(OperationKind[Fork]):
         total, first = request.count if len(parents) > 1 else 0, 0
         for source, parent in zip(request.sources, parents, strict=True):
             children = tuple(
-                Child(self._context.number(), self._new_cache_id(), self._new_seed())
+                Child(self._parts.context.number(), self._parts.new_cache_id(), self._parts.new_seed())
                 for _ in range(source.count)
             )
             if children:
@@ -78,50 +78,46 @@ class Forks(OperationKind[Fork]):
     def _released(self, request: Fork, tenant: Tenant) -> Iterator[CacheEntry]:
         """The caches that a fork releases, without those that are closing already."""
         for cache_id in dict.fromkeys(request.release):
-            entry = self._index.find(cache_id, tenant)
+            entry = self._parts.index.find(cache_id, tenant)
             if entry is not None and not entry.closing:
                 yield entry
 
     def applied(self, operation: Operation, request: Fork) -> Result:
-        self._index.end_fork(request, operation.entry.tenant)
-        self._reservations.end_reservation(operation)
+        self._parts.index.end_fork(request, operation.entry.tenant)
+        self._parts.admission.end_reservation(operation)
         children = [child for record in self._made_by(operation) for child in self._born_of(record)]
         return Handles(tuple(child.handle for child in children))
 
     def write_failed(self, operation: Operation, request: Fork) -> None:
-        self._index.end_fork(request, operation.entry.tenant)
+        self._parts.index.end_fork(request, operation.entry.tenant)
 
     def cache_released(self, operation: Operation, request: Fork, entry: CacheEntry) -> Result | QuireError:
         try:
-            made = self._index.forked_by(request, operation.entry.tenant)
+            made = self._parts.index.forked_by(request, operation.entry.tenant)
         except QuireError as error:
             return error
         return super().cache_released(operation, request, entry) if made is None else made
-
-    def undelivered(self, operation: Operation, request: Fork) -> Sequence[CacheEntry]:
-        made = self._made_by(operation) if not request.request_id else ()
-        children = (self._index.by_number(child.number) for record in made for child in record.children)
-        return [child for child in children if child is not None]
 
     def _made_by(self, operation: Operation) -> list[CacheForked]:
         return [record for record in operation.records or () if isinstance(record, CacheForked)]
 
     def _born_of(self, record: CacheForked) -> list[CacheEntry]:
         """Creates the children of one parent. If it has KV, they share it on its worker."""
-        parent = self._index.by_number(record.parent)
+        parent = self._parts.index.by_number(record.parent)
         assert parent is not None
         numbers = tuple(child.number for child in record.children)
         children = [self._born(number, parent) for number in numbers]
         if parent.worker is not None and parent.kv_len:
-            self._context.send(parent.worker, ForkSequence(self._context.number(), parent.number, numbers))
+            context = self._parts.context
+            context.send(parent.worker, ForkSequence(context.number(), parent.number, numbers))
             for child in children:
-                self._kv.assign(child, parent.worker, parent.kv_len)
+                self._parts.kv.assign(child, parent.worker, parent.kv_len)
         return children
 
     def _born(self, number: int, parent: CacheEntry) -> CacheEntry:
-        state = self._ledger.get(number)
+        state = self._parts.ledger.get(number)
         assert state is not None
-        child = self._reservations.new_cache(state, parent.tenant)
-        self._index.add(child, self._context.number())
-        self._reservations.count(child)
+        child = self._parts.admission.new_cache(state, parent.tenant)
+        self._parts.index.add(child, self._parts.context.number())
+        self._parts.admission.count(child)
         return child

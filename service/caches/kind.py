@@ -12,8 +12,8 @@ from service.caches.entries import CacheEntry, Operation
 from service.caches.kv_placement import KvPlacement
 from service.caches.ledger import Ledger
 from service.caches.records import Record
-from service.caches.requests import Request, Result
-from service.caches.reservations import Admission, Limits, Reservations
+from service.caches.requests import Fork, Request, Result
+from service.caches.reservations import Admission, Limits
 from service.caches.tenants import Tenant
 from service.caches.weights import Weights
 from service.caches.worker_load import CompletionRate
@@ -41,8 +41,7 @@ class Parts:
         self.weights = Weights(ledger)
         self.workers = Workers()
         self.kv = KvPlacement(self.context)
-        self.reservations = Reservations(limits, ledger, self.context)
-        self.admission = Admission(limits, self.context, self.reservations, self.weights, self.rate)
+        self.admission = Admission(limits, self.context, ledger, self.weights, self.rate)
         self.attempts = Attempts(self.context, self.workers, self.kv, limits.max_wait_s)
 
 
@@ -51,10 +50,6 @@ class OperationKind(Generic[Req]):
 
     # It is admitted whatever the load is, since it frees a cache or keeps one alive.
     is_always_admitted = False
-    # It is refused if the journal is full.
-    grows_journal = True
-    # It needs KV, so it does not stop a running restore.
-    uses_kv = False
     # Its records may release caches.
     releases = False
     # It is refused if the weights of its cache are not served.
@@ -63,30 +58,20 @@ class OperationKind(Generic[Req]):
     may_answer_at_once = False
 
     def __init__(self, parts: Parts) -> None:
-        self._limits = parts.limits
-        self._context = parts.context
-        self._rate = parts.rate
-        self._ledger = parts.ledger
-        self._index = parts.index
-        self._weights = parts.weights
-        self._workers = parts.workers
-        self._kv = parts.kv
-        self._reservations = parts.reservations
-        self._attempts = parts.attempts
-        self._new_cache_id = parts.new_cache_id
-        self._new_seed = parts.new_seed
+        self._parts = parts
 
     def answer_at_once(self, request: Req, tenant: Tenant) -> Result | None:
         """The answer to a request that can be answered although its cache does not exist."""
         return None
 
     def journal_bytes(self, request: Req, tenant: Tenant) -> int:
-        """About how many bytes the journal needs for a request."""
+        """About how many bytes the journal needs for a request. 0: it does not grow."""
         return 0
 
     def entries(self, request: Req, tenant: Tenant) -> Sequence[CacheEntry | None]:
         """The caches of a request. None in the place of each that does not exist."""
-        raise NotImplementedError
+        assert not isinstance(request, Fork)
+        return (self._parts.index.find(request.cache_id, tenant),)
 
     def begin(self, operation: Operation, request: Req) -> Begun:
         """Begins the operation when its turn has come. Raises QuireError to refuse it."""
@@ -106,7 +91,3 @@ class OperationKind(Generic[Req]):
     def cache_released(self, operation: Operation, request: Req, entry: CacheEntry) -> Result | QuireError:
         """The answer if a cache was released before the turn of the operation came."""
         return CacheNotFound().with_index(operation.entries.index(entry), len(operation.entries))
-
-    def undelivered(self, operation: Operation, request: Req) -> Sequence[CacheEntry]:
-        """The created caches whose ids are in the answer only. They are released if it is not delivered."""
-        return ()

@@ -65,6 +65,20 @@ class CacheState:
     # Empty: all its tokens were kept.
     last_asked: bytes = b""
 
+    @classmethod
+    def of(cls, record: CacheCreated | CacheRestated) -> CacheState:
+        """What a record says of a cache, without its tokens."""
+        return cls(
+            record.number,
+            record.cache_id,
+            record.tenant,
+            record.salt,
+            record.seed,
+            record.lease_s,
+            record.request_id,
+            weights=record.weights,
+        )
+
     @property
     def length(self) -> int:
         """Its number of tokens."""
@@ -109,16 +123,7 @@ class Ledger:
                 self._append(record)
             case CacheCreated():
                 self._require_new(record.number)
-                self._states[record.number] = CacheState(
-                    record.number,
-                    record.cache_id,
-                    record.tenant,
-                    record.salt,
-                    record.seed,
-                    record.lease_s,
-                    record.request_id,
-                    weights=record.weights,
-                )
+                self._states[record.number] = CacheState.of(record)
             case CacheTruncated():
                 self._truncate(record)
             case CacheForked():
@@ -218,20 +223,9 @@ class Ledger:
         before = self._states.get(record.number)
         if before is not None:
             self._store.drop(before.tokens)
-        self._states[record.number] = state = CacheState(
-            record.number,
-            record.cache_id,
-            record.tenant,
-            record.salt,
-            record.seed,
-            record.lease_s,
-            record.request_id,
-            record.fork,
-            tokens,
-            record.prompt_len,
-            record.ownership,
-            record.weights,
-        )
+        self._states[record.number] = state = CacheState.of(record)
+        state.fork, state.tokens = record.fork, tokens
+        state.prompt_len, state.ownership = record.prompt_len, record.ownership
         last = record.last
         if last is not None:
             state.last_base, state.last_kept = last.base, last.kept

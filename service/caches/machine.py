@@ -2,7 +2,7 @@
 
 No I/O and no clock. Inputs are method calls: requests, answers of workers and of the journal, lost workers,
 the time. Outputs are taken with `take_effects()`: commands for workers, records for the journal, replies.
-So a seeded simulator can drive it, and `check_invariants()` can be called at any moment.
+So a seeded simulator (`tests/sim`) can drive it, and check its invariants at any moment.
 
 The state of a cache is what its records leave (`ledger.py`): its tokens, and nothing about workers. One
 operation of a cache runs at a time; the others wait in order (`queues.py`). A fork of several caches waits
@@ -68,7 +68,6 @@ class CacheMachine:
         self._rate = parts.rate
         self._workers = parts.workers
         self._kv = parts.kv
-        self._reservations = parts.reservations
         self._attempts = parts.attempts
         self._restores = Restores(parts)
         releases = Releases(parts)
@@ -102,11 +101,11 @@ class CacheMachine:
         self._context.skip_numbers(max((state.number for state in self.ledger), default=0))
         for state in sorted(self.ledger, key=lambda state: state.number):
             tenant = tenant_of(state.tenant) if state.tenant else self.index.anonymous
-            entry = self._reservations.new_cache(state, tenant)
+            entry = self.admission.new_cache(state, tenant)
             # If the clock was set back, leases must not become longer.
-            self._kv.recovered(entry, max(0.0, wall_s - self._written_s[state.number]))
+            entry.touch(now_s - max(0.0, wall_s - self._written_s[state.number]))
             self.index.add(entry, self._context.number())
-            self._reservations.count(entry)
+            self.admission.count(entry)
             self._workers.were_ready = True
         self._written_s.clear()
 
@@ -158,7 +157,7 @@ class CacheMachine:
         worker = self._workers.find(worker_id, epoch)
         if worker is not None:
             worker.draining = True
-            idle = [entry for entry in self._kv.held(worker) if not entry.busy]
+            idle = [entry for entry in worker.held if not entry.busy]
             for entry in idle:
                 self._kv.drop(entry)
             self._restores.later(idle, now_s)
@@ -201,11 +200,6 @@ class CacheMachine:
         self._context.now_s = now_s
         self.weights.switch(weights, drain=drain)
         self._attempts.workers_changed()
-
-    def weights_drained(self, weights: int, now_s: float) -> None:
-        """Refuses new requests for caches of these weights. Earlier requests continue."""
-        self._context.now_s = now_s
-        self.weights.drained(weights)
 
     def weights_ended(self, weights: int, now_s: float) -> None:
         """Fails the operations that still need these weights, and removes their workers."""
@@ -270,9 +264,9 @@ class CacheMachine:
             turns_left=len(entries),
         )
         for entry in entries:
-            if not kind.uses_kv:
+            if not isinstance(request, Append):
                 queues.preempt_restore(entry)
-            self._kv.touch(entry)
+            entry.touch(context.now_s)
         queues.enter(operation)
         return ticket
 
@@ -342,8 +336,8 @@ class CacheMachine:
 
     @property
     def num_parked(self) -> int:
-        """See `Phase.PARKED`."""
-        return self._attempts.num_parked
+        """Operations whose turn has come, but which cannot be computed yet: see `Need`."""
+        return len(self._attempts.parked)
 
     def take_effects(self) -> Effects:
         """Returns everything to be done since the last call. The caller owns the result.
@@ -352,7 +346,7 @@ class CacheMachine:
         """
         for result in self._attempts.go_on():
             self._queues.attempt_ended(*result)
-        if self._restores:
+        if self._restores.waiting:
             self._restore_some()
         return self._context.take()
 
@@ -361,17 +355,3 @@ class CacheMachine:
         while (entry := self._restores.next()) is not None:
             if self.index.by_number(entry.number) is entry:
                 self._queues.restore(entry)
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError if the parts contradict each other."""
-        operations = self._queues.operations
-        creating = {o.entry.number: o.entry for o in operations.values() if not o.entry.visible}
-        entries = {entry.number: entry for entry in self.index} | creating
-        assert len(self.ledger) == len(self.index)
-        for entry in self.index:
-            assert self.ledger.get(entry.number) is entry.state, "there is one copy of a state"
-        self.index.check()
-        self._queues.check()
-        self._reservations.check(operations, entries, self.index.anonymous)
-        self._kv.check(entries)
-        self._attempts.check(operations)

@@ -13,11 +13,11 @@ from typing import Any
 
 from service.caches.attempts import bug
 from service.caches.effects import ForwardDone
-from service.caches.entries import CacheEntry, Operation, Phase
+from service.caches.entries import CacheEntry, Operation
 from service.caches.kind import OperationKind, Parts
 from service.caches.ledger import RecordConflict
 from service.caches.records import CacheReleased, Record
-from service.caches.requests import Append, Fork, Release, Restore, Result
+from service.caches.requests import Append, Release, Restore, Result, undelivered
 from service.caches.restore import Restores
 from service.errors import QuireError
 
@@ -29,7 +29,7 @@ class OperationQueues:
         self._context = parts.context
         self._ledger = parts.ledger
         self._index = parts.index
-        self._reservations = parts.reservations
+        self._admission = parts.admission
         self._workers = parts.workers
         self._kv = parts.kv
         self._attempts = parts.attempts
@@ -43,7 +43,7 @@ class OperationQueues:
     def enter(self, operation: Operation) -> None:
         """Queues an operation on its caches. Begins it if nothing is ahead."""
         self.operations[operation.ticket] = operation
-        self._reservations.enter(operation)
+        self._admission.enter(operation)
         # On all of its caches at once: two operations have the same order on each cache that they share.
         # So the oldest never waits for a younger one, and there is no deadlock.
         for entry in operation.entries:
@@ -151,7 +151,7 @@ class OperationQueues:
     def _requeue(self, operation: Operation, entry: CacheEntry) -> None:
         """Stops an operation and puts it at the front of the queue: the release may still fail."""
         self._attempts.stop(operation)
-        self._reservations.end_reservation(operation)
+        self._admission.end_reservation(operation)
         operation.turns_left += 1
         entry.running = None
         entry.waiting.appendleft(operation)
@@ -167,14 +167,15 @@ class OperationQueues:
             self.not_committed(operation, bug(error))
             return
         for entry in operation.entries:
-            self._kv.touch(entry)
+            entry.touch(self._context.now_s)
         answer = kind.applied(operation, request)
-        undelivered = () if operation.is_answered else kind.undelivered(operation, request)
         self.finish(operation, answer)
         if operation.closes:
             self._close(operation.closes)
-        for entry in undelivered:
-            self.release(entry)
+        for cache_id in () if operation.is_answered else undelivered(request, answer):
+            created = self._index.find(cache_id, operation.entry.tenant)
+            if created is not None:
+                self.release(created)
         self.advance(operation.entries)
 
     def not_committed(self, operation: Operation, error: QuireError) -> None:
@@ -197,7 +198,7 @@ class OperationQueues:
         if operation.attempt is not None or operation.need is not None:
             self._attempts.stop(operation)
         del self.operations[operation.ticket]
-        self._reservations.leave(operation)
+        self._admission.leave(operation)
         if operation.is_internal:
             self._restores.under_way.discard(operation)
         for its in operation.entries:
@@ -233,22 +234,4 @@ class OperationQueues:
         self._kv.drop(*entries)
         for entry in entries:
             self._index.remove(entry)
-        self._reservations.remove(entries)
-
-    def check(self) -> None:
-        """Raises AssertionError if the tables contradict each other."""
-        restores = {o for o in self.operations.values() if o.kind is self._restores}
-        assert self._restores.under_way == restores
-        for ticket, operation in self.operations.items():
-            assert operation.ticket == ticket
-            for its in operation.entries:
-                assert sum(o is operation for o in its.operations()) == 1, "it runs or waits, exactly once"
-                assert its.tenant is operation.entry.tenant
-                assert its.running is not None or its.closing, "an operation waits only behind another"
-            turns = sum(its.running is operation for its in operation.entries)
-            assert operation.turns_left == len(operation.entries) - turns
-            assert operation.entry is operation.entries[0]
-            assert len(operation.entries) == 1 or isinstance(operation.request, Fork)
-            assert operation.phase is not Phase.WAITING or operation.attempt is None
-        for entry in self._index:
-            assert all(self.operations.get(o.ticket) is o for o in entry.operations())
+        self._admission.remove(entries)

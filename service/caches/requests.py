@@ -185,6 +185,24 @@ class Released:
 Result = Appended | Handles | Released
 
 
+def cache_ids(result: object) -> Sequence[str]:
+    """The ids of the caches in a result."""
+    if isinstance(result, Handles):
+        return [handle.cache_id for handle in result.handles]
+    return (result.cache_id,) if isinstance(result, Appended) and result.cache_id else ()
+
+
+def undelivered(request: Request, result: object) -> Sequence[str]:
+    """The caches to release if a result is not delivered: their ids are only there.
+
+    With a request id they can be looked up.
+    """
+    match request:
+        case Append(cache_id="", request_id="") | Fork(request_id=""):
+            return cache_ids(result)
+    return ()
+
+
 @frozen_struct
 class Remembered:
     """The current state of a cache that was created with a request id. `token_ids`: all of them."""

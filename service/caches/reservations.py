@@ -7,7 +7,7 @@ reservation is replaced by what it created.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,35 +48,85 @@ class Limits:
     max_wait_s: float = 300.0
 
 
-class Reservations:
-    """Owns the counts. Each cache is added and removed once; each operation enters and leaves once."""
+class Admission:
+    """Owns the counts: each cache is added and removed once; each operation enters and leaves once."""
 
-    def __init__(self, limits: Limits, ledger: Ledger, context: Context) -> None:
+    def __init__(
+        self, limits: Limits, context: Context, ledger: Ledger, weights: Weights, rate: CompletionRate
+    ) -> None:
         self._limits = limits
-        self._ledger = ledger
         self._context = context
+        self._ledger = ledger
+        self._weights = weights
+        self._rate = rate
         # Includes caches that are being created, and scorings.
         self._caches = 0
         self._queued_bytes = 0
+        self.draining = False
+        # False after a failed write: nothing is computed that could not be written.
+        self.journal_works = True
+
+    # Admission.
+
+    def admit(
+        self, kind: OperationKind[Request], request: Request, tenant: Tenant, queued: int
+    ) -> tuple[Sequence[CacheEntry], int]:
+        """Returns the caches of a request and about how many bytes the journal needs for it.
+
+        queued: number of operations. Raises QuireError to refuse the request; see `is_always_admitted`.
+        """
+        append = request if isinstance(request, Append) else None
+        size_bytes = 0
+        if not kind.is_always_admitted:
+            self._require_admission(append, tenant, queued)
+            size_bytes = kind.journal_bytes(request, tenant)
+            most = self._limits.max_journal_bytes
+            if size_bytes and self._ledger.size_bytes + self._queued_bytes + size_bytes > most:
+                raise JournalFull(most)
+        known, serving = kind.entries(request, tenant), self._weights.serving
+        entries = []
+        for index, entry in enumerate(known):
+            try:
+                if entry is None:
+                    raise CacheNotFound
+                if entry.state.weights != serving or (append is not None and append.weights != serving):
+                    # Rare. Saves a call otherwise.
+                    self._weights.require(kind, entry, append)
+                if len(entry.waiting) >= MAX_WAITING_PER_CACHE and not kind.is_always_admitted:
+                    raise QueueFull(MAX_WAITING_PER_CACHE, self._rate.retry_after_s(len(entry.waiting)))
+            except QuireError as error:
+                raise error.with_index(index, len(known)) from None
+            entries.append(entry)
+        return entries, size_bytes
+
+    def _require_admission(self, append: Append | None, tenant: Tenant, queued: int) -> None:
+        """Raises Draining, QuotaExceeded, QueueFull or JournalUnavailable."""
+        if self.draining:
+            raise Draining
+        if tenant.quota is not UNBOUNDED:
+            tenant.admit(self._context.now_s)
+        most = self._limits.max_queued_operations
+        if queued >= most / 2 and append is not None and append.priority is Priority.LOW:
+            raise QueueFull(math.ceil(most / 2), self._rate.retry_after_s(queued))
+        if queued >= most:
+            raise QueueFull(most, self._rate.retry_after_s(queued))
+        if not self.journal_works and not (append is not None and append.is_scoring):
+            raise JournalUnavailable
+
+    # Caches.
 
     def require_caches(self, count: int) -> None:
         """Raises CacheLimit if there is no room for `count` more caches."""
         if self._caches + count > self._limits.max_caches:
             raise CacheLimit(self._limits.max_caches)
 
-    def require_journal(self, size_bytes: int) -> None:
-        """Raises JournalFull if there is no room for `size_bytes` more."""
-        if self._ledger.size_bytes + self._queued_bytes + size_bytes > self._limits.max_journal_bytes:
-            raise JournalFull(self._limits.max_journal_bytes)
-
     def new_cache(self, state: CacheState, tenant: Tenant, *, ephemeral: bool = False) -> CacheEntry:
         """Creates the entry of a cache and counts it."""
         self._caches += 1
         tenant.caches += 1
-        now_s = self._context.now_s
-        return CacheEntry(
-            state.number, tenant, ephemeral, state, expires_at_s=now_s + state.lease_s, used_s=now_s
-        )
+        entry = CacheEntry(state.number, tenant, ephemeral, state, ownership=state.ownership)
+        entry.touch(self._context.now_s)
+        return entry
 
     def count(self, entry: CacheEntry) -> None:
         """Updates the tenant's tokens to the length of a cache."""
@@ -91,6 +141,8 @@ class Reservations:
             entry.tenant.caches -= 1
             entry.tenant.tokens -= entry.counted
             entry.counted = 0
+
+    # Operations.
 
     def enter(self, operation: Operation) -> None:
         """Counts an admitted operation."""
@@ -129,82 +181,3 @@ class Reservations:
         entry.counted, operation.tokens = length, 0
         if operation.caches:
             self.end_reservation(operation)
-
-    def check(
-        self, operations: Mapping[int, Operation], entries: Mapping[int, CacheEntry], anonymous: Tenant
-    ) -> None:
-        """Raises AssertionError if the counts are wrong. Operations by ticket, entries by number."""
-        under_way = operations.values()
-        assert self._queued_bytes == sum(o.size_bytes for o in under_way)
-        assert self._caches == len(entries) + sum(o.caches for o in under_way)
-        for tenant in {entry.tenant for entry in entries.values()} | {anonymous}:
-            its = [o for o in under_way if o.entry.tenant is tenant]
-            caches = [entry for entry in entries.values() if entry.tenant is tenant]
-            assert tenant.in_flight == sum(not o.is_internal for o in its)
-            assert tenant.caches == len(caches) + sum(o.caches for o in its)
-            assert tenant.tokens == sum(e.length for e in caches) + sum(o.tokens for o in its)
-
-
-class Admission:
-    """Admits or refuses requests."""
-
-    def __init__(
-        self,
-        limits: Limits,
-        context: Context,
-        reservations: Reservations,
-        weights: Weights,
-        rate: CompletionRate,
-    ) -> None:
-        self._limits = limits
-        self._context = context
-        self._reservations = reservations
-        self._weights = weights
-        self._rate = rate
-        self.draining = False
-        # False after a failed write: nothing is computed that could not be written.
-        self.journal_works = True
-
-    def admit(
-        self, kind: OperationKind[Request], request: Request, tenant: Tenant, queued: int
-    ) -> tuple[Sequence[CacheEntry], int]:
-        """Returns the caches of a request and about how many bytes the journal needs for it.
-
-        queued: number of operations. Raises QuireError to refuse the request; see `is_always_admitted`.
-        """
-        append = request if isinstance(request, Append) else None
-        size_bytes = 0
-        if not kind.is_always_admitted:
-            self._require_admission(append, tenant, queued)
-            size_bytes = kind.journal_bytes(request, tenant)
-            if kind.grows_journal:
-                self._reservations.require_journal(size_bytes)
-        known, serving = kind.entries(request, tenant), self._weights.serving
-        entries = []
-        for index, entry in enumerate(known):
-            try:
-                if entry is None:
-                    raise CacheNotFound
-                if entry.state.weights != serving or (append is not None and append.weights != serving):
-                    # Rare. Saves a call otherwise.
-                    self._weights.require(kind, entry, append)
-                if len(entry.waiting) >= MAX_WAITING_PER_CACHE and not kind.is_always_admitted:
-                    raise QueueFull(MAX_WAITING_PER_CACHE, self._rate.retry_after_s(len(entry.waiting)))
-            except QuireError as error:
-                raise error.with_index(index, len(known)) from None
-            entries.append(entry)
-        return entries, size_bytes
-
-    def _require_admission(self, append: Append | None, tenant: Tenant, queued: int) -> None:
-        """Raises Draining, QuotaExceeded, QueueFull or JournalUnavailable."""
-        if self.draining:
-            raise Draining
-        if tenant.quota is not UNBOUNDED:
-            tenant.admit(self._context.now_s)
-        most = self._limits.max_queued_operations
-        if queued >= most / 2 and append is not None and append.priority is Priority.LOW:
-            raise QueueFull(math.ceil(most / 2), self._rate.retry_after_s(queued))
-        if queued >= most:
-            raise QueueFull(most, self._rate.retry_after_s(queued))
-        if not self.journal_works and not (append is not None and append.is_scoring):
-            raise JournalUnavailable

@@ -24,29 +24,25 @@ class Restores(OperationKind[Restore]):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self._waiting: deque[CacheEntry] = deque()
+        self.waiting: deque[CacheEntry] = deque()
         self.under_way: set[Operation] = set()
-
-    def __bool__(self) -> bool:
-        """Whether any wait."""
-        return bool(self._waiting)
 
     def later(self, entries: Sequence[CacheEntry], now_s: float) -> None:
         """Queues caches whose KV was dropped, given in LRU order."""
         lately = [e for e in entries if e.visible and now_s - e.used_s < _LATELY_S]
-        self._waiting.extendleft(lately)
+        self.waiting.extendleft(lately)
 
     def forget(self, weights: int) -> None:
         """Removes the caches of these weights."""
-        self._waiting = deque(entry for entry in self._waiting if entry.state.weights != weights)
+        self.waiting = deque(entry for entry in self.waiting if entry.state.weights != weights)
 
     def next(self) -> CacheEntry | None:
         """The next cache to restore now, the last used first. None: none for now."""
-        while self._waiting:
-            there = self._workers.open_workers(self._waiting[0].state.weights)
+        while self.waiting:
+            there = self._parts.workers.open_workers(self.waiting[0].state.weights)
             if len(self.under_way) >= _AT_ONCE_PER_WORKER * len(there):
                 break
-            entry = self._waiting.popleft()
+            entry = self.waiting.popleft()
             idle = entry.visible and entry.worker is None and not entry.busy
             suspicious = entry.quarantined or entry.crash_score
             # Only where it leaves enough pages for others.
@@ -56,7 +52,7 @@ class Restores(OperationKind[Restore]):
 
     def begin(self, operation: Operation, request: Restore) -> Begun:
         state = operation.entry.state
-        is_there = self._attempts.begin(operation, state.length, state.prompt_len)
+        is_there = self._parts.attempts.begin(operation, state.length, state.prompt_len)
         return Handles(()) if is_there else None
 
     def computed(

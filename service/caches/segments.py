@@ -111,13 +111,8 @@ class SegmentedTokens:
         self.length = length
 
     def copy(self, start: int = 0) -> array[int]:
-        """A copy of the tokens from `start`, which is the begin of a segment or after the last one."""
-        copied = array("I")
-        for segment in self.segments:
-            if start <= 0:
-                copied.extend(segment.token_ids)
-            start -= len(segment.token_ids)
-        return copied
+        """A copy of the tokens from `start`."""
+        return self.between(start, self.length)
 
     def between(self, start: int, end: int) -> array[int]:
         """A copy of the tokens from `start` to `end`."""

@@ -61,8 +61,6 @@ class Tenant:
     def admit(self, now_s: float) -> None:
         """Admits one more request. Raises QuotaExceeded if too many run, or the rate is too high."""
         quota = self.quota
-        if quota is UNBOUNDED:
-            return
         in_flight = self.in_flight + self._remote_calls
         if quota.max_in_flight is not None and in_flight >= quota.max_in_flight:
             raise QuotaExceeded("max_in_flight", quota.max_in_flight, _RETRY_S)
@@ -82,8 +80,6 @@ class Tenant:
     def require(self, *, caches: int = 0, tokens: int = 0) -> None:
         """Raises QuotaExceeded if it would hold too much. Only a release helps: there is no retry delay."""
         quota = self.quota
-        if quota is UNBOUNDED:
-            return
         if quota.max_caches is not None and self.caches + caches > quota.max_caches:
             raise QuotaExceeded("max_caches", quota.max_caches)
         if quota.max_tokens is not None and self.tokens + tokens > quota.max_tokens:

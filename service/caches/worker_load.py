@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from service.caches.effects import Attempt
-from service.caches.requests import Append, AppendKind, Priority
+from service.caches.requests import Priority
 
 # The longest short forward. As in the worker.
 _SHORT_TOKENS = 16
 # For the expected wait of a new sequence.
-_TYPICAL_PROMPT = Append(AppendKind.PREFILL, "", range(256))
+_TYPICAL_PROMPT_TOKENS = 256
 # The weight of older answers is multiplied by this at each new one.
 _DECAY = 0.98
 # With less weight than this there is no estimate.
@@ -148,6 +147,21 @@ class End(enum.Enum):
     TAKEN_BACK = enum.auto()
 
 
+class Work(NamedTuple):
+    """A forward in the queue of a worker."""
+
+    # Callers take turns.
+    caller: int
+    priority: Priority
+    is_long: bool
+    # In tokens and rows: its own, and that up to and including it.
+    cost: int
+    total: int
+
+
+NO_WORK = Work(0, Priority.NORMAL, is_long=False, cost=0, total=0)
+
+
 class WorkerLoad:
     """The queued work of one worker."""
 
@@ -155,69 +169,53 @@ class WorkerLoad:
         # The short and the long forwards.
         self._queues = (_Queue(), _Queue())
 
-    def estimate(self, attempt: Attempt, queue: int) -> None:
-        """Sets the cost of an attempt and what is ahead of it. `queue`: of which caller."""
-        append = attempt.append
-        tokens = len(append.token_ids)
-        attempt.queue, attempt.is_long = queue, tokens > _SHORT_TOKENS
-        ahead = self._queues[attempt.is_long]
-        attempt.cost = cost = tokens + append.rows
+    def estimate(self, caller: int, tokens: int, rows: int, priority: Priority) -> Work:
+        """A new forward, with what is ahead of it now."""
+        is_long, cost = tokens > _SHORT_TOKENS, tokens + rows
+        ahead = self._queues[is_long]
         low, normal, high = ahead.cost
         before = high
-        if append.priority < Priority.HIGH:
-            before += normal if append.priority else normal + low
-        own = ahead.by_caller.get(queue)
+        if priority < Priority.HIGH:
+            before += normal if priority else normal + low
+        own = ahead.by_caller.get(caller)
         callers = len(ahead.by_caller) + (own is None)
-        attempt.total = min(cost + before, (cost + (own or 0)) * callers)
+        return Work(caller, priority, is_long, cost, min(cost + before, (cost + (own or 0)) * callers))
 
-    def expected_s(self, attempt: Attempt) -> float:
+    def expected_s(self, work: Work) -> float:
         """The estimated time to the answer. 0: unknown, or nothing is ahead."""
-        return self._times(attempt).expected_s(attempt.total) if attempt.total > attempt.cost else 0.0
+        return self._times(work).expected_s(work.total) if work.total > work.cost else 0.0
 
     def expected_wait_s(self) -> float:
         """The estimated wait of a new caller with a prompt of typical length."""
-        attempt = Attempt(0, 0, 0, _TYPICAL_PROMPT, 0, 0, 0, keep_all=False, ephemeral=False)
-        self.estimate(attempt, 0)
-        return self.expected_s(attempt)
+        return self.expected_s(self.estimate(0, _TYPICAL_PROMPT_TOKENS, 1, Priority.NORMAL))
 
-    def work_s(self, attempt: Attempt) -> float:
+    def own_s(self, work: Work) -> float:
         """The least part of `expected_s` that is its own work."""
-        return self._times(attempt).slope_s * attempt.cost
+        return self._times(work).slope_s * work.cost
 
-    def start_within_s(self, attempt: Attempt, left_s: float) -> float:
+    def start_within_s(self, work: Work, left_s: float) -> float:
         """By when it has to begin to end in `left_s`. Less its own work if anything is ahead."""
-        return max(left_s - self.work_s(attempt), 0.0) if attempt.total > attempt.cost else left_s
+        return max(left_s - self.own_s(work), 0.0) if work.total > work.cost else left_s
 
-    def enter(self, attempt: Attempt, now_s: float) -> None:
-        """Counts an attempt that is sent, after `estimate`. Each has to `leave`."""
-        queue, attempt.since_s = self._queues[attempt.is_long], now_s
-        queue.cost[attempt.append.priority] += attempt.cost
-        queue.by_caller[attempt.queue] = queue.by_caller.get(attempt.queue, 0) + attempt.cost
+    def enter(self, work: Work) -> None:
+        """Counts a forward that is sent. Each has to `leave`."""
+        queue = self._queues[work.is_long]
+        queue.cost[work.priority] += work.cost
+        queue.by_caller[work.caller] = queue.by_caller.get(work.caller, 0) + work.cost
 
-    def leave(self, attempt: Attempt, now_s: float, end: End) -> None:
-        """The attempt ended."""
-        queue, priority = self._queues[attempt.is_long], attempt.append.priority
-        queue.cost[priority] -= attempt.cost
-        left = queue.by_caller[attempt.queue] - attempt.cost
+    def leave(self, work: Work, took_s: float, now_s: float, end: End) -> None:
+        """A forward ended, `took_s` after it was sent."""
+        queue = self._queues[work.is_long]
+        queue.cost[work.priority] -= work.cost
+        left = queue.by_caller[work.caller] - work.cost
         if left:
-            queue.by_caller[attempt.queue] = left
+            queue.by_caller[work.caller] = left
         else:
-            del queue.by_caller[attempt.queue]
+            del queue.by_caller[work.caller]
         if end is End.ANSWERED:
-            queue.times[priority].answered(attempt.total, now_s - attempt.since_s, now_s)
+            queue.times[work.priority].answered(work.total, took_s, now_s)
         elif end is End.LATE:
-            queue.times[priority].late(attempt.total, now_s - attempt.since_s)
+            queue.times[work.priority].late(work.total, took_s)
 
-    def _times(self, attempt: Attempt) -> _LatencyModel:
-        return self._queues[attempt.is_long].times[attempt.append.priority]
-
-    def check(self, all_there: Sequence[Attempt]) -> None:
-        """Raises AssertionError if the counts are wrong. `all_there`: all attempts on the worker."""
-        for is_long, queue in enumerate(self._queues):
-            its = [attempt for attempt in all_there if attempt.is_long == is_long]
-            if not its:
-                assert not queue.by_caller and not any(queue.cost)
-                continue
-            callers = {attempt.queue for attempt in its}
-            assert queue.by_caller == {c: sum(a.cost for a in its if a.queue == c) for c in callers}
-            assert queue.cost == [sum(a.cost for a in its if a.append.priority is p) for p in Priority]
+    def _times(self, work: Work) -> _LatencyModel:
+        return self._queues[work.is_long].times[work.priority]

@@ -11,9 +11,13 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from service.caches.worker_load import WorkerLoad
 from service.errors import NoWorker
+
+if TYPE_CHECKING:
+    from service.caches.entries import CacheEntry
 
 # The granularity of prefixes. Coarser than most pages would lose hits; finer would find no more.
 _AFFINITY_TOKENS = 16
@@ -34,7 +38,8 @@ class WorkerView:
     pages_available: int
     # Pages of running attempts, which may not be counted in that yet.
     pages_queued: int = 0
-    sequences: int = 0
+    # The caches whose KV it has, in LRU order; written by `KvPlacement`.
+    held: OrderedDict[CacheEntry, None] = field(default_factory=OrderedDict)
     load: WorkerLoad = field(default_factory=WorkerLoad)
     # It is silent: it gets no new sequences while there is another worker.
     suspect: bool = False
@@ -143,7 +148,7 @@ class Workers:
         if worker is None or worker not in heard:
             # Workers whose capacity is too small come last.
             fitting = [w for w in heard if w.capacity_tokens >= len(token_ids)] or heard
-            worker = max(fitting, key=lambda w: (w.headroom, -w.sequences))
+            worker = max(fitting, key=lambda w: (w.headroom, -len(w.held)))
         return worker
 
     def _holder_with_room(self, token_ids: Sequence[int], salt: bytes) -> WorkerView | None:

@@ -4,10 +4,13 @@ A complete model in the cache is used without asking the hub for a newer revisio
 what serving needs (config, tokenizer, chat templates, weights as safetensors) and the licence; never pickles
 or code. The environment variables of the hub's library apply: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE,
 HF_TOKEN, HF_ENDPOINT.
+
+Importing this module loads the hub's library: import it where a model of the hub is asked for.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -17,11 +20,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+# Before the library is imported. The hub learns which model is requested, but gets no telemetry.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download
+from huggingface_hub.utils.tqdm import tqdm
+
 from service.config import other_format
 from service.printable import escaped
-
-# Read when the library is first imported. The hub learns which model is requested, but gets no telemetry.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 _CONFIG = "config.json"
 _SMALL = (
@@ -37,6 +43,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_INDEX_BYTES = 32 << 20
 _MAX_REASON_CHARACTERS = 300
 _AUTH_STATUSES = (401, 403)
+_STEP_PERCENT = 10
 
 
 class HubError(Exception):
@@ -57,8 +64,6 @@ def find_model(
     Raises:
         HubError: It is not in the cache, and cannot be downloaded or must not be.
     """
-    from huggingface_hub import constants
-
     cached, problem = _look_in_cache(hub_id, revision)
     if cached is not None:
         return cached
@@ -75,18 +80,15 @@ def find_model(
 
 def _look_in_cache(hub_id: str, revision: str | None) -> tuple[Path | None, str]:
     """The snapshot in the local cache if it is complete, else None and the problem. Raises HubError."""
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
-
     where = f"in the cache {constants.HF_HUB_CACHE}"
     try:
         # Without weights, whose file names are not known yet.
         found = snapshot_download(
             hub_id, revision=revision, local_files_only=True, allow_patterns=list(_SMALL)
         )
-    except IncompleteSnapshotError:
+    except errors.IncompleteSnapshotError:
         return None, f"is not whole {where}, some of its settings are missing"
-    except LocalEntryNotFoundError:
+    except errors.LocalEntryNotFoundError:
         return None, f"is not {where}"
     except OSError as error:
         return None, f"cannot be read {where}: {error.strerror}"
@@ -124,8 +126,6 @@ def _shards(index: Path) -> list[str]:
 
 def _download(hub_id: str, revision: str | None, on_progress: Callable[[float], None] | None) -> Path:
     """Downloads the files that are not in the cache. Raises HubError and errors of the library."""
-    from huggingface_hub import HfApi, hf_hub_download
-
     info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     _check_can_be_served(hub_id, sizes)
@@ -142,11 +142,10 @@ def _download(hub_id: str, revision: str | None, on_progress: Callable[[float], 
     _print(f"downloading {_named(hub_id, revision)} from {_host()}: {total_bytes / 1e6:,.0f} MB")
     done_bytes = 0
     for name in weights:
-        progress = _progress()
+        # On a terminal the library shows its own bars.
+        progress: Any = None if sys.stderr.isatty() else _ProgressLines
         if on_progress is not None:
-            from service.cli.progress_lines import progress_fraction
-
-            progress = progress_fraction(done_bytes, total_bytes, on_progress)
+            progress = _progress_fraction(done_bytes, total_bytes, on_progress)
         hf_hub_download(hub_id, name, revision=directory.name, tqdm_class=progress)
         done_bytes += sizes.get(name, 0)
     return directory
@@ -170,8 +169,6 @@ def _check_can_be_served(hub_id: str, sizes: Mapping[str, int]) -> None:
 
 def _to_hub_error(error: Exception, hub_id: str, revision: str | None) -> HubError:
     """Explains a failed download to the operator."""
-    from huggingface_hub import errors
-
     named, host = _named(hub_id, revision), _host()
     match error:
         case HubError():
@@ -211,19 +208,40 @@ def _download_command(hub_id: str, revision: str | None) -> str:
 
 
 def _host() -> str:
-    from huggingface_hub import constants
-
     return escaped(urlsplit(constants.ENDPOINT).netloc or constants.ENDPOINT)
-
-
-def _progress() -> Any:
-    """The tqdm class for a file: the library's own bars on a terminal, lines elsewhere."""
-    if sys.stderr.isatty():
-        return None
-    from service.cli.progress_lines import ProgressLines
-
-    return ProgressLines
 
 
 def _print(text: str) -> None:
     print(f"quire: {text}", file=sys.stderr, flush=True)
+
+
+class _ProgressLines(tqdm):
+    """Prints a line to standard error for each tenth of a file."""
+
+    # Otherwise tqdm starts a thread that refreshes stalled bars.
+    monitor_interval = 0
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self._printed_percent = 0
+        shown = {"disable": False, "leave": False, "file": io.StringIO()}
+        super().__init__(*args, **(settings | shown))  # type: ignore[no-untyped-call]
+
+    def display(self, *_: object, **__: object) -> None:
+        """Called by tqdm from time to time, and at the end."""
+        percent = int(100 * self.n / self.total) if self.total else 0
+        percent -= percent % _STEP_PERCENT
+        if percent > self._printed_percent:
+            self._printed_percent = percent
+            # The library puts the commit before the name.
+            name = str(self.desc).rpartition("/")[2]
+            print(f"quire: {escaped(name)}: {percent}%", file=sys.stderr, flush=True)
+
+
+def _progress_fraction(done_bytes: int, total_bytes: int, report: Callable[[float], None]) -> Any:
+    """A tqdm class that reports the downloaded fraction of all files; `done_bytes` are of earlier files."""
+
+    class ProgressFraction(_ProgressLines):
+        def display(self, *_: object, **__: object) -> None:
+            report(min(1.0, (done_bytes + self.n) / total_bytes) if total_bytes else 0.0)
+
+    return ProgressFraction

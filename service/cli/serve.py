@@ -14,7 +14,6 @@ from pathlib import Path
 import uvloop
 
 from service.auth.connections import TooFewDescriptors, with_descriptors
-from service.cli.hub import HubError, find_model
 from service.config import Config, ConfigError, is_hub_id, load_config
 from service.errors import LoadFailed
 from service.logging import configure_logging
@@ -35,16 +34,20 @@ def run(options: argparse.Namespace) -> int:
 def _run(config: Config) -> int:
     """Raises ConfigError for a setting that is checked only when it is used."""
     may_download = config.model_download == "on"
+    if is_hub_id(config.model):
+        from service.cli import hub
+
+        try:
+            found = hub.find_model(config.model, config.model_revision, download=may_download)
+        except hub.HubError as error:
+            return _failed(error)
+        config = dataclasses.replace(config, model=str(found), model_revision=None)
+    configure_logging(config.log_level, config.log_format)
     try:
-        if is_hub_id(config.model):
-            found = find_model(config.model, config.model_revision, download=may_download)
-            config = dataclasses.replace(config, model=str(found), model_revision=None)
-        configure_logging(config.log_level, config.log_format)
         # Before the event loop, which uses file descriptors, too.
         config = with_descriptors(config)
-    except (HubError, TooFewDescriptors) as error:
-        print(f"quire: {error}", file=sys.stderr)
-        return 1
+    except TooFewDescriptors as error:
+        return _failed(error)
     # A busy event loop releases the GIL only for moments. After this interval without a release, other
     # threads, such as the journal's, request it. With Python's 5 ms they may never do so: commits waited for
     # seconds.
@@ -53,9 +56,16 @@ def _run(config: Config) -> int:
         return runner.run(serve(config, functools.partial(_find_on_hub, download=may_download)))
 
 
+def _failed(error: Exception) -> int:
+    print(f"quire: {error}", file=sys.stderr)
+    return 1
+
+
 def _find_on_hub(hub_id: str, on_progress: Callable[[float], None], *, download: bool) -> Path:
     """Finds a model for LoadWeights. Raises LoadFailed."""
+    from service.cli import hub
+
     try:
-        return find_model(hub_id, None, download=download, on_progress=on_progress)
-    except HubError as error:
+        return hub.find_model(hub_id, None, download=download, on_progress=on_progress)
+    except hub.HubError as error:
         raise LoadFailed(str(error)) from None

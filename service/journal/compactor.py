@@ -1,14 +1,15 @@
 """Compaction of the journal: restates every cache in one record, then drops all earlier records.
 
-A pass starts with a mark. After it, each existing cache is restated before any other record of it, so that
-the journal from the mark on is complete. Caches in use are restated with their next record, the others in
-portions. No I/O, no clock.
+A pass begins at a moment without unfinished commits, when the ledger and the journal agree. From this mark
+on, each cache is restated before any other record of it, so that the journal is complete without the records
+before the mark. Caches in use are restated with their next record, the others in portions. A failed write
+ends the pass, and nothing is dropped. No I/O, no clock.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from service.caches.ledger import CacheState, Ledger
@@ -22,212 +23,131 @@ _PORTION_CACHES: Final = 256
 
 
 class Compactor:
-    """Wraps a journal and adds restated caches to its commits. Reads the ledger, never changes it.
+    """Runs passes, one at a time. Reads the ledger, never changes it.
 
-    The caller of `commit` must apply its records to the ledger first thing in `on_committed`. The added
-    records do not change the ledger.
+    While `is_underway`, it has to be given all commits instead of the journal. Their callers must apply the
+    records to the ledger first thing in `on_committed`. The added records do not change the ledger.
     """
 
     def __init__(self, ledger: Ledger, journal: Journal, portion_tokens: int = PORTION_TOKENS) -> None:
+        self.is_underway = False
         self._ledger = ledger
         self._journal = journal
         self._portion_tokens = portion_tokens
-        # Unfinished commits by cache: all of them, and those that truncate or release the cache.
-        self._in_flight: dict[int, int] = {}
-        self._shrinking: dict[int, int] = {}
-        self._pass: _CompactionPass | None = None
-
-    @property
-    def is_underway(self) -> bool:
-        """Whether a pass is running."""
-        return self._pass is not None
+        # Commits that wait for the begin of a pass, in order. None: the pass has begun.
+        self._held: list[tuple[Sequence[Record], OnCommitted]] | None = None
+        # Counts the passes, so that a late callback does not affect the next one.
+        self._pass = 0
+        # The caches that are not restated yet, in order.
+        self._pending: dict[int, None] = {}
+        # Unfinished commits with restated caches.
+        self._unfinished = 0
+        # For segments that several caches hold: one of these caches that is restated.
+        self._holders: dict[Segment, int] = {}
+        # Restated caches that were truncated or released since: nothing is shared with them.
+        self._shrunk: set[int] = set()
 
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
         """As `Journal.commit`. Restates caches of these records first, if the pass has not done so yet."""
-        self._commit(self._restated_for(records) if self._pass is not None else (), records, on_committed)
+        if self._held is not None:
+            self._held.append((records, on_committed))
+            return
+        restated: list[CacheRestated] = []
+        for record in records:
+            number = record.parent if isinstance(record, CacheForked) else record.number
+            if number in self._pending:
+                released = isinstance(record, CacheReleased)
+                restated.append(self._forget(number) if released else self._restate(number))
+            if isinstance(record, CacheTruncated | CacheReleased):
+                self._shrunk.add(number)
+        self._commit(restated, records, on_committed)
 
     def step(self) -> bool:
-        """Restates a portion of the caches. Starts a pass if none is running and it pays off.
+        """Restates a portion of the caches. Starts a pass if none is underway and it pays off.
 
-        To be called periodically, and sooner if it returns True: a pass is running.
+        To be called periodically, and sooner if it returns True: a pass is underway.
         """
-        if self._pass is None:
-            if not self._journal.wants_compaction(self._ledger.size_bytes):
-                return False
-            # Caches in unfinished commits may be missing in the ledger, but their records precede the mark.
-            numbers = (*(state.number for state in self._ledger), *self._in_flight)
-            self._pass = _CompactionPass(self._ledger, self._journal.begin_compaction(), numbers)
-        portion = self._next_portion(self._pass)
-        if portion:
-            self._commit(portion, (), lambda _ok: None)
-        self._end_if_done()
-        return self._pass is not None
+        if not self.is_underway:
+            if self._journal.wants_compaction(self._ledger.size_bytes):
+                self.is_underway, self._held = True, []
+                self._pass += 1
+                # When this empty commit is finished, so are all earlier ones.
+                self._journal.commit((), self._begin)
+        elif self._held is None:
+            self._restate_portion()
+        return self.is_underway
 
-    def _next_portion(self, current: _CompactionPass) -> list[CacheRestated]:
-        batch: dict[int, CacheRestated] = {}
+    def _begin(self, _ok: bool) -> None:
+        """Begins the pass, and commits the held records."""
+        assert self._held is not None
+        held, self._held = self._held, None
+        self._pending = dict.fromkeys(state.number for state in self._ledger)
+        self._unfinished = 0
+        self._holders, self._shrunk = {}, set()
+        self._journal.begin_compaction()
+        self._end_if_done()
+        for records, on_committed in held:
+            (self if self.is_underway else self._journal).commit(records, on_committed)
+
+    def _restate_portion(self) -> None:
+        restated: list[CacheRestated] = []
         size = 0
-        for number in list(itertools.islice(current.pending, _PORTION_CACHES)):
-            if number in self._in_flight:
-                current.postpone(number)
-                continue
-            record = current.restate(number, batch, self._shrinking)
-            if record is not None:
-                batch[number] = record
-                size += len(record.token_ids)
+        for number in list(itertools.islice(self._pending, _PORTION_CACHES)):
+            restated.append(self._restate(number))
+            size += len(restated[-1].token_ids)
             if size >= self._portion_tokens:
                 break
-        return list(batch.values())
-
-    def _restated_for(self, records: Sequence[Record]) -> list[CacheRestated]:
-        assert self._pass is not None
-        batch: dict[int, CacheRestated] = {}
-        for record in records:
-            number = _cache_of(record)
-            if number not in self._pass.pending:
-                continue
-            if number in self._in_flight:
-                # The ledger is behind the journal, so it cannot restate this cache here. Abort the pass.
-                self._pass = None
-                return []
-            restated: CacheRestated | None
-            if isinstance(record, CacheReleased):
-                restated = self._pass.restate_without_tokens(number)
-            else:
-                restated = self._pass.restate(number, batch, self._shrinking)
-            if restated is not None:
-                batch[number] = restated
-        return list(batch.values())
+        if restated:
+            self._commit(restated, (), lambda _ok: None)
 
     def _commit(
         self, restated: Sequence[CacheRestated], records: Sequence[Record], on_committed: OnCommitted
     ) -> None:
-        current = self._pass
-        numbers, shrinking = _numbers(restated, records)
-        for number in numbers:
-            self._in_flight[number] = self._in_flight.get(number, 0) + 1
-        for number in shrinking:
-            self._shrinking[number] = self._shrinking.get(number, 0) + 1
+        if not restated:
+            self._journal.commit(records, on_committed)
+            return
+        self._unfinished += 1
+        number = self._pass
 
         def committed(ok: bool) -> None:
-            for counts, caches in ((self._in_flight, numbers), (self._shrinking, shrinking)):
-                for number in caches:
-                    counts[number] -= 1
-                    if not counts[number]:
-                        del counts[number]
-            if restated and current is self._pass:
-                self._on_restated([record.number for record in restated], ok)
+            if self.is_underway and number == self._pass:
+                self._unfinished -= 1
+                self.is_underway = ok
+                if ok:
+                    self._end_if_done()
+                else:
+                    self._pending.clear()
             on_committed(ok)
-            if self._pass is not None:
-                self._end_if_done()
 
-        self._journal.commit([*restated, *records] if restated else records, committed)
-
-    def _on_restated(self, numbers: Sequence[int], ok: bool) -> None:
-        assert self._pass is not None
-        if ok:
-            self._pass.confirm(numbers)
-        elif any(number in self._in_flight for number in numbers):
-            # A later record of one of them may become durable without its restatement. Abort the pass.
-            self._pass = None
-        else:
-            self._pass.requeue(numbers)
+        self._journal.commit([*restated, *records], committed)
 
     def _end_if_done(self) -> None:
-        if self._pass is not None and self._pass.is_done:
-            self._journal.end_compaction(self._pass.mark)
-            self._pass = None
+        if not (self._pending or self._unfinished):
+            self._journal.end_compaction()
+            self.is_underway = False
 
-
-class _CompactionPass:
-    """One pass: the caches that are not restated yet, and those that can serve as source of shared tokens."""
-
-    def __init__(self, ledger: Ledger, mark: int, numbers: Iterable[int]) -> None:
-        self.mark = mark
-        self._ledger = ledger
-        # Used as an ordered set.
-        self.pending = dict.fromkeys(numbers)
-        # Restated in a commit that has not finished.
-        self._unconfirmed: set[int] = set()
-        # For segments that several caches hold: one of these caches that is restated.
-        self._holders: dict[Segment, int] = {}
-
-    @property
-    def is_done(self) -> bool:
-        return not self.pending and not self._unconfirmed
-
-    def postpone(self, number: int) -> None:
-        """Moves a cache to the end."""
-        self.pending[number] = self.pending.pop(number)
-
-    def restate(
-        self, number: int, same_commit: Collection[int], shrinking: Collection[int]
-    ) -> CacheRestated | None:
-        """Removes a cache from `pending` and returns its record. None if it does not exist any more.
-
-        The record shares tokens with a restated cache, if one has the same: one that is durable or in
-        `same_commit`, and not in `shrinking`.
-        """
-        del self.pending[number]
+    def _restate(self, number: int) -> CacheRestated:
+        """The record of a pending cache. It shares tokens with a restated cache, if one has the same."""
+        del self._pending[number]
         state = self._ledger.get(number)
-        if state is None:
-            return None
-        holder = self._holder(state, same_commit, shrinking)
-        self._unconfirmed.add(number)
-        self._add_holder(state, holder)
-        return self._ledger.restate(number, holder)
-
-    def restate_without_tokens(self, number: int) -> CacheRestated:
-        """The same for a cache that is released in the same commit: its content does not matter."""
-        del self.pending[number]
-        self._unconfirmed.add(number)
-        return CacheRestated(number, "", "", b"", 0, 0.0, "", 0, 0, None, None, 0, 0, ())
-
-    def confirm(self, numbers: Iterable[int]) -> None:
-        """Their restatements are durable."""
-        self._unconfirmed.difference_update(numbers)
-
-    def requeue(self, numbers: Sequence[int]) -> None:
-        """Their restatements failed: makes them pending again."""
-        self._unconfirmed.difference_update(numbers)
-        self.pending.update(dict.fromkeys(numbers))
-
-    def _holder(
-        self, state: CacheState, same_commit: Collection[int], shrinking: Collection[int]
-    ) -> CacheState | None:
-        for segment in reversed(state.tokens.segments):
-            number = self._holders.get(segment)
-            if number is None or number in self.pending or number in shrinking:
-                continue
-            if number not in self._unconfirmed or number in same_commit:
-                holder = self._ledger.get(number)
-                if holder is not None:
-                    return holder
-        return None
-
-    def _add_holder(self, state: CacheState, holder: CacheState | None) -> None:
-        """Registers a restated cache as holder of its segments, up to those of `holder`."""
+        assert state is not None
+        holder = self._holder(state)
+        # Registers the cache as holder of its segments, up to those of `holder`.
         for segment in reversed(state.tokens.segments):
             if holder is not None and self._holders.get(segment) == holder.number:
-                return
+                break
             if segment.holders > 1:
-                self._holders[segment] = state.number
+                self._holders[segment] = number
+        return self._ledger.restate(number, holder)
 
+    def _forget(self, number: int) -> CacheRestated:
+        """The record of a pending cache that is released in the same commit: its content does not matter."""
+        del self._pending[number]
+        return CacheRestated(number, "", "", b"", 0, 0.0, "", 0, 0, None, None, 0, 0, ())
 
-def _cache_of(record: Record) -> int:
-    """The cache that a record changes; of a fork, its parent."""
-    return record.parent if isinstance(record, CacheForked) else record.number
-
-
-def _numbers(restated: Sequence[CacheRestated], records: Sequence[Record]) -> tuple[set[int], set[int]]:
-    """The caches that records create, change or fork; and those that they truncate or release."""
-    numbers = {record.number for record in restated} if restated else set()
-    shrinking = set()
-    for record in records:
-        if isinstance(record, CacheForked):
-            numbers.add(record.parent)
-            numbers.update(child.number for child in record.children)
-            continue
-        numbers.add(record.number)
-        if isinstance(record, CacheTruncated | CacheReleased):
-            shrinking.add(record.number)
-    return numbers, shrinking
+    def _holder(self, state: CacheState) -> CacheState | None:
+        for segment in reversed(state.tokens.segments):
+            number = self._holders.get(segment)
+            if number is not None and number not in self._shrunk:
+                return self._ledger.get(number)
+        return None

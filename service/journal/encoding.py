@@ -22,7 +22,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final, NamedTuple
 from zlib import crc32
 
 from service.caches.records import (
@@ -47,10 +47,6 @@ _ROW_HEAD = struct.Struct("<BBHI")
 _ROW_KEY = struct.Struct("<Qq")
 _FRAME_HEAD = struct.Struct("<IB")
 _CRC = struct.Struct("<I")
-_ROW_HEAD_BYTES: Final = _ROW_HEAD.size
-_CRC_RESIDUE: Final = 0x2144DF1C
-# Everything before the body of the first frame. The version and the zeros after it are one number.
-_PACKED_ROW_HEAD = struct.Struct("<IIIIB")
 _ROW_START: Final = _ROW_HEAD.size + _CRC.size
 FRAME_BYTES: Final = _FRAME_HEAD.size + _CRC.size
 
@@ -60,17 +56,7 @@ _FORKED_TOGETHER, _CREATED_WITH_WEIGHTS, _RESTATED_WITH_WEIGHTS = range(9, 12)
 # The first format that has a kind, if that is not the first of all.
 _FORMATS: Final = {_FORKED_TOGETHER: 2, _CREATED_WITH_WEIGHTS: 3, _RESTATED_WITH_WEIGHTS: 3}
 
-_LENGTH = struct.Struct("<I")
-_NUMBER = struct.Struct("<Q")
-_CREATED_HEAD = struct.Struct("<QQd")
-_APPENDED_HEAD = struct.Struct("<QQQQQ")
-_TRUNCATED_BODY = struct.Struct("<QQ")
-_CHILD_HEAD = struct.Struct("<QQ")
-_FORK_PLACE = struct.Struct("<QQ")
-_RENEWED_BODY = struct.Struct("<Qd")
-_RESTATED_HEAD = struct.Struct("<QQdQQQQBB")
-_LAST_HEAD = struct.Struct("<QQQ")
-_FORK_HEAD = struct.Struct("<QQQ")
+_U8, _U32, _U64, _F64 = map(struct.Struct, ("<B", "<I", "<Q", "<d"))
 # Number, position, prompt_len, ownership and token, each an u32.
 PACKED_DECODE_BYTES: Final = 20
 _PACKED_DECODE_VALUES: Final = PACKED_DECODE_BYTES // _TOKEN_BYTES
@@ -85,22 +71,6 @@ class CorruptRecord(Exception):
 
 class NewerFormat(CorruptRecord):
     """A row of a newer version of this program."""
-
-
-class DecodeRecords:
-    """Packed decodes as in a row: `PACKED_DECODE_BYTES` for each append of one token."""
-
-    __slots__ = ("packed",)
-
-    def __init__(self, packed: bytes) -> None:
-        self.packed = packed
-
-    def records(self) -> Iterator[TokensAppended]:
-        """One record for each append."""
-        values = _array_of(self.packed)
-        for at in range(0, len(values), _PACKED_DECODE_VALUES):
-            number, position, prompt_len, ownership, _ = values[at : at + _PACKED_DECODE_VALUES]
-            yield TokensAppended(number, position, values[at + 4 : at + 5], prompt_len, ownership)
 
 
 def encode(records: Sequence[Record]) -> bytes:
@@ -148,36 +118,17 @@ def _format_of(frames: bytes) -> int:
 def decode(row: bytes, seq: int, wall_ns: int) -> Iterator[Record]:
     """Yields the records of a row. Raises CorruptRecord, maybe after some records."""
     for item in decode_packed(row, seq, wall_ns):
-        if isinstance(item, DecodeRecords):
-            yield from item.records()
-        else:
+        if not isinstance(item, bytes):
             yield item
+            continue
+        values = _array_of(item)
+        for at in range(0, len(values), _PACKED_DECODE_VALUES):
+            number, position, prompt_len, ownership, _ = values[at : at + _PACKED_DECODE_VALUES]
+            yield TokensAppended(number, position, values[at + 4 : at + 5], prompt_len, ownership)
 
 
-def read_packed_row(row: bytes, seq: int, wall_ns: int) -> bytes | None:
-    """The packed decodes of a row that holds nothing else. None for other rows and damaged ones.
-
-    Most rows are like that, and this takes a third of the time of `decode_packed`.
-    """
-    if len(row) < _PACKED_ROW_HEAD.size + _CRC.size:
-        return None
-    start, length, head_crc, size, kind = _PACKED_ROW_HEAD.unpack_from(row)
-    if (
-        kind != _PACKED_DECODES
-        or start != _FIRST_VERSION
-        or length != len(row) - _ROW_START
-        or size != len(row) - _PACKED_ROW_HEAD.size - _CRC.size
-        or size % PACKED_DECODE_BYTES
-        or crc32(row[:_ROW_HEAD_BYTES], crc32(_ROW_KEY.pack(seq, wall_ns))) != head_crc
-        # The crc of data followed by its own crc is a constant.
-        or crc32(row[_ROW_START:]) != _CRC_RESIDUE
-    ):
-        return None
-    return row[_PACKED_ROW_HEAD.size : -_CRC.size]
-
-
-def decode_packed(row: bytes, seq: int, wall_ns: int) -> Iterator[Record | DecodeRecords]:
-    """As `decode`, but leaves packed decodes packed."""
+def decode_packed(row: bytes, seq: int, wall_ns: int) -> Iterator[Record | bytes]:
+    """As `decode`, but leaves packed decodes packed: `PACKED_DECODE_BYTES` for each append of one token."""
     _check_head(row, seq, wall_ns)
     view, at = memoryview(row), _ROW_START
     while at < len(row):
@@ -192,7 +143,7 @@ def decode_packed(row: bytes, seq: int, wall_ns: int) -> Iterator[Record | Decod
         if kind == _PACKED_DECODES:
             if length % PACKED_DECODE_BYTES:
                 raise CorruptRecord(at, "packed decodes are truncated")
-            yield DecodeRecords(row[body:end])
+            yield row[body:end]
         else:
             yield _decode_one(row, kind, body, end)
         at = end + _CRC.size
@@ -210,9 +161,9 @@ def _check_head(row: bytes, seq: int, wall_ns: int) -> None:
         raise CorruptRecord(0, f"{len(row) - _ROW_START} bytes follow the row's head instead of {length}")
 
 
-def _frame(kind: int, *parts: bytes) -> bytes:
-    body = b"".join((_FRAME_HEAD.pack(sum(map(len, parts)), kind), *parts))
-    return body + _CRC.pack(crc32(body))
+def _frame(kind: int, body: bytes) -> bytes:
+    frame = _FRAME_HEAD.pack(len(body), kind) + body
+    return frame + _CRC.pack(crc32(frame))
 
 
 def _encode_decodes(values: list[int], records: list[TokensAppended]) -> list[bytes]:
@@ -224,97 +175,15 @@ def _encode_decodes(values: list[int], records: list[TokensAppended]) -> list[by
 
 
 def _encode_one(record: Record) -> bytes:
+    kind = _KINDS[type(record)]
+    if isinstance(record, CacheForked) and record.total:
+        kind = _FORKED_TOGETHER
+    elif isinstance(record, CacheCreated | CacheRestated) and record.weights:
+        kind = _CREATED_WITH_WEIGHTS if kind == _CREATED else _RESTATED_WITH_WEIGHTS
     try:
-        return _ENCODERS[type(record)](record)
+        return _frame(kind, _LAYOUTS[kind].write(record))
     except (struct.error, OverflowError) as error:
         raise ValueError(f"{type(record).__name__} of a cache does not fit its encoding: {error}") from None
-
-
-def _encode_created(record: CacheCreated) -> bytes:
-    return _frame(
-        _CREATED_WITH_WEIGHTS if record.weights else _CREATED,
-        _CREATED_HEAD.pack(record.number, record.seed, record.lease_s),
-        _blob(record.cache_id.encode()),
-        _blob(record.tenant.encode()),
-        _blob(record.request_id.encode()),
-        _blob(record.salt),
-        _weights(record.weights),
-    )
-
-
-def _encode_appended(record: TokensAppended) -> bytes:
-    head = _APPENDED_HEAD.pack(
-        record.number, record.position, record.prompt_len, record.ownership, record.accept
-    )
-    return _frame(_APPENDED, head, _blob(record.asked), _tokens(record.token_ids))
-
-
-def _encode_truncated(record: CacheTruncated) -> bytes:
-    return _frame(_TRUNCATED, _TRUNCATED_BODY.pack(record.number, record.new_len))
-
-
-def _encode_forked(record: CacheForked) -> bytes:
-    parts = [_NUMBER.pack(record.parent), _blob(record.request_id.encode())]
-    parts.append(_LENGTH.pack(len(record.children)))
-    for child in record.children:
-        parts += (_CHILD_HEAD.pack(child.number, child.seed), _blob(child.cache_id.encode()))
-    if not record.total:
-        return _frame(_FORKED, *parts)
-    return _frame(_FORKED_TOGETHER, *parts, _FORK_PLACE.pack(record.total, record.first))
-
-
-def _encode_renewed(record: LeaseRenewed) -> bytes:
-    return _frame(_RENEWED, _RENEWED_BODY.pack(record.number, record.lease_s))
-
-
-def _encode_released(record: CacheReleased) -> bytes:
-    return _frame(_RELEASED, _NUMBER.pack(record.number))
-
-
-def _encode_restated(record: CacheRestated) -> bytes:
-    last, fork = record.last, record.fork
-    head = _RESTATED_HEAD.pack(
-        record.number,
-        record.seed,
-        record.lease_s,
-        record.prompt_len,
-        record.ownership,
-        record.shares_with,
-        record.shared_len,
-        last is not None,
-        fork is not None,
-    )
-    parts = [head, *(_blob(text.encode()) for text in (record.cache_id, record.tenant, record.request_id))]
-    parts.append(_blob(record.salt))
-    if last is not None:
-        parts += (_LAST_HEAD.pack(last.base, last.kept, last.accept), _blob(last.asked))
-    if fork is not None:
-        parts += (_FORK_HEAD.pack(fork.parent, fork.index, fork.count), _blob(fork.request_id.encode()))
-    kind = _RESTATED_WITH_WEIGHTS if record.weights else _RESTATED
-    return _frame(kind, *parts, _tokens(record.token_ids), _weights(record.weights))
-
-
-_ENCODERS: Final[dict[type, Callable[..., bytes]]] = {
-    CacheCreated: _encode_created,
-    TokensAppended: _encode_appended,
-    CacheTruncated: _encode_truncated,
-    CacheForked: _encode_forked,
-    LeaseRenewed: _encode_renewed,
-    CacheReleased: _encode_released,
-    CacheRestated: _encode_restated,
-}
-
-
-def _blob(data: bytes) -> bytes:
-    return _LENGTH.pack(len(data)) + data
-
-
-def _weights(number: int) -> bytes:
-    return _NUMBER.pack(number) if number else b""
-
-
-def _tokens(token_ids: Sequence[int]) -> bytes:
-    return _blob(_packed(array("I", token_ids)))
 
 
 def _packed(values: array[int]) -> bytes:
@@ -331,22 +200,37 @@ def _array_of(packed: bytes) -> array[int]:
     return values
 
 
+def _decode_one(row: bytes, kind: int, at: int, end: int) -> Record:
+    if kind not in _LAYOUTS:
+        raise CorruptRecord(at, f"records of kind {kind} are unknown")
+    body = _Body(row, at, end)
+    record: Record = _LAYOUTS[kind].read(body)
+    if body.left:
+        raise CorruptRecord(end - body.left, "a record has extra bytes")
+    return record
+
+
+# How the fields of records are encoded.
+
+
 class _Body:
     """Reads the body of a frame, never beyond its end."""
 
     def __init__(self, row: bytes, at: int, end: int) -> None:
         self._row = row
         self._at = at
-        self._end = end
+        self.left = end - at
 
-    def values(self, layout: struct.Struct) -> tuple[int, ...]:
-        # Some values are floats. The type checker does not understand layouts.
-        return layout.unpack_from(self._row, self._advance(layout.size))
+    def take(self, size: int) -> bytes:
+        start = self._at
+        if size > self.left:
+            raise CorruptRecord(start, "a record is truncated")
+        self._at += size
+        self.left -= size
+        return self._row[start : self._at]
 
     def blob(self) -> bytes:
-        (length,) = self.values(_LENGTH)
-        start = self._advance(length)
-        return self._row[start : start + length]
+        return self.take(*_U32.unpack(self.take(_U32.size)))
 
     def text(self) -> str:
         at = self._at
@@ -361,100 +245,129 @@ class _Body:
             raise CorruptRecord(at, "tokens are truncated")
         return _array_of(packed)
 
-    def weights(self) -> int:
-        """Reads the optional number of the weights at the end of a record."""
-        return self.values(_NUMBER)[0] if self._at < self._end else 0
 
-    def end(self) -> None:
-        if self._at != self._end:
-            raise CorruptRecord(self._at, "a record has extra bytes")
+class _Codec(NamedTuple):
+    """Writes and reads one value."""
 
-    def _advance(self, size: int) -> int:
-        start = self._at
-        if size > self._end - start:
-            raise CorruptRecord(start, "a record is truncated")
-        self._at += size
-        return start
+    write: Callable[[Any], bytes]
+    read: Callable[[_Body], Any]
 
 
-def _decode_one(row: bytes, kind: int, at: int, end: int) -> Record:
-    if kind not in _DECODERS:
-        raise CorruptRecord(at, f"records of kind {kind} are unknown")
-    body = _Body(row, at, end)
-    record = _DECODERS[kind](body)
-    body.end()
-    return record
+def _value(layout: struct.Struct) -> _Codec:
+    return _Codec(layout.pack, lambda body: layout.unpack(body.take(layout.size))[0])
 
 
-def _decode_created(body: _Body) -> CacheCreated:
-    number, seed, lease_s = body.values(_CREATED_HEAD)
-    cache_id, tenant, request_id = body.text(), body.text(), body.text()
-    return CacheCreated(number, cache_id, tenant, body.blob(), seed, lease_s, request_id, body.weights())
+def _write_blob(data: bytes) -> bytes:
+    return _U32.pack(len(data)) + data
 
 
-def _decode_appended(body: _Body) -> TokensAppended:
-    number, position, prompt_len, ownership, accept = body.values(_APPENDED_HEAD)
-    asked = body.blob()
-    return TokensAppended(number, position, body.tokens(), prompt_len, ownership, accept, asked)
+_INT, _FLOAT = _value(_U64), _value(_F64)
+_BLOB = _Codec(_write_blob, _Body.blob)
+_TEXT = _Codec(lambda text: _write_blob(text.encode()), _Body.text)
+_TOKENS = _Codec(lambda token_ids: _write_blob(_packed(array("I", token_ids))), _Body.tokens)
+# At the end of a record. 0 is not written.
+_WEIGHTS = _Codec(lambda weights: _INT.write(weights) if weights else b"", lambda b: b.left and _INT.read(b))
 
 
-def _decode_forked(body: _Body) -> CacheForked:
-    (parent,) = body.values(_NUMBER)
-    request_id = body.text()
-    (count,) = body.values(_LENGTH)
-    children = []
-    # A wrong count fails at the end of the body.
-    for _ in range(count):
-        number, seed = body.values(_CHILD_HEAD)
-        children.append(Child(number, body.text(), seed))
-    return CacheForked(parent, children, request_id)
+class _Layout:
+    """The fields of a dataclass, in the order in which they are written.
+
+    A field that can be None occurs twice: `_IS_SET`, and later its value, if it has one.
+    """
+
+    def __init__(self, cls: Callable[..., Any], *fields: tuple[str, _Codec]) -> None:
+        self._cls = cls
+        self._fields = fields
+
+    def write(self, value: object) -> bytes:
+        return b"".join([codec.write(getattr(value, name)) for name, codec in self._fields])
+
+    def read(self, body: _Body) -> Any:
+        values: dict[str, Any] = {}
+        for name, codec in self._fields:
+            values[name] = codec.read(body) if values.get(name, True) else None
+        return self._cls(**values)
 
 
-def _decode_forked_together(body: _Body) -> CacheForked:
-    fork = _decode_forked(body)
-    total, first = body.values(_FORK_PLACE)
-    return CacheForked(fork.parent, fork.children, fork.request_id, total, first)
+def _if_set(layout: _Layout) -> _Codec:
+    return _Codec(lambda value: b"" if value is None else layout.write(value), layout.read)
 
 
-def _decode_restated(body: _Body) -> CacheRestated:
-    head = body.values(_RESTATED_HEAD)
-    number, seed, lease_s, prompt_len, ownership, shares_with, shared_len, has_last, has_fork = head
-    cache_id, tenant, request_id, salt = body.text(), body.text(), body.text(), body.blob()
-    last, fork = None, None
-    if has_last:
-        base, kept, accept = body.values(_LAST_HEAD)
-        last = LastAppend(base, kept, accept, body.blob())
-    if has_fork:
-        parent, index, count = body.values(_FORK_HEAD)
-        fork = ForkKey(body.text(), parent, index, count)
-    return CacheRestated(
-        number,
-        cache_id,
-        tenant,
-        salt,
-        seed,
-        lease_s,
-        request_id,
-        prompt_len,
-        ownership,
-        last,
-        fork,
-        shares_with,
-        shared_len,
-        body.tokens(),
-        body.weights(),
-    )
+def _list_of(layout: _Layout) -> _Codec:
+    def write(items: Sequence[object]) -> bytes:
+        return _U32.pack(len(items)) + b"".join(map(layout.write, items))
+
+    def read(body: _Body) -> list[Any]:
+        # A wrong count fails at the end of the body.
+        return [layout.read(body) for _ in range(*_U32.unpack(body.take(_U32.size)))]
+
+    return _Codec(write, read)
 
 
-_DECODERS: Final[dict[int, Callable[[_Body], Record]]] = {
-    _CREATED: _decode_created,
-    _CREATED_WITH_WEIGHTS: _decode_created,
-    _APPENDED: _decode_appended,
-    _TRUNCATED: lambda body: CacheTruncated(*body.values(_TRUNCATED_BODY)),
-    _FORKED: _decode_forked,
-    _FORKED_TOGETHER: _decode_forked_together,
-    _RENEWED: lambda body: LeaseRenewed(*body.values(_RENEWED_BODY)),
-    _RELEASED: lambda body: CacheReleased(*body.values(_NUMBER)),
-    _RESTATED: _decode_restated,
-    _RESTATED_WITH_WEIGHTS: _decode_restated,
+_IS_SET = _Codec(lambda value: _U8.pack(value is not None), _value(_U8).read)
+_CHILDREN = _list_of(_Layout(Child, ("number", _INT), ("seed", _INT), ("cache_id", _TEXT)))
+_LAST = _if_set(_Layout(LastAppend, ("base", _INT), ("kept", _INT), ("accept", _INT), ("asked", _BLOB)))
+_FORK = _if_set(_Layout(ForkKey, ("parent", _INT), ("index", _INT), ("count", _INT), ("request_id", _TEXT)))
+_FORK_FIELDS = (("parent", _INT), ("request_id", _TEXT), ("children", _CHILDREN))
+_CREATED_LAYOUT = _Layout(
+    CacheCreated,
+    ("number", _INT),
+    ("seed", _INT),
+    ("lease_s", _FLOAT),
+    ("cache_id", _TEXT),
+    ("tenant", _TEXT),
+    ("request_id", _TEXT),
+    ("salt", _BLOB),
+    ("weights", _WEIGHTS),
+)
+_RESTATED_LAYOUT = _Layout(
+    CacheRestated,
+    ("number", _INT),
+    ("seed", _INT),
+    ("lease_s", _FLOAT),
+    ("prompt_len", _INT),
+    ("ownership", _INT),
+    ("shares_with", _INT),
+    ("shared_len", _INT),
+    ("last", _IS_SET),
+    ("fork", _IS_SET),
+    ("cache_id", _TEXT),
+    ("tenant", _TEXT),
+    ("request_id", _TEXT),
+    ("salt", _BLOB),
+    ("last", _LAST),
+    ("fork", _FORK),
+    ("token_ids", _TOKENS),
+    ("weights", _WEIGHTS),
+)
+_LAYOUTS: Final = {
+    _CREATED: _CREATED_LAYOUT,
+    _CREATED_WITH_WEIGHTS: _CREATED_LAYOUT,
+    _APPENDED: _Layout(
+        TokensAppended,
+        ("number", _INT),
+        ("position", _INT),
+        ("prompt_len", _INT),
+        ("ownership", _INT),
+        ("accept", _INT),
+        ("asked", _BLOB),
+        ("token_ids", _TOKENS),
+    ),
+    _TRUNCATED: _Layout(CacheTruncated, ("number", _INT), ("new_len", _INT)),
+    _FORKED: _Layout(CacheForked, *_FORK_FIELDS),
+    _FORKED_TOGETHER: _Layout(CacheForked, *_FORK_FIELDS, ("total", _INT), ("first", _INT)),
+    _RENEWED: _Layout(LeaseRenewed, ("number", _INT), ("lease_s", _FLOAT)),
+    _RELEASED: _Layout(CacheReleased, ("number", _INT)),
+    _RESTATED: _RESTATED_LAYOUT,
+    _RESTATED_WITH_WEIGHTS: _RESTATED_LAYOUT,
+}
+# The oldest kind of each record.
+_KINDS: Final[dict[type, int]] = {
+    CacheCreated: _CREATED,
+    TokensAppended: _APPENDED,
+    CacheTruncated: _TRUNCATED,
+    CacheForked: _FORKED,
+    LeaseRenewed: _RENEWED,
+    CacheReleased: _RELEASED,
+    CacheRestated: _RESTATED,
 }

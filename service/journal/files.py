@@ -154,7 +154,7 @@ class Files:
             self._check_high_water_mark(db)
         with contextlib.closing(self.connect()) as db:
             # Checkpoint first: on a full disk there may be room only at the start of the write-ahead log.
-            self.high_water_mark.write(last_seq(db), synced=checkpoint(db, "PASSIVE"))
+            self.high_water_mark.write(last_seq(db), synced=checkpoint(db))
             # Also fails if the file cannot be written to.
             db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (_OWNER, self._stored_owner))
 
@@ -272,9 +272,9 @@ def translate_errors(path: Path) -> Iterator[None]:
         raise JournalUnusable(f"{error.filename or path}: {error.strerror}. {advice}") from error
 
 
-def checkpoint(db: sqlite3.Connection, mode: Literal["PASSIVE", "TRUNCATE"]) -> bool:
+def checkpoint(db: sqlite3.Connection) -> bool:
     """Copies the write-ahead log into the database. Whether all of it was copied. Raises sqlite3.Error."""
-    busy, in_log, done = _fetch_one(db, f"PRAGMA wal_checkpoint({mode})")
+    busy, in_log, done = _fetch_one(db, "PRAGMA wal_checkpoint(PASSIVE)")
     return not busy and in_log == done
 
 

@@ -1,92 +1,80 @@
 """Applies the rows of a journal in order.
 
-The time depends on the number of records, and each decoded token is one. Therefore the appends of one token
-in many rows are sorted by cache, and consecutive ones are merged into one record (`packed_decodes.py`).
+The time depends on the number of records, and each decoded token is one. Therefore appends of one token are
+collected from many rows, sorted by cache, and consecutive ones are applied as one record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterator
 
-from service.caches.records import CacheForked, CacheRestated, Record, TokensAppended
-from service.journal.encoding import PACKED_DECODE_BYTES, DecodeRecords, decode_packed, read_packed_row
+from service.caches.records import Record, TokensAppended
+from service.journal.encoding import PACKED_DECODE_BYTES, decode_packed
 
 # Called with a record and the Unix time in seconds at which it was written.
 Apply = Callable[[Record, float], None]
 # Called with consecutive appends of one token, merged into one record.
 ApplyRun = Callable[[TokensAppended, float], None]
 
-# A batch ends after so many packed decodes (5 MiB),
-_BATCH_APPENDS = 1 << 18
-# or after so many rows.
-_BATCH_ROWS = 1 << 14
+# So many packed decodes are collected (5 MiB).
+_MAX_APPENDS = 1 << 18
 
 
 class Replay:
-    """Applies rows in batches. Records of a cache and of its forks stay in order."""
+    """Applies records. Packed decodes wait for the next other record, or until there are many."""
 
     def __init__(self, apply: Apply, apply_run: ApplyRun) -> None:
         self._apply = apply
         self._apply_run = apply_run
-        self._begin_batch()
-
-    def add(self, row: bytes, seq: int, wall_ns: int) -> None:
-        """Adds all records of a row, or raises CorruptRecord and adds none."""
-        wall_s = wall_ns / 1e9
-        packed = read_packed_row(row, seq, wall_ns)
-        if packed is not None:
-            self._packed.append(packed)
-            self._count += len(packed) // PACKED_DECODE_BYTES
-        else:
-            self._add_items(list(decode_packed(row, seq, wall_ns)), wall_s)
-        self._rows += 1
-        self._ends.append(self._count)
-        self._walls_s.append(wall_s)
-        if self._count >= _BATCH_APPENDS or self._rows >= _BATCH_ROWS:
-            self.flush()
-
-    def _add_items(self, items: Iterable[Record | DecodeRecords], wall_s: float) -> None:
-        for item in items:
-            if isinstance(item, DecodeRecords):
-                self._packed.append(item.packed)
-                self._count += len(item.packed) // PACKED_DECODE_BYTES
-            else:
-                self._others.append((self._count, item, wall_s))
-
-    def flush(self) -> None:
-        """Applies all records of the batch. Raises what `apply` and `apply_run` raise."""
-        if not self._rows:
-            return
-        # Imports numpy, which a gateway with an empty journal does not need.
-        from service.journal.packed_decodes import PackedDecodes  # noqa: PLC0415
-
-        packed_decodes = PackedDecodes(b"".join(self._packed), self._ends, self._walls_s)
-        for before, record, wall_s in self._others:
-            for number in _numbers(record):
-                self._apply_all(packed_decodes.of(number, before))
-            self._apply(record, wall_s)
-        self._apply_all(packed_decodes.rest())
-        self._begin_batch()
-
-    def _apply_all(self, packed_decodes: Iterator[tuple[TokensAppended, float]]) -> None:
-        for run, wall_s in packed_decodes:
-            self._apply_run(run, wall_s)
-
-    def _begin_batch(self) -> None:
+        # Packed decodes, how many these are, and the time of each part.
         self._packed: list[bytes] = []
         self._count = 0
-        self._rows = 0
-        # For each row: the number of packed decodes up to its end, and its time.
-        self._ends: list[int] = []
         self._walls_s: list[float] = []
-        # Other records, each with the number of packed decodes before it, and its time.
-        self._others: list[tuple[int, Record, float]] = []
+
+    def add(self, row: bytes, seq: int, wall_ns: int) -> None:
+        """Adds all records of a row, or raises CorruptRecord and adds none.
+
+        Raises also what `apply` and `apply_run` raise.
+        """
+        wall_s = wall_ns / 1e9
+        for item in list(decode_packed(row, seq, wall_ns)):
+            if isinstance(item, bytes):
+                self._packed.append(item)
+                self._walls_s.append(wall_s)
+                self._count += len(item) // PACKED_DECODE_BYTES
+            else:
+                self.flush()
+                self._apply(item, wall_s)
+        if self._count >= _MAX_APPENDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Applies all packed decodes. Raises what `apply_run` raises."""
+        if self._count:
+            for run, wall_s in _runs(self._packed, self._walls_s):
+                self._apply_run(run, wall_s)
+            self._packed, self._walls_s, self._count = [], [], 0
 
 
-def _numbers(record: Record) -> tuple[int, ...]:
-    """The caches whose earlier records must be applied before this record."""
-    if isinstance(record, CacheForked):
-        return (record.parent,)
-    if isinstance(record, CacheRestated):
-        return (record.number, record.shares_with)
-    return (record.number,)
+def _runs(packed: list[bytes], walls_s: list[float]) -> Iterator[tuple[TokensAppended, float]]:
+    """Merges consecutive decodes (N in all) of each cache. Also yields the time of each last one."""
+    # A gateway with an empty journal does not need it.
+    import numpy as np  # noqa: PLC0415
+
+    values = np.frombuffer(b"".join(packed), "<u4").reshape(-1, PACKED_DECODE_BYTES // 4)  # [N, 5]
+    numbers = values[:, 0] - values[:, 0].min()  # [N]
+    # 16-bit numbers are sorted several times as fast.
+    small = numbers.max() <= np.iinfo(np.uint16).max
+    order = np.argsort(numbers.astype(np.uint16) if small else numbers, kind="stable")  # [N]
+    values = values[order]
+    part_of = np.repeat(np.arange(len(packed)), [len(part) // PACKED_DECODE_BYTES for part in packed])[order]
+    # Within a run the position grows by one, and all other values but the token stay the same.
+    is_end = (np.diff(values[:, :4], axis=0) != np.array([0, 1, 0, 0], np.uint32)).any(axis=1)
+    ends: list[int] = [*(np.flatnonzero(is_end) + 1).tolist(), len(values)]
+    starts = [0, *ends[:-1]]
+    tokens = array("I", np.ascontiguousarray(values[:, 4], np.uint32).tobytes())
+    heads: list[list[int]] = values[starts, :4].tolist()
+    for start, end, (number, position, prompt_len, ownership) in zip(starts, ends, heads, strict=True):
+        run = TokensAppended(number, position, tokens[start:end], prompt_len, ownership)
+        yield run, walls_s[part_of[end - 1]]

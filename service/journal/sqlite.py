@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from service.caches.ledger import RecordConflict
 from service.caches.records import Record
-from service.journal.base import JournalUnusable, OnCommitted
+from service.journal.base import Journal, JournalUnusable, OnCommitted
 from service.journal.encoding import CorruptRecord, NewerFormat, encode
 from service.journal.files import Files, Sync, read_meta, translate_errors
 from service.journal.recovery import Apply, ApplyRun, Replay
@@ -36,7 +36,6 @@ _CALLBACK_SLICE_BYTES: Final = 1 << 12
 class _PendingCommit(NamedTuple):
     size_bytes: int
     given_at: float
-    loop: asyncio.AbstractEventLoop
     on_committed: OnCommitted
 
 
@@ -53,22 +52,25 @@ def open_journal(
         raise
 
 
-class SqliteJournal:
-    """See `Journal`. Owner of its files, which are locked until it is closed."""
+class SqliteJournal(Journal):
+    """Owner of its files, which are locked until it is closed."""
 
     def __init__(self, files: Files, db: sqlite3.Connection, compaction_bytes: int) -> None:
         """Raises sqlite3.Error."""
         self._files = files
         self._db = db
-        self._writer: Writer[_PendingCommit] = Writer(files, db, self._on_written)
-        self._model = read_meta(db, "model")
+        self._writer = Writer(files, db, self._on_written)
+        self.model_fingerprint = read_meta(db, "model")
         self._compaction_bytes = compaction_bytes
+        self._loop: asyncio.AbstractEventLoop
+        # Commits whose callbacks have not run. Those of the first ones are due: whether these are durable.
         self._waiting: collections.deque[_PendingCommit] = collections.deque()
-        # For each event loop: finished commits whose callbacks have not run, and whether they are durable.
-        self._callbacks: dict[asyncio.AbstractEventLoop, collections.deque[tuple[_PendingCommit, bool]]] = {}
-        # The last mark, and the last mark whose earlier rows were to be dropped.
-        self._marks = 0
-        self._dropped = 0
+        self._finished: collections.deque[bool] = collections.deque()
+        # The mark of the last compaction: the first row after it, and the size of all rows before that one.
+        self._mark = (0, 0)
+        # Size of the dropped rows, and of the others when they were dropped.
+        self._dropped_bytes = 0
+        self._kept_bytes = 0
         self._closed = False
 
     def recover(self, apply: Apply, apply_run: ApplyRun) -> None:
@@ -78,22 +80,23 @@ class SqliteJournal:
         Raises JournalUnusable, maybe after some records.
         """
         replay = Replay(apply, apply_run)
-        expected = self._writer.first_seq
+        seq = expected = self._writer.first_seq
         torn: CorruptRecord | None = None
         with translate_errors(self._files.path):
             query = "SELECT seq, wall_ns, data FROM log WHERE seq >= ? ORDER BY seq"
             with contextlib.closing(self._db.execute(query, (expected,))) as rows:
-                for seq, wall_ns, row in rows:
-                    if seq != expected:
-                        raise self._damaged(expected, "it is missing")
-                    torn = self._replay_row(replay, seq, wall_ns, row)
-                    if torn is not None:
-                        break
-                    expected += 1
-            try:
-                replay.flush()
-            except RecordConflict as error:
-                raise self._conflict(expected - 1, error) from None
+                try:
+                    for seq, wall_ns, row in rows:
+                        if seq != expected:
+                            raise self._damaged(expected, "it is missing")
+                        torn = self._replay_row(replay, seq, wall_ns, row)
+                        if torn is not None:
+                            break
+                        expected += 1
+                    replay.flush()
+                except RecordConflict as error:
+                    what = f"the records up to this row conflict: {error}"
+                    raise self._damaged(seq, what) from None
             if torn is not None:
                 self._drop_last_row(expected, torn)
         if expected != self._writer.next_seq:
@@ -113,13 +116,8 @@ class SqliteJournal:
             if seq + 1 == self._writer.next_seq:
                 return error
             raise self._damaged(seq, str(error)) from None
-        except RecordConflict as error:
-            raise self._conflict(seq, error) from None
-        self._writer.size_bytes += ROW_BYTES + len(row)
+        self._writer.written_bytes += ROW_BYTES + len(row)
         return None
-
-    def _conflict(self, seq: int, error: RecordConflict) -> JournalUnusable:
-        return self._damaged(seq, f"the records up to this row conflict: {error}")
 
     def _drop_last_row(self, seq: int, error: CorruptRecord) -> None:
         """Drops the last row, which was written only in part. Raises sqlite3.Error, OSError."""
@@ -140,15 +138,10 @@ class SqliteJournal:
             f"seq >= {seq}; or, to start without caches, move the directory away."
         )
 
-    @property
-    def model_fingerprint(self) -> str | None:
-        """See `Journal.model_fingerprint`."""
-        return self._model
-
     def bind_model(self, fingerprint: str) -> None:
         """See `Journal.bind_model`."""
-        if fingerprint != self._model:
-            self._model = self._writer.model = fingerprint
+        if fingerprint != self.model_fingerprint:
+            self.model_fingerprint = self._writer.model = fingerprint
 
     @property
     def oldest_waiting_s(self) -> float:
@@ -158,7 +151,7 @@ class SqliteJournal:
     @property
     def size_bytes(self) -> int:
         """Size of all rows that were not dropped."""
-        return self._writer.size_bytes
+        return self._writer.written_bytes - self._dropped_bytes
 
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
         """See `Journal.commit`."""
@@ -172,29 +165,26 @@ class SqliteJournal:
         if self._closed:
             on_committed(False)
             return
-        loop = asyncio.get_running_loop()
-        waiting = _PendingCommit(len(frames), time.monotonic(), loop, on_committed)
-        self._waiting.append(waiting)
-        self._writer.append(frames, waiting)
+        self._loop = asyncio.get_running_loop()
+        self._waiting.append(_PendingCommit(len(frames), time.monotonic(), on_committed))
+        self._writer.append(frames)
 
     def wants_compaction(self, live_bytes: int) -> bool:
         """See `Journal.wants_compaction`."""
-        writer = self._writer
-        if writer.is_dropping or writer.dropped != self._dropped:
-            return False
         # Restated caches do not share all that the ledger shares, so a pass may keep more than `live_bytes`.
-        return writer.size_bytes > max(2 * live_bytes, writer.kept_bytes) + self._compaction_bytes
+        limit_bytes = max(2 * live_bytes, self._kept_bytes) + self._compaction_bytes
+        return self.size_bytes > limit_bytes and not self._writer.is_dropping
 
-    def begin_compaction(self) -> int:
+    def begin_compaction(self) -> None:
         """See `Journal.begin_compaction`."""
-        self._marks += 1
-        self._writer.mark(self._marks)
-        return self._marks
+        # The thread has nothing to write, so that these values belong together.
+        self._mark = (self._writer.next_seq, self._writer.written_bytes)
 
-    def end_compaction(self, mark: int) -> None:
+    def end_compaction(self) -> None:
         """See `Journal.end_compaction`."""
-        self._dropped = mark
-        self._writer.drop(mark)
+        first_seq, self._dropped_bytes = self._mark
+        self._kept_bytes = self.size_bytes
+        self._writer.drop(first_seq)
 
     def close(self) -> None:
         """See `Journal.close`. Callbacks run afterwards, on the event loop."""
@@ -206,39 +196,26 @@ class SqliteJournal:
         else:
             _log.error("timeout while writing the rest of the journal", file=str(self._files.path))
 
-    def _on_written(self, commits: Sequence[_PendingCommit], durable: bool) -> None:
+    def _on_written(self, commits: int, durable: bool) -> None:
         """Called on the writer's thread."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[_PendingCommit]] = {}
-        for commit in commits:
-            by_loop.setdefault(commit.loop, []).append(commit)
-        for loop, of_loop in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(self._queue_callbacks, loop, of_loop, durable)
-            except RuntimeError:
-                # The loop is closed.
-                continue
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._finish, commits, durable)
 
-    def _queue_callbacks(
-        self, loop: asyncio.AbstractEventLoop, commits: Sequence[_PendingCommit], durable: bool
-    ) -> None:
-        callbacks = self._callbacks.setdefault(loop, collections.deque())
-        is_running = bool(callbacks)
-        for commit in commits:
-            callbacks.append((commit, durable))
+    def _finish(self, commits: int, durable: bool) -> None:
+        is_running = bool(self._finished)
+        self._finished += [durable] * commits
         if not is_running:
-            self._run_callbacks(loop)
+            self._run_callbacks()
 
-    def _run_callbacks(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _run_callbacks(self) -> None:
         """Runs callbacks in order. After a time slice it yields to other tasks."""
         done_bytes = 0
-        callbacks = self._callbacks[loop]
-        while callbacks:
+        while self._finished:
             if done_bytes >= _CALLBACK_SLICE_BYTES:
-                loop.call_soon(self._run_callbacks, loop)
+                self._loop.call_soon(self._run_callbacks)
                 return
-            commit, durable = callbacks.popleft()
+            commit, durable = self._waiting.popleft(), self._finished.popleft()
             done_bytes += commit.size_bytes
-            self._waiting.popleft()
             try:
                 commit.on_committed(durable)
             except Exception:

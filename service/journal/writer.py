@@ -5,13 +5,12 @@ It gets encoded records, and reports results through a callback on its own threa
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Generic, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Final
 
 from service.journal.encoding import seal
 from service.journal.files import FAILURES, Files, NotOwner, checkpoint, first_seq, last_seq, write_meta
@@ -35,72 +34,56 @@ _DROP_BYTES: Final = 4 << 20
 _WARN_S: Final = 10.0
 
 
-# Identifies a batch in the report.
-Pending = TypeVar("Pending")
+# The frames of a commit, or what runs on the thread between commits.
+_Item = bytes | Callable[[], None]
+# Called on the thread with a number of commits, the oldest that were not reported yet. True: they are
+# durable. False: none of them is stored.
+OnWritten = Callable[[int, bool], None]
 
 
-class _Batch(NamedTuple, Generic[Pending]):
-    frames: bytes
-    pending: Pending
+class Writer:
+    """Owner of the connection. Reports each commit once, in order."""
 
-
-# Runs on the thread, between batches.
-_Control = Callable[[], None]
-_Item = _Batch[Pending] | _Control
-# Called on the thread. True: these batches are durable. False: none of them is stored.
-OnWritten = Callable[[Sequence[Pending], bool], None]
-
-
-class Writer(Generic[Pending]):
-    """Owner of the connection. Reports each batch once, in order."""
-
-    def __init__(self, files: Files, db: sqlite3.Connection, on_written: OnWritten[Pending]) -> None:
+    def __init__(self, files: Files, db: sqlite3.Connection, on_written: OnWritten) -> None:
         """Raises sqlite3.Error."""
         self.next_seq = last_seq(db) + 1
+        # Earlier rows are not needed, and are dropped. Changed only by `drop`.
         self.first_seq = first_seq(db)
-        # Size of the rows from `first_seq` on.
-        self.size_bytes = 0
+        # Size of all rows that were written or recovered, including dropped ones.
+        self.written_bytes = 0
         # A new model tag, which is stored with the next row.
         self.model: str | None = None
         self._files = files
         self._db: sqlite3.Connection | None = db
         self._on_written = on_written
-        self._queue: queue.SimpleQueue[_Item[Pending]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._has_ended = False
-        # By mark: the first row after it, and the size of the rows before it.
-        self._marks: dict[int, tuple[int, int]] = {}
         # The database may contain rows before `first_seq`.
         self.is_dropping = True
-        # The last mark passed to `drop`, and the size of the rows after it.
-        self.dropped = 0
-        self.kept_bytes = 0
         # Next time to drop rows, after a failure.
         self._drop_at = 0.0
         # Bytes since the last checkpoint.
         self._wal_bytes = 0
         self._warned_at = -_WARN_S
 
-    def append(self, frames: bytes, pending: Pending) -> None:
-        """Queues a batch."""
-        self._put(_Batch(frames, pending))
+    def append(self, frames: bytes) -> None:
+        """Queues the frames of a commit."""
+        self._put(frames)
 
-    def mark(self, name: int) -> None:
-        """Sets a mark: later batches go into later rows."""
-        self._put(lambda: self._set_mark(name))
-
-    def drop(self, name: int) -> None:
-        """Drops the rows before a mark."""
-        self._put(lambda: self._begin_drop(name))
+    def drop(self, first_seq: int) -> None:
+        """Drops the rows before `first_seq`. To be called only when earlier rows are dropped."""
+        self.first_seq, self.is_dropping = first_seq, True
+        self._put(self._drop_rows)
 
     def stop(self, timeout_s: float) -> bool:
-        """Writes all queued batches and closes the database. False after the timeout."""
+        """Writes all queued commits and closes the database. False after the timeout."""
         self._put(self._end)
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
 
-    def _put(self, item: _Item[Pending]) -> None:
+    def _put(self, item: _Item) -> None:
         self._queue.put(item)
         if self._thread is None:
             # A daemon thread, because a blocked write must not keep the process alive.
@@ -114,52 +97,51 @@ class Writer(Generic[Pending]):
             except queue.Empty:
                 self._run_maintenance()
                 continue
-            batches, control = self._take_batches(item)
-            if batches:
-                self._commit(batches)
+            commits, then = self._take_commits(item)
+            if commits:
+                self._commit(commits)
                 if self._wal_bytes > _WAL_BYTES:
                     self._checkpoint()
                 if self.is_dropping:
                     self._drop_rows()
-            if control is not None:
-                control()
+            if then is not None:
+                then()
 
     def _pause_s(self) -> float | None:
         if self.is_dropping:
             return max(0.0, self._drop_at - time.monotonic())
         return _IDLE_S if self._wal_bytes else None
 
-    def _take_batches(self, item: _Item[Pending]) -> tuple[list[_Batch[Pending]], _Control | None]:
-        """Takes queued batches up to the size limit or the next control function. Returns that, too."""
-        batches: list[_Batch[Pending]] = []
+    def _take_commits(self, item: _Item) -> tuple[list[bytes], Callable[[], None] | None]:
+        """Takes queued commits up to the size limit or the next function. Returns that, too."""
+        commits: list[bytes] = []
         size = 0
-        while isinstance(item, _Batch):
-            batches.append(item)
-            size += len(item.frames)
+        while isinstance(item, bytes):
+            commits.append(item)
+            size += len(item)
             if size > _MAX_ROW_BYTES:
-                return batches, None
+                return commits, None
             try:
                 item = self._queue.get_nowait()
             except queue.Empty:
-                return batches, None
-        return batches, item
+                return commits, None
+        return commits, item
 
-    def _commit(self, batches: list[_Batch[Pending]]) -> None:
-        frames, pending = zip(*batches, strict=True)
+    def _commit(self, commits: list[bytes]) -> None:
         wall_ns = time.time_ns()
         durable = False
         try:
-            row = seal(frames, self.next_seq, wall_ns)
+            row = seal(commits, self.next_seq, wall_ns)
             durable = self._write(row, wall_ns)
             if durable:
                 self.next_seq += 1
-                self.size_bytes += ROW_BYTES + len(row)
+                self.written_bytes += ROW_BYTES + len(row)
                 self._wal_bytes += _WAL_ROW_BYTES + len(row)
         except BaseException as error:
-            # Whatever it is: the batches are reported, and later ones can be written.
+            # Whatever it is: the commits are reported, and later ones can be written.
             self._warn("a write to the journal failed", error)
             self._disconnect()
-        self._on_written(pending, durable)
+        self._on_written(len(commits), durable)
 
     def _write(self, row: bytes, wall_ns: int) -> bool:
         """Writes a row. Whether it is durable. If not, recovery will not find it."""
@@ -171,8 +153,10 @@ class Writer(Generic[Pending]):
             self._files.require_names()
         except FAILURES as error:
             self._warn("a write to the journal failed", error)
-            if not self._is_written(row, wall_ns, error):
-                return False
+            # On a full disk, or while another program has a lock, nothing was written.
+            if getattr(error, "sqlite_errorname", "") not in ("SQLITE_FULL", "SQLITE_BUSY"):
+                self._take_back(lost=isinstance(error, NotOwner))
+            return False
         self._raise_high_water_mark()
         return True
 
@@ -191,30 +175,23 @@ class Writer(Generic[Pending]):
         if self.model is None:
             self._files.insert(self._db, self.next_seq, wall_ns, row)
             return
-        with _transaction(self._db):
+        self._db.execute("BEGIN IMMEDIATE")
+        with self._db:
             write_meta(self._db, "model", self.model)
             self._files.insert(self._db, self.next_seq, wall_ns, row)
         self.model = None
 
-    def _is_written(self, row: bytes, wall_ns: int, error: Exception) -> bool:
-        """Whether the row is stored despite a failure. If that is unknown, the row is removed."""
-        if self._db is None:
-            return False
-        lost = isinstance(error, NotOwner)
+    def _take_back(self, *, lost: bool) -> None:
+        """Removes the row that may have been written despite a failure. `lost`: its file was removed."""
         try:
-            query = "SELECT 1 FROM log WHERE seq = ? AND wall_ns = ? AND data = ?"
-            if not lost and self._db.execute(query, (self.next_seq, wall_ns, row)).fetchone():
-                return True
-            if lost or getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR"):
-                # The row may be complete in the log but not synced, and be found after a crash; or be found
-                # when a moved file is moved back.
+            # Also from a lost file, which may be moved back.
+            if self._db is not None:
                 self._overwrite(self._db)
         except FAILURES:
-            # The next write opens a new connection, which first removes this row.
             lost = True
         if lost:
+            # The next write opens a new connection, which first removes this row.
             self._disconnect()
-        return False
 
     def _reopen(self) -> None:
         """Opens a connection and removes rows that were reported as failed. Raises sqlite3.Error."""
@@ -227,7 +204,8 @@ class Writer(Generic[Pending]):
         self._db = db
 
     def _overwrite(self, db: sqlite3.Connection) -> None:
-        with _transaction(db):
+        db.execute("BEGIN IMMEDIATE")
+        with db:
             self._files.require_owner(db)
             db.execute("DELETE FROM log WHERE seq >= ?", (self.next_seq,))
             write_meta(db, "first_seq", self.first_seq)
@@ -246,17 +224,6 @@ class Writer(Generic[Pending]):
         except OSError as error:
             # A lower mark than possible is still correct.
             self._warn("the journal's high-water mark could not be written", error)
-
-    def _set_mark(self, name: int) -> None:
-        self._marks = {name: (self.next_seq, self.size_bytes)}
-
-    def _begin_drop(self, name: int) -> None:
-        if name in self._marks:
-            self.first_seq, size_bytes = self._marks.pop(name)
-            self.size_bytes -= size_bytes
-            self.is_dropping = True
-        self.kept_bytes = self.size_bytes
-        self.dropped = name
 
     def _run_maintenance(self) -> None:
         if self.is_dropping:
@@ -279,7 +246,8 @@ class Writer(Generic[Pending]):
                 size += length
                 if size > _DROP_BYTES:
                     break
-            with _transaction(self._db):
+            self._db.execute("BEGIN IMMEDIATE")
+            with self._db:
                 self._files.require_owner(self._db)
                 write_meta(self._db, "first_seq", self.first_seq)
                 self._db.execute("DELETE FROM log WHERE seq <= ?", (last,))
@@ -295,7 +263,7 @@ class Writer(Generic[Pending]):
         if self._db is None:
             return
         try:
-            if checkpoint(self._db, "PASSIVE"):
+            if checkpoint(self._db):
                 self._files.high_water_mark.write(self.next_seq - 1, synced=True)
         except FAILURES as error:
             self._warn("a checkpoint of the journal failed", error)
@@ -310,17 +278,3 @@ class Writer(Generic[Pending]):
         if now - self._warned_at >= _WARN_S:
             self._warned_at = now
             _log.warning(event, file=str(self._files.path), error=None if error is None else str(error))
-
-
-@contextlib.contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Commits if the body succeeds, otherwise rolls back. Errors pass through."""
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        db.execute("COMMIT")
-    except BaseException:
-        # After some errors SQLite has rolled back already.
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise

@@ -17,11 +17,10 @@ import grpc
 from starlette.requests import Request
 from starlette.types import Receive
 
-from service.api.parsing import RejectedRequest
 from service.api.request_receiver import RequestReceiver
 from service.auth.authenticator import current_tenant_name
 from service.errors import ArrivingFull, InvalidArgument, QuireError
-from service.text.bounded_json import count_values, loads, upper_bound
+from service.text.bounded_json import count_values, loads
 
 _MAX_VALUES = 1 << 20
 # Parsed in about a millisecond.
@@ -42,8 +41,8 @@ class BodyReader:
         self._parse_lock = asyncio.Lock()
 
     @contextlib.asynccontextmanager
-    async def receive(self, request: Request) -> AsyncIterator[Body]:
-        """Receives a request's body. Its bytes count until the context ends, after the response.
+    async def read(self, request: Request) -> AsyncIterator[Any]:
+        """Receives and parses a request's body. Its bytes count until the context ends, after the response.
 
         Raises InvalidArgument, MessageTimeout or ArrivingFull.
         """
@@ -52,27 +51,25 @@ class BodyReader:
             # Browsers let pages of other origins send some other types without a CORS check.
             text = "the content-type must be application/json"
             raise InvalidArgument("BAD_CONTENT_TYPE", "", text)
-        length = request.headers.get("content-length", "0")
         tenant = current_tenant_name()
         body = Body(request.receive, self, tenant)
-        if length.isdigit() and int(length) > self.max_body_bytes:
-            body.refused = _too_large(self.max_body_bytes)
         try:
             refused = await self._receiver.request(None, cast("grpc.aio.ServicerContext[Any, Any]", body))
-            if isinstance(refused, RejectedRequest):
-                raise refused.error
-            yield body
+            if isinstance(refused, QuireError):
+                raise refused
+            yield await self.parse(body.data)
         finally:
             self.held_bytes -= body.size_bytes
             self._tenant_bytes[tenant] -= body.size_bytes
             if not self._tenant_bytes[tenant]:
                 del self._tenant_bytes[tenant]
 
-    def reserve(self, body: Body, tenant: str, more_bytes: int) -> QuireError | None:
+    def reserve(self, body: Body, more_bytes: int) -> QuireError | None:
         """Counts more bytes of a body, or returns why they are refused. A single body always fits."""
-        size_bytes = body.size_bytes + more_bytes
+        size_bytes, tenant = body.size_bytes + more_bytes, body.tenant
         if size_bytes > self.max_body_bytes:
-            return _too_large(self.max_body_bytes)
+            most = f"a request may have at most {self.max_body_bytes} bytes"
+            return InvalidArgument("REQUEST_TOO_LARGE", "", most)
         # Without tenants callers cannot be told apart.
         share_bytes = self._max_bytes // 2 if tenant else self._max_bytes
         total_bytes, tenant_bytes = self.held_bytes + more_bytes, self._tenant_bytes[tenant] + more_bytes
@@ -80,30 +77,21 @@ class BodyReader:
             if limit < held_bytes != size_bytes:
                 return ArrivingFull(limit)
         self.held_bytes, self._tenant_bytes[tenant] = total_bytes, tenant_bytes
+        body.size_bytes = size_bytes
         return None
 
-    async def parse(self, body: Body) -> Any:
-        """Parses a body and drops its bytes. Raises InvalidArgument."""
-        if body.size_bytes <= _SMALL_BYTES:
-            return await parse(body.take_data())
-        async with self._parse_lock:
-            return await parse(body.take_data())
-
-
-async def parse(body: bytes) -> Any:
-    """Parses JSON. Raises InvalidArgument."""
-    # The upper bound is cheap, but also counts commas and brackets in strings.
-    if upper_bound(body) > _MAX_VALUES and await count_values(body, _MAX_VALUES) > _MAX_VALUES:
-        text = f"the request has more than {_MAX_VALUES} values (a string, list or object counts as 8)"
-        raise InvalidArgument("REQUEST_TOO_LARGE", "", text)
-    try:
-        return loads(body.decode())
-    except ValueError:
-        raise InvalidArgument("MALFORMED_REQUEST", "", "the request is not JSON") from None
-
-
-def _too_large(max_bytes: int) -> InvalidArgument:
-    return InvalidArgument("REQUEST_TOO_LARGE", "", f"a request may have at most {max_bytes} bytes")
+    async def parse(self, data: bytearray) -> Any:
+        """Parses JSON, and clears `data`. Raises InvalidArgument."""
+        async with self._parse_lock if len(data) > _SMALL_BYTES else contextlib.nullcontext():
+            if await count_values(data, _MAX_VALUES) > _MAX_VALUES:
+                most = f"{_MAX_VALUES} values (a string, list or object counts as 8)"
+                raise InvalidArgument("REQUEST_TOO_LARGE", "", f"the request has more than {most}")
+            try:
+                text = data.decode()
+                data.clear()
+                return loads(text)
+            except ValueError:
+                raise InvalidArgument("MALFORMED_REQUEST", "", "the request is not JSON") from None
 
 
 class Body:
@@ -112,42 +100,33 @@ class Body:
     def __init__(self, receive: Receive, reader: BodyReader, tenant: str) -> None:
         self._receive = receive
         self._reader = reader
-        self._tenant = tenant
-        self._data = bytearray()
-        self._is_disconnected = False
-        # Why it is refused.
-        self.refused: QuireError | None = None
+        self.tenant = tenant
+        self.data = bytearray()
         # Counted bytes.
         self.size_bytes = 0
 
     async def read(self) -> Any:
-        """Reads to the end. Returns itself, a RejectedRequest, or EOF if the client disconnected.
+        """Reads to the end. Returns itself, the error of a refused body, or EOF if the client disconnected.
 
         Also reads the rest of a refused body, up to as much again: closing a connection while the client
         sends resets it, and the client may not see the response.
         """
         left_bytes = self._reader.max_body_bytes
+        refused: QuireError | None = None
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self._is_disconnected = True
                 return grpc.aio.EOF
             part = message.get("body", b"")
-            self.refused = self.refused or self._reader.reserve(self, self._tenant, len(part))
-            if self.refused is None:
-                self.size_bytes += len(part)
-                self._data += part
+            refused = refused or self._reader.reserve(self, len(part))
+            if refused is None:
+                self.data += part
             else:
-                self._data.clear()
+                self.data.clear()
                 left_bytes -= len(part)
             if left_bytes < 0 or not message.get("more_body", False):
-                return self if self.refused is None else RejectedRequest(self.refused)
-
-    def take_data(self) -> bytes:
-        """Returns the bytes and drops them."""
-        data, self._data = bytes(self._data), bytearray()
-        return data
+                return refused or self
 
     def cancelled(self) -> bool:
-        """Whether the client disconnected."""
-        return self._is_disconnected
+        """Whether the client disconnected. The receiver asks after an EOF, so it has."""
+        return True

@@ -6,7 +6,6 @@ uvicorn limits neither how long a request's headers take, nor how long a respons
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -62,6 +61,11 @@ class Connection(H11Protocol):
         if self._idle_s > self._settings.message_timeout_s or self._unread_s > self._settings.session_stall_s:
             self.abort()
 
+    @property
+    def is_receiving(self) -> bool:
+        """Whether more of the request's body is to come."""
+        return self.conn.their_state is h11.SEND_BODY
+
     def abort(self) -> None:
         """Closes it at once and drops unsent data."""
         self.transport.abort()
@@ -80,23 +84,10 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Responds to invalid HTTP, if a response is still possible."""
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE) or self._has_running_request():
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self._has_running_request():
+            super().send_400_response(msg)
+        else:
             self.abort()
-            return
-        error = {"message": msg, "type": "invalid_request_error", "param": None, "code": "malformed_request"}
-        body = json.dumps({"error": error}).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        for part in (
-            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(part) or b"")
-        self.transport.close()
 
     def _has_running_request(self) -> bool:
         cycle = cast("RequestResponseCycle | None", self.cycle)

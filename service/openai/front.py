@@ -14,11 +14,9 @@ from typing import Any
 
 import uvicorn
 from quire.v1 import executor_pb2
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
 
 from service.api.server_state import ServerState
 from service.auth.authenticator import Authenticator
@@ -27,7 +25,7 @@ from service.config import Config
 from service.openai import requests
 from service.openai.bodies import BodyReader
 from service.openai.connection import CHECK_INTERVAL_S, Connection
-from service.openai.generation import CompletionHandler, RunningRequests
+from service.openai.generation import CompletionHandler
 from service.openai.middleware import HEALTH, Middleware
 from service.openai.models import Models
 from service.runtimes import router as runtimes
@@ -56,18 +54,15 @@ class OpenAiFront:
         self._listen = config.openai_listen
         self._state = state
         self._models = Models(router, state)
-        self._running = RunningRequests()
         self.bodies = BodyReader(state.receiver, config.max_request_bytes, config.max_arriving_bytes)
         self._socket: socket.socket | None = None
-        self._server = _Server(
-            self._uvicorn_config(config, Middleware(self._routes(executions, text), authenticator, state))
-        )
+        self._ended = asyncio.Event()
+        self._middleware = Middleware(self._routes(executions, text), authenticator, state)
+        self._server = _Server(self._uvicorn_config(config))
 
     def _routes(self, executions: Executions, text: TextModel) -> Router:
         def handler(parse: Any) -> CompletionHandler:
-            return CompletionHandler(
-                parse, executions, self._models, self._state, text, self._running, self.bodies
-            )
+            return CompletionHandler(parse, executions, self._models, self._state, text, self.bodies)
 
         routes = [
             Route(HEALTH, self._health),
@@ -76,12 +71,12 @@ class OpenAiFront:
             Route("/v1/completions", handler(requests.completion), methods=["POST"]),
             Route("/v1/chat/completions", handler(requests.chat), methods=["POST"]),
         ]
-        return Router(routes, redirect_slashes=False, default=_not_found)
+        return Router(routes, redirect_slashes=False)
 
-    def _uvicorn_config(self, config: Config, app: Middleware) -> uvicorn.Config:
+    def _uvicorn_config(self, config: Config) -> uvicorn.Config:
         context = http_context(config)
         return uvicorn.Config(
-            app,
+            self._middleware,
             http=functools.partial(Connection, config),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
@@ -103,19 +98,10 @@ class OpenAiFront:
     def bind(self) -> int:
         """Binds the address; clients can connect from now on. Returns the port. Raises OSError."""
         host, _, port = self._listen.rpartition(":")
-        family, kind, _, _, address = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-            bound.listen(_BACKLOG)
-        except OSError:
-            bound.close()
-            raise
-        self._socket = bound
-        return int(bound.getsockname()[1])
+        host = host.strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, int(port)), family=family, backlog=_BACKLOG)
+        return int(self._socket.getsockname()[1])
 
     async def run(self) -> None:
         """Serves until `stop`. Call `bind` before."""
@@ -126,16 +112,17 @@ class OpenAiFront:
         finally:
             checking.cancel()
             self._socket.close()
+            self._ended.set()
 
     async def stop(self, grace_s: float) -> None:
         """Accepts no more requests, waits `grace_s` for running ones, then fails the rest with Draining."""
         # Declared as int, but any number works.
         self._server.config.timeout_graceful_shutdown = grace_s + _SHUTDOWN_S  # type: ignore[assignment]
         self._server.should_exit = True
-        await self._running.stop(grace_s)
+        await self._middleware.stop(grace_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SHUTDOWN_S):
-                await self._server.ended.wait()
+                await self._ended.wait()
 
     @property
     def connections(self) -> list[Connection]:
@@ -166,20 +153,6 @@ class OpenAiFront:
 class _Server(uvicorn.Server):
     """uvicorn's server, without its signal handlers: the gateway has its own."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ended = asyncio.Event()
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await super().serve(sockets)
-        finally:
-            self.ended.set()
-
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-async def _not_found(_scope: Scope, _receive: Receive, _send: Send) -> None:
-    raise HTTPException(404)

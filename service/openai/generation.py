@@ -6,8 +6,7 @@ The batch ends at once if the client disconnects or does not read for too long.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from quire.v1 import runner_pb2
@@ -17,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.auth.authenticator import current_tenant
-from service.errors import Draining, InvalidArgument, QuireError
-from service.openai.bodies import Body, BodyReader
+from service.errors import InvalidArgument, QuireError
+from service.openai.bodies import BodyReader
 from service.openai.models import Models
 from service.openai.requests import CompletionRequest, ResolveModel
 from service.openai.responses import CompletionResponse, to_json
@@ -27,10 +26,8 @@ from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
 from service.text.text_model import TextModel
 
-# A response in one piece is sent in parts of about this size.
+# A response is sent in parts of about this size.
 _PART_BYTES = 1 << 16
-# How often a shutdown checks whether requests are running.
-_POLL_S = 0.02
 _JSON = (b"content-type", b"application/json")
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -50,25 +47,21 @@ class CompletionHandler:
         models: Models,
         state: ServerState,
         text: TextModel,
-        running: RunningRequests,
         body_reader: BodyReader,
     ) -> None:
         self._parse = parse
         self._executions = executions
         self._models = models
         self._state = state
-        self._running = running
         self._body_reader = body_reader
         self._text = text
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
-        request = Request(scope, receive)
-        async with self._body_reader.receive(request) as body:
-            await self._running.run(receive, self._handle(body, send))
+        async with self._body_reader.read(Request(scope, receive)) as value:
+            await _until_disconnected(receive, self._handle(value, send))
 
-    async def _handle(self, body: Body, send: Send) -> None:
-        value = await self._body_reader.parse(body)
+    async def _handle(self, value: object, send: Send) -> None:
         if not (isinstance(value, dict) and self._models.is_remote(value.get("model"))):
             await self._state.first_worker(None)
         completion_request = self._parse(value, self._models.resolve)
@@ -80,11 +73,9 @@ class CompletionHandler:
         )
         execution = self._executions.open(request, current_tenant(), None)
         reader = execution.attach({})
+        send_response = self._send_stream if completion_request.is_stream else self._send_whole
         try:
-            if completion_request.is_stream:
-                await _send_stream(execution, reader, response, send)
-            else:
-                await self._send_whole(execution, reader, response, send)
+            await send_response(execution, reader, response, send)
         finally:
             execution.detach(reader)
 
@@ -107,122 +98,93 @@ class CompletionHandler:
                 if held_bytes > self._state.config.max_response_bytes:
                     text = "the response is too large for one piece: use a stream"
                     raise InvalidArgument("OUTPUT_TOO_LARGE", "max_tokens", text)
-            await _write(response, send)
+            body = _ResponseBody(send, [_JSON])
+            await body.write(response.pieces())
+            await body.end()
         finally:
             self._state.answers.adjust(-held_bytes)
 
-
-async def _write(response: CompletionResponse, send: Send) -> None:
-    """Sends a response in one piece as fast as the client reads; a short one with its length."""
-    time_slice = TimeSlice()
-    parts: list[str] = []
-    num_characters = 0
-    has_begun = False
-    for part in response.pieces():
-        parts.append(part)
-        num_characters += len(part)
-        if num_characters >= _PART_BYTES:
-            if not has_begun:
-                await send({"type": "http.response.start", "status": 200, "headers": [_JSON]})
-                has_begun = True
-            await _send(send, "".join(parts).encode())
-            parts, num_characters = [], 0
-        if time_slice.due:
-            await time_slice.yield_to_others()
-    last = "".join(parts).encode()
-    if not has_begun:
-        headers = [_JSON, (b"content-length", str(len(last)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": last})
+    async def _send_stream(
+        self, execution: Execution, reader: int, response: CompletionResponse, send: Send
+    ) -> None:
+        """Sends the response as a stream, from the first event on: an error before it has its own status."""
+        body = _ResponseBody(send, _EVENT_STREAM)
+        while chunks := await execution.read(reader):
+            response.begin(execution.started)
+            try:
+                await body.write(event(each) for chunk in chunks for each in response.events(chunk))
+            except QuireError:
+                # What came before a failed sample is sent.
+                await body.flush()
+                raise
+            await body.flush()
+        await body.write(map(event, response.last_events()))
+        await body.write(["data: [DONE]\n\n"])
+        await body.end()
 
 
-async def _send_stream(execution: Execution, reader: int, response: CompletionResponse, send: Send) -> None:
-    """Sends the response as a stream, from the first event on: an error before it has its own status."""
-    chunks = await execution.read(reader)
-    response.begin(execution.started)
-    events, failure = await _events(response, chunks)
-    if failure is not None and not events:
-        raise failure
-    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
-    events[:0] = map(event, response.first_events())
-    while True:
-        await _send(send, b"".join(events))
-        if failure is not None:
-            raise failure
-        chunks = await execution.read(reader)
-        if not chunks:
-            break
-        events, failure = await _events(response, chunks)
-    end = b"".join(map(event, response.last_events())) + b"data: [DONE]\n\n"
-    await send({"type": "http.response.body", "body": end})
+class _ResponseBody:
+    """Sends a response in parts, as fast as the client reads. Its first part starts the response."""
 
+    def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = headers
+        self._has_begun = False
+        self._parts: list[str] = []
+        self._num_characters = 0
 
-async def _events(
-    response: CompletionResponse, chunks: Sequence[runner_pb2.SampleChunk]
-) -> tuple[list[bytes], QuireError | None]:
-    """The events of chunks up to the first failed sample, and its error."""
-    events: list[bytes] = []
-    time_slice = TimeSlice()
-    try:
-        for chunk in chunks:
-            events.extend(map(event, response.events(chunk)))
+    async def write(self, texts: Iterable[str]) -> None:
+        """Lets other tasks run between the texts, some of which may only be sent later."""
+        time_slice = TimeSlice()
+        for text in texts:
+            self._parts.append(text)
+            self._num_characters += len(text)
+            if self._num_characters >= _PART_BYTES:
+                await self.flush()
             if time_slice.due:
                 await time_slice.yield_to_others()
-    except QuireError as error:
-        return events, error.without_traceback()
-    return events, None
+
+    async def flush(self) -> None:
+        """Sends what was written."""
+        if self._parts:
+            await self._begin(self._headers)
+            await self._send({"type": "http.response.body", "body": self._take(), "more_body": True})
+
+    async def end(self) -> None:
+        """Ends the response. A short one has its length."""
+        last = self._take()
+        await self._begin([*self._headers, (b"content-length", str(len(last)).encode())])
+        await self._send({"type": "http.response.body", "body": last})
+
+    async def _begin(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def _take(self) -> bytes:
+        taken = "".join(self._parts).encode()
+        self._parts, self._num_characters = [], 0
+        return taken
 
 
-async def _send(send: Send, body: bytes) -> None:
-    if body:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-def event(value: object) -> bytes:
+def event(value: object) -> str:
     """A server-sent event."""
-    return f"data: {to_json(value)}\n\n".encode()
+    return f"data: {to_json(value)}\n\n"
 
 
-class RunningRequests:
-    """Runs requests. Each ends when its client disconnects, and all when the server stops."""
+async def _until_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` for a request whose body has been received.
 
-    def __init__(self) -> None:
-        self._stopping = asyncio.Event()
-        self._running = 0
-
-    async def stop(self, grace_s: float) -> None:
-        """Waits `grace_s` for running requests, then ends them and all later ones."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                # Polled, since it happens once.
-                while self._running:  # noqa: ASYNC110
-                    await asyncio.sleep(_POLL_S)
-        self._stopping.set()
-
-    async def run(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` for a request whose body has been received.
-
-        Raises what `work` raises; Draining if the server stops; CancelledError if the client disconnects.
-        """
-        working = asyncio.create_task(work)
-        disconnecting = asyncio.create_task(_disconnected(receive))
-        stopping = asyncio.create_task(self._stopping.wait())
-        tasks = working, disconnecting, stopping
-        self._running += 1
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            is_stopping = stopping.done()
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            self._running -= 1
-        if not working.cancelled():
-            working.result()
-        elif is_stopping:
-            raise Draining
-        else:
-            raise asyncio.CancelledError
+    Raises what `work` raises; CancelledError if the client disconnects.
+    """
+    tasks = working, _ = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    working.result()
 
 
 async def _disconnected(receive: Receive) -> None:

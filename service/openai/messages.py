@@ -7,9 +7,9 @@ from typing import Any
 from quire.v1 import runner_pb2
 
 from service.openai.fields import Fields, array, bad_field, string
+from service.text.bounded_json import MAX_MESSAGES
 
 MAX_TOOLS = 128
-_MAX_MESSAGES = 4096
 _MAX_PARTS = 1024
 _ROLES = {
     "system": runner_pb2.CHAT_ROLE_SYSTEM,
@@ -22,13 +22,13 @@ _ROLES = {
 _IGNORED = frozenset({"name"})
 
 
-def parse_messages(value: object) -> runner_pb2.Chat:
+def parse_messages(fields: Fields) -> runner_pb2.Chat:
     """The messages of a request as a Chat. Raises InvalidArgument."""
-    if not isinstance(value, list) or not value:
+    values = fields.get("messages", array, MAX_MESSAGES)
+    if not values:
         raise bad_field("messages", "must be a list of at least one message")
-    if len(value) > _MAX_MESSAGES:
-        raise bad_field("messages", f"has more than {_MAX_MESSAGES} entries")
-    return runner_pb2.Chat(messages=[_message(each, f"messages[{i}]") for i, each in enumerate(value)])
+    messages = [_message(value, f"messages[{index}]") for index, value in enumerate(values)]
+    return runner_pb2.Chat(messages=messages)
 
 
 def _message(value: object, path: str) -> runner_pb2.ChatMessage:

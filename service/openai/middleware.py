@@ -7,9 +7,11 @@ unexpected exceptions become errors without their text.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import secrets
 import time
+from typing import cast
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,7 +22,7 @@ from service.api.server_state import ServerState
 from service.api.validation import is_request_id
 from service.auth.authenticator import AUTHORIZATION, Authenticator
 from service.config import is_private
-from service.errors import NOT_FAILURES, InternalError, InvalidArgument, QuireError, SessionLimit
+from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError, SessionLimit
 from service.logging import bind_request_id, get_logger
 from service.openai import errors
 from service.openai.connection import connection_of
@@ -35,6 +37,11 @@ _LIST = "/quire.v1.ModelRunnerService/ListRuntimes"
 _EXECUTE = "/quire.v1.ModelRunnerService/Execute"
 _MODELS = "/v1/models"
 _MAX_LOGGED_CHARACTERS = 64
+# What starlette's router raises.
+_BAD_PATHS = {
+    404: InvalidArgument("NO_SUCH_PATH", "", "nothing is served at this path"),
+    405: InvalidArgument("BAD_METHOD", "", "the path does not support this method"),
+}
 
 
 class Middleware:
@@ -45,52 +52,59 @@ class Middleware:
         self._authenticator = authenticator
         self._state = state
         self._is_local_only = authenticator is None and is_private(state.config.openai_listen)
-        self._running = 0
+        self._running: set[asyncio.Task[None]] = set()
+        self._has_stopped = False
+
+    async def stop(self, grace_s: float) -> None:
+        """Waits `grace_s` for running requests, then fails them and all later ones with Draining."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._running:
+                    await asyncio.wait(self._running)
+        self._has_stopped = True
+        for running in self._running:
+            running.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises only cancellations."""
-        request = Request(scope)
+        request = Request(scope, receive)
         own = request.headers.get(_REQUEST_ID, "")
         request_id = own if own and is_request_id(own) else secrets.token_hex(8)
         bind_request_id(request_id)
-        exchange = _Exchange(request, receive, send, request_id)
+        response = _Response(request, send, request_id)
+        name = escaped(f"{request.method} {scope['path']}"[:_MAX_LOGGED_CHARACTERS])
         began_s = time.monotonic()
-        self._running += 1
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        self._running.add(task)
         try:
-            error = await self._handle(exchange, scope)
-        except asyncio.CancelledError:
-            self._state.refusals.cancelled(exchange.name, _elapsed_ms(began_s))
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # The client has disconnected: a response would not be read.
-            connection_of(scope).abort()
-            return
-        finally:
-            self._running -= 1
-        if error is not None:
-            self._state.refusals.refused(exchange.name, error, _elapsed_ms(began_s))
-            await exchange.fail(error)
-
-    async def _handle(self, exchange: _Exchange, scope: Scope) -> QuireError | None:
-        """Admits a request and runs the application. Returns the error if it failed."""
-        try:
-            self._admit(exchange.request)
+            self._admit(request)
             # With this key starlette's router raises HTTPException instead of sending a response.
             scope["app"] = self._app
-            await self._app(scope, exchange.receive, exchange.send)
-        except QuireError as error:
-            return error.without_traceback()
-        except HTTPException as error:
-            if error.status_code == 405:
-                return InvalidArgument("BAD_METHOD", "", "the path does not support this method")
-            return InvalidArgument("NO_SUCH_PATH", "", "nothing is served at this path")
+            await self._app(scope, receive, response.send)
+            return
+        except asyncio.CancelledError:
+            if not self._has_stopped:
+                self._state.refusals.cancelled(name, _elapsed_ms(began_s))
+                if task.cancelling():
+                    raise
+                # The client has disconnected: a response would not be read.
+                connection_of(scope).abort()
+                return
+            task.uncancel()
+            error: QuireError = Draining()
+        except QuireError as failure:
+            error = failure.without_traceback()
+        except HTTPException as failure:
+            error = _BAD_PATHS[failure.status_code]
         except NOT_FAILURES:
             raise
         except BaseException:
-            _log.exception("request failed unexpectedly", request=exchange.name)
-            return InternalError()
-        return None
+            _log.exception("request failed unexpectedly", request=name)
+            error = InternalError()
+        finally:
+            self._running.discard(task)
+        self._state.refusals.refused(name, error, _elapsed_ms(began_s))
+        await response.fail(error)
 
     def _admit(self, request: Request) -> None:
         """Checks host, authentication and the limit of requests. Raises QuireError."""
@@ -111,30 +125,21 @@ class Middleware:
                 self._authenticator.authenticate_by_certificate(
                     method, connection_of(request.scope).identities()
                 )
+        if self._has_stopped:
+            raise Draining
         max_requests = self._state.config.max_sessions
-        if self._running > max_requests:
+        if len(self._running) > max_requests:
             raise SessionLimit(max_requests)
 
 
-class _Exchange:
-    """A request and its response, with how far both are."""
+class _Response:
+    """The response to a request, with how far it is."""
 
-    def __init__(self, request: Request, receive: Receive, send: Send, request_id: str) -> None:
-        self.request = request
-        method, path = request.method, request.scope["path"]
-        self.name = escaped(f"{method} {path}"[:_MAX_LOGGED_CHARACTERS])
-        self._receive = receive
+    def __init__(self, request: Request, send: Send, request_id: str) -> None:
+        self._request = request
         self._send = send
         self._request_id = request_id
-        length = request.headers.get("content-length", "0")
-        self._has_more = length != "0" or "transfer-encoding" in request.headers
         self._has_begun = self._is_stream = False
-
-    async def receive(self) -> Message:
-        """The next message of the request."""
-        message = await self._receive()
-        self._has_more = self._has_more and bool(message.get("more_body", False))
-        return message
 
     async def send(self, message: Message) -> None:
         """Sends the next message of the response."""
@@ -142,7 +147,7 @@ class _Exchange:
             self._has_begun = True
             headers = [*message["headers"], (_REQUEST_ID.encode(), self._request_id.encode())]
             self._is_stream = any(value.startswith(b"text/event-stream") for _, value in headers)
-            if self._has_more:
+            if connection_of(self._request.scope).is_receiving:
                 # The rest of the body is not read.
                 headers.append((b"connection", b"close"))
             message["headers"] = headers
@@ -152,11 +157,11 @@ class _Exchange:
         """Sends an error in the form that fits: a response, an event of the stream, or an abort."""
         if not self._has_begun:
             response = JSONResponse(errors.body(error), errors.http_status(error), errors.headers(error))
-            await response(self.request.scope, self.receive, self.send)
+            await response(self._request.scope, self._request.receive, self.send)
         elif self._is_stream:
-            await self._send({"type": "http.response.body", "body": event(errors.body(error))})
+            await self._send({"type": "http.response.body", "body": event(errors.body(error)).encode()})
         else:
-            connection_of(self.request.scope).abort()
+            connection_of(self._request.scope).abort()
 
 
 def _is_local(host: str) -> bool:

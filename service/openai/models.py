@@ -38,22 +38,11 @@ class Models:
         self._created = int(time.time())
 
     def resolve(self, model: str) -> ResolvedModel:
-        """The runtime that a request's `model` names: by the runtime's name, or by that of its model.
+        """The runtime that a request's `model` names.
 
         Raises NoTokenizer, NoWorker or RuntimeNotFound.
         """
-        described = [runtime.describe() for runtime in self._router.runtimes]
-        for names in ([each.name for each in described], [each.model_id for each in described]):
-            if model in names:
-                return self._resolved(described[names.index(model)])
-        raise _not_found(model)
-
-    def is_remote(self, model: object) -> bool:
-        """Whether it is the name of a provider or its model, so that no worker is needed."""
-        described = [runtime.describe() for runtime in self._router.runtimes]
-        return any(each.runtime_kind != _OWN and model in (each.name, each.model_id) for each in described)
-
-    def _resolved(self, runtime: runner_pb2.Runtime) -> ResolvedModel:
+        runtime = self._named(model)
         if runtime.runtime_kind != _OWN:
             return ResolvedModel(runtime.name, is_local=False, sampling_defaults=types_pb2.SamplingParams())
         ready = self._state.first_ready
@@ -66,33 +55,36 @@ class Models:
             max_tokens=self._state.limits.max_seq_tokens,
         )
 
+    def is_remote(self, model: object) -> bool:
+        """Whether it is the name of a provider or its model, so that no worker is needed."""
+        runtime = self._by_name().get(model) if isinstance(model, str) else None
+        return runtime is not None and runtime.runtime_kind != _OWN
+
     def listed(self) -> list[dict[str, Any]]:
         """All names that `resolve` accepts, as OpenAI's API lists models."""
-        return [self._entry(name, owner) for name, owner in self._owners().items()]
+        return [self._entry(name, runtime) for name, runtime in self._by_name().items()]
 
     def entry(self, name: str) -> dict[str, Any]:
         """The entry of a name. Raises RuntimeNotFound."""
-        owners = self._owners()
-        if name not in owners:
-            raise _not_found(name)
-        return self._entry(name, owners[name])
+        return self._entry(name, self._named(name))
 
-    def _owners(self) -> dict[str, str]:
-        """For each name the owner: that of the runtime that `resolve` returns for it."""
-        described = [runtime.describe() for runtime in self._router.runtimes]
-        by_name = {each.name: each.provider or "quire" for each in described}
-        owners: dict[str, str] = {}
-        for each in described:
-            owners[each.name] = by_name[each.name]
-            if each.model_id and each.model_id not in by_name:
-                owners.setdefault(each.model_id, by_name[each.name])
-        return owners
-
-    def _entry(self, name: str, owner: str) -> dict[str, Any]:
+    def _entry(self, name: str, runtime: runner_pb2.Runtime) -> dict[str, Any]:
+        owner = runtime.provider or "quire"
         return {"id": name, "object": "model", "created": self._created, "owned_by": owner}
 
+    def _by_name(self) -> dict[str, runner_pb2.Runtime]:
+        """The runtimes by their names, and then by those of their models."""
+        described = [runtime.describe() for runtime in self._router.runtimes]
+        by_name = {each.name: each for each in described}
+        for each in described:
+            if each.model_id:
+                by_name.setdefault(each.model_id, each)
+        return by_name
 
-def _not_found(model: str) -> RuntimeNotFound:
-    """RuntimeNotFound with a text for callers that name models."""
-    shown = escaped(model[:_MAX_NAME_CHARACTERS])
-    return RuntimeNotFound(f"there is no model '{shown}': /v1/models lists the models")
+    def _named(self, name: str) -> runner_pb2.Runtime:
+        """The runtime with a name. Raises RuntimeNotFound with a text for callers that name models."""
+        runtime = self._by_name().get(name)
+        if runtime is None:
+            shown = escaped(name[:_MAX_NAME_CHARACTERS])
+            raise RuntimeNotFound(f"there is no model '{shown}': /v1/models lists the models")
+        return runtime

@@ -101,7 +101,7 @@ def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
     if top and not item.logprobs:
         raise bad_field("top_logprobs", "needs logprobs")
     item.top_logprobs = top or 0
-    item.chat.CopyFrom(parse_messages(fields.raw("messages")))
+    item.chat.CopyFrom(parse_messages(fields))
     _set_tools(item.chat, fields)
     _set_format(item, fields)
     if fields.raw("modalities") not in (None, ["text"]):

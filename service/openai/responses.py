@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from quire.v1 import runner_pb2
@@ -28,12 +29,10 @@ _FINISH = {
 
 # A token with its log-probability and those of alternatives: as in a chat's response, without the bytes.
 _Entry = dict[str, Any]
-# Memory that a stored chunk takes beside its data, and memory for what is collected of each of its tokens.
+# Memory that a stored chunk takes beside its data.
 _CHUNK_BYTES = 48
-_TOKEN_BYTES = 48
-_PIECE_BYTES = 1 << 14
-# In ASCII: some clients split lines at other characters than newlines.
-to_json = json.JSONEncoder(separators=(",", ":")).encode
+# In ASCII: some clients split lines at other characters than newlines. Iterators are lists.
+to_json = json.JSONEncoder(separators=(",", ":"), default=list).encode
 
 
 class CompletionResponse:
@@ -44,6 +43,8 @@ class CompletionResponse:
         self._token_texts = token_texts
         self._created = int(time.time())
         self._head: dict[str, Any] = {}
+        # Of a stream: whether its first events were made.
+        self._has_begun = False
         keys = [(item.item_id, sample) for item in request.items for sample in range(request.n)]
         self._choices = {key: _Choice(index) for index, key in enumerate(keys)}
         self._usage: dict[SampleKey, runner_pb2.Usage] = {}
@@ -64,49 +65,32 @@ class CompletionResponse:
 
     # Streams.
 
-    def first_events(self) -> Iterator[dict[str, Any]]:
-        """The events at the beginning of a stream."""
-        if self._request.is_chat:
-            for choice in self._choices.values():
-                delta = {"role": "assistant", "content": ""}
-                yield self._event({"index": choice.index, "delta": delta, "finish_reason": None})
-
     def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
         """The event of a chunk, if it has one. Raises QuireError if its sample failed."""
         choice = self._update_choice(chunk)
+        if self._request.is_chat and not self._has_begun:
+            for each in self._choices.values():
+                delta = {"role": "assistant", "content": ""}
+                yield self._event({"index": each.index, "delta": delta, "finish_reason": None})
+        self._has_begun = True
         entries = list(self._token_texts.entries(chunk)) if self._request.has_logprobs else []
+        if not (chunk.text or chunk.tool_calls or entries or choice.finish):
+            return
+        fields: dict[str, Any] = {"index": choice.index}
         if self._request.is_chat:
-            delta: dict[str, Any] = {}
-            if chunk.text:
-                delta["content"] = chunk.text
+            fields["delta"] = {"content": chunk.text} if chunk.text else {}
             if chunk.tool_calls:
-                delta["tool_calls"] = [_call(call, with_index=True) for call in chunk.tool_calls]
-            fields = {"index": choice.index, "delta": delta}
+                fields["delta"]["tool_calls"] = [_call(call, with_index=True) for call in chunk.tool_calls]
         else:
-            fields = {"index": choice.index, "text": chunk.text}
-        if chunk.text or chunk.tool_calls or entries or choice.finish:
-            logprobs = self._logprobs(choice, entries) if self._request.has_logprobs else None
-            yield self._event({**fields, "logprobs": logprobs, "finish_reason": choice.finish})
+            fields["text"] = chunk.text
+        fields["logprobs"] = self._logprobs(lambda: iter(entries), choice.num_characters)
+        choice.num_characters += sum(len(entry["token"]) for entry in entries)
+        yield self._event({**fields, "finish_reason": choice.finish})
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         """The events at the end of a stream."""
         if self._request.with_usage:
             yield {**self._head, "choices": [], "usage": self._total_usage()}
-
-    def _logprobs(self, choice: _Choice, entries: Sequence[_Entry]) -> dict[str, Any]:
-        """The log-probabilities of a chunk's tokens, in the form of the response."""
-        if self._request.is_chat:
-            return {"content": [_with_bytes(entry) for entry in entries], "refusal": None}
-        offsets = []
-        for entry in entries:
-            offsets.append(choice.num_characters)
-            choice.num_characters += len(entry["token"])
-        return {
-            "tokens": [entry["token"] for entry in entries],
-            "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [_top(entry) for entry in entries],
-            "text_offset": offsets,
-        }
 
     def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
         event = {**self._head, "choices": [choice]}
@@ -123,59 +107,49 @@ class CompletionResponse:
         choice.has_calls = choice.has_calls or bool(chunk.tool_calls)
         data = chunk.SerializeToString()
         choice.chunks_data.append(data)
-        return len(data) + _CHUNK_BYTES + _TOKEN_BYTES * len(chunk.logprobs)
+        return len(data) + _CHUNK_BYTES
 
     def pieces(self) -> Iterator[str]:
         """The response as JSON, after all samples have ended. Other tasks can run between its pieces."""
         yield to_json({**self._head, "usage": self._total_usage()})[:-1]
         separator = ',"choices":['
         for choice in self._choices.values():
-            yield f'{separator}{{"index":{choice.index},'
-            yield from self._message(choice) if self._request.is_chat else _text(choice)
-            yield ',"logprobs":'
-            if not self._request.has_logprobs:
-                yield "null"
-            elif self._request.is_chat:
-                yield from self._chat_logprobs(choice)
-            else:
-                yield from self._text_logprobs(choice)
-            yield f',"finish_reason":{to_json(choice.finish)}}}'
+            yield separator
+            yield from _json_pieces(self._whole(choice))
             separator = ","
         yield "]}"
 
-    def _message(self, choice: _Choice) -> Iterator[str]:
-        yield '"message":{"role":"assistant","refusal":null,"content":'
-        yield from ("null",) if choice.has_calls and not choice.has_text else _characters(choice)
-        if choice.has_calls:
-            yield f',"tool_calls":{to_json([_call(call) for call in choice.calls()])}'
-        yield "}"
+    def _whole(self, choice: _Choice) -> dict[str, Any]:
+        """A choice, with iterators for what may be large."""
+        fields: dict[str, Any] = {"index": choice.index}
+        text = _Text(chunk.text for chunk in choice.chunks())
+        if self._request.is_chat:
+            has_text = choice.has_text or not choice.has_calls
+            fields["message"] = {"role": "assistant", "refusal": None, "content": text if has_text else None}
+            if choice.has_calls:
+                fields["message"]["tool_calls"] = [_call(call) for call in choice.calls()]
+        else:
+            fields["text"] = text
+        logprobs = self._logprobs(lambda: self._entries(choice))
+        return {**fields, "logprobs": logprobs, "finish_reason": choice.finish}
 
-    def _chat_logprobs(self, choice: _Choice) -> Iterator[str]:
-        separator = ""
-        yield '{"content":['
-        for entry in self._entries(choice):
-            yield separator + to_json(_with_bytes(entry))
-            separator = ","
-        yield '],"refusal":null}'
+    # Both.
 
-    def _text_logprobs(self, choice: _Choice) -> Iterator[str]:
-        """One list for each property: the largest is written first, while the others are collected."""
-        tokens, logprobs, offsets = bytearray(), bytearray(), bytearray()
-        offset, separator = 0, ""
-        yield '{"top_logprobs":['
-        for entry in self._entries(choice):
-            yield separator + to_json(_top(entry))
-            separator = ","
-            comma = b"," if tokens else b""
-            tokens += comma + to_json(entry["token"]).encode()
-            logprobs += comma + to_json(entry["logprob"]).encode()
-            offsets += comma + to_json(offset).encode()
-            offset += len(entry["token"])
-        for name, values in ("tokens", tokens), ("token_logprobs", logprobs), ("text_offset", offsets):
-            yield f'],"{name}":['
-            for start in range(0, len(values), _PIECE_BYTES):
-                yield values[start : start + _PIECE_BYTES].decode()
-        yield "]}"
+    def _logprobs(
+        self, entries: Callable[[], Iterator[_Entry]], num_before: int = 0
+    ) -> dict[str, Iterator[Any] | None] | None:
+        """The log-probabilities of tokens, `num_before` characters after the beginning of the text."""
+        if not self._request.has_logprobs:
+            return None
+        if self._request.is_chat:
+            return {"content": map(_with_bytes, entries()), "refusal": None}
+        # One list for each property.
+        return {
+            "tokens": (entry["token"] for entry in entries()),
+            "token_logprobs": (entry["logprob"] for entry in entries()),
+            "top_logprobs": map(_top, entries()),
+            "text_offset": _offsets(entries(), num_before),
+        }
 
     def _entries(self, choice: _Choice) -> Iterator[_Entry]:
         for chunk in choice.chunks():
@@ -238,17 +212,42 @@ class _Choice:
             )
 
 
-def _text(choice: _Choice) -> Iterator[str]:
-    yield '"text":'
-    yield from _characters(choice)
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A string in parts."""
+
+    parts: Iterator[str]
 
 
-def _characters(choice: _Choice) -> Iterator[str]:
-    """All text of a choice, as a JSON string."""
-    yield '"'
-    for chunk in choice.chunks():
-        yield to_json(chunk.text)[1:-1]
-    yield '"'
+def _json_pieces(value: object) -> Iterator[str]:
+    """JSON of a value in which an iterator is a list."""
+    if isinstance(value, dict):
+        separator = "{"
+        for name, inner in value.items():
+            yield f'{separator}"{name}":'
+            yield from _json_pieces(inner)
+            separator = ","
+        yield "}"
+    elif isinstance(value, _Text):
+        yield '"'
+        for part in value.parts:
+            yield to_json(part)[1:-1]
+        yield '"'
+    elif isinstance(value, Iterator):
+        separator = "["
+        for entry in value:
+            yield separator + to_json(entry)
+            separator = ","
+        yield "[]" if separator == "[" else "]"
+    else:
+        yield to_json(value)
+
+
+def _offsets(entries: Iterable[_Entry], offset: int) -> Iterator[int]:
+    """Where each token begins in the text."""
+    for entry in entries:
+        yield offset
+        offset += len(entry["token"])
 
 
 def _top(entry: _Entry) -> dict[str, float]:

@@ -118,8 +118,9 @@ class ModelVersions:
         self._configured = configured
         self._workers = workers
         self._bind_caches = bind_caches
-        self._file = ServedModelFile(data_dir)
-        self._stored = stored = self._file.read()
+        # Without one, the served version is not stored.
+        self._data_dir = data_dir
+        self._stored = stored = read_served_model(data_dir)
         served = choose_served_model(stored, configured, newest)
         if served.model != configured:
             _log.info("serving the weights that were loaded last", model=served.model, configured=configured)
@@ -147,7 +148,7 @@ class ModelVersions:
     @property
     def is_persistent(self) -> bool:
         """Whether the next gateway can read what `persist` writes."""
-        return self._file.is_persistent
+        return self._data_dir is not None
 
     def subscribe(self, on_change: Callable[[], None]) -> None:
         """`on_change` is called on the event loop, after each change; it must not block."""
@@ -179,7 +180,8 @@ class ModelVersions:
     def persist(self, version: ModelVersion) -> None:
         """Stores that this version is served from now on. Blocks on the disk. Atomic; raises OSError."""
         served = ServedModel(self._configured, version.model, version.number)
-        self._file.write(served)
+        if self._data_dir is not None:
+            write_served_model(self._data_dir, served)
         self._stored = served
 
     def serve(self, version: ModelVersion) -> None:
@@ -226,39 +228,27 @@ class ServedModel:
     weights: int = 0
 
 
-class ServedModelFile:
-    """Owner of `weights.json`. Without a directory nothing is stored."""
+def read_served_model(data_dir: Path | None) -> ServedModel | None:
+    """What was written last. None if there is no file, or it is invalid. Raises nothing."""
+    if data_dir is None:
+        return None
+    path = data_dir / _NAME
+    try:
+        with path.open("rb") as file:
+            served = ServedModel(**json.loads(file.read(_MAX_BYTES)))
+        if [type(value) for value in asdict(served).values()] != [str, str, int]:
+            raise TypeError("a field has the wrong type")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        _log.warning("cannot read which weights were loaded", path=str(path), error=str(error))
+        return None
+    return served
 
-    def __init__(self, data_dir: Path | None) -> None:
-        self._path = None if data_dir is None else data_dir / _NAME
 
-    @property
-    def is_persistent(self) -> bool:
-        """Whether there is a directory to write to."""
-        return self._path is not None
-
-    def read(self) -> ServedModel | None:
-        """What was written last. None if there is no file, or it is invalid. Raises nothing."""
-        if self._path is None:
-            return None
-        try:
-            with self._path.open("rb") as file:
-                content = json.loads(file.read(_MAX_BYTES))
-            served = ServedModel(**content)
-            if [type(value) for value in asdict(served).values()] != [str, str, int]:
-                raise TypeError("a field has the wrong type")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            _log.warning("cannot read which weights were loaded", path=str(self._path), error=str(error))
-            return None
-        return served
-
-    def write(self, served: ServedModel) -> None:
-        """Replaces the file atomically. Blocks on the disk. Raises OSError."""
-        if self._path is None:
-            return
-        durable_file.write(self._path, json.dumps(asdict(served)))
+def write_served_model(data_dir: Path, served: ServedModel) -> None:
+    """Replaces the file atomically. Blocks on the disk. Raises OSError."""
+    durable_file.write(data_dir / _NAME, json.dumps(asdict(served)))
 
 
 def choose_served_model(stored: ServedModel | None, configured: str, newest: int) -> ServedModel:

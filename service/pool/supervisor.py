@@ -18,13 +18,12 @@ from contextvars import Context
 
 from quire.v1 import executor_pb2, worker_pb2
 
-from service.caches import effects
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.logging import get_logger
-from service.pool import wire
 from service.pool.incarnation import Incarnation
 from service.pool.launcher import Launcher, PoolFailed, WorkerProcesses
+from service.pool.link import WorkerLink
 from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
 
 _log = get_logger(__name__)
@@ -48,6 +47,8 @@ class Supervisor:
 
     def __init__(self, config: Config, versions: ModelVersions, launcher: Launcher) -> None:
         self.versions = versions
+        # By worker_id and epoch: how commands are sent to the running workers.
+        self.links: dict[tuple[str, int], WorkerLink] = {}
         self._config = config
         self._launcher = launcher
         # Set by `run`.
@@ -55,8 +56,8 @@ class Supervisor:
         self._group: asyncio.TaskGroup
         # By the number of the model version.
         self._tasks: dict[int, list[asyncio.Task[None]]] = {}
-        # By worker_id.
-        self._running: dict[str, Incarnation] = {}
+        # By worker_id and epoch.
+        self._running: dict[tuple[str, int], Incarnation] = {}
         # Including those that are being stopped.
         self._processes: set[WorkerProcesses] = set()
         # Workers of an earlier gateway that no slot has taken yet, by worker_id.
@@ -86,16 +87,10 @@ class Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.versions.remove(version)
 
-    def send(self, worker_id: str, epoch: int, command: effects.Command) -> None:
-        """Sends a command to one incarnation. Drops it if that incarnation has ended."""
-        incarnation = self._running.get(worker_id)
-        if incarnation is not None and incarnation.epoch == epoch:
-            incarnation.link.send(wire.to_message(command))
-
     def retire(self, worker_id: str, epoch: int) -> None:
         """Stops an incarnation; a new one replaces it."""
-        incarnation = self._running.get(worker_id)
-        if incarnation is not None and incarnation.epoch == epoch:
+        incarnation = self._running.get((worker_id, epoch))
+        if incarnation is not None:
             incarnation.terminate("an operator replaces it")
 
     async def refresh_snapshots(self, *, check_integrity: bool = False) -> Sequence[WorkerSlot]:
@@ -110,7 +105,7 @@ class Supervisor:
         )
         # Heartbeats during the wait may have replaced snapshots, and those have no integrity check.
         for incarnation, snapshot in zip(ready, snapshots, strict=True):
-            if snapshot is not None and self._running.get(incarnation.slot.worker_id) is incarnation:
+            if snapshot is not None and incarnation in self._running.values():
                 incarnation.slot.snapshot = snapshot
         return self.versions.all_slots
 
@@ -170,7 +165,8 @@ class Supervisor:
         incarnation = await self._adopt_or_start(slot)
         if incarnation is None:
             return
-        self._running[slot.worker_id] = incarnation
+        name = (slot.worker_id, incarnation.epoch)
+        self._running[name], self.links[name] = incarnation, incarnation.link
         self._processes.add(incarnation.processes)
         log = _log.bind(worker_id=slot.worker_id, epoch=incarnation.epoch, pid=slot.pid)
         grace_s, crashed = _STOP_GRACE_S, False
@@ -188,7 +184,7 @@ class Supervisor:
                 grace_s = 0.0
             raise
         finally:
-            self._running.pop(slot.worker_id, None)
+            del self._running[name], self.links[name]
             incarnation.mark_dead(crashed=crashed)
             await incarnation.link.close()
             status = None

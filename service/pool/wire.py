@@ -5,15 +5,27 @@ The counterpart is `workers/wire.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from quire.v1 import types_pb2, worker_pb2
 
 from service.caches import effects
 from service.caches.requests import AppendKind, Priority
 from service.errors import DeadlinePassed, KvExhausted, QuireError, Unsupported, WorkerFault
+from service.pool.link import WorkerLink
 
 # The protocol uses the same names.
 _KINDS = {kind: worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}") for kind in AppendKind}
 _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priority in Priority]
+
+
+def send(
+    links: Mapping[tuple[str, int], WorkerLink], worker_id: str, epoch: int, command: effects.Command
+) -> None:
+    """Sends a command to one incarnation. Drops it if that incarnation has ended."""
+    link = links.get((worker_id, epoch))
+    if link is not None:
+        link.send(to_message(command))
 
 
 def to_message(command: effects.Command) -> worker_pb2.WorkerCommand:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from service.caches.requests import Release, Remembered
+from service.caches.requests import Remembered
 from service.dispatcher import Dispatcher
 from service.runtimes.base import Batch
 from service.runtimes.items import num_samples
@@ -42,9 +42,9 @@ class BatchCaches:
         return "\x00" + digest[:40]
 
     def recall(self, item_id: str, part: str) -> Sequence[Remembered | None]:
-        """The caches made under a key, also by an earlier run. See `Dispatcher.recall`."""
+        """The caches made under a key, also by an earlier run. See `CacheIndex.lookup`."""
         key = self.key(item_id, part)
-        return self._dispatcher.recall(key, self._tenant) if key else ()
+        return self._dispatcher.caches.index.lookup(key, self._tenant) if key else ()
 
     def add(self, cache_id: str) -> None:
         """Notes a cache that was made or found."""
@@ -58,11 +58,10 @@ class BatchCaches:
         """This run no longer needs a cache. It is released unless the batch is kept."""
         if not self._is_kept:
             self.discard(cache_id)
-            self._release([cache_id])
+            self._dispatcher.release([cache_id], self._tenant)
 
-    def end(self, made: Iterable[str]) -> None:
-        """The run has ended and sends no more requests. `made`: ids not noted yet. Can be repeated."""
-        self._ids.update(made)
+    def end(self) -> None:
+        """The run has ended and sends no more requests. Can be repeated."""
         if not (self._is_kept or self._has_ended):
             self._release_all()
         self._has_ended = True
@@ -74,7 +73,7 @@ class BatchCaches:
             self._release_all()
 
     def _release_all(self) -> None:
-        self._release(list(self._ids))
+        self._dispatcher.release(list(self._ids), self._tenant)
         self._ids.clear()
         if self._has_keys:
             # Also caches that are not durable yet, and those of an earlier run that this one did not reach.
@@ -85,9 +84,3 @@ class BatchCaches:
             parts = [sample_part(index) for index in range(samples)]
             for part in (*parts, PROMPT, SAMPLES) if samples > 1 else parts:
                 yield self.key(item_id, part)
-
-    def _release(self, cache_ids: Sequence[str]) -> None:
-        if cache_ids:
-            releases = [Release(cache_id) for cache_id in cache_ids]
-            # A release never fails: an unknown cache counts as released.
-            self._dispatcher.start(releases, lambda *_: None, self._dispatcher.new_caller(), self._tenant)

@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 
 from quire.v1 import runner_pb2
 
-from service.api.budget import AnswerBudget, ReplayBudget
+from service.api.budget import AnswerBudget
 from service.api.status import to_status
 from service.errors import NOT_FAILURES, Draining, InternalError, QuireError, ResumedElsewhere
 from service.logging import get_logger
 from service.runtimes.base import SampleKey
-from service.runtimes.replay_buffer import LAST_READ_BYTES, MAX_KEPT_BYTES, ReplayBuffer, end_of
+from service.runtimes.replay_buffer import LAST_READ_BYTES, MAX_KEPT_BYTES, ReplayBudget, ReplayBuffer, end_of
 
 _log = get_logger(__name__)
 # Unread bytes above which no further step is started.

@@ -6,20 +6,22 @@ import functools
 import hashlib
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from quire.v1 import runner_pb2
 
 from service.api import validation
 from service.api.append_codec import PRIORITIES
-from service.api.budget import AnswerBudget, ReplayBudget
+from service.api.budget import AnswerBudget
 from service.api.server_state import ServerState
 from service.caches.tenants import Tenant
 from service.errors import Draining, ExecutionLost, InvalidArgument, TooManyExecutions, reused_request_id
 from service.runtimes.base import Batch
 from service.runtimes.execution import Execution, State
 from service.runtimes.items import check_cost, check_ids, num_samples
+from service.runtimes.replay_buffer import ReplayBudget
 from service.runtimes.router import Router
 
 _POLICIES = frozenset(runner_pb2.RoutingPolicy.values())
@@ -28,62 +30,17 @@ _RETRY_S = 1.0
 _Key: TypeAlias = tuple[Tenant | None, str]
 
 
-class _Slots:
-    """The open executions, and the limits on their number, in all and per tenant.
-
-    A new execution needs a free slot, or is refused. As many more may be finished unread. Beyond that, the
-    oldest one of the tenant with the most is cancelled.
-    """
-
-    def __init__(self, most: int) -> None:
-        """`most` may be running, and as many be finished unread."""
-        self._most = most
-        # In each group the oldest first.
-        self._groups: dict[tuple[State, Tenant | None], dict[Execution, None]] = {}
-        self._group_of: dict[Execution, tuple[State, Tenant | None]] = {}
-
-    def __iter__(self) -> Iterator[Execution]:
-        return iter(self._group_of)
-
-    def check(self, tenant: Tenant | None) -> None:
-        """Raises TooManyExecutions if a tenant may not start another one.
-
-        Where callers have tokens, no tenant gets more than half of the slots.
-        """
-        if sum(map(len, self._all(State.RUNNING))) >= self._most:
-            raise TooManyExecutions(self._most, _RETRY_S)
-        share = (self._most + 1) // 2
-        if tenant is not None and len(self._groups.get((State.RUNNING, tenant), ())) >= share:
-            raise TooManyExecutions(share, _RETRY_S, of_tenant=True)
-
-    def update(self, execution: Execution, tenant: Tenant | None) -> None:
-        """Notes a new execution, or a changed state. May cancel an execution that is finished unread."""
-        before = self._group_of.pop(execution, None)
-        if before is not None:
-            del self._groups[before][execution]
-            if not self._groups[before]:
-                del self._groups[before]
-        if execution.state is State.CLOSED:
-            return
-        group = self._group_of[execution] = execution.state, tenant
-        self._groups.setdefault(group, {})[execution] = None
-        unread = self._all(State.FINISHED_UNREAD)
-        if sum(map(len, unread)) > self._most:
-            most = max(unread, key=len)
-            next(iter(most)).cancel()
-
-    def _all(self, state: State) -> list[dict[Execution, None]]:
-        """The executions in a state, one group per tenant."""
-        return [group for (found, _), group in self._groups.items() if found is state]
-
-
 class Executions:
-    """Owner of the executions, by tenant and request id."""
+    """Owner of the executions, by tenant and request id.
+
+    `max_executions` may be running, and as many be finished unread.
+    """
 
     def __init__(self, router: Router, state: ServerState) -> None:
         self._router = router
         self._state = state
-        self._slots = _Slots(state.config.max_executions)
+        # All that are not closed, with their tenant. The one whose state changed last is the last.
+        self._open: dict[Execution, Tenant | None] = {}
         # For all kept executions: their unread chunks, and chunks kept after reading.
         half_bytes = state.config.max_unread_bytes // 2
         self._unread, self._read = AnswerBudget(half_bytes), ReplayBudget(half_bytes)
@@ -138,12 +95,36 @@ class Executions:
     @property
     def num_unfinished(self) -> int:
         """Executions with unfinished samples."""
-        return sum(not execution.is_done for execution in self._slots)
+        return sum(not execution.is_done for execution in self._open)
 
     def end_all(self) -> None:
         """Ends all executions. The next server can resume kept ones."""
-        for execution in list(self._slots):
+        for execution in list(self._open):
             execution.end()
+
+    def _by_tenant(self, state: State) -> Counter[Tenant | None]:
+        """How many executions in a state each tenant has."""
+        return Counter(tenant for execution, tenant in self._open.items() if execution.state is state)
+
+    def _check_number(self, tenant: Tenant | None) -> None:
+        """Raises TooManyExecutions if a tenant may not start another one.
+
+        Where callers have tokens, no tenant gets more than half of them.
+        """
+        most, running = self._state.config.max_executions, self._by_tenant(State.RUNNING)
+        if running.total() >= most:
+            raise TooManyExecutions(most, _RETRY_S)
+        share = (most + 1) // 2
+        if tenant is not None and running[tenant] >= share:
+            raise TooManyExecutions(share, _RETRY_S, of_tenant=True)
+
+    def _cancel_an_unread_one(self) -> None:
+        """If too many are finished unread: the oldest one of the tenant with the most."""
+        unread = self._by_tenant(State.FINISHED_UNREAD)
+        if unread.total() > self._state.config.max_executions:
+            ((most, _),) = unread.most_common(1)
+            found = (e for e, of in self._open.items() if of is most and e.state is State.FINISHED_UNREAD)
+            next(found).cancel()
 
     def _check(self, request: runner_pb2.ExecuteRequest) -> None:
         self.check_items(request.items)
@@ -175,7 +156,7 @@ class Executions:
     ) -> Execution:
         if self._draining:
             raise Draining
-        self._slots.check(tenant)
+        self._check_number(tenant)
         keep_s = 0.0
         if request.HasField("keep"):
             keep_s = min(validation.lease_seconds(request.keep), self._state.config.max_lease_s)
@@ -191,7 +172,7 @@ class Executions:
             self._unread if keep_s else self._state.answers,
             self._read,
         )
-        self._slots.update(execution, tenant)
+        self._open[execution] = tenant
         if keep_s:
             self._kept[key] = _digest(request), execution
         batch = Batch(
@@ -225,8 +206,10 @@ class Executions:
         return frozenset() if is_only_local else resumed
 
     def _on_state(self, key: _Key, execution: Execution) -> None:
-        self._slots.update(execution, key[0])
+        self._open.pop(execution, None)
         if execution.state is not State.CLOSED:
+            self._open[execution] = key[0]
+            self._cancel_an_unread_one()
             return
         kept = self._kept.get(key)
         if kept is not None and kept[1] is execution:

@@ -9,23 +9,25 @@ running operations get a bounded time to finish, and the old workers stop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncGenerator, Coroutine
+from pathlib import Path
 from typing import Any, TypeAlias
 
+import psutil
 from quire.v1 import runner_pb2
 
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.errors import LoadFailed, Loading
+from service.errors import LoadFailed, Loading, NoMemory
 from service.logging import get_logger
 from service.pool.model_versions import ModelVersion
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
-from service.runtimes.sources import ModelSources, require_memory
+from service.runtimes.sources import ModelSources
 
 _log = get_logger(__name__)
+_WEIGHTS = "*.safetensors"
 _POLL_S = 0.02
 # How often the caller gets a progress message.
 _PROGRESS_INTERVAL_S = 0.5
@@ -49,48 +51,35 @@ class WeightsLoader:
         self._restarts = restarts
         self._sources = sources
         self._config = config
-        # Identifies the load that runs or drains; None: there is none.
-        self._current_load: object = None
+        # Whether weights are being loaded, or the old ones are still draining.
+        self.is_busy = False
         # Drains the old weights, also if the caller has gone.
         self._draining: asyncio.Task[None] | None = None
         self._drain_end_s = 0.0
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether weights are being loaded, or the old ones are still draining."""
-        return self._current_load is not None
 
     async def load(self, source: str, drain_s: float) -> AsyncGenerator[_Progress]:
         """See `Runtime.load_weights`. Closing it before the switch cancels the load.
 
         Raises Loading, InvalidArgument, NoMemory or LoadFailed, without any change.
         """
-        if self._current_load is not None or self._sources.is_busy:
+        if self.is_busy or self._sources.is_busy:
             raise Loading
-        this_load = self._current_load = object()
+        self.is_busy = True
+        version: ModelVersion | None = None
         try:
-            async with contextlib.aclosing(self._load(source, drain_s)) as updates:
-                async for update in updates:
-                    yield update
-        finally:
-            if self._current_load is this_load and self._draining is None:
-                self._current_load = None
-
-    async def _load(self, source: str, drain_s: float) -> AsyncGenerator[_Progress]:
-        yield _Progress(phase=runner_pb2.LOAD_WEIGHTS_PHASE_LOADING)
-        finding = asyncio.ensure_future(self._sources.find(source))
-        try:
-            while not (await asyncio.wait({finding}, timeout=_PROGRESS_INTERVAL_S))[0]:
-                done = self._sources.downloaded
-                yield _Progress(phase=runner_pb2.LOAD_WEIGHTS_PHASE_LOADING, progress=done)
-        finally:
-            finding.cancel()
-        model = finding.result()
-        self._require_memory(model)
-        version = self._versions.add(model)
-        self._pool.start(version)
-        _log.info("loading weights", model=model, weights=version.number)
-        try:
+            yield _Progress(phase=runner_pb2.LOAD_WEIGHTS_PHASE_LOADING)
+            finding = asyncio.ensure_future(self._sources.find(source))
+            try:
+                while not (await asyncio.wait({finding}, timeout=_PROGRESS_INTERVAL_S))[0]:
+                    done = self._sources.downloaded
+                    yield _Progress(phase=runner_pb2.LOAD_WEIGHTS_PHASE_LOADING, progress=done)
+            finally:
+                finding.cancel()
+            model = finding.result()
+            self._require_memory(model)
+            version = self._versions.add(model)
+            self._pool.start(version)
+            _log.info("loading weights", model=model, weights=version.number)
             while not await version.loaded(_PROGRESS_INTERVAL_S):
                 yield _load_progress(version)
             if version.failure is None:
@@ -101,9 +90,9 @@ class WeightsLoader:
                     raise LoadFailed(version.failure)
                 await _complete(self._switch(version, drain_s))
         finally:
-            if self._versions.serving is not version:
-                why = version.failure or "the caller has gone"
-                _log.warning("weights are not loaded", model=model, why=why)
+            if version is None:
+                self.is_busy = False
+            elif self._versions.serving is not version:
                 await _complete(self._discard(version))
         async for update in self._report_drain(drain_s):
             yield update
@@ -119,8 +108,12 @@ class WeightsLoader:
     def _require_memory(self, model: str) -> None:
         """Raises NoMemory if the workers do not fit into main memory. Workers check GPU memory themselves."""
         serving = self._versions.serving
-        if serving.is_on_cpu:
-            require_memory(model, len(serving.slots))
+        if not serving.is_on_cpu:
+            return
+        needed_bytes = len(serving.slots) * sum(file.stat().st_size for file in Path(model).glob(_WEIGHTS))
+        available_bytes = psutil.virtual_memory().available
+        if needed_bytes > available_bytes:
+            raise NoMemory(needed_bytes, available_bytes)
 
     # The switch.
 
@@ -144,8 +137,13 @@ class WeightsLoader:
         await asyncio.to_thread(self._versions.persist, version)
 
     async def _discard(self, version: ModelVersion) -> None:
-        self._dispatcher.weights_ended(version.number)
-        await self._pool.stop(version)
+        why = version.failure or "the caller has gone"
+        _log.warning("weights are not loaded", model=version.model, why=why)
+        try:
+            self._dispatcher.weights_ended(version.number)
+            await self._pool.stop(version)
+        finally:
+            self.is_busy = False
 
     # The drain of the old weights.
 
@@ -156,7 +154,7 @@ class WeightsLoader:
             self._versions.mark_unusable(old)
             # Running operations finish, as in a drain of the server.
             deadline_s = time.monotonic() + self._config.drain_grace_s
-            while self._dispatcher.uses_of(old.number) and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            while self._dispatcher.caches.uses_of(old.number) and time.monotonic() < deadline_s:  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
             self._dispatcher.weights_ended(old.number)
             await self._pool.stop(old)
@@ -164,7 +162,7 @@ class WeightsLoader:
         except Exception:
             # A bug of ours.
             _log.exception("could not unload the old weights")
-        self._draining = self._current_load = None
+        self._draining, self.is_busy = None, False
 
     async def _report_drain(self, drain_s: float) -> AsyncGenerator[_Progress]:
         while (draining := self._draining) is not None:

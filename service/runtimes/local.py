@@ -70,7 +70,7 @@ class LocalRuntime:
     @property
     def wait_s(self) -> float:
         """See `Runtime`."""
-        return self._dispatcher.expected_wait_s
+        return self._dispatcher.caches.expected_wait_s
 
     async def execute(self, batch: Batch, sink: ChunkSink) -> None:
         """See `Runtime`."""

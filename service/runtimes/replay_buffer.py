@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from quire.v1 import runner_pb2
 
-from service.api.budget import AnswerBudget, ReplayBudget
+from service.api.budget import AnswerBudget
 from service.errors import ExecutionLost
 from service.runtimes.base import SampleKey
 
@@ -24,8 +24,31 @@ _MESSAGE_BYTES = 1 << 18
 _Sized: TypeAlias = tuple[runner_pb2.SampleChunk, int]
 
 
+class ReplayBudget:
+    """Counts the bytes of chunks that buffers keep although they were read. Over the limit, they evict."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+        # Those that keep any.
+        self._buffers: dict[ReplayBuffer, None] = {}
+
+    def count(self, buffer: ReplayBuffer, size_bytes: int) -> None:
+        """A buffer keeps more bytes; or fewer, if negative. Over the limit, the largest buffers evict."""
+        self.used_bytes += size_bytes
+        if not buffer.read_bytes:
+            self._buffers.pop(buffer, None)
+            return
+        self._buffers[buffer] = None
+        if size_bytes > 0 and self.used_bytes > self.max_bytes:
+            # Down to half of the limit, so that this is rare.
+            share_bytes = self.max_bytes // (2 * len(self._buffers))
+            for each in list(self._buffers):
+                each.evict_to(share_bytes)
+
+
 class ReplayBuffer:
-    """Owner of an execution's chunks (a ReplayHolder). The budgets are shared by several buffers."""
+    """Owner of an execution's chunks. The budgets are shared by several buffers."""
 
     def __init__(self, unread: AnswerBudget, read: ReplayBudget, *, keeps: bool) -> None:
         """`keeps`: chunks stay after they were read, for a reader that resumes."""
@@ -35,7 +58,7 @@ class ReplayBuffer:
         self._unread_budget = unread
         # Older than what is unread.
         self._read: deque[_Sized] = deque()
-        self._read_bytes = 0
+        self.read_bytes = 0
         self._read_budget = read
         # Per sample: the end position of the chunks dropped, and the position that the reader already has.
         self._dropped: dict[SampleKey, int] = {}
@@ -73,8 +96,8 @@ class ReplayBuffer:
                 left_bytes -= size_bytes
         self._count_unread(-taken_bytes)
         if self._read and taken_bytes:
-            self._read_bytes += taken_bytes
-            self._read_budget.add(self, taken_bytes)
+            self.read_bytes += taken_bytes
+            self._read_budget.count(self, taken_bytes)
             self.evict_to(self._most_read_bytes)
         return chunks
 
@@ -93,10 +116,9 @@ class ReplayBuffer:
         if any(progress.get(key, 0) < position for key, position in self._dropped.items()):
             raise ExecutionLost
         self._progress = progress
-        read, size_bytes = self._read, self._read_bytes
-        self._read, self._read_bytes = deque(), 0
-        if size_bytes:
-            self._read_budget.remove(self, size_bytes)
+        read, size_bytes = self._read, self.read_bytes
+        self._read, self.read_bytes = deque(), 0
+        self._read_budget.count(self, -size_bytes)
         self._unread.extendleft(reversed(read))
         self._count_unread(size_bytes)
 
@@ -105,15 +127,14 @@ class ReplayBuffer:
         return max(LAST_READ_BYTES, MAX_KEPT_BYTES - self.unread_bytes)
 
     def evict_to(self, size_bytes: int) -> None:
-        """See `ReplayHolder`."""
-        dropped_bytes = 0
-        while self._read_bytes > size_bytes:
+        """Drops the oldest chunks that were read, until at most `size_bytes` of them are left."""
+        before_bytes = self.read_bytes
+        while self.read_bytes > size_bytes:
             chunk, chunk_bytes = self._read.popleft()
             self._dropped[chunk.item_id, chunk.sample] = end_of(chunk)
-            self._read_bytes -= chunk_bytes
-            dropped_bytes += chunk_bytes
-        if dropped_bytes:
-            self._read_budget.remove(self, dropped_bytes)
+            self.read_bytes -= chunk_bytes
+        if self.read_bytes < before_bytes:
+            self._read_budget.count(self, self.read_bytes - before_bytes)
 
     def close(self) -> None:
         """Gives back the budgets. Unread chunks can still be taken."""

@@ -18,6 +18,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from quire.v1 import runner_pb2
 
 from service.api.status import to_status
+from service.api.time_slice import TimeSlice
 from service.errors import ProviderFailure, QuireError, RuntimeNotFound
 from service.runtimes.base import Batch, Runtime, SampleKey
 from service.runtimes.execution import Execution
@@ -46,8 +47,6 @@ _FALLBACK_REASONS = {
 }
 # Characters of the list of other runtimes' failures.
 _MAX_ELSEWHERE = 512
-PolicyName = Literal["order", "local-first", "cheapest"]
-WhenFull = Literal["reject", "queue", "fallback"]
 # The name of a runtime that refused a sample, and its error.
 _Refusal: TypeAlias = tuple[str, status_pb2.Status]
 
@@ -56,11 +55,11 @@ _Refusal: TypeAlias = tuple[str, status_pb2.Status]
 class Routing:
     """The configuration for batches that name no runtime."""
 
-    policy: PolicyName = "order"
+    policy: Literal["order", "local-first", "cheapest"] = "order"
     # For `local-first`: when more seconds of work than this are queued locally, other runtimes come first.
     local_max_wait_s: float = 5.0
     # What happens to a batch for which the first runtime has no capacity.
-    when_full: WhenFull = "fallback"
+    when_full: Literal["reject", "queue", "fallback"] = "fallback"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +143,15 @@ class Router:
         """Runtimes that can start in time first, each group by price; unknown prices last in their group."""
         priced: list[tuple[bool, float, Candidate]] = []
         for runtime in self.runtimes:
-            try:
-                estimate = await runtime.estimate(batch.items)
-            except QuireError:
+            is_full, (cost_usd, runs_all) = _is_full(runtime, batch), await _most_usd(runtime, batch.items)
+            if not runs_all:
                 # It cannot run one of the items, but maybe the others.
-                priced.append((True, 0.0, Candidate(runtime, "no cheaper runtime could take it")))
-                continue
-            if estimate.HasField("max_cost_usd"):
-                cost_usd, reason = estimate.max_cost_usd, f"it costs {estimate.max_cost_usd:.6f} USD at most"
+                is_full, cost_usd, reason = True, 0.0, "no cheaper runtime could take it"
+            elif math.isfinite(cost_usd):
+                reason = f"it costs {cost_usd:.6f} USD at most"
             else:
-                cost_usd, reason = float("inf"), "no runtime with a known price could take it"
-            priced.append((_is_full(runtime, batch), cost_usd, Candidate(runtime, reason)))
+                reason = "no runtime with a known price could take it"
+            priced.append((is_full, cost_usd, Candidate(runtime, reason)))
         return [candidate for *_, candidate in sorted(priced, key=lambda found: found[:2])]
 
 
@@ -256,7 +253,13 @@ async def _affordable(
     """The candidates within the request's cost limit. Raises ProviderFailure if there are none."""
     if not request.HasField("max_cost_usd"):
         return list(candidates)
-    costs_usd = [await _most_usd(candidate.runtime, batch.items) for candidate in candidates]
+    # The own workers cost nothing.
+    costs_usd = [
+        0.0
+        if candidate.runtime.describe().runtime_kind == runner_pb2.RUNTIME_KIND_LOCAL
+        else (await _most_usd(candidate.runtime, batch.items))[0]
+        for candidate in candidates
+    ]
     found = [c for c, cost_usd in zip(candidates, costs_usd, strict=True) if cost_usd <= request.max_cost_usd]
     if not found:
         least_usd = min(costs_usd)
@@ -266,20 +269,19 @@ async def _affordable(
     return found
 
 
-async def _most_usd(runtime: Runtime, items: Sequence[runner_pb2.ExecuteItem]) -> float:
-    """The most that a batch can cost; inf: unknown. An item that cannot run costs nothing."""
-    if runtime.describe().runtime_kind == runner_pb2.RUNTIME_KIND_LOCAL:
-        return 0.0
-    total_usd = 0.0
+async def _most_usd(runtime: Runtime, items: Sequence[runner_pb2.ExecuteItem]) -> tuple[float, bool]:
+    """The most that a batch can cost (inf: unknown), and whether all items can run. Others cost nothing."""
+    total_usd, runs_all, time_slice = 0.0, True, TimeSlice()
     for item in items:
+        if time_slice.due:
+            await time_slice.yield_to_others()
         try:
             estimate = await runtime.estimate([item])
         except QuireError:
-            continue
-        if not estimate.HasField("max_cost_usd"):
-            return math.inf
-        total_usd += estimate.max_cost_usd
-    return total_usd
+            runs_all = False
+        else:
+            total_usd += estimate.max_cost_usd if estimate.HasField("max_cost_usd") else math.inf
+    return total_usd, runs_all
 
 
 def _is_full(runtime: Runtime, batch: Batch) -> bool:

@@ -26,8 +26,8 @@ from __future__ import annotations
 import asyncio
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -36,7 +36,6 @@ from service.logging import get_logger
 from service.printable import escaped
 from service.runtimes.base import Runtime
 from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.prices import Prices
 from service.runtimes.remote.runtime import RemoteRuntime
 from service.runtimes.remote.spending import Spending
 from service.runtimes.router import Router, Routing
@@ -44,8 +43,6 @@ from service.runtimes.router import Router, Routing
 _log = get_logger(__name__)
 _MAX_BYTES = 1 << 20
 _LINE = re.compile(r"\(at (line \d+|end of document)")
-# Names of the server's own workers.
-_TAKEN_NAMES = ("", "local")
 # The Python types that are accepted for each type of a setting.
 _TYPES: dict[Any, tuple[type, ...]] = {
     str: (str,),
@@ -58,10 +55,10 @@ _TYPES: dict[Any, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Runtimes:
-    """The parsed file."""
+    """The parsed file: its tables. The providers by name."""
 
     routing: Routing = field(default_factory=Routing)
-    providers: tuple[ProviderConfig, ...] = ()
+    runtimes: Mapping[str, ProviderConfig] = field(default_factory=dict)
 
 
 class RuntimesFile:
@@ -73,7 +70,9 @@ class RuntimesFile:
         self._spending = spending
         self._reading = asyncio.Lock()
         configured = Runtimes() if path is None else load(path)
-        self._providers = [RemoteRuntime(config, spending=spending) for config in configured.providers]
+        self._providers = [
+            RemoteRuntime(config, spending=spending) for config in configured.runtimes.values()
+        ]
         self.router = Router([local, *self._providers], configured.routing)
 
     async def read_again(self, renewed: str = "") -> int:
@@ -87,9 +86,12 @@ class RuntimesFile:
         async with self._reading:
             configured = await asyncio.to_thread(load, self._path)
             local = self.router.runtimes[0]
-            if renewed not in ("", local.name, *(config.name for config in configured.providers)):
+            if renewed not in ("", local.name, *configured.runtimes):
                 raise RuntimeNotFound
-            before, self._providers = self._providers, self._reuse_or_create(configured.providers, renewed)
+            before, self._providers = (
+                self._providers,
+                self._reuse_or_create(configured.runtimes.values(), renewed),
+            )
             self.router.replace([local, *self._providers], configured.routing)
             closing = [provider.close() for provider in before if provider not in self._providers]
             # Completes even if the caller is cancelled.
@@ -98,7 +100,7 @@ class RuntimesFile:
         _log.info("the file of runtimes was read again", providers=len(self._providers), made_anew=made)
         return len(made)
 
-    def _reuse_or_create(self, configs: Sequence[ProviderConfig], renewed: str = "") -> list[RemoteRuntime]:
+    def _reuse_or_create(self, configs: Iterable[ProviderConfig], renewed: str) -> list[RemoteRuntime]:
         """A provider for each configuration. An existing one with the same settings is reused."""
         same = {provider.name: provider for provider in self._providers if provider.name != renewed}
         return [
@@ -123,83 +125,58 @@ def load(path: Path) -> Runtimes:
         line = _LINE.search(str(error))
         raise BadRuntimes(f"{line[1]}: is not TOML" if line else "is not TOML") from None
     try:
-        return parse(content)
-    except (ValueError, TypeError) as error:
-        raise BadRuntimes(escaped(str(error))) from None
-
-
-def parse(content: Mapping[str, Any]) -> Runtimes:
-    """Converts the TOML tables. Raises ValueError or TypeError."""
-    unknown = content.keys() - {"routing", "runtimes"}
-    if unknown:
-        raise ValueError(f"[{min(unknown)}]: is not known; there are [routing] and [runtimes.NAME]")
-    routing = Routing(**_settings(Routing, content.get("routing", {}), "routing"))
-    if not routing.local_max_wait_s >= 0:
-        raise ValueError("routing.local_max_wait_s: must be a number from 0")
-    runtimes = _table(content.get("runtimes", {}), "runtimes")
-    return Runtimes(routing, tuple(_provider(name, settings) for name, settings in runtimes.items()))
-
-
-def _provider(name: str, table: Any) -> ProviderConfig:
-    place = f"runtimes.{name}"
-    if name in _TAKEN_NAMES:
-        raise ValueError(f"[{place}]: the name is that of the server's own workers")
-    settings = _settings(ProviderConfig, table, place)
-    prices = settings.pop("prices", {})
-    try:
-        return ProviderConfig(
-            name=name,
-            prices={model: _prices(p, f"{place}.prices") for model, p in prices.items()},
-            **settings,
-        )
+        parsed = _dataclass(Runtimes, content, "")
     except ValueError as error:
-        raise ValueError(f"[{place}]: {error}") from None
+        raise BadRuntimes(escaped(str(error))) from None
+    assert isinstance(parsed, Runtimes)
+    return parsed
 
 
-def _prices(settings: Any, place: str) -> Prices:
-    settings = _table(settings, place)
-    _check_names(settings, [known.name for known in fields(Prices)], place)
-    for key, value in settings.items():
-        if type(value) not in (int, float) or not 0 <= value < float("inf"):
-            raise ValueError(f"{place}: {key} must be a number of US dollars from 0")
-    try:
-        return Prices(**settings)
-    except TypeError:
-        raise ValueError(f"{place}: needs input_usd and output_usd") from None
-
-
-def _settings(kind: type, table: Any, place: str) -> dict[str, Any]:
-    """A table as keyword arguments of a dataclass. Raises ValueError or TypeError if they do not fit."""
+def _dataclass(kind: type, table: Any, place: str, **given: str) -> Any:
+    """A table as a dataclass. `given`: fields that are not in the table. Raises ValueError."""
     table = _table(table, place)
-    known = [setting for setting in fields(kind) if setting.name != "name"]
-    _check_names(table, [setting.name for setting in known], place)
-    for setting in known:
+    known = {setting.name: setting for setting in fields(kind) if setting.name not in given}
+    for name in sorted(table.keys() - known.keys()):
+        where = f"[{place}]" if place else "the file"
+        raise ValueError(f"{where}: {name} is not known; there are {', '.join(sorted(known))}")
+    for setting in known.values():
         is_needed = setting.default is MISSING and setting.default_factory is MISSING
         if is_needed and setting.name not in table:
             raise ValueError(f"[{place}]: {setting.name} is needed")
     types = get_type_hints(kind)
-    for name, value in table.items():
-        _check_value(value, types[name], f"{place}.{name}")
-    return dict(table)
+    values = {name: _value(types[name], value, f"{place}.{name}") for name, value in table.items()}
+    try:
+        return kind(**given, **values)
+    except ValueError as error:
+        raise ValueError(f"[{place}]: {error}") from None
 
 
-def _check_value(value: Any, wanted: Any, place: str) -> None:
+def _value(wanted: Any, value: Any, place: str) -> Any:
+    """A value of the file as a field of this type has it. Raises ValueError."""
+    place = place.removeprefix(".")
     choices = get_args(wanted)
-    if get_origin(wanted) is Literal and value not in choices:
-        raise ValueError(f"{place}: must be one of {', '.join(choices)}")
+    if isinstance(wanted, type) and is_dataclass(wanted):
+        return _dataclass(wanted, value, place)
     if get_origin(wanted) is Mapping:
-        _table(value, place)
-    elif wanted in _TYPES and type(value) not in _TYPES[wanted]:
+        kind = choices[1]
+        # The name of a provider is that of its table.
+        named = [setting.name for setting in fields(kind) if setting.name == "name"]
+        return {
+            name: _dataclass(kind, table, f"{place}.{name}", **dict.fromkeys(named, name))
+            for name, table in _table(value, place).items()
+        }
+    if get_origin(wanted) is Literal:
+        if value not in choices:
+            raise ValueError(f"{place}: must be one of {', '.join(choices)}")
+    elif type(value) not in _TYPES[wanted]:
         raise ValueError(f"{place}: must be a {_TYPES[wanted][-1].__name__}")
-
-
-def _table(value: Any, place: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{place}: must be a table")
+    # Written so that a NaN fails.
+    elif type(value) in (int, float) and not value >= 0:
+        raise ValueError(f"{place}: must be a number from 0")
     return value
 
 
-def _check_names(table: Mapping[str, Any], known: Sequence[str], place: str) -> None:
-    unknown = table.keys() - set(known)
-    if unknown:
-        raise ValueError(f"{place}: {min(unknown)} is not known; there are {', '.join(sorted(known))}")
+def _table(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place}: must be a table")  # noqa: TRY004
+    return value

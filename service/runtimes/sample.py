@@ -47,11 +47,13 @@ class Sample:
             self._detokenizer = Detokenizer(spec.tokenizer, spec.prompt)
         # Prompt tokens whose KV was found in a cache.
         self.cached_tokens = 0
+        # The cache with its tokens. Empty: none yet.
+        self.cache_id = ""
 
     @property
-    def tokens_left(self) -> int:
-        """How many more tokens it may have."""
-        return self.spec.max_tokens - self._num_tokens
+    def can_prelaunch(self) -> bool:
+        """Whether the next token alone determines the request after it, unless that token ends the sample."""
+        return self.matcher is None and self.spec.max_tokens - self._num_tokens > 1
 
     @property
     def has_begun(self) -> bool:

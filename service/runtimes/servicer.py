@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 import grpc
@@ -18,8 +18,6 @@ from service.auth.authenticator import current_tenant
 from service.auth.tokens import Role
 from service.errors import InvalidArgument, QuireError, RoleMissing
 from service.logging import current_request_id
-from service.runtimes.base import SampleKey
-from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
 
@@ -48,7 +46,7 @@ class RunnerApi:
             await self._state.first_worker(context.time_remaining())
         timeout_s = validation.timeout_seconds(context.time_remaining())
         execution = self._executions.open(request, current_tenant(), timeout_s)
-        reader = execution.attach(_progress(request))
+        reader = execution.attach({(at.item_id, at.sample): at.position for at in request.resume_after})
         sent, chunks = runner_pb2.ExecutionStarted(), list[runner_pb2.SampleChunk]()
         try:
             # Most policies choose a runtime within this turn of the loop. Then the first message has it.
@@ -58,7 +56,9 @@ class RunnerApi:
                 if sent != execution.started:
                     sent.CopyFrom(execution.started)
                     response.started.CopyFrom(sent)
-                await self._write(context, response, execution, reader)
+                # A reader that does not take it in time is detached.
+                stall_s = self._state.config.session_stall_s
+                await write_in_time(context.write(response), stall_s, lambda: execution.detach(reader))
                 if not (chunks := await execution.read(reader)):
                     break
         finally:
@@ -125,14 +125,3 @@ class RunnerApi:
         """Without authentication, only clients on this machine may change what all clients get."""
         if not admin.is_available(self._state.config):
             raise RoleMissing(Role.ADMINISTER.value)
-
-    async def _write(
-        self, context: Context, message: runner_pb2.ExecuteResponse, execution: Execution, reader: int
-    ) -> None:
-        """Writes one message. A reader that does not take it in time is detached."""
-        stall_s = self._state.config.session_stall_s
-        await write_in_time(context.write(message), stall_s, lambda: execution.detach(reader))
-
-
-def _progress(request: runner_pb2.ExecuteRequest) -> Mapping[SampleKey, int]:
-    return {(at.item_id, at.sample): at.position for at in request.resume_after}

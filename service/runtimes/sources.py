@@ -10,12 +10,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, is_hub_id
-from service.errors import InvalidArgument, LoadFailed, NoMemory
+from service.errors import InvalidArgument, LoadFailed
 
-_WEIGHTS = "*.safetensors"
 # Finds a model of the hub, with a download if necessary. It calls the function with the downloaded fraction;
 # an exception of that function cancels the download. Runs in a thread; raises LoadFailed.
 FindModel = Callable[[str, Callable[[float], None]], Path]
@@ -73,11 +70,3 @@ class ModelSources:
         if cancelled.is_set():
             raise LoadFailed("the download was cancelled")
         self.downloaded = fraction
-
-
-def require_memory(model: str, copies: int) -> None:
-    """Raises NoMemory if `copies` of the weights do not fit into the available memory of this machine."""
-    needed_bytes = copies * sum(file.stat().st_size for file in Path(model).glob(_WEIGHTS))
-    available_bytes = psutil.virtual_memory().available
-    if needed_bytes > available_bytes:
-        raise NoMemory(needed_bytes, available_bytes)

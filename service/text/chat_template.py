@@ -22,9 +22,9 @@ MAX_TASKS = 1000
 IDLE_S = 60.0
 MAX_CPU_S = 5.0
 MAX_OUTPUT_CHARACTERS = 16 << 20
-_MAX_MEMORY_BYTES = 1 << 30
-# JSON needs at most twelve bytes for a character.
-_MAX_JSON_BYTES = 12
+MAX_MEMORY_BYTES = 1 << 30
+# In UTF-8.
+_MAX_CHARACTER_BYTES = 4
 _MAX_REASON_CHARACTERS = 300
 _SUBJECT = "the model's chat template"
 
@@ -33,81 +33,71 @@ class TemplateError(Exception):
     """A template cannot be rendered. The message is one printable line."""
 
 
-def new_pool() -> TaskPool:
-    """Processes for templates: each renders one template source."""
-    return TaskPool(_new_process, MAX_PROCESSES, MAX_TASKS, IDLE_S)
+class ChatTemplates:
+    """Owns the processes. Used from one event loop."""
 
+    def __init__(self) -> None:
+        self._pool = TaskPool(_new_process, MAX_PROCESSES, MAX_TASKS)
 
-async def render(pool: TaskPool, source: str, task: bytes) -> str:
-    """The prompt for a task of `make_task` with this template source. Cancelling the call ends the process.
+    async def render(
+        self,
+        template: types_pb2.ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        name: str = DEFAULT,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
+        """The prompt, which ends where the model's answer begins. Cancelling the call ends the process.
 
-    Raises TemplateError if the template fails or exceeds a limit; Draining once the pool is closed.
-    """
-    try:
-        return await pool.run(lambda process: _render(process, task), source)
-    except TaskFailed as error:
-        raise TemplateError(f"{_SUBJECT} {error}") from None
+        Args:
+            template: The model's templates, from a worker.
+            messages: Each with its `role` and `content`.
+            name: Which of the model's templates.
+            tools: Descriptions of tools in the form that the template expects.
 
-
-def _new_process() -> TaskProcess:
-    max_result_bytes = _MAX_JSON_BYTES * MAX_OUTPUT_CHARACTERS + 4096
-    return TaskProcess(
-        "service.text.template_process", ProcessLimits(MAX_CPU_S, _MAX_MEMORY_BYTES, max_result_bytes)
-    )
-
-
-def make_task(
-    template: types_pb2.ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    name: str = DEFAULT,
-    tools: Sequence[Any] | None = None,
-) -> bytes:
-    """The process's task for a prompt that ends where the model's answer begins.
-
-    Args:
-        template: The model's templates, from a worker.
-        messages: Each with its `role` and `content`.
-        name: Which of the model's templates.
-        tools: Descriptions of tools in the form that the template expects.
-
-    Raises:
-        TemplateError: There is no such template.
-    """
-    if name not in template.sources:
-        names = ", ".join(sorted(map(escaped, template.sources)))
-        wanted = "for plain chat" if name == DEFAULT else "of that name"
-        raise TemplateError(f"the model has chat templates named {names}, and none {wanted}")
-    task = {
-        "source": template.sources[name],
-        "variables": {
+        Raises:
+            TemplateError: There is no such template, or it fails or exceeds a limit.
+            Draining: This is closed.
+        """
+        if name not in template.sources:
+            names = ", ".join(sorted(map(escaped, template.sources)))
+            wanted = "for plain chat" if name == DEFAULT else "of that name"
+            raise TemplateError(f"the model has chat templates named {names}, and none {wanted}")
+        variables = {
             **template.special_tokens,
             "messages": list(messages),
             "tools": tools,
             "documents": None,
             "add_generation_prompt": True,
-        },
-        "max_characters": MAX_OUTPUT_CHARACTERS,
-    }
-    return json.dumps(task).encode()
+        }
+        task = {
+            "source": template.sources[name],
+            "variables": variables,
+            "max_characters": MAX_OUTPUT_CHARACTERS,
+        }
+        data = json.dumps(task).encode()
+        try:
+            return await self._pool.run(lambda process: _render(process, data))
+        except TaskFailed as error:
+            raise TemplateError(f"{_SUBJECT} {error}") from None
+
+    def close(self) -> None:
+        """Ends the processes; running tasks fail. Idempotent."""
+        self._pool.close()
+
+
+def _new_process() -> TaskProcess:
+    max_result_bytes = _MAX_CHARACTER_BYTES * MAX_OUTPUT_CHARACTERS + 4096
+    limits = ProcessLimits(MAX_CPU_S, MAX_MEMORY_BYTES, max_result_bytes, idle_s=IDLE_S)
+    return TaskProcess("service.text.template_process", limits)
 
 
 def _render(process: TaskProcess, task: bytes) -> str:
-    """As `render`, in a thread. Blocks. Raises TemplateError or TaskFailed."""
-    try:
-        result = json.loads(process.run(task))
-    except ValueError:
-        result = None
-    if not isinstance(result, dict):
-        result = {"error": "its process gave no valid result", "must_restart": True}
-    if "must_restart" in result:
+    """The text that the process writes. Blocks. Raises TemplateError or TaskFailed."""
+    kind, _, data = process.run(task).partition(b"\n")
+    text = data.decode(errors="replace")
+    if kind == b"text":
+        return text
+    if kind == b"last error":
         process.close()
-    if "text" not in result:
-        reason = escaped(str(result.get("error")))[:_MAX_REASON_CHARACTERS]
-        raise TemplateError(f"{_SUBJECT} failed: {reason}")
-    text = str(result["text"])
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise TemplateError(f"{_SUBJECT} failed: it wrote an unpaired surrogate") from None
-    return text
+    raise TemplateError(f"{_SUBJECT} failed: {escaped(text)[:_MAX_REASON_CHARACTERS]}")

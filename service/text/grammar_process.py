@@ -1,7 +1,8 @@
 """The process that compiles grammars and computes masks, with llguidance.
 
 A task is a line of JSON, and so is its result; bytes may follow. A task for a mask has only the sample's new
-tokens. If this process does not know the earlier ones, the result is `is_missing`, and the gateway sends all.
+tokens. If this process does not know the earlier ones, the result is `is_missing`, and the gateway sends all
+and the grammar.
 So the grammars and samples kept here, up to a limit of each, are only a cache.
 """
 
@@ -83,12 +84,10 @@ class GrammarServer:
         self._tokenizer = LLTokenizer(_Tokens(tokens, special_ids))
 
     def _sample(self, request: dict[str, Any]) -> _Sample | None:
-        """The sample after the request's tokens; None: its earlier tokens or its grammar are missing."""
+        """The sample after the request's tokens; None: its earlier tokens are missing."""
         number, begin, token_ids = request["sample"], request["begin"], request["token_ids"]
         sample = self._samples.pop(number, None)
         if begin == 0:
-            if request["key"] not in self._compiled and "text" not in request:
-                return None
             sample = _Sample(self._grammar(request).deep_copy())
         elif sample is None or sample.num_tokens != begin:
             return None

@@ -9,37 +9,78 @@ import contextlib
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable
 
 _LENGTH_BYTES = 4
 
 
+class Connection:
+    """Sends and receives messages over a socket, which it owns."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._stream = connected.makefile("rb")
+
+    def send(self, message: bytes) -> None:
+        """Raises OSError."""
+        self._socket.sendall(len(message).to_bytes(_LENGTH_BYTES, "big") + message)
+
+    def receive(self, max_bytes: int = sys.maxsize) -> bytes:
+        """The next message. Raises EOFError, OSError; OverflowError if it is larger than `max_bytes`."""
+        length = int.from_bytes(self._read(_LENGTH_BYTES), "big")
+        if length > max_bytes:
+            raise OverflowError
+        return self._read(length)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._stream.close()
+        self._socket.close()
+
+    def _read(self, num_bytes: int) -> bytes:
+        found = self._stream.read(num_bytes)
+        if len(found) < num_bytes:
+            raise EOFError
+        return found
+
+
 def main(handle: Callable[[bytes], bytes]) -> int:
-    """Runs tasks until the parent closes its pipe. The limits are the arguments of the process."""
-    max_cpu_s, max_memory_bytes = float(sys.argv[1]), int(sys.argv[2])
+    """Runs tasks until the parent closes the connection, or until a task raises an exception.
+
+    The limits are the arguments of the process.
+    """
+    max_cpu_s, max_memory_bytes, idle_s = float(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     # Both are sent to whole process groups; a gateway that drains still needs this process.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    tasks, results = _take_pipes()
+    connection = Connection(_take_socket())
     _set_limits(max_memory_bytes)
-    while (task := _read(tasks)) is not None:
-        # SIGPROF is not handled, so it ends the process also in native code.
-        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
-        result = handle(task)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(results, result)
-    return 0
+    try:
+        while True:
+            # SIGALRM and SIGPROF are not handled, so they end the process, also in native code.
+            signal.setitimer(signal.ITIMER_REAL, idle_s)
+            task = connection.receive()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
+            result = handle(task)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send(result)
+    except EOFError:
+        return 0
+    except BaseException:
+        # At once: when the connection closes, the parent kills what has not ended, and would report that.
+        os._exit(1)
 
 
-def _take_pipes() -> tuple[int, int]:
-    """Moves both pipes to new descriptors, so that prints do not mix with results."""
-    tasks, results = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
+def _take_socket() -> socket.socket:
+    """Moves the socket from the standard input to a new descriptor, where nothing else reads it."""
+    taken = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    os.dup2(null, 1)
     os.close(null)
-    return tasks, results
+    return taken
 
 
 def _set_limits(max_memory_bytes: int) -> None:
@@ -52,25 +93,3 @@ def _set_limits(max_memory_bytes: int) -> None:
         # Not every system supports each limit.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource_id, (limit, limit))
-
-
-def _read(descriptor: int) -> bytes | None:
-    """The next task; None: the pipe is closed."""
-    length = _read_bytes(descriptor, _LENGTH_BYTES)
-    return None if length is None else _read_bytes(descriptor, int.from_bytes(length, "big"))
-
-
-def _read_bytes(descriptor: int, number: int) -> bytes | None:
-    read = bytearray()
-    while len(read) < number:
-        part = os.read(descriptor, number - len(read))
-        if not part:
-            return None
-        read += part
-    return bytes(read)
-
-
-def _write(descriptor: int, result: bytes) -> None:
-    rest = memoryview(len(result).to_bytes(_LENGTH_BYTES, "big") + result)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]

@@ -1,7 +1,9 @@
-"""The process that renders chat templates: tasks and results are JSON.
+"""The process that renders chat templates. Tasks are JSON; a result is a line with its kind, and a text.
 
-Tasks do not affect each other: each gets a new Jinja environment. Only a template's compiled code, which is
-immutable, is kept.
+The kinds are `text`, `error`, and `last error`, after which the process must not run another task.
+
+Tasks do not affect each other: each gets a new Jinja environment. Only the compiled code of templates, which
+is immutable, is kept.
 
 The environment is that of the transformers library: Jinja's sandbox with immutable values, trimmed blocks,
 `break` and `continue`, `{% generation %}`, `raise_exception`, `strftime_now`, and a `tojson` that does not
@@ -31,7 +33,22 @@ from service.text import task_loop
 
 def run(task: bytes) -> bytes:
     """Runs one task: returns the rendered text or an error."""
-    return json.dumps(_render(**json.loads(task))).encode()
+    try:
+        return b"text\n" + render(**json.loads(task)).encode()
+    except MemoryError:
+        # It may have used up the memory of the process.
+        return b"last error\nit needs too much memory"
+    except RecursionError:
+        return b"last error\nit is nested too deeply"
+    except OverflowError as error:
+        return f"last error\n{error}".encode()
+    except UnicodeEncodeError:
+        return b"error\nit wrote an unpaired surrogate"
+    except jinja2.TemplateSyntaxError as error:
+        text = f"line {error.lineno}: {error.message}"
+    except Exception as error:
+        text = str(error) or type(error).__name__
+    return b"error\n" + text.encode(errors="replace")
 
 
 def render(source: str, variables: Mapping[str, Any], max_characters: int) -> str:
@@ -55,7 +72,7 @@ def render(source: str, variables: Mapping[str, Any], max_characters: int) -> st
     return "".join(parts)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=4)
 def _compiled(source: str) -> CodeType:
     return make_environment().compile(source)
 
@@ -70,22 +87,6 @@ def make_environment() -> ImmutableSandboxedEnvironment:
         raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_SafeNamespace
     )
     return environment
-
-
-def _render(source: str, variables: Mapping[str, Any], max_characters: int) -> dict[str, Any]:
-    """`must_restart`: the process must not run another task, because this one may have used up its memory."""
-    try:
-        return {"text": render(source, variables, max_characters)}
-    except MemoryError:
-        return {"error": "it needs too much memory", "must_restart": True}
-    except RecursionError:
-        return {"error": "it is nested too deeply", "must_restart": True}
-    except OverflowError as error:
-        return {"error": str(error), "must_restart": True}
-    except jinja2.TemplateSyntaxError as error:
-        return {"error": f"line {error.lineno}: {error.message}"}
-    except Exception as error:
-        return {"error": str(error) or type(error).__name__}
 
 
 class _Generation(Extension):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.v1 import runner_pb2, worker_pb2
@@ -25,12 +25,11 @@ from service.errors import (
 from service.logging import get_logger
 from service.text.bounded_encoder import BoundedEncoder, check_loading
 from service.text.bounded_json import arguments_field, check_chat, parse
-from service.text.chat_template import DEFAULT, TemplateError, make_task, new_pool, render
+from service.text.chat_template import DEFAULT, ChatTemplates, TemplateError
 from service.text.constraints import Constraints, Matcher
 from service.text.detokenizer import TokenDecoder
-from service.text.grammar_engine import Vocabulary
 from service.text.task_process import TaskFailed
-from service.text.token_bytes import constrained_tokens
+from service.text.token_bytes import token_bytes
 from service.text.tokenizer_bounds import decodes_in_bounds, encodes_in_bounds
 
 if TYPE_CHECKING:
@@ -60,8 +59,8 @@ class _Loaded:
     tokenizer: Tokenizer | None = None
     # Used for encoding if the tokenizer may need much time or memory.
     encoder: BoundedEncoder | None = None
-    # By vocabulary size of the model; made at the first use. Or why they are not supported.
-    constraints: dict[int, Constraints | Unsupported] = field(default_factory=dict)
+    # Made at the first use; or why they are not supported.
+    constraints: Constraints | Unsupported | None = None
 
 
 class TextModel:
@@ -79,7 +78,7 @@ class TextModel:
         self._loaded: _Loaded | None = None
         self._load_lock = asyncio.Lock()
         self._threads = asyncio.Semaphore(_MAX_THREADS)
-        self._templates = new_pool()
+        self._templates = ChatTemplates()
 
     async def tokenizer(self) -> TokenDecoder | None:
         """The model's tokenizer; None: it has none, or one that cannot be used."""
@@ -106,7 +105,7 @@ class TextModel:
             raise NoTokenizer
         if len(text) > max_tokens * _MAX_CHARACTERS_PER_TOKEN:
             raise SequenceTooLong(-(-len(text) // _MAX_CHARACTERS_PER_TOKEN), max_tokens)
-        with _encode_errors(field):
+        try:
             if loaded.encoder is not None:
                 tenant = self._tenant()
                 return await loaded.encoder.encode(text, add_special_tokens=add_special_tokens, tenant=tenant)
@@ -118,6 +117,14 @@ class TextModel:
                     tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens
                 )
             return encoded.ids
+        except (QuireError, *NOT_FAILURES):
+            raise
+        except TaskFailed as error:
+            message = f"the model's tokenizer cannot encode it: it {error}"
+            raise InvalidArgument("BAD_TEXT", field, message) from None
+        except BaseException:  # panics of the library included: the text causes them
+            _log.exception("a text could not be encoded")
+            raise InvalidArgument("BAD_TEXT", field, "the model's tokenizer cannot encode it") from None
 
     async def encode_chat(self, chat: runner_pb2.Chat, *, max_tokens: int = _MANY_TOKENS) -> Sequence[int]:
         """The tokens of messages, formatted by the model's template. Raises as `encode`."""
@@ -129,23 +136,17 @@ class TextModel:
         messages, tools = _messages(chat), _tools(chat)
         name = chat.template or DEFAULT
         try:
-            task = make_task(template, messages, name=name, tools=tools)
-            text = await render(self._templates, template.sources[name], task)
+            text = await self._templates.render(template, messages, name=name, tools=tools)
         except TemplateError as error:
             raise InvalidArgument("BAD_CHAT", "chat", str(error)) from None
         if tools:
-            plain = make_task(template, messages, name=name)
-            await self._check_tools(template.sources[name], plain, text)
+            # A template that fails without tools uses them.
+            with contextlib.suppress(TemplateError):
+                if text == await self._templates.render(template, messages, name=name):
+                    message = "the model's chat template does not support tools"
+                    raise InvalidArgument("BAD_CHAT", "chat.tools_json", message)
         # The template has written the special tokens.
         return await self.encode(text, max_tokens=max_tokens, add_special_tokens=False, field="chat")
-
-    async def _check_tools(self, source: str, plain: bytes, text: str) -> None:
-        """Raises InvalidArgument if `plain`, the task without tools, renders to the same text."""
-        # A template that fails without tools uses them.
-        with contextlib.suppress(TemplateError):
-            if await render(self._templates, source, plain) == text:
-                message = "the model's chat template does not support tools"
-                raise InvalidArgument("BAD_CHAT", "chat.tools_json", message)
 
     async def constraint(
         self, constraint: runner_pb2.Constraint, end_ids: frozenset[int], vocab_size: int
@@ -171,13 +172,11 @@ class TextModel:
                 "BAD_CONSTRAINT", "constraint", "a schema, an expression or a grammar is needed"
             )
         async with self._load_lock:
-            if vocab_size not in loaded.constraints:
-                made = await asyncio.to_thread(_constraints, loaded.tokenizer, vocab_size)
-                loaded.constraints[vocab_size] = made
-        constraints = loaded.constraints[vocab_size]
-        if isinstance(constraints, Unsupported):
-            raise constraints.without_traceback()
-        return await constraints.matcher_factory(kind, getattr(constraint, kind), end_ids)
+            if loaded.constraints is None:
+                loaded.constraints = await asyncio.to_thread(_constraints, loaded.tokenizer)
+        if isinstance(loaded.constraints, Unsupported):
+            raise loaded.constraints.without_traceback()
+        return await loaded.constraints.matcher_factory(kind, getattr(constraint, kind), end_ids, vocab_size)
 
     def close(self) -> None:
         """Ends all processes. Idempotent."""
@@ -185,9 +184,8 @@ class TextModel:
         if self._loaded is not None:
             if self._loaded.encoder is not None:
                 self._loaded.encoder.close()
-            for constraints in self._loaded.constraints.values():
-                if isinstance(constraints, Constraints):
-                    constraints.close()
+            if isinstance(self._loaded.constraints, Constraints):
+                self._loaded.constraints.close()
 
     async def _load(self) -> _Loaded:
         ready = self._ready()
@@ -203,13 +201,12 @@ class TextModel:
         return self._loaded
 
 
-def _constraints(tokenizer: Tokenizer, vocab_size: int) -> Constraints | Unsupported:
+def _constraints(tokenizer: Tokenizer) -> Constraints | Unsupported:
     """Takes a second for a large vocabulary."""
     try:
-        vocabulary = Vocabulary(*constrained_tokens(tokenizer))
+        return Constraints(*token_bytes(tokenizer))
     except Unsupported as error:
         return error
-    return Constraints(vocabulary, vocab_size)
 
 
 def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
@@ -231,21 +228,6 @@ def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
         _log.error("the model's tokenizer.json cannot be used: texts are refused", error=str(error)[:300])
         return _Loaded(ready)
     return _Loaded(ready, tokenizer, encoder)
-
-
-@contextlib.contextmanager
-def _encode_errors(field: str) -> Iterator[None]:
-    """Turns errors of a tokenizer, panics included, into InvalidArgument: the text in `field` causes them."""
-    try:
-        yield
-    except (QuireError, *NOT_FAILURES):
-        raise
-    except TaskFailed as error:
-        text = f"the model's tokenizer cannot encode it: it {error}"
-        raise InvalidArgument("BAD_TEXT", field, text) from None
-    except BaseException:
-        _log.exception("a text could not be encoded")
-        raise InvalidArgument("BAD_TEXT", field, "the model's tokenizer cannot encode it") from None
 
 
 def _messages(chat: runner_pb2.Chat) -> Sequence[Mapping[str, Any]]:

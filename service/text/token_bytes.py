@@ -32,24 +32,26 @@ _MIN_CONSISTENT = 0.9
 _UNSUPPORTED = "constraints need tokens that have the same text everywhere, and the model's have not"
 
 
-def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """For each id the bytes it adds to a text: UTF-8, perhaps a part of a character.
+def token_bytes(tokenizer: Tokenizer) -> tuple[list[bytes], list[int]]:
+    """For each id the bytes it adds to a text: UTF-8, perhaps a part of a character; and the special ids.
 
-    Empty: a special token, an id without a token, or a token whose text differs from place to place. Takes a
-    second for a large vocabulary.
+    A special token has the name that grammars use. Empty: an id without a token, or a token whose text
+    differs from place to place. Takes a second for a large vocabulary.
 
     Raises:
         Unsupported: The text of too many tokens differs from place to place.
     """
     ids = sorted(tokenizer.get_vocab(with_added_tokens=True).values())
-    size = ids[-1] + 1 if ids else 0
-    special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    found = [b""] * (ids[-1] + 1 if ids else 0)
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token_id: token.content.encode() for token_id, token in added.items() if token.special}
     ids = [token_id for token_id in ids if token_id not in special]
     decoders = _decoder_types(tokenizer)
     spelled = _spelled_bytes(tokenizer, ids, decoders)
+    for token_id, text_bytes in (spelled | special).items():
+        found[token_id] = text_bytes
     # A decoder that only concatenates bytes needs no more than a sample.
     checked = _sample(ids) if decoders == {"ByteLevel"} else ids
-    found = [spelled.get(token_id, b"") for token_id in range(size)]
     for token_id, text in zip(checked, _TokenTexts(tokenizer, ids).of(checked), strict=True):
         if token_id in spelled:
             found[token_id] = _checked(spelled[token_id], text)
@@ -57,22 +59,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
             found[token_id] = text.encode()
     if sum(bool(found[token_id]) for token_id in checked) < _MIN_CONSISTENT * len(checked):
         raise Unsupported(_UNSUPPORTED)
-    return found
-
-
-def constrained_tokens(tokenizer: Tokenizer) -> tuple[list[bytes], list[int]]:
-    """`token_bytes`, but special tokens have the names that grammars use; and the ids of special tokens.
-
-    Raises:
-        Unsupported: As `token_bytes`.
-    """
-    tokens = token_bytes(tokenizer)
-    special_ids = []
-    for token_id, token in tokenizer.get_added_tokens_decoder().items():
-        if token.special:
-            tokens[token_id] = token.content.encode()
-            special_ids.append(token_id)
-    return tokens, special_ids
+    return found, list(special)
 
 
 class _TokenTexts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
 
 from quire.v1 import executor_pb2 as pb
 
@@ -15,19 +15,19 @@ from tests.attacks.frame import TIMEOUT_S, Attack, Scene
 _GREEDY_S = 5.0
 
 
-def _bad_caller(kind: str) -> Any:
-    """For some seconds, in a process of its own."""
+def _beside(kind: str) -> Callable[[Scene], None]:
+    """For some seconds, a caller of `greedy.py`."""
 
     def run(scene: Scene) -> None:
-        command = [sys.executable, "-m", "benchmarks.bad_callers", kind, scene.gateway.address]
         caller = subprocess.Popen(
-            command, cwd=ROOT, env=environment(ROOT), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+            [sys.executable, "-m", "tests.attacks.greedy", kind, scene.gateway.address],
+            cwd=ROOT, env=environment(ROOT), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
         assert caller.stdout is not None
         caller.stdout.readline()
         time.sleep(_GREEDY_S)
         told, _ = caller.communicate()
-        scene.notes["it says"] = told.decode().strip()
+        scene.notes["it made"] = told.decode().strip()
 
     return run
 
@@ -73,9 +73,9 @@ def long_prefills(scene: Scene) -> None:
 
 
 ATTACKS = (
-    Attack("company", "nothing: a process computes beside them", _bad_caller("spin"), tries=1),
-    Attack("256 in flight", "a Session with 256 calls in flight", _bad_caller("pipeline"), tries=1),
-    Attack("flood", "Sessions that send as fast as they can and read nothing", _bad_caller("flood"), tries=1),
+    Attack("company", "nothing: a process computes beside them", _beside("spin"), tries=1),
+    Attack("256 in flight", "a Session with 256 calls in flight", _beside("pipeline"), tries=1),
+    Attack("flood", "Sessions that send as fast as they can and read nothing", _beside("flood"), tries=1),
     Attack("prefills", "12 prompts of 4,000 tokens at once", long_prefills, tries=3),
     Attack(
         "check_integrity", "a check of pools with 8,000 forks", check_integrity, tries=5, prepare=many_forks

@@ -1,49 +1,44 @@
-"""What an attack is, and how one is run and measured beside bystanders."""
+"""What an attack is, how it is made and measured beside bystanders, and a table of the outcomes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 from google.protobuf.message import Message
 
-from benchmarks.checkout import ROOT
 from tests.attacks.bystanders import Bystanders
 from tests.error_details import reason_of
 from tests.gateway_process import GatewayProcess
 
 SERVICE = "/quire.v1.ModelExecutorService/"
 TIMEOUT_S = 90.0
-# Bystanders alone, and how long is looked at what an attack leaves behind.
-ALONE_S = 4.0
-AFTER_S = 1.0
-# In the short form both.
-SHORT_S = 0.3
-# How long at most for what is kept to fall to what it may be.
+# How long bystanders are measured alone, how long after an attack, and what it holds open is held.
+ALONE_S, AFTER_S, HELD_S = 4.0, 1.0, 4.0
+# The same in the short form.
+SHORT_S, SHORT_HELD_S = 0.3, 1.0
+# The longest time in which memory may fall to what the gateway may keep.
 GIVEN_BACK_S = 20.0
-# Of some attacks a try is over before a bystander has noticed: they are tried for at least so long.
+# Attacks whose tries are short are tried for at least this long.
 LEAST_S = 3.0
 MIB = 1 << 20
 
 
 @dataclass(slots=True)
 class Scene:
-    """What an attack acts on, and where it writes what it met."""
+    """The target of an attack, and what was answered and seen."""
 
     gateway: GatewayProcess
-    # Bystanders are in the first worker; what is done to workers is done to the last.
-    victim: str
+    held_s: float = HELD_S
     answers: Counter[str] = field(default_factory=Counter)
-    # What an attack has seen beside answers.
+    # What an attack has seen besides answers.
     notes: dict[str, Any] = field(default_factory=dict)
     # From preparing to attacking.
     held: dict[str, Any] = field(default_factory=dict)
@@ -62,13 +57,9 @@ class Scene:
         return method.future(data, **({"timeout": TIMEOUT_S} | options))
 
     def count(self, call: Any) -> None:
-        """Counts what a call was answered, once it is."""
+        """Counts the answer of a call, for which it waits."""
         error = call.exception()
         self.answers["OK" if error is None else said(error)] += 1
-
-    def worker(self, worker_id: str) -> psutil.Process:
-        """Its process."""
-        return psutil.Process(next(w.pid for w in self.gateway.status().workers if w.worker_id == worker_id))
 
 
 def said(error: Any) -> str:
@@ -78,7 +69,7 @@ def said(error: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """Something done to a gateway, again and again. `run` is one try."""
+    """Something that is done to a gateway again and again. `run` is one try."""
 
     name: str
     what: str
@@ -86,23 +77,15 @@ class Attack:
     tries: int = 10
     prepare: Callable[[Scene], None] | None = None
     flags: Sequence[str] = ()
-    # Ends a worker, and with it one process that is replaced. Or the gateway: then nothing is asked after.
-    kills: int = 0
-    ends_gateway: bool = False
-    # By how much gateway and workers together may grow, from the settings.
-    budget_mib: int = 256
-    # Instead of a plain gateway. Given the checkout.
-    gateway: Callable[[Path], GatewayProcess] | None = None
-    # A setting without which there is nothing to try.
-    needs: str = ""
+    # Instead of a plain gateway.
+    gateway: Callable[[], GatewayProcess] | None = None
     least_s: float = LEAST_S
 
-    def serve(self, root: Path = ROOT) -> GatewayProcess:
+    def serve(self) -> GatewayProcess:
         """The gateway that it is meant for."""
         if self.gateway is not None:
-            return self.gateway(root)
-        flags = ["--kv-pages", "4096", *self.flags]
-        return GatewayProcess(model="paged-attention", workers=2, flags=flags, root=root)
+            return self.gateway()
+        return GatewayProcess(model="paged-attention", workers=2, flags=["--kv-pages", "4096", *self.flags])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +110,13 @@ class Outcome:
     answers: dict[str, int]
     notes: dict[str, Any]
 
-    @property
-    def ratio(self) -> float:
-        """p99 beside the attack over p99 alone."""
-        return self.p99_ms / self.alone_p99_ms if self.alone_p99_ms else math.nan
 
-
-def run(attack: Attack, root: Path = ROOT) -> Outcome:
-    """Against a gateway of its own."""
-    with attack.serve(root) as gateway:
-        workers = [worker.worker_id for worker in gateway.status().workers]
-        token = getattr(gateway, "bystander_token", "")
-        with Bystanders(gateway.address, workers[0], gateway.log_path.parent, token) as bystanders:
-            return measure(attack, Scene(gateway, workers[-1]), bystanders)
+def run(attack: Attack) -> Outcome:
+    """Makes an attack on a gateway of its own."""
+    with attack.serve() as gateway:
+        first = gateway.status().workers[0].worker_id
+        with Bystanders(gateway.address, first, gateway.log_path.parent) as bystanders:
+            return measure(attack, Scene(gateway), bystanders)
 
 
 def measure(
@@ -147,7 +124,7 @@ def measure(
 ) -> Outcome:
     """Bystanders alone, beside the attack's tries, and what is left. `tries`: instead of the attack's.
 
-    `kept_mib`: what the gateway keeps is looked at once it is no more than that, or does not become so.
+    `kept_mib`: waits until the gateway keeps no more than that, or a time has passed.
     """
     settle_s = SHORT_S if tries else AFTER_S
     if attack.prepare is not None:
@@ -164,14 +141,13 @@ def measure(
         done += 1
     seconds = time.monotonic() - began_s
     alone = bystanders.waits(alone_s, began_s)
-    # Whoever still waits is answered before it is looked at.
+    # Steps that wait are answered before they are counted.
     time.sleep(settle_s)
     beside = bystanders.waits(began_s, began_s + seconds + settle_s)
-    after = before if attack.ends_gateway else scene.gateway.status()
+    after = scene.gateway.status()
     give_up_s = time.monotonic() + GIVEN_BACK_S
     while kept_mib and gateway.kept_mib() > kept_mib and time.monotonic() < give_up_s:
         time.sleep(0.1)
-    stall_ms = after.longest_stall_ms if after.longest_stall_ms > before.longest_stall_ms else 0
     return Outcome(
         attack=attack.name,
         tries=done,
@@ -186,8 +162,9 @@ def measure(
         gateway_mib=round(gateway.growth_mib(), 1),
         workers_mib=round(workers.growth_mib(), 1),
         kept_mib=round(gateway.kept_mib(), 1),
-        stall_ms=stall_ms,
-        replaced=len({worker.pid for worker in after.workers} - set(pids)) - attack.kills,
+        # 0: no longer than one at the start of the server.
+        stall_ms=after.longest_stall_ms if after.longest_stall_ms > before.longest_stall_ms else 0,
+        replaced=len({worker.pid for worker in after.workers} - set(pids)),
         answers=dict(scene.answers.most_common(6)),
         notes=dict(scene.notes),
     )
@@ -196,6 +173,34 @@ def measure(
 def as_dict(outcome: Outcome) -> dict[str, Any]:
     """For a file."""
     return dataclasses.asdict(outcome)
+
+
+_HEAD = (
+    "attack", "tries", "p50 alone / beside, ms", "p99 alone / beside, ms", "ratio", "longest, ms",
+    "bystanders failed", "gateway / workers grew, MiB", "stall, ms", "replaced", "answered, and seen",
+)  # fmt: skip
+
+
+def table(outcomes: Iterable[Outcome], attacks: Mapping[str, Attack]) -> str:
+    """The outcomes in Markdown, a line for each."""
+    lines = ["| " + " | ".join(_HEAD) + " |", "|---|" + "---:|" * 5 + "---|" + "---:|" * 3 + "---|"]
+    for o in outcomes:
+        answered = [f"{name} {count:,}" for name, count in o.answers.items()]
+        cells = (
+            attacks[o.attack].what,
+            f"{o.tries:,}",
+            f"{o.alone_p50_ms:.1f} / {o.p50_ms:.1f}",
+            f"{o.alone_p99_ms:.1f} / {o.p99_ms:.1f}",
+            f"{o.p99_ms / o.alone_p99_ms if o.alone_p99_ms else math.nan:.1f}",
+            f"{o.longest_ms:,.0f}",
+            ", ".join(o.failed),
+            f"{o.gateway_mib:,.0f} / {o.workers_mib:,.0f}",
+            f"{o.stall_ms or ''}",
+            f"{o.replaced}",
+            ", ".join(answered + [f"{name}: {value}" for name, value in o.notes.items()]),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 class _Memory:
@@ -223,12 +228,3 @@ class _Memory:
         except OSError:
             return 0.0
         return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(name + ":")), 0.0)
-
-
-def signal_all(processes: Sequence[psutil.Process], number: int) -> None:
-    """Sends a signal to those that still are."""
-    for process in processes:
-        try:
-            os.kill(process.pid, number)
-        except ProcessLookupError:
-            continue

@@ -1,4 +1,4 @@
-"""Requests that are cheap to send and were dear to look at, or to compute."""
+"""Requests that are cheap to send and were dear to look at, to compute, or to log."""
 
 from __future__ import annotations
 
@@ -66,6 +66,14 @@ def long_prompts(scene: Scene) -> None:
         scene.count(call)
 
 
+def control_characters(scene: Scene) -> None:
+    for text in ("\x1b[2J\x1b]0;mine\x07", "a\r\nlevel=error", "\x9b31m", "\u202e" + "x", "\x00"):
+        scene.send("Prefill", pb.PrefillRequest(token_ids=[1], request_id=text))
+        scene.send("Decode", pb.DecodeRequest(cache_id=text, token_id=1))
+    raw = scene.gateway.log_path.read_bytes()
+    scene.notes["control bytes in the log"] = sum(byte < 32 and byte != 10 for byte in raw)
+
+
 ATTACKS = (
     Attack("empty calls", "900,000 empty calls in a message of a Session", empty_calls, tries=20),
     Attack(
@@ -84,6 +92,12 @@ ATTACKS = (
         "14 prompts of 15 MiB that are too long, at once",
         long_prompts,
         tries=3,
-        budget_mib=512,
+    ),
+    Attack(
+        "control characters",
+        "escapes of terminals in ids",
+        control_characters,
+        tries=100,
+        flags=("--log-level", "debug"),
     ),
 )

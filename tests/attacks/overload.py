@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkout import ROOT, environment
+from benchmarks.checkout import ROOT, environment, quire_command
 from benchmarks.shapes import Shape
 from benchmarks.weights import make_model
 from tests.attacks.frame import Attack, Scene
@@ -22,7 +21,7 @@ from tests.gateway_process import GatewayProcess
 
 TIMES = (1, 2, 5, 10, 20, 50)
 DEADLINES_S = (1.0, 0.25)
-_SECONDS = 8.0
+_SECONDS = 8
 _SHAPE = Shape(
     "overloaded",
     vocab_size=1024,
@@ -33,45 +32,52 @@ _SHAPE = Shape(
     num_key_value_heads=2,
     head_dim=64,
 )
-# Python's gRPC sends about two thousand calls a second, so that more needs more processes.
-_PER_PROCESS = 1500
 
 
-def load(address: str, rate: float, seconds: float, deadline_s: float) -> dict[str, Any]:
-    """What came of a load, from one or several processes of callers. Figures are summed."""
-    processes = max(1, min(8, round(rate / _PER_PROCESS)))
-    arguments = [address, str(rate / processes), str(seconds), str(deadline_s)]
-    # They stand for other machines: on this one they get what the server leaves.
-    command = ["nice", "-n", "19", sys.executable, "-m", "tests.attacks.load", *arguments]
-    callers = [
-        subprocess.Popen(command, cwd=ROOT, env=environment(ROOT), stdout=subprocess.PIPE)
-        for _ in range(processes)
-    ]
-    done = [json.loads(caller.communicate()[0]) for caller in callers]
-    answers: dict[str, int] = {}
-    for one in done:
-        for name, count in one["answers"].items():
-            answers[name] = answers.get(name, 0) + count
-    return {name: round(sum(one[name] for one in done), 1) for name in ("asked_per_s", "in_time_per_s")} | {
-        "answers": answers
-    }
+def load(address: str, seconds: float, deadline_s: float, *pace: str) -> dict[str, Any]:
+    """The figures of `quire load` with prompts of 256 tokens and one token each."""
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "out.json"
+        flags = [
+            "--target",
+            address,
+            "--duration",
+            str(seconds),
+            "--timeout",
+            str(deadline_s),
+            "--out",
+            str(out),
+        ]
+        flags += ["--warm-up", "0", "--prompt-tokens", "256", "--output-tokens", "1", *pace]
+        # The callers stand for other machines: on this one they get what the server leaves.
+        command = ["nice", "-n", "19", *quire_command(ROOT, "load", *flags)]
+        subprocess.run(command, env=environment(ROOT), capture_output=True, check=False)
+        (found,) = json.loads(out.read_text())["runs"]
+    return dict(found)
 
 
-def _serve(root: Path) -> GatewayProcess:
+def _serve() -> GatewayProcess:
     directory = make_model(_SHAPE, Path(tempfile.mkdtemp(prefix="quire-attacks-")))
-    return GatewayProcess(model=str(directory), workers=1, flags=["--threads-per-worker", "1"], root=root)
+    return GatewayProcess(model=str(directory), workers=1, flags=["--threads-per-worker", "1"])
+
+
+def _done_per_s(found: dict[str, Any]) -> float:
+    return float(found["throughput"]["requests_per_s"]["value"])
 
 
 def _capacity(scene: Scene) -> None:
-    load(scene.gateway.address, 0, 2, 30)
-    scene.notes["capacity_per_s"] = load(scene.gateway.address, 0, 6, 30)["in_time_per_s"]
+    callers = ("--callers", "64")
+    load(scene.gateway.address, 2, 30, *callers)
+    scene.notes["capacity_per_s"] = _done_per_s(load(scene.gateway.address, 6, 30, *callers))
 
 
 def _at(times: int, deadline_s: float) -> Callable[[Scene], None]:
     def run(scene: Scene) -> None:
-        done = load(scene.gateway.address, times * scene.notes["capacity_per_s"], _SECONDS, deadline_s)
-        scene.answers.update(done.pop("answers"))
-        scene.notes |= done | {"times": times, "deadline_s": deadline_s}
+        rate = times * scene.notes["capacity_per_s"]
+        pace = ("--rate", f"{rate:.3f}", "--arrivals", "constant")
+        found = load(scene.gateway.address, _SECONDS, deadline_s, *pace)
+        scene.answers.update(found["errors"] | {"OK": found["requests"]["done"]})
+        scene.notes |= {"asked_per_s": rate, "in_time_per_s": _done_per_s(found)}
 
     return run
 

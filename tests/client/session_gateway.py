@@ -14,7 +14,6 @@ from quire.v1 import types_pb2
 
 from tests.gateway_process import GatewayProcess
 
-FLAGS = ("--kv-pages", "512")
 _PATIENCE_S = 30.0
 
 

@@ -1,4 +1,4 @@
-"""The asyncio client against the same fake server: it sends and remembers what the blocking one does."""
+"""The asyncio client, from which the blocking one is generated: what only it does, and each method once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import get_type_hints
 
-import grpc
 import pytest
 from quire import (
     AsyncCache,
@@ -19,44 +18,13 @@ from quire import (
     CacheNotFound,
     Client,
     DeadlineExceeded,
-    PositionMismatch,
     QuireError,
     Session,
 )
 
-from tests.fake_executor import FakeExecutor, rich_status
+from tests.fake_executor import FakeExecutor
 
 GENERATOR = Path(__file__).resolve().parents[2] / "clients" / "python" / "generate_blocking.py"
-
-
-async def test_a_decoding_loop(target: str, executor: FakeExecutor) -> None:
-    executor.script = [7, 8, 9]
-    async with AsyncClient(target) as client:
-        async with await client.prefill([1, 2, 3]) as cache:
-            seen = [cache.output.token_id]
-            while len(seen) < 3:
-                seen.append((await cache.decode(seen[-1])).token_id)
-            assert seen == [7, 8, 9]
-            assert executor.caches[cache.cache_id] == [1, 2, 3, 7, 8]
-        assert executor.caches == {}
-
-
-async def test_retries_and_errors(target: str, executor: FakeExecutor) -> None:
-    lost = rich_status(grpc.StatusCode.UNAVAILABLE, "WORKER_LOST")
-    async with AsyncClient(target, timeout_s=20) as client:
-        executor.fail("Prefill", lost, applied=True)
-        cache = await client.prefill([1, 2])
-        assert len(executor.caches) == 1
-        executor.fail("Decode", lost, applied=True)
-        await cache.decode(3)
-        assert executor.caches[cache.cache_id] == [1, 2, 3]
-        executor.fail("ForkCache", lost, applied=True)
-        assert len(await cache.fork()) == 1
-        assert len(executor.caches) == 2
-        executor.caches[cache.cache_id].append(4)
-        with pytest.raises(PositionMismatch) as caught:
-            await cache.decode(9)
-        assert caught.value.seq_len == 4
 
 
 async def test_the_rest(target: str, executor: FakeExecutor) -> None:
@@ -103,24 +71,6 @@ async def test_time_limit_and_cancellation(target: str, executor: FakeExecutor) 
         assert len(executor.calls["ReleaseCache"]) == 1, "a cancelled block releases its cache"
 
 
-@pytest.mark.parametrize(
-    ("blocking", "awaiting"), [(Client, AsyncClient), (Session, AsyncSession), (Cache, AsyncCache)]
-)
-def test_both_clients_offer_the_same(blocking: type, awaiting: type) -> None:
-    def offered(kind: type) -> dict[str, tuple[str, str]]:
-        return {
-            name: (str(inspect.signature(member)).replace("Async", ""), inspect.getdoc(member) or "")
-            for name, member in inspect.getmembers(kind, inspect.isfunction)
-            if not name.startswith("_")
-        }
-
-    asynchronous = offered(awaiting)
-    assert {name: signature for name, (signature, _) in offered(blocking).items()} == {
-        name: signature for name, (signature, _) in asynchronous.items()
-    }
-    assert all(docstring for _, docstring in asynchronous.values())
-
-
 @pytest.mark.parametrize("kind", [Client, AsyncClient, Session, AsyncSession, Cache, AsyncCache])
 def test_types_can_be_asked_for(kind: type) -> None:
     """Programs do so, such as those that make tools of functions."""
@@ -132,10 +82,3 @@ def test_types_can_be_asked_for(kind: type) -> None:
 def test_the_blocking_client_is_the_asyncio_one_without_await() -> None:
     done = subprocess.run([sys.executable, GENERATOR, "--check"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-async def test_a_token_goes_with_every_call(target: str, executor: FakeExecutor) -> None:
-    async with AsyncClient(target, token="secret", timeout_s=20) as client:
-        await client.model_info()
-        await (await client.prefill([1])).decode(2)
-    assert executor.authorizations == {"Bearer secret"}

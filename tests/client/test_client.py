@@ -64,36 +64,6 @@ def test_the_cache_is_released_when_the_block_fails(client: Client, executor: Fa
         raise KeyError
 
 
-@pytest.mark.parametrize("applied", [False, True])
-def test_a_step_is_retried_and_applied_once(client: Client, executor: FakeExecutor, applied: bool) -> None:
-    cache = client.prefill([1, 2, 3])
-    executor.fail("Decode", UNAVAILABLE, applied=applied)
-    cache.decode(4)
-    assert executor.caches[cache.cache_id] == [1, 2, 3, 4]
-    assert len(executor.calls["Decode"]) == 2
-
-
-def test_a_prefill_is_retried_and_makes_one_cache(client: Client, executor: FakeExecutor) -> None:
-    executor.fail("Prefill", UNAVAILABLE, applied=True)
-    client.prefill([1, 2, 3])
-    first, second = executor.calls["Prefill"]
-    assert first.request_id == second.request_id != ""
-    assert len(executor.caches) == 1
-    client.prefill([1, 2, 3])
-    assert len(executor.caches) == 2, "another prefill is another cache"
-
-
-def test_a_fork_is_retried_and_makes_its_copies_once(client: Client, executor: FakeExecutor) -> None:
-    cache = client.prefill([1])
-    executor.fail("ForkCache", UNAVAILABLE, applied=True)
-    assert len(cache.fork(2)) == 2
-    first, second = executor.calls["ForkCache"]
-    assert first.request_id == second.request_id != ""
-    assert len(executor.caches) == 3
-    cache.fork(request_id="mine")
-    assert executor.calls["ForkCache"][-1].request_id == "mine"
-
-
 def test_several_caches_are_forked_in_one_call_that_is_safe_to_retry(
     client: Client, executor: FakeExecutor
 ) -> None:

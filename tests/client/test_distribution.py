@@ -51,7 +51,8 @@ with quire.Client(target) as client, client.prefill([1, 2, 3]) as cache:
     print(cache.decode(4).token_id)
 
 from quire.cli.main import main
-print([main([*command.split(), "--target", target]) for command in ("caches list", "status", "load")])
+commands = ("caches list", "status", "load", "generate x")
+print([main([*command.split(), "--target", target]) for command in commands])
 """
 
 
@@ -64,12 +65,16 @@ def pip(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Built from a copy, because setuptools writes into the folder that it builds.
+    """Built from a copy, where an earlier build of setuptools has left a module that is deleted since."""
     scratch = tmp_path_factory.mktemp("client")
     source = scratch / "source"
     shutil.copytree(CLIENT, source, ignore=shutil.ignore_patterns("*.egg-info", "build", "__pycache__"))
+    deleted = source / "build" / "lib" / "quire" / "deleted.py"
+    deleted.parent.mkdir(parents=True)
+    deleted.touch()
     options = ("--no-deps", "--no-index", "--no-build-isolation")
     pip("wheel", *options, "--wheel-dir", str(scratch / "wheels"), str(source))
+    assert not (source / "build").exists()
     (built,) = (scratch / "wheels").iterdir()
     return built
 
@@ -113,10 +118,12 @@ def test_installed_alone_it_completes_calls(
     )
     assert done.returncode == 0, done.stderr
     token, header, statuses = done.stdout.splitlines()
-    assert (token, header.split()[0], statuses) == ("10", "cache", "[0, 1, 1]")
+    assert (token, header.split()[0], statuses) == ("10", "cache", "[0, 1, 1, 1]")
     said = "needs the extra `cli`; in a checkout of Quire: `pip install './clients/python[cli]'`"
-    status, load = done.stderr.splitlines()
+    status, load, generate = done.stderr.splitlines()
     assert status == f"quire: status {said} (refused: rich)" and load.startswith(f"quire: load {said}")
+    assert generate == f"quire: generate {said} (refused: tokenizers)"
+    assert not executor.calls["GetModelInfo"], "no server is asked before it is known what is missing"
     assert executor.caches == {}
 
 

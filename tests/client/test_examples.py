@@ -25,6 +25,9 @@ from tests.chat_templates import byte_tokenizer
 from tests.gateway_process import ROOT, GatewayProcess
 from tests.model_factory import TinyModel, hf_greedy, hf_logits, hf_model, make_model
 
+# The references run beside servers and other tests, where more threads wait for one another.
+torch.set_num_threads(1)
+
 EXAMPLES = ROOT / "clients" / "python" / "examples"
 SHIPPED = ROOT / "workers" / "models" / "adder"
 PROMPT = [1, 2, 10, 3, 4, 11]
@@ -44,12 +47,6 @@ def tiny(directory: Path, seed: int) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(SHIPPED / name, directory)
     return make_model(directory, spec)
-
-
-@pytest.fixture(scope="module")
-def adder() -> Iterator[GatewayProcess]:
-    with GatewayProcess(model="adder") as gateway:
-        yield gateway
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +87,6 @@ def recipe(name: str) -> ModuleType:
 
 def texts_of(lines: list[str]) -> list[str]:
     return [line.split()[-1] for line in lines]
-
-
-def is_sampled(lines: list[str]) -> bool:
-    texts = texts_of(lines)
-    return len(lines) == 4 and all(text.startswith("12+34=") for text in texts) and len(set(texts)) > 1
 
 
 def is_best_of(lines: list[str]) -> bool:
@@ -145,7 +137,6 @@ def is_(*expected: str) -> Callable[[list[str]], bool]:
     [
         ("greedy_loop", [], is_(ANSWER)),
         ("greedy_loop", ["100+23="], is_("100+23=123")),
-        ("sampled_loop", ["12+34=", "5"], is_sampled),
         ("best_of_n", ["12+34=", "3"], is_best_of),
         ("beam_search", [], is_beams),
         ("speculative", [], is_(ANSWER, "3 tokens, 1 verifies")),
@@ -161,14 +152,14 @@ def is_(*expected: str) -> Callable[[list[str]], bool]:
     ],
 )
 def test_it_runs_and_says_the_same_again(
-    adder: GatewayProcess,
+    shipped_gateway: GatewayProcess,
     tmp_path: Path,
     name: str,
     arguments: list[str],
     is_right: Callable[[list[str]], bool],
 ) -> None:
     (tmp_path / "FILE").write_text("12+34=46\n" * 131 + "1", encoding="utf-8")
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), adder.address, *arguments]
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), shipped_gateway.address, *arguments]
 
     def lines() -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
@@ -177,9 +168,9 @@ def test_it_runs_and_says_the_same_again(
 
     first = lines()
     assert is_right(first), first
-    if name in ("sampled_loop", "best_of_n"):
+    if name == "best_of_n":
         assert texts_of(lines()) == texts_of(first), "the seeds are the same"
-    with Client(adder.address) as client:
+    with Client(shipped_gateway.address) as client:
         assert_released(client)
 
 
@@ -194,7 +185,7 @@ def test_every_recipe_is_short_and_says_what_it_costs() -> None:
         assert f"({Path('../clients/python/examples') / path.name})" in table, path.name
 
 
-@pytest.mark.parametrize("width", [1, 3, 5])
+@pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("has_end", [False, True])
 def test_beams_are_those_of_transformers(
     client: Client, models: list[Path], width: int, has_end: bool
@@ -415,14 +406,14 @@ def cli_evaluate():
 """
 
 
-def test_the_adapter_registers_with_the_harness(adder: GatewayProcess, tmp_path: Path) -> None:
+def test_the_adapter_registers_with_the_harness(shipped_gateway: GatewayProcess, tmp_path: Path) -> None:
     """With a stand-in for it, which has the names that the adapter imports and its abstract class."""
     (tmp_path / "lm_eval" / "api").mkdir(parents=True)
     for name in ("api/model", "api/registry", "models"):
         (tmp_path / "lm_eval" / f"{name}.py").write_text(_HARNESS)
     (tmp_path / "lm_eval" / "__main__.py").write_text(_COMMAND)
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "lm_eval_adapter.py"), "quire", adder.address],
+        [sys.executable, str(EXAMPLES / "lm_eval_adapter.py"), "quire", shipped_gateway.address],
         capture_output=True,
         text=True,
         timeout=120,

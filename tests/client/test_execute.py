@@ -13,7 +13,6 @@ from typing import Any, Self
 import grpc
 import pytest
 import quire
-from quire._executions import Progress
 from quire.v1 import runner_pb2
 
 from tests.gateway_process import GatewayProcess
@@ -21,10 +20,9 @@ from tests.model_factory import TinyModel, make_model
 from tests.soak.server import Server
 
 
-@pytest.fixture(scope="module")
-def gateway() -> Iterator[GatewayProcess]:
-    with GatewayProcess(model="adder") as gateway:
-        yield gateway
+@pytest.fixture
+def gateway(shipped_gateway: GatewayProcess) -> GatewayProcess:
+    return shipped_gateway
 
 
 def text_of(chunks: list[runner_pb2.SampleChunk]) -> str:
@@ -138,21 +136,14 @@ class Breaking:
 
 
 def kept(breaking: Breaking, keep_s: float, cancelled: list[str]) -> quire.Execution:
-    progress = Progress(
-        [quire.item("x")],
-        runtime="",
-        request_id="r",
-        policy=runner_pb2.ROUTING_POLICY_UNSPECIFIED,
-        keep_s=keep_s,
-        max_cost_usd=None,
-        priority=quire.PRIORITY_NORMAL,
-    )
+    request = runner_pb2.ExecuteRequest(items=[quire.item("x")], request_id="r")
+    request.keep.FromNanoseconds(int(keep_s * 1e9))
 
     def cancel(request_id: str) -> bool:
         cancelled.append(request_id)
         return True
 
-    return quire.Execution(breaking, progress, keep_s, cancel)
+    return quire.Execution(breaking, request, cancel)
 
 
 def test_what_is_cancelled_while_it_pauses_is_not_begun_anew() -> None:

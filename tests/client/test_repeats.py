@@ -5,12 +5,12 @@ Each call fails once after it was applied, against a fake server that applies as
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
-from quire import AsyncCache, AsyncClient, Cache, Client, Unavailable, _methods
+from quire import Cache, Client, Unavailable, _methods
 from quire._methods import Method
 from quire.v1 import executor_pb2
 
@@ -37,7 +37,6 @@ MADE_BY: dict[str, Callable[[Client, Cache], Any]] = {
     "GetStatus": lambda client, _: client.status(),
     "CancelExecution": lambda client, _: client.cancel_execution("id"),
 }
-AWAITED: dict[str, Callable[[AsyncClient, AsyncCache], Awaitable[Any]]] = MADE_BY  # type: ignore[assignment]
 
 # Requests that nothing fences, and that would be applied twice.
 UNFENCED = {
@@ -84,17 +83,6 @@ def test_what_was_applied_is_answered_and_not_applied_again(
         client.prefill([9])
         MADE_BY[rpc](client, client.prefill([1, 2, 3]))
         assert sorted(executor.caches.values()) == sorted(after_loss.values())
-
-
-@pytest.mark.parametrize("rpc", MADE_BY)
-async def test_the_asyncio_client_does_so_too(rpc: str, target: str, executor: FakeExecutor) -> None:
-    async with AsyncClient(target, timeout_s=20) as client:
-        cache = await client.prefill([1, 2, 3])
-        before = len(executor.calls[rpc])
-        executor.fail(rpc, LOST, applied=True)
-        await AWAITED[rpc](client, cache)
-        first, second = executor.calls[rpc][before:]
-        assert first == second
 
 
 @pytest.mark.parametrize("name", UNFENCED)

@@ -1,4 +1,4 @@
-"""Scores, batches, verifies and options of both clients, against a real server with the shipped model."""
+"""Scores, batches, verifies and options of the client, against a real server with the shipped model."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ VOCAB = 16
 _Item = TypeVar("_Item")
 
 
-@pytest.fixture(scope="module")
-def gateway() -> Iterator[GatewayProcess]:
-    with GatewayProcess(model="adder") as running:
-        yield running
-        running.assert_pools_are_whole()
+@pytest.fixture
+def gateway(shipped_gateway: GatewayProcess) -> Iterator[GatewayProcess]:
+    yield shipped_gateway
+    shipped_gateway.assert_pools_are_whole()
 
 
 @pytest.fixture
@@ -245,24 +244,6 @@ def test_what_makes_no_sense_is_refused_here() -> None:
     assert token_mask([]).WhichOneof("kind") == "allowed"
 
 
-async def test_the_asyncio_client_does_the_same(gateway: GatewayProcess) -> None:
-    async with AsyncClient(gateway.address, timeout_s=60) as client, client.session() as session:
-        scores = await asyncio.gather(
-            client.score([*PROMPT, *ANSWER], score_from=6), session.score([*PROMPT, *ANSWER], score_from=6)
-        )
-        assert all(scored.is_greedy for scored in scores)
-        (scored,) = good(await session.score_batch([ScoreItem([*PROMPT, 4, 7], 6)]))
-        assert scored.token_is_argmax == (True, False)
-        caches = good(await client.batch_prefill([PROMPT, PrefillItem(PROMPT, score_from=1)]))
-        assert [len(cache.token_logprobs) for cache in caches] == [0, 5]
-        await caches[0].extend([4, 6], score_from=0)
-        assert len(caches[0].token_logprobs) == 1
-        verified = await caches[1].verify([4, 6, 1], score=True, rows=verify_rows(masks=[None, None, [2]]))
-        assert verified.accepted == 1 and len(verified.token_logprobs) == 2
-        (copy,) = await caches[1].fork(release=caches)
-        assert await copy.release() and not await caches[0].release()
-
-
 async def test_a_batch_of_prefills_that_is_given_up_leaves_no_cache(gateway: GatewayProcess) -> None:
     async with AsyncClient(gateway.address, timeout_s=60) as client:
         given_up = 0
@@ -280,21 +261,12 @@ async def test_a_batch_of_prefills_that_is_given_up_leaves_no_cache(gateway: Gat
         assert not (await client.stub.ListCaches(executor_pb2.ListCachesRequest())).kv_caches
 
 
-def test_trees_in_both_clients(gateway: GatewayProcess, client: Client) -> None:
+def test_a_tree_of_drafts(client: Client) -> None:
     """One path says 46; the other tokens are wrong."""
     tokens, parents = [ANSWER[0], 7, ANSWER[1], 8, ANSWER[2]], [0, 0, 1, 2]
     with client.prefill(PROMPT) as cache:
         found = cache.verify(tokens, parents=parents)
         assert (found.accepted, found.path, cache.seq_len) == (2, (0, 2, 4), len(PROMPT) + 3)
         assert cache.output == found.outputs[4]
-
-    async def again() -> tuple[int, ...]:
-        async with AsyncClient(gateway.address, timeout_s=60) as other, other.session() as session:
-            made = await session.prefill(PROMPT)
-            path = tuple((await made.verify(tokens, parents=parents)).path)
-            await made.release()
-            return path
-
-    assert asyncio.run(again()) == (0, 2, 4)
     with client.prefill(PROMPT) as cache:
         assert cache.verify(ANSWER).path == (0, 1, 2), "of a chain it is all that was accepted"

@@ -25,7 +25,6 @@ from quire import (
 )
 
 from tests.client.session_gateway import (
-    FLAGS,
     TOP,
     clean_up,
     held_back,
@@ -37,12 +36,6 @@ from tests.client.session_gateway import (
     wait_until,
 )
 from tests.gateway_process import ROOT, GatewayProcess
-
-
-@pytest.fixture(scope="module")
-def gateway() -> Iterator[GatewayProcess]:
-    with GatewayProcess(model="paged-attention", flags=FLAGS) as process:
-        yield process
 
 
 @pytest.fixture(autouse=True)
@@ -252,22 +245,6 @@ def test_a_killed_gateway_ends_every_call() -> None:
         session.close()
         with client.session() as another, pytest.raises(SessionEnded):
             another.forward([1])
-
-
-def decode_for_ever(cache: Cache) -> None:
-    while True:
-        cache.decode(1)
-
-
-def test_draining_is_told() -> None:
-    with GatewayProcess(model="paged-attention") as leaving, Client(leaving.address) as client:
-        session = client.session()
-        cache = session.prefill(prompt_of(0))
-        leaving.process.terminate()
-        with pytest.raises(SessionEnded) as ended:
-            decode_for_ever(cache)
-        assert ended.value.reason == "DRAINING"
-        session.close()
 
 
 def readers() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -15,18 +14,12 @@ from quire import (
     AsyncCache,
     AsyncClient,
     AsyncSession,
-    CacheNotFound,
-    DeadlineExceeded,
-    PositionMismatch,
     QuireError,
-    ResourceExhausted,
-    Session,
     SessionEnded,
     Unavailable,
 )
 
 from tests.client.session_gateway import (
-    FLAGS,
     TOP,
     clean_up,
     held_back,
@@ -37,12 +30,6 @@ from tests.client.session_gateway import (
     unary_answers,
 )
 from tests.gateway_process import GatewayProcess
-
-
-@pytest.fixture(scope="module")
-def gateway() -> Iterator[GatewayProcess]:
-    with GatewayProcess(model="paged-attention", flags=FLAGS) as process:
-        yield process
 
 
 @pytest.fixture(autouse=True)
@@ -114,24 +101,6 @@ async def test_calls_made_together_run_together(gateway: GatewayProcess, session
     (after,) = gateway.status().workers
     assert after.counts.batch_items - before.counts.batch_items == 8
     assert after.counts.steps - before.counts.steps == 1
-
-
-async def test_errors(gateway: GatewayProcess) -> None:
-    async with AsyncClient(gateway.address, max_request_bytes=4096) as client, client.session() as session:
-        cache = await session.prefill(prompt_of(0))
-        (copy,) = await cache.fork()
-        await copy.release()
-        with pytest.raises(CacheNotFound):
-            await copy.decode(1)
-        with pytest.raises(ResourceExhausted):
-            await cache.extend([999] * 4096)
-        cache.seq_len = 7
-        with pytest.raises(PositionMismatch) as mismatch:
-            await cache.decode(1)
-        assert mismatch.value.seq_len == 20
-        cache.seq_len = 20
-        await cache.decode(1)
-        assert cache.seq_len == 21
 
 
 async def test_calls_beyond_the_bound_wait(gateway: GatewayProcess, client: AsyncClient) -> None:
@@ -209,16 +178,6 @@ async def test_cancelling_at_any_moment_leaves_no_cache(gateway: GatewayProcess,
             assert {task.exception() for task in turns if not task.cancelled()} <= {None}
         # What was cancelled at last is still being undone.
         await until(lambda: gateway.status().caches == 0)
-
-
-async def test_time_limit(gateway: GatewayProcess) -> None:
-    async with AsyncClient(gateway.address, timeout_s=0.3) as client, client.session() as session:
-        cache = await session.prefill(prompt_of(0))
-        with held_back(gateway), pytest.raises(DeadlineExceeded):
-            await cache.decode(1)
-        await until(in_flight(gateway, 0))
-        await cache.decode(1)
-        assert cache.seq_len == 21
 
 
 async def outcomes(steps: list[asyncio.Task[object]]) -> list[str]:
@@ -308,17 +267,6 @@ async def test_a_session_that_is_forgotten_ends(gateway: GatewayProcess, client:
     del cache
     gc.collect()
     await until(lambda: readers() == 0)
-
-
-def test_both_sessions_offer_the_same() -> None:
-    def offered(kind: type) -> dict[str, list[str]]:
-        return {
-            name: list(inspect.signature(member).parameters)
-            for name, member in inspect.getmembers(kind, inspect.isfunction)
-            if not name.startswith("_")
-        }
-
-    assert offered(Session) == offered(AsyncSession)
 
 
 async def test_a_session_that_ends_while_it_sends_says_what_the_server_said() -> None:

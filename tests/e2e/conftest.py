@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_model
+
+# The references run beside servers and other tests, where more threads wait for one another.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -31,11 +35,4 @@ def weightless_gateway() -> Iterator[GatewayProcess]:
     """Serves the weightless executor from small pools, so that they can be exhausted."""
     flags = ["--kv-pages", "64", "--max-request-bytes", "262144", "--max-response-bytes", "524288"]
     with GatewayProcess(model="paged-attention", workers=2, flags=flags) as gateway:
-        yield gateway
-
-
-@pytest.fixture(scope="session")
-def shipped_gateway() -> Iterator[GatewayProcess]:
-    """Serves the shipped model."""
-    with GatewayProcess(model="adder", workers=2) as gateway:
         yield gateway

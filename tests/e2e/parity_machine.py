@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import hf_greedy, hf_hidden_states, hf_logits
+from tests.model_factory import hf_greedy, hf_model
 from tests.token_trees import random_tree
 
 VOCAB = 97
@@ -31,9 +31,14 @@ MAX_TOKENS = 160
 # float32 against float32, in another order of summation. The issue of exactness: under 1e-4.
 MAX_RELATIVE_ERROR = 1e-4
 LAYER = 1
+# More tokens than run in a step of the gateways here.
+LARGE_TREE = 56
 WITH_LOGITS = types_pb2.OutputOptions(
     logits=types_pb2.LOGITS_FORMAT_F32, hidden=types_pb2.HiddenStates(layers=[LAYER])
 )
+
+# Of a text: logits [T, vocabulary], and states [T, width].
+Truth: TypeAlias = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 tokens_of = st.integers(0, VOCAB - 1)
 # Prompts that start alike, so that pages are found again; and ones that do not.
@@ -42,9 +47,6 @@ prompts = st.one_of(
     st.integers(1, 60).map(lambda n: [(3 * i + 1) % VOCAB for i in range(n)]),
 )
 picks = st.integers(0, 10_000)
-
-# What has scores of its tokens.
-Scored: TypeAlias = pb.PrefillResponse | pb.ForwardVerifyResponse | pb.ForwardResponse
 
 
 @dataclass
@@ -79,27 +81,42 @@ class ParityMachine(RuleBasedStateMachine):
     def pick(self, number: int) -> Held:
         return self.held[number % len(self.held)]
 
-    def check_row(self, output: types_pb2.StepOutput, tokens: list[int]) -> None:
-        self.check_logits(output, hf_logits(self.harness.model, tokens)[-1].numpy())
-        self.check_hidden(output, hf_hidden_states(self.harness.model, tokens)[LAYER, -1].numpy())
+    def truths(self, texts: Sequence[list[int]]) -> list[Truth]:
+        """What transformers computes after each token of each text: logits, and the states of LAYER."""
+        # Later tokens do not matter to earlier ones.
+        padded = [text + [0] * (max(map(len, texts)) - len(text)) for text in texts]
+        with torch.inference_mode():
+            result = hf_model(self.harness.model)(
+                torch.tensor(padded), use_cache=False, output_hidden_states=True
+            )
+        states = result.hidden_states[LAYER]
+        return [
+            (logits[: len(text)].numpy(), state[: len(text)].numpy())
+            for text, logits, state in zip(texts, result.logits, states, strict=True)
+        ]
 
-    def check_logits(self, output: types_pb2.StepOutput, expected: NDArray[np.float32]) -> None:
-        actual = np.frombuffer(output.logits.data, dtype="<f4")
-        error = np.abs(actual - expected).max() / np.abs(expected).max()
-        assert error < MAX_RELATIVE_ERROR, f"logits differ by {error}"
-        assert output.token_id == int(actual.argmax())
+    def check_rows(self, outputs: Sequence[types_pb2.StepOutput], text: list[int] | Truth) -> None:
+        """The outputs are those after the last tokens of a text, one for each."""
+        (exact,) = self.truths([text]) if isinstance(text, list) else (text,)
+        logits, states = (rows[-len(outputs) :] for rows in exact)
+        for output, row, state in zip(outputs, logits, states, strict=True):
+            self.check_output(output, row, state)
 
-    def check_hidden(self, output: types_pb2.StepOutput, expected: NDArray[np.float32]) -> None:
-        state = np.frombuffer(output.hidden[0].data, dtype="<f4")
-        assert np.abs(state - expected).max() < MAX_RELATIVE_ERROR * np.abs(expected).max()
+    def check_output(
+        self, output: types_pb2.StepOutput, logits: NDArray[np.float32], state: NDArray[np.float32]
+    ) -> None:
+        for data, exact in ((output.logits.data, logits), (output.hidden[0].data, state)):
+            error = np.abs(np.frombuffer(data, dtype="<f4") - exact).max() / np.abs(exact).max()
+            assert error < MAX_RELATIVE_ERROR, f"it differs by {error}"
+        assert output.token_id == int(np.frombuffer(output.logits.data, dtype="<f4").argmax())
 
     def check_step(self, held: Held, handle: types_pb2.KvCacheHandle) -> None:
         assert handle.cache_id == held.cache_id
         assert handle.seq_len == len(held.tokens)
 
-    def check_scores(self, answer: Scored, tokens: list[int], first: int) -> None:
-        """The scores are those of the tokens from index `first` on."""
-        logits = hf_logits(self.harness.model, tokens)[first - 1 : -1]
+    def check_scores(self, answer: Any, tokens: list[int], first: int, truth: Truth | None = None) -> None:
+        """The scores are those of the tokens from index `first` on. `truth`: what is known of them."""
+        logits = torch.tensor((truth or self.truths([tokens])[0])[0][first - 1 : -1])
         expected = logits.log_softmax(-1)[range(len(tokens) - first), tokens[first:]]
         torch.testing.assert_close(torch.tensor(answer.token_logprobs), expected, rtol=1e-4, atol=1e-4)
         assert list(answer.token_is_argmax) == (logits.argmax(-1) == torch.tensor(tokens[first:])).tolist()
@@ -115,7 +132,7 @@ class ParityMachine(RuleBasedStateMachine):
         held = Held(answer.kv_cache.cache_id, list(tokens))
         self.held.append(held)
         self.check_step(held, answer.kv_cache)
-        self.check_row(answer.output, held.tokens)
+        self.check_rows([answer.output], held.tokens)
 
     @precondition(lambda self: len(self.held) < 5)
     @rule(batch=st.lists(prompts, min_size=2, max_size=3))
@@ -126,7 +143,7 @@ class ParityMachine(RuleBasedStateMachine):
             held = Held(result.response.kv_cache.cache_id, list(tokens))
             self.held.append(held)
             self.check_step(held, result.response.kv_cache)
-            self.check_row(result.response.output, held.tokens)
+            self.check_rows([result.response.output], held.tokens)
 
     @precondition(lambda self: bool(self.held))
     @rule(number=picks, tokens=prompts, fenced=st.booleans())
@@ -147,7 +164,7 @@ class ParityMachine(RuleBasedStateMachine):
         held.tokens += tokens
         held.last = (position, list(tokens))
         self.check_step(held, answer.kv_cache)
-        self.check_row(answer.output, held.tokens)
+        self.check_rows([answer.output], held.tokens)
 
     @precondition(lambda self: bool(self.held))
     @rule(number=picks, token=tokens_of)
@@ -161,7 +178,7 @@ class ParityMachine(RuleBasedStateMachine):
         held.tokens.append(token)
         held.last = (position, [token])
         self.check_step(held, answer.kv_cache)
-        self.check_row(answer.output, held.tokens)
+        self.check_rows([answer.output], held.tokens)
 
     @precondition(lambda self: any(h.last for h in self.held))
     @rule(number=picks)
@@ -177,7 +194,7 @@ class ParityMachine(RuleBasedStateMachine):
             timeout=30,
         )
         self.check_step(held, answer.kv_cache)
-        self.check_row(answer.output, held.tokens[: position + len(tokens)])
+        self.check_rows([answer.output], held.tokens[: position + len(tokens)])
 
     @precondition(lambda self: bool(self.held))
     @rule(tokens=st.lists(tokens_of, min_size=6, max_size=6), bad=st.booleans())
@@ -196,7 +213,7 @@ class ParityMachine(RuleBasedStateMachine):
             held.last = (len(held.tokens), [token])
             held.tokens.append(token)
             self.check_step(held, result.response.kv_cache)
-            self.check_row(result.response.output, held.tokens)
+            self.check_rows([result.response.output], held.tokens)
 
     @precondition(lambda self: len(self.held) in range(1, 6))
     @rule(number=picks, token=tokens_of, prompt=prompts, chunk=prompts)
@@ -211,9 +228,9 @@ class ParityMachine(RuleBasedStateMachine):
         held.last = (len(held.tokens), [token])
         held.tokens.append(token)
         answers = [result.response for result in results]
-        self.check_row(answers[0].output, held.tokens)
+        self.check_rows([answers[0].output], held.tokens)
         assert not answers[1].HasField("output")
-        self.check_row(answers[2].output, prompt)
+        self.check_rows([answers[2].output], prompt)
         self.held.append(Held(answers[2].kv_cache.cache_id, list(prompt)))
         # What a chunk left behind is extended like any other cache.
         started = Held(answers[1].kv_cache.cache_id, list(chunk))
@@ -250,8 +267,7 @@ class ParityMachine(RuleBasedStateMachine):
         if score:
             self.check_scores(answer, base + fed, len(base) + 1)
         assert len(answer.outputs) == len(fed)
-        for index, output in enumerate(answer.outputs):
-            self.check_row(output, base + fed[: index + 1])
+        self.check_rows(answer.outputs, base + fed)
         if accept:
             chosen = [output.token_id for output in answer.outputs]
             kept = next((i for i, d in enumerate(fed[1:]) if d != chosen[i]), len(fed) - 1)
@@ -263,7 +279,7 @@ class ParityMachine(RuleBasedStateMachine):
         self.check_step(held, answer.kv_cache)
 
     @precondition(lambda self: bool(self.held))
-    @rule(number=picks, seed=picks, size=st.integers(2, 12), score=st.booleans())
+    @rule(number=picks, seed=picks, size=st.integers(2, 12) | st.just(LARGE_TREE), score=st.booleans())
     def verify_tree(self, number: int, seed: int, size: int, score: bool) -> None:
         held = self.pick(number)
         base, model, dice = list(held.tokens), self.harness.model, random.Random(seed)
@@ -286,17 +302,18 @@ class ParityMachine(RuleBasedStateMachine):
             score=score,
         )
         answer = self.stub.ForwardVerify(request, timeout=30)
-        for leaf in set(range(size)) - set(tree.parents):
-            # Of all tokens on its path.
-            logits = hf_logits(model, base + tree.path(leaf))[len(base) :]
-            hidden = hf_hidden_states(model, base + tree.path(leaf))[LAYER, len(base) :]
-            for row, state, index in zip(logits, hidden, tree.indexes(leaf), strict=True):
-                self.check_logits(answer.outputs[index], row.numpy())
-                self.check_hidden(answer.outputs[index], state.numpy())
-            for row, index in zip(
-                logits.log_softmax(-1), tree.indexes(leaf)[1:] if score else (), strict=False
-            ):
-                assert abs(answer.token_logprobs[index - 1] - row[tree.token_ids[index]].item()) < 1e-4
+        # Each token on its own path.
+        leaves = sorted(set(range(size)) - set(tree.parents))
+        texts = [base + tree.path(leaf) for leaf in leaves]
+        for leaf, tokens, truths in zip(leaves, texts, self.truths(texts), strict=True):
+            path = tree.indexes(leaf)
+            self.check_rows([answer.outputs[index] for index in path], truths)
+            if score:
+                on_path = pb.ForwardVerifyResponse(
+                    token_logprobs=[answer.token_logprobs[index - 1] for index in path[1:]],
+                    token_is_argmax=[answer.token_is_argmax[index - 1] for index in path[1:]],
+                )
+                self.check_scores(on_path, tokens, len(base) + 1, truths)
         path = list(answer.accepted_path)
         held.tokens = base + [tree.token_ids[index] for index in path]
         assert tree.indexes(path[-1]) == path
@@ -363,8 +380,8 @@ class ParityMachine(RuleBasedStateMachine):
     @rule(tokens=prompts)
     def score(self, tokens: list[int]) -> None:
         answer = self.stub.Forward(pb.ForwardRequest(token_ids=tokens, output=WITH_LOGITS), timeout=30)
-        self.check_row(answer.outputs[-1], tokens)
         assert len(answer.outputs) == len(tokens)
+        self.check_rows(answer.outputs, tokens)
         self.check_scores(answer, tokens, 1)
 
     @rule(context=prompts, choices=st.lists(prompts, min_size=1, max_size=4), output=st.booleans())
@@ -382,7 +399,7 @@ class ParityMachine(RuleBasedStateMachine):
             assert len(result.response.outputs) == len(choice) + 1
             self.check_scores(result.response, context + choice, len(context))
             if output:
-                self.check_row(result.response.outputs[0], context)
+                self.check_rows(result.response.outputs, context + choice)
 
     @precondition(lambda self: bool(self.held))
     @rule(number=picks, count=st.integers(1, 8))

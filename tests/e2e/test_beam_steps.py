@@ -90,16 +90,16 @@ def test_a_session_takes_the_step_too(tiny_gateway: GatewayProcess) -> None:
     release(tiny_gateway, [handle.cache_id for each in again for handle in each])
 
 
-def test_a_step_is_repeated_to_a_gateway_that_was_killed_meanwhile(tiny_model: Path, tmp_path: Path) -> None:
-    flags = ["--dtype", "float32", "--kv-pages", "64", "--data-dir", str(tmp_path)]
-    with GatewayProcess(model=str(tiny_model), flags=flags) as gateway:
+def test_a_step_is_repeated_to_a_gateway_that_was_killed_meanwhile(tmp_path: Path) -> None:
+    flags = ["--kv-pages", "64", "--data-dir", str(tmp_path)]
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         left = prefill(gateway, PROMPT).kv_cache.cache_id
         right = prefill(gateway, PROMPT[:3]).kv_cache.cache_id
         request = request_for(left, right)
         made = [[handle.cache_id for handle in each] for each in fork(gateway, request)]
         gateway.process.kill()
         gateway.process.wait()
-    with GatewayProcess(model=str(tiny_model), flags=flags) as gateway:
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         again = fork(gateway, request)
         assert [[handle.cache_id for handle in each] for each in again] == made
         assert sorted(lengths(gateway).values()) == [3, 8, 8]

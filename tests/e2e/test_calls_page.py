@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -43,12 +43,6 @@ class Call:
     line: str
     # What the page says about the answer.
     answer: str
-
-
-@pytest.fixture
-def gateway() -> Iterator[GatewayProcess]:
-    with GatewayProcess(model="adder") as gateway:
-        yield gateway
 
 
 def calls() -> list[Call]:
@@ -130,7 +124,14 @@ def value_at(message: Any, path: str) -> str:
     return str(message)
 
 
-def test_each_line_does_what_the_page_says(gateway: GatewayProcess) -> None:
+def test_each_line_does_what_the_page_says() -> None:
+    with GatewayProcess(model="adder") as gateway:
+        follow_the_page(gateway)
+        assert gateway.process.wait(TIMEOUT_S) == 0, "the last line ends the server"
+
+
+def follow_the_page(gateway: GatewayProcess) -> None:
+    """Runs each line of the page."""
     variables: dict[str, str] = {}
     for call in calls():
         line = re.sub(r"\$([A-Z_]+)", lambda name: variables[name[1]], call.line)
@@ -141,13 +142,12 @@ def test_each_line_does_what_the_page_says(gateway: GatewayProcess) -> None:
         assert not missing, f"{call.method} answered {answered} without {missing}"
         for name, path in re.findall(r"`\$(\w+)` to\s+`([\w.\[\]]+)`", call.answer):
             variables[name] = value_at(answered[0], path)
-    assert gateway.process.wait(TIMEOUT_S) == 0, "the last line ends the server"
 
 
-def test_every_public_call_is_on_the_page_once(gateway: GatewayProcess) -> None:
+def test_every_public_call_is_on_the_page_once(shipped_gateway: GatewayProcess) -> None:
     text = PAGE.read_text(encoding="utf-8")
     listings = re.findall(r"^grpcurl .+ list.*$", text, re.MULTILINE)
-    services, methods = (set(run(buf(gateway.address, line)).split()) for line in listings)
+    services, methods = (set(run(buf(shipped_gateway.address, line)).split()) for line in listings)
     told = [call.method for call in calls()]
     served = {name for name in methods if not name.startswith(REFLECTION)}
     assert len(told) == len(set(told)) and set(told) == served

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import itertools
 import math
@@ -11,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -132,14 +134,6 @@ def test_tokens_are_those_of_a_loop_of_decodes(tiny_gateway: GatewayProcess) -> 
     assert tiny_gateway.status().caches == before
 
 
-def test_a_sample_ends_with_a_stop_token_and_tells_it(tiny_gateway: GatewayProcess) -> None:
-    chosen = tokens(execute(tiny_gateway, item("all", [3, 1, 4], 20))["all", 0])
-    stop = chosen[4]
-    found = execute(tiny_gateway, item("cut", [3, 1, 4], 20, stop_token_ids=[stop]))["cut", 0]
-    assert tokens(found) == chosen[: chosen.index(stop) + 1]
-    assert found[-1].finish_reason == runner_pb2.FINISH_REASON_STOP
-
-
 def test_text_comes_with_its_tokens_and_ends_before_a_stop_text(shipped_gateway: GatewayProcess) -> None:
     hot = types_pb2.SamplingParams(temperature=5, seed=11)
     ask = runner_pb2.ExecuteItem(
@@ -190,51 +184,33 @@ def test_items_that_are_wrong_fail_alone(shipped_gateway: GatewayProcess) -> Non
     assert len(found) == len(items), "each failure is told once"
 
 
+def progress(sample: int = 0) -> runner_pb2.SampleProgress:
+    return runner_pb2.SampleProgress(item_id="a", sample=sample)
+
+
 @pytest.mark.parametrize(
-    ("reason", "request_"),
+    ("reason", "fields"),
     [
-        ("EMPTY_BATCH", runner_pb2.ExecuteRequest()),
-        ("BAD_ITEM_ID", runner_pb2.ExecuteRequest(items=[runner_pb2.ExecuteItem()])),
-        ("DUPLICATE_ITEM_ID", runner_pb2.ExecuteRequest(items=[item("a", [1], 1), item("a", [1], 1)])),
-        ("RUNTIME_NOT_FOUND", runner_pb2.ExecuteRequest(runtime="none", items=[item("a", [1], 1)])),
-        ("BAD_PRIORITY", runner_pb2.ExecuteRequest(priority=9, items=[item("a", [1], 1)])),  # type: ignore[arg-type]
-        (
-            "BAD_KEEP",
-            runner_pb2.ExecuteRequest(keep=duration_pb2.Duration(seconds=1), items=[item("a", [1], 1)]),
-        ),
-        (
-            "BAD_KEEP",
-            runner_pb2.ExecuteRequest(
-                request_id="a", keep=duration_pb2.Duration(seconds=-1), items=[item("a", [1], 1)]
-            ),
-        ),
-        ("BAD_POLICY", runner_pb2.ExecuteRequest(policy=9, items=[item("a", [1], 1)])),  # type: ignore[arg-type]
-        ("BAD_MAX_COST", runner_pb2.ExecuteRequest(max_cost_usd=math.nan, items=[item("a", [1], 1)])),
-        (
-            "BAD_RESUME_AFTER",
-            runner_pb2.ExecuteRequest(
-                items=[item("a", [1], 1, n=2)],
-                resume_after=[runner_pb2.SampleProgress(item_id="a", sample=2)],
-            ),
-        ),
-        (
-            "BAD_RESUME_AFTER",
-            runner_pb2.ExecuteRequest(
-                items=[item("a", [1], 1)],
-                resume_after=[runner_pb2.SampleProgress(item_id="a") for _ in range(1000)],
-            ),
-        ),
-        (
-            "TOO_MANY_SAMPLES",
-            runner_pb2.ExecuteRequest(items=[item(str(n), [1], 1, n=128) for n in range(9)]),
-        ),
+        ("EMPTY_BATCH", {"items": []}),
+        ("BAD_ITEM_ID", {"items": [runner_pb2.ExecuteItem()]}),
+        ("DUPLICATE_ITEM_ID", {"items": [item("a", [1], 1)] * 2}),
+        ("RUNTIME_NOT_FOUND", {"runtime": "none"}),
+        ("BAD_PRIORITY", {"priority": 9}),
+        ("BAD_KEEP", {"keep": duration_pb2.Duration(seconds=1)}),
+        ("BAD_KEEP", {"keep": duration_pb2.Duration(seconds=-1), "request_id": "a"}),
+        ("BAD_POLICY", {"policy": 9}),
+        ("BAD_MAX_COST", {"max_cost_usd": math.nan}),
+        ("BAD_RESUME_AFTER", {"resume_after": [progress(sample=1)]}),
+        ("BAD_RESUME_AFTER", {"resume_after": [progress()] * 1000}),
+        ("TOO_MANY_SAMPLES", {"items": [item(str(n), [1], 1, n=128) for n in range(9)]}),
     ],
 )
 def test_batches_that_are_wrong_are_refused(
-    shipped_gateway: GatewayProcess, reason: str, request_: runner_pb2.ExecuteRequest
+    shipped_gateway: GatewayProcess, reason: str, fields: dict[str, Any]
 ) -> None:
+    request = runner_pb2.ExecuteRequest(**{"items": [item("a", [1], 1)], **fields})
     with pytest.raises(grpc.RpcError) as raised:
-        list(runner(shipped_gateway).Execute(request_, timeout=PATIENCE_S))
+        list(runner(shipped_gateway).Execute(request, timeout=PATIENCE_S))
     assert reason_of(raised.value) == reason
 
 
@@ -281,14 +257,20 @@ def read_some(call: Iterator[runner_pb2.ExecuteResponse], messages: int) -> Samp
     return found
 
 
-def go_on(
-    gateway: GatewayProcess, request: runner_pb2.ExecuteRequest, seen: Samples
-) -> dict[tuple[str, int], list[int]]:
-    """Asks again for what was not seen; returns all tokens."""
+def resumed(request: runner_pb2.ExecuteRequest, seen: Samples) -> runner_pb2.ExecuteRequest:
+    """Asks for what was not seen."""
     again = runner_pb2.ExecuteRequest()
     again.CopyFrom(request)
     for (item_id, sample), chunks in seen.items():
         again.resume_after.add(item_id=item_id, sample=sample, position=len(tokens(chunks)))
+    return again
+
+
+def go_on(
+    gateway: GatewayProcess, request: runner_pb2.ExecuteRequest, seen: Samples
+) -> dict[tuple[str, int], list[int]]:
+    """Asks again for what was not seen; returns all tokens."""
+    again = resumed(request, seen)
     found = {key: tokens(chunks) for key, chunks in seen.items()}
     started = None
     for response in runner(gateway).Execute(again, timeout=PATIENCE_S):
@@ -351,64 +333,32 @@ def test_what_is_kept_and_was_read_to_its_end_holds_no_cache(tiny_gateway: Gatew
     end(tiny_gateway, request)
 
 
-def test_who_comes_again_takes_over(tiny_gateway: GatewayProcess) -> None:
-    request = kept("taken over", item("a", [1, 2], 400))
-    first = runner(tiny_gateway).Execute(request, timeout=PATIENCE_S)
-    next(first)
-    ended: list[str] = []
-
-    def read() -> None:
-        try:
-            list(first)
-        except grpc.RpcError as error:
-            ended.append(reason_of(error))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    found = go_on(tiny_gateway, request, {})
-    reader.join(PATIENCE_S)
-    assert len(found["a", 0]) == 400 and ended in (["RESUMED_ELSEWHERE"], [])
-    end(tiny_gateway, request)
-
-
-def test_an_execution_goes_on_after_an_orderly_restart(
+def test_an_execution_goes_on_after_kills_and_an_orderly_restart(
     tiny_model: Path, tiny_gateway: GatewayProcess, tmp_path: Path
 ) -> None:
+    """A worker and then the gateway are killed; the next gateway is stopped."""
     whole = {key: tokens(chunks) for key, chunks in execute(tiny_gateway, *long_items()).items()}
     flags = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
-    flags += ["--data-dir", str(tmp_path), "--drain-grace-s", "0"]
-    request = kept("restarted", *long_items())
-    with GatewayProcess(model=str(tiny_model), workers=1, flags=flags) as gateway:
-        call = runner(gateway).Execute(request, timeout=PATIENCE_S)
-        seen = read_some(call, 10)
-        gateway.process.send_signal(signal.SIGTERM)
-        with pytest.raises(grpc.RpcError) as raised:
-            read_into(seen, call)
-        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-        gateway.process.wait(PATIENCE_S)
-    with GatewayProcess(model=str(tiny_model), workers=1, flags=flags) as gateway:
-        assert go_on(gateway, request, seen) == whole
-
-
-def test_an_execution_goes_on_when_workers_and_the_gateway_are_killed(
-    tiny_model: Path, tiny_gateway: GatewayProcess, tmp_path: Path
-) -> None:
-    whole = {key: tokens(chunks) for key, chunks in execute(tiny_gateway, *long_items()).items()}
-    flags = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
-    flags += ["--data-dir", str(tmp_path), "--orphan-grace-s", "30"]
+    flags += ["--data-dir", str(tmp_path), "--orphan-grace-s", "30", "--drain-grace-s", "0"]
     request = kept("killed", *long_items())
+    seen: Samples = defaultdict(list)
     workers: set[psutil.Process] = set()
     try:
-        with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
-            workers |= gateway.worker_processes()
-            call = runner(gateway).Execute(request, timeout=PATIENCE_S)
-            seen = read_some(call, 10)
-            next(iter(workers)).send_signal(signal.SIGKILL)
-            for key, chunks in read_some(call, 10).items():
-                seen[key] += chunks
-            workers |= gateway.worker_processes()
-            gateway.process.kill()
-            gateway.process.wait()
+        for is_killed in (True, False):
+            with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
+                workers |= gateway.worker_processes()
+                call = runner(gateway).Execute(resumed(request, seen), timeout=PATIENCE_S)
+                read_into(seen, itertools.islice(call, 10))
+                if is_killed:
+                    next(iter(workers)).send_signal(signal.SIGKILL)
+                    read_into(seen, itertools.islice(call, 10))
+                    workers |= gateway.worker_processes()
+                gateway.process.send_signal(signal.SIGKILL if is_killed else signal.SIGTERM)
+                # On a busy machine all of it may have been sent before the signal came.
+                with contextlib.suppress(grpc.RpcError):
+                    read_into(seen, call)
+                assert is_killed or call.code() in {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+                gateway.process.wait(PATIENCE_S)
         with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
             workers |= gateway.worker_processes()
             assert go_on(gateway, request, seen) == whole

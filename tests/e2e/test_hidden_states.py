@@ -1,4 +1,4 @@
-"""Hidden states through a real gateway, by every call that has outputs, against transformers."""
+"""Hidden states through a real gateway: who gets them, and in what form. parity_machine.py compares them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import hf_hidden_states
+from tests.model_factory import hf_states
 
 PROMPT = [5, 9, 2, 40, 41, 7, 33]
 LAYERS = 2
@@ -25,9 +25,6 @@ RELATIVE_ERROR = 2e-5
 def hidden(*layers: int, dtype: int = types_pb2.DATA_TYPE_UNSPECIFIED) -> types_pb2.OutputOptions:
     asked = types_pb2.HiddenStates(layers=layers, dtype=dtype)  # type: ignore[arg-type]
     return types_pb2.OutputOptions(hidden=asked)
-
-
-ALL = hidden(*range(LAYERS + 1))
 
 
 @pytest.fixture
@@ -60,37 +57,22 @@ def assert_is(
     model: Path, output: types_pb2.StepOutput, tokens: list[int], layers: tuple[int, ...] = (0, 1, 2)
 ) -> None:
     """The states that an output has are those of the last of these tokens."""
-    expected = hf_hidden_states(model, tokens)[:, -1]
+    expected = torch.stack(hf_states(model, tokens)[:-1])[:, -1]
     assert len(output.hidden) == len(layers)
     for layer, tensor in zip(layers, output.hidden, strict=True):
         error = (values(tensor) - expected[layer]).abs().max()
         assert error < RELATIVE_ERROR * expected[layer].abs().max(), layer
 
 
-def test_a_prefill_and_its_extension(tiny_gateway: GatewayProcess, tiny_model: Path) -> None:
-    """Longer than a step, so that the prompt runs in chunks; and again, when its pages are known."""
-    prompt = [(7 * i + 3) % 90 for i in range(100)]
-    for turn in range(2):
-        request = pb.PrefillRequest(token_ids=prompt, output=ALL)
-        answer = tiny_gateway.stub.Prefill(request, timeout=TIMEOUT_S)
-        assert_is(tiny_model, answer.output, prompt)
-        assert answer.reused_tokens or turn == 0
-        cache_id = answer.kv_cache.cache_id
-        more = pb.PrefillRequest(cache_id=cache_id, token_ids=[3, 4], output=hidden(2, 0, 2))
-        extended = tiny_gateway.stub.Prefill(more, timeout=TIMEOUT_S)
-        assert_is(tiny_model, extended.output, [*prompt, 3, 4], (2, 0, 2))
-        tiny_gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
-
-
 def test_only_who_asks_in_a_batch_is_told(
     tiny_gateway: GatewayProcess, tiny_model: Path, cache: str, other: str
 ) -> None:
     items = [
-        pb.DecodeRequest(cache_id=cache, token_id=1, output=hidden(1)),
+        pb.DecodeRequest(cache_id=cache, token_id=1, output=hidden(2, 0, 2)),
         pb.DecodeRequest(cache_id=other, token_id=2),
     ]
     decoded = tiny_gateway.stub.BatchDecode(pb.BatchDecodeRequest(items=items), timeout=TIMEOUT_S).results
-    assert_is(tiny_model, decoded[0].response.output, [*PROMPT, 1], (1,))
+    assert_is(tiny_model, decoded[0].response.output, [*PROMPT, 1], (2, 0, 2))
     assert not decoded[1].response.output.hidden
     unified = [
         pb.UnifiedForwardItem(cache_id=cache, token_ids=[3]),
@@ -104,34 +86,6 @@ def test_only_who_asks_in_a_batch_is_told(
     assert not results[2].response.HasField("output")
     made = results[2].response.kv_cache.cache_id
     tiny_gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=made), timeout=TIMEOUT_S)
-
-
-def test_every_row_of_a_verify_and_of_a_forward(
-    tiny_gateway: GatewayProcess, tiny_model: Path, cache: str
-) -> None:
-    drafts = [8, 1, 6]
-    request = pb.ForwardVerifyRequest(cache_id=cache, token_ids=drafts, output=ALL)
-    verified = tiny_gateway.stub.ForwardVerify(request, timeout=TIMEOUT_S)
-    for end, output in enumerate(verified.outputs, 1):
-        assert_is(tiny_model, output, PROMPT + drafts[:end])
-    text = PROMPT + drafts
-    scored = pb.ForwardRequest(token_ids=text, score_from=4, output=hidden(1, 2))
-    batch = pb.BatchForwardRequest(items=[scored, pb.ForwardRequest(token_ids=text)])
-    one, two = tiny_gateway.stub.BatchForward(batch, timeout=TIMEOUT_S).results
-    for end, output in enumerate(one.response.outputs, 4):
-        assert_is(tiny_model, output, text[:end], (1, 2))
-    assert not any(output.hidden for output in two.response.outputs)
-
-
-def test_a_repeated_append_has_the_same_states(
-    tiny_gateway: GatewayProcess, tiny_model: Path, cache: str
-) -> None:
-    """They are computed again: a cache does not keep them."""
-    request = pb.DecodeRequest(cache_id=cache, token_id=1, position=len(PROMPT), output=ALL)
-    for _ in range(3):
-        answer = tiny_gateway.stub.Decode(request, timeout=TIMEOUT_S)
-        assert answer.kv_cache.seq_len == len(PROMPT) + 1
-        assert_is(tiny_model, answer.output, [*PROMPT, 1])
 
 
 def test_number_formats(tiny_gateway: GatewayProcess, cache: str) -> None:

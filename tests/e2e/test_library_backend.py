@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from quire.v1 import executor_pb2 as pb
 
@@ -15,9 +14,8 @@ PROMPT = [(7 * i + 3) % VOCAB for i in range(40)]
 COUNT = 32
 
 
-# Packed; and text by text.
-@pytest.mark.parametrize("model_type", ["gpt_oss", "bloom"])
-def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+def test_greedy_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    model_type = "bloom"
     model = tiny_model(model_type)
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     expected = [int(token) for token in _generate(model, PROMPT)]

@@ -152,7 +152,7 @@ class Callers:
 
 
 def test_what_cannot_be_served_changes_nothing(first: Model, second: Model, tmp_path: Path) -> None:
-    """Nothing there; no model; a worker that dies; a caller who goes; two at once. Nor does a new process."""
+    """Nothing there; no model; two at once; a caller who goes. Nor does a new process."""
     (tmp_path / "config.json").write_text("{}")
     with serve(first) as gateway, Callers(gateway, [first]) as callers:
         workers = pids(gateway)
@@ -162,12 +162,8 @@ def test_what_cannot_be_served_changes_nothing(first: Model, second: Model, tmp_
         loading = load(gateway, second.directory)
         gateway.wait_until(lambda: len(gateway.status().workers) == 2 and all(loaders(gateway, workers)))
         assert refused(lambda: list(load(gateway, second.directory))) == "LOADING"
-        os.kill(loaders(gateway, workers)[0], signal.SIGKILL)
-        assert refused(lambda: list(loading)) == "LOAD_FAILED"
-        left = load(gateway, second.directory)
-        gateway.wait_until(lambda: len(gateway.status().workers) == 2 and all(loaders(gateway, workers)))
         processes = [psutil.Process(pid) for pid in loaders(gateway, workers)]
-        left.cancel()
+        loading.cancel()
         assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1], "nobody is left of what was loaded"
         gateway.wait_until(lambda: len(gateway.status().workers) == 1)
         assert decode(gateway, old.kv_cache.cache_id, first.tokens[0]).output.token_id == first.tokens[1]
@@ -187,7 +183,7 @@ def loaders(gateway: GatewayProcess, known: set[int]) -> list[int]:
 
 
 def test_a_switch_under_load(first: Model, second: Model) -> None:
-    """At once; then back, with time for who has caches; workers of both die meanwhile."""
+    """At once; then back, with time for who has caches; a worker of theirs dies meanwhile."""
     with serve(first) as gateway, Callers(gateway, [first, second]) as callers:
         old = prefill(gateway, "one")
         forked = gateway.stub.ForkCache(pb.ForkCacheRequest(cache_id=old.kv_cache.cache_id, count=1))
@@ -206,14 +202,14 @@ def test_a_switch_under_load(first: Model, second: Model) -> None:
         assert gateway.stub.ReleaseCache(release).released
         assert refused(lambda: decode(gateway, old.kv_cache.cache_id, 1)) == "CACHE_NOT_FOUND"
 
-        old = prefill(gateway)
+        old, workers = prefill(gateway), pids(gateway)
         loading = load(gateway, first.directory, drain_s=600)
         while next(loading).phase != runner_pb2.LOAD_WEIGHTS_PHASE_DRAINING:
             pass
         assert served(gateway) == first.directory.name
         gateway.wait_until(callers.count("model 0"))
-        for worker in gateway.status().workers:
-            os.kill(worker.pid, signal.SIGKILL)
+        (old_worker,) = workers & pids(gateway)
+        os.kill(old_worker, signal.SIGKILL)
         chosen = [old.output.token_id]
         while len(chosen) < STEPS:
             chosen.append(decode(gateway, old.kv_cache.cache_id, chosen[-1]).output.token_id)

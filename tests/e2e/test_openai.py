@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import random
 import socket
@@ -173,6 +174,12 @@ def test_logprobs(client: Any) -> None:
     assert text.logprobs is not None and text.logprobs.text_offset is not None
     assert text.logprobs.text_offset[0] == 0 and len(text.logprobs.tokens or []) == 6
     assert all(len(top) <= 2 for top in text.logprobs.top_logprobs or [])
+    ends = itertools.accumulate(map(len, text.logprobs.tokens or []))
+    assert text.logprobs.text_offset[1:] == list(ends)[:-1]
+    streamed = client.completions.create(prompt="abc", logprobs=2, stream=True, **settings)
+    parts = [chunk.choices[0].logprobs.to_dict() for chunk in streamed]
+    for name, values in text.logprobs.to_dict().items():
+        assert [value for part in parts for value in part[name]] == values
 
 
 @pytest.mark.parametrize(
@@ -257,10 +264,10 @@ def test_errors_have_their_status(client: Any) -> None:
     assert missing.value.code == "model_not_found" and missing.value.param == "model"
     assert missing.value.request_id
     with pytest.raises(openai.BadRequestError) as long:
-        client.completions.create(model="talker", prompt=[1] * 100_000)
+        client.completions.create(model="talker", prompt=[1] * 10_000)
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError):
-        client.completions.create(model="talker", prompt=[1] * 100_000, stream=True)
+        client.completions.create(model="talker", prompt=[1] * 10_000, stream=True)
     for settings in ({"echo": True}, {"suffix": "x"}, {"best_of": 2}):
         with pytest.raises(openai.BadRequestError, match=next(iter(settings))):
             client.completions.create(model="talker", prompt="x", **settings)

@@ -15,7 +15,6 @@ from quire.v1 import executor_pb2_grpc, types_pb2
 
 from tests.error_details import reason_of, status_info, status_reason
 from tests.gateway_process import GatewayProcess
-from tests.raw_messages import packed
 
 SESSION = "/quire.v1.ModelExecutorService/Session"
 PROMPT = list(range(20))
@@ -333,46 +332,6 @@ def test_draining_ends_sessions_after_their_answers() -> None:
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert reason_of(error) == "DRAINING"
         assert gateway.process.wait(60) == 0
-
-
-# Floods: who sends them is refused or waits; a neighbour is served meanwhile, and nothing of them stays.
-
-
-EMPTY_PARTS = b"\x0a\x00"
-HUGE_PROMPT_BYTES = (16 << 20) - 64
-FLOODS = {
-    "a session's message of empty calls": ("Session", EMPTY_PARTS * 900_000, "TOO_MANY_CALLS", 1),
-    "a batch of empty items": ("BatchPrefill", EMPTY_PARTS * 131_072, "TOO_MANY_ITEMS", 1),
-    "prompts that nobody can hold": (
-        "Prefill",
-        packed(2, b"\x05" * HUGE_PROMPT_BYTES),
-        "SEQUENCE_TOO_LONG",
-        14,
-    ),
-}
-
-
-@pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_is_refused_and_leaves_nothing(gateway: GatewayProcess, flood: str) -> None:
-    method, data, reason, times = FLOODS[flood]
-    before = gateway.status()
-    others = Neighbour(gateway)
-    others.start()
-    options = [("grpc.max_send_message_length", -1)]
-    with grpc.insecure_channel(gateway.address, options=options) as channel:
-        path = f"/quire.v1.ModelExecutorService/{method}"
-        for _ in range(times):
-            # A unary call is a stream of one message, to gRPC.
-            call = channel.stream_stream(path, bytes, bytes)(iter([data]), timeout=60)
-            with pytest.raises(grpc.RpcError) as refused:
-                list(call)
-            assert reason_of(refused.value) == reason
-    assert others.stop() > 0
-    after = gateway.status()
-    assert [worker.epoch for worker in after.workers] == [worker.epoch for worker in before.workers]
-    # gRPC has buffers of a few such messages. As numbers, the prompts would take 900 MB.
-    assert after.memory_bytes - before.memory_bytes < 200 << 20
-    gateway.assert_pools_are_whole()
 
 
 def test_answers_that_nobody_reads_are_bounded() -> None:

@@ -181,14 +181,6 @@ def test_json_of_a_random_model_always_matches_its_schema(gateway: GatewayProces
                 assert all(-99 <= count <= 99 for count in found["counts"]) and len(found["counts"]) <= 3
 
 
-def test_the_template_formats_messages(gateway: GatewayProcess, tokenizer: PreTrainedTokenizerFast) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
-    prompt = dict(tokenizer.apply_chat_template(messages, add_generation_prompt=True))["input_ids"]  # type: ignore[arg-type]
-    with Client(gateway.address) as client:
-        wanted = [list(d.token_ids) for d in client.execute(prompt, max_tokens=12)]
-        assert [list(d.token_ids) for d in client.execute(messages, max_tokens=12)] == wanted
-
-
 def test_texts_that_the_tokenizer_fails_on_are_refused_and_free_their_slot(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

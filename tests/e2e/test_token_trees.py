@@ -1,11 +1,7 @@
-"""Verifies of token trees: each token as on its own path, and a cache as if that alone had been decoded.
-
-The gateway's steps have 48 tokens, so that trees of more are computed in parts.
-"""
+"""Verifies of token trees: draws, acceptance, repetition and what is cut. parity_machine.py has the rest."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -57,66 +53,6 @@ def decode(
     request = pb.DecodeRequest(cache_id=cache_id, token_id=token, output=output)
     answer: pb.DecodeResponse = gateway.stub.Decode(request, timeout=TIMEOUT_S)
     return answer
-
-
-@pytest.mark.parametrize("size", [2, 17, 64])
-@pytest.mark.parametrize("prompt_len", [4, 16, 37])
-def test_each_token_is_as_on_its_own_path(
-    tiny_gateway: GatewayProcess, tiny_model: Path, new_cache: NewCache, prompt_len: int, size: int
-) -> None:
-    dice = random.Random(f"{prompt_len} {size}")
-    prompt = [dice.randrange(VOCAB) for _ in range(prompt_len)]
-    tree = random_tree(dice, dice.randrange(VOCAB), size, VOCAB)
-    output = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
-    answer = verify(tiny_gateway, new_cache(prompt), tree, output=output, score=True)
-    for leaf in set(range(size)) - set(tree.parents):
-        path = tree.indexes(leaf)
-        exact = hf_logits(tiny_model, [*prompt, *tree.path(leaf)])[len(prompt) :]
-        rows = [answer.outputs[index] for index in path]
-        said = torch.stack(
-            [torch.frombuffer(bytearray(row.logits.data), dtype=torch.float32) for row in rows]
-        )
-        assert torch.allclose(said, exact, atol=1e-4, rtol=1e-4)
-        assert [row.token_id for row in rows] == exact.argmax(-1).tolist()
-        for row, index in zip(exact, path[1:], strict=False):
-            token = tree.token_ids[index]
-            logprob = torch.log_softmax(row, -1)[token].item()
-            assert answer.token_logprobs[index - 1] == pytest.approx(logprob, abs=1e-4)
-            assert answer.token_is_argmax[index - 1] == (token == int(row.argmax()))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_loop_over_trees_makes_the_tokens_of_a_plain_one(
-    tiny_gateway: GatewayProcess, tiny_model: Path, new_cache: NewCache, seed: int
-) -> None:
-    """Whatever is drafted; and the cache holds them, as one that was decoded does."""
-    dice = random.Random(seed)
-    prompt = [dice.randrange(VOCAB) for _ in range(dice.randint(1, 40))]
-    cache_id, texts, accepted = new_cache(prompt), [*prompt], 0
-    truth = hf_greedy(tiny_model, prompt, 60)
-    said = truth[0]
-    while len(texts) < len(prompt) + 40:
-        whole = [*texts]
-
-        def right(path: Sequence[int], whole: list[int] = whole) -> int:
-            at = len(whole) + len(path) - len(prompt)
-            return truth[at] if [*whole, *path][len(prompt) :] == truth[:at] else 0
-
-        tree = random_tree(dice, said, dice.choice([2, 7, 20]), VOCAB, right)
-        answer = verify(tiny_gateway, cache_id, tree, position=len(texts))
-        path = list(answer.accepted_path)
-        assert path[0] == 0 and len(path) == 1 + answer.accepted
-        assert all(tree.parents[child - 1] == parent for parent, child in itertools.pairwise(path))
-        texts += [tree.token_ids[index] for index in path]
-        assert answer.kv_cache.seq_len == len(texts)
-        said = answer.outputs[path[-1]].token_id
-        accepted += answer.accepted
-        assert [*texts[len(prompt) :], said] == truth[: len(texts) - len(prompt) + 1]
-    assert accepted > 5
-    output = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
-    row = decode(tiny_gateway, cache_id, said, output).output.logits.data
-    exact = hf_logits(tiny_model, [*texts, said])[-1]
-    assert torch.allclose(torch.frombuffer(bytearray(row), dtype=torch.float32), exact, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -81,28 +81,6 @@ def test_what_the_model_cannot_draw_is_replaced_by_what_it_can(
         tiny_gateway.stub.TruncateKV(truncate, timeout=TIMEOUT_S)
 
 
-def test_each_position_has_its_own_mask(tiny_gateway: GatewayProcess, cache: str) -> None:
-    rows = [
-        types_pb2.VerifyRow(mask=types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[11, 12]))),
-        types_pb2.VerifyRow(),
-        types_pb2.VerifyRow(mask=types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[30]))),
-    ]
-    output = types_pb2.OutputOptions(mask=types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[20])))
-    request = pb.ForwardVerifyRequest(cache_id=cache, token_ids=[1, 2, 3], rows=rows, output=output)
-    answer = tiny_gateway.stub.ForwardVerify(request, timeout=TIMEOUT_S)
-    chosen = [row.token_id for row in answer.outputs]
-    assert chosen[0] in (11, 12) and chosen[1:] == [20, 30]
-
-
-def test_masks_may_fill_words(tiny_gateway: GatewayProcess, tiny_model: Path, cache: str) -> None:
-    vocab = hf_logits(tiny_model, PROMPT).shape[-1]
-    packed = bytearray((vocab + 31) // 32 * 4)
-    packed[2] = 1 << 3
-    output = types_pb2.OutputOptions(mask=types_pb2.TokenMask(packed=bytes(packed)))
-    request = pb.DecodeRequest(cache_id=cache, token_id=3, output=output)
-    assert tiny_gateway.stub.Decode(request, timeout=TIMEOUT_S).output.token_id == 19
-
-
 def test_how_likely_a_draw_was(tiny_gateway: GatewayProcess, tiny_model: Path, cache: str) -> None:
     sampling = types_pb2.SamplingParams(temperature=0.7, top_k=5, seed=4)
     output = types_pb2.OutputOptions(sampling=sampling, logprob=True, sampled_logprob=True)

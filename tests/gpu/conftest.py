@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cuda.conftest import HAS_TRITON, INTERPRETED, _launched_as_compiled
+from tests.kernels.conftest import HAS_TRITON, INTERPRETED, _launched_as_compiled
 
 __all__ = ["_launched_as_compiled"]  # for every test here, too
 

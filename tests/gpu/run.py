@@ -24,7 +24,12 @@ from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = "tests/gpu/"
-KERNELS = "tests/kernels/cuda/"
+KERNELS = "tests/kernels/"
+# Tables of cases for all backends, of which CUDA is one.
+_OPERATIONS = (
+    *("test_attention.py", "test_attention_properties.py", "test_rms_norm.py"),
+    *("test_gated_activation.py", "test_rope_kv_write.py", "test_experts.py"),
+)
 # These need no GPU: they compile for one, or break kernels on purpose, or test the interpreter.
 _WITHOUT_GPU = ("test_compile_gate.py", "test_mutations.py", "test_interpreter_bf16.py")
 _GRACE_S = 60.0
@@ -53,7 +58,7 @@ class Outcome:
 
 
 def all_parts() -> list[Part]:
-    """Those of the device first, then one for each file of the kernels' tests."""
+    """Those of the device first, then one for each file with tests of CUDA kernels."""
     own = [
         Part("memory", (OWN + "test_device_memory.py",), alone=True),
         Part("graphs", (OWN + "test_graphs.py",)),
@@ -63,11 +68,11 @@ def all_parts() -> list[Part]:
         Part("large-pools", (OWN + "test_large_pools.py",)),
         Part("sampling", (OWN + "test_sampling.py",)),
     ]
-    files = sorted(path.name for path in (ROOT / KERNELS).glob("test_*.py"))
-    kernels = [name for name in files if name not in _WITHOUT_GPU]
+    files = sorted(path.name for path in (ROOT / KERNELS).glob("cuda/test_*.py"))
+    kernels = [*_OPERATIONS, *(f"cuda/{name}" for name in files if name not in _WITHOUT_GPU)]
     # The runner and attention before what is simpler.
     kernels.sort(key=lambda name: "runner" not in name and "attention" not in name)
-    return own + [Part(name.removeprefix("test_").removesuffix(".py"), (KERNELS + name,)) for name in kernels]
+    return own + [Part(Path(name).stem.removeprefix("test_"), (KERNELS + name,)) for name in kernels]
 
 
 def run_part(part: Part, end_s: float) -> Outcome:

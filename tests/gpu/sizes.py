@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from tests.kernels.cuda.conftest import INTERPRETED
+from tests.kernels.conftest import INTERPRETED
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
 
-from kernels.cuda import compilations
 from tests.gpu.sizes import (
     layers_of_gemma3,
     layers_of_qwen3_8b,
@@ -17,7 +17,7 @@ from tests.gpu.sizes import (
     random_decoder,
     sized,
 )
-from tests.kernels.cuda.conftest import INTERPRETED
+from tests.kernels.conftest import INTERPRETED
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.kv.tensors import KvTensors
 from workers.models.decoder import Decoder
@@ -99,29 +99,42 @@ def test_a_replay_gives_the_bits_of_its_launches(decoder: Decoder) -> None:
     assert replayed.name == "cuda_graph", "the graphs could not be captured"
 
 
-def test_nothing_is_compiled_after_the_graphs_are_captured(decoder: Decoder) -> None:
-    compilations.watch()
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The variants that Triton compiles, or loads from its cache, with their types and constants.
+
+    That takes milliseconds to seconds in the middle of a step, so there must be none after warm-up.
+    """
+    variants: list[str] = []
+
+    def note(*, repr: str = "", **_: object) -> None:  # noqa: A002 - the name that Triton gives it
+        variants.append(repr)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    return variants
+
+
+def test_nothing_is_compiled_after_the_graphs_are_captured(decoder: Decoder, compiled: list[str]) -> None:
     dice, packer = random.Random(2), HandPacker(16, range(1, PAGES))
     runner = make_runner(decoder, launched=False)
     sequences = [HandSequence() for _ in range(MAX_ROWS)]
     for sequence in sequences:
         runner.step(packer.pack([Item(sequence, random_tokens(dice, dice.randint(1, 9)), ())]), [])
     runner.step(packer.pack([Item(sequences[0], [1])]), [SamplingRow()])
-    before = compilations.count()
+    before = len(compiled)
     for _ in range(sized(300, 3)):
         picked = dice.sample(sequences, dice.randint(1, MAX_ROWS))
         inputs = packer.pack([Item(sequence, random_tokens(dice, 1)) for sequence in picked])
         runner.step(inputs, random_rows(dice, picked))
-    assert compilations.names()[before:] == [] and runner.name == "cuda_graph"
+    assert compiled[before:] == [] and runner.name == "cuda_graph"
 
 
 @of_one_kind
-def test_prefills_compile_a_few_variants_and_then_none(decoder: Decoder) -> None:
-    compilations.watch()
+def test_prefills_compile_a_few_variants_and_then_none(decoder: Decoder, compiled: list[str]) -> None:
     dice, packer = random.Random(3), HandPacker(16, range(1, PAGES))
     runner = make_runner(decoder, launched=False)
     runner.step(packer.pack([Item(HandSequence(), [1])]), [SamplingRow()])
-    before = compilations.count()
+    before = len(compiled)
     for _ in range(sized(60, 2)):
         items = []
         for _ in range(dice.randint(1, 3)):
@@ -133,30 +146,26 @@ def test_prefills_compile_a_few_variants_and_then_none(decoder: Decoder) -> None
         runner.step(inputs, [SamplingRow()] * len(inputs.wanted_rows))
         for item in items:
             packer.free_pages += item.sequence.pages
-    new = compilations.names()[before:]
+    new = compiled[before:]
     assert len(new) <= MOST_PREFILL_VARIANTS, new
 
 
-class Uncapturable:
+class Uncapturable(Decoder):
     """A model that does something while a graph is captured that fails there, after `succeed` captures."""
 
     def __init__(self, decoder: Decoder, fail: Callable[[], object], succeed: int) -> None:
-        self._decoder, self._fail, self._succeed = decoder, fail, succeed
-
-    has_hidden_states = True
+        vars(self).update(vars(decoder))
+        self._fail, self._succeed = fail, succeed
 
     def forward(
         self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
     ) -> torch.Tensor:
-        hidden = self._decoder.forward(inputs, kv, capture)
+        hidden = super().forward(inputs, kv, capture)
         if torch.cuda.is_current_stream_capturing():
             self._succeed -= 1
             if self._succeed < 0:
                 self._fail()
         return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._decoder.logits(hidden)
 
 
 def run_out_of_memory() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,8 +14,8 @@ from kernels.cuda.rope_kv_write import rope_kv_write
 from kernels.gated_activation import gated_activation_reference
 from kernels.rope import RopeSpec, rope_table
 from kernels.rope_kv_write import rope_kv_write_reference
-from tests.gpu.paged_case import PagedCase, make_case
 from tests.gpu.sizes import sized
+from tests.kernels.attention_case import Item, make_case
 from tests.kernels.cuda.poison import assert_rounded, assert_same_roundings
 from tests.kernels.references import rms_norm64
 
@@ -26,51 +28,40 @@ TOKENS = sized(4096, 3)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
-def attend(case: PagedCase) -> torch.Tensor:
-    return paged_attention(
-        case.query, case.k_pages, case.v_pages, case.batch, scale=case.scale, sliding_window=case.window
-    )
+# Long and short decodes, and one that is padded.
+DECODES: list[Item] = [(1, LONG), (1, LONG - 5), (1, 1), (1, 0), (1, LONG // 8 + 1)]
+# Whole prompts, and decodes before them; tests add a chunk at the end of a long context.
+CHUNKS: list[Item] = [(1, LONG // 2), (1, 3), (sized(1000, 9), sized(1000, 9)), (7, sized(3000, 33))]
+
+
+def check(items: list[Item], device: torch.device, dtype: torch.dtype, **shape: Any) -> None:
+    case = make_case(items, device, dtype=dtype, **shape)
+    out = paged_attention(case.query, case.k_pages, case.v_pages, case.batch, case.scoring)
+    case.check(out, rounds_weights=True, many=True)
 
 
 @DTYPES
 @pytest.mark.parametrize("window", [None, sized(4096, 20)])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_decode_attention_at_32k(
+def test_attention_at_32k(
     heads: int, kv_heads: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Long and short ones in a batch, and one that is padded."""
-    items = [(1, LONG), (1, LONG - 5), (1, 1), (1, 0), (1, LONG // 8 + 1)]
-    case = make_case(items, device, heads=heads, kv_heads=kv_heads, width=WIDTH, dtype=dtype, window=window)
-    case.check(attend(case))
+    tokens = sized(512 if dtype is torch.float32 else 2048, 20)
+    for items in (DECODES, [*CHUNKS, (tokens, LONG)]):
+        check(items, device, dtype, group=heads // kv_heads, kv_heads=kv_heads, width=WIDTH, window=window)
 
 
 @pytest.mark.parametrize("batch", sized([64, 256], [3]))
 def test_decode_attention_of_large_batches(batch: int, device: torch.device) -> None:
-    items = [(1, 1 + 37 * index % sized(2048, 40)) for index in range(batch)]
+    items: list[Item] = [(1, 1 + 37 * index % sized(2048, 40)) for index in range(batch)]
     heads, kv_heads = HEADS[-1]
-    case = make_case(items, device, heads=heads, kv_heads=kv_heads, width=WIDTH, dtype=torch.bfloat16)
-    case.check(attend(case))
-
-
-@DTYPES
-@pytest.mark.parametrize("window", [None, sized(4096, 20)])
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_prefill_attention_at_32k(
-    heads: int, kv_heads: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> None:
-    """A chunk at the end of a long context, whole prompts, and decodes before them."""
-    tokens = sized(512 if dtype is torch.float32 else 2048, 20)
-    items = [(1, LONG // 2), (1, 3), (tokens, LONG), (sized(1000, 9), sized(1000, 9)), (7, sized(3000, 33))]
-    case = make_case(items, device, heads=heads, kv_heads=kv_heads, width=WIDTH, dtype=dtype, window=window)
-    case.check(attend(case))
+    check(items, device, torch.bfloat16, group=heads // kv_heads, kv_heads=kv_heads, width=WIDTH)
 
 
 @pytest.mark.parametrize("width", sized([64, 80, 96, 256], [64]))
 def test_other_head_widths(width: int, device: torch.device) -> None:
     longest = sized(5000, 40)
-    items = [(1, longest), (sized(300, 9), longest)]
-    case = make_case(items, device, heads=4, kv_heads=2, width=width, dtype=torch.bfloat16)
-    case.check(attend(case))
+    check([(1, longest), (sized(300, 9), longest)], device, torch.bfloat16, width=width)
 
 
 @pytest.mark.parametrize("width", sized([1024, 4096, 5120], [64]))

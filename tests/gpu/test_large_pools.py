@@ -6,8 +6,8 @@ import torch
 
 from kernels.cuda.paged_attention import paged_attention
 from kernels.cuda.rope_kv_write import rope_kv_write
-from tests.gpu.paged_case import make_case
 from tests.gpu.sizes import sized
+from tests.kernels.attention_case import Item, make_case
 from tests.kernels.cuda.poison import same_bits
 from workers.kv.tensors import KvTensors, LayerKv
 
@@ -18,23 +18,10 @@ FAR_PAGE = sized((1 << 32) // PAGE_ELEMENTS, 40)
 
 
 def test_attention_reads_far_pages(device: torch.device) -> None:
-    items = [(1, sized(1500, 33)), (1, 5), (sized(200, 6), sized(700, 20))]
-    needed = sum(-(-context // 16) for _, context in items)
-    case = make_case(
-        items,
-        device,
-        heads=2 * KV_HEADS,
-        kv_heads=KV_HEADS,
-        width=WIDTH,
-        dtype=torch.bfloat16,
-        num_pages=FAR_PAGE + needed,
-        first_page=FAR_PAGE,
-    )
-    case.check(
-        paged_attention(
-            case.query, case.k_pages, case.v_pages, case.batch, scale=case.scale, sliding_window=None
-        )
-    )
+    items: list[Item] = [(1, sized(1500, 33)), (1, 5), (sized(200, 6), sized(700, 20))]
+    case = make_case(items, device, kv_heads=KV_HEADS, width=WIDTH, dtype=torch.bfloat16, first_page=FAR_PAGE)
+    out = paged_attention(case.query, case.k_pages, case.v_pages, case.batch, case.scoring)
+    case.check(out, rounds_weights=True)
 
 
 def test_keys_and_values_are_written_far(device: torch.device) -> None:

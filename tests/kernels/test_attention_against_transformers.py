@@ -9,40 +9,33 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.attention_scoring import Scoring
+from tests.kernels.attention_case import COMPILED, TORCH, Case, attend, make_case
 from tests.kernels.references import assert_close
-from tests.kernels.test_paged_attention import Case, make_case
 
 HEADS, KV_HEADS, SCALE = 4, 2, 0.3
-# One item with its whole context new, and one of a few tokens: both kernels of the CPU, and torch.
+# One item with its whole context new, and others of a few tokens.
 LENGTHS = [(40, 40), (3, 20), (1, 18)]
-WIDTHS = pytest.mark.parametrize("width", [24, 32])
+BACKENDS = pytest.mark.parametrize("backend", [TORCH, COMPILED])
 
 
-def item_of(case: Case, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query [1, H, Q, D], keys and values [1, K, L, D], a mask [1, 1, Q, L] to add: the library's way."""
-    start, length = int(case.batch.query_starts[index]), case.batch.query_lens[index]
-    context = case.batch.context_lens_host[index]
-    query = case.query[start : start + length].double().transpose(0, 1)[None]
-    keys, values = (dense[index].double().transpose(0, 1)[None] for dense in (case.keys, case.values))
-    hidden = torch.ones(length, context).triu(context - length + 1).bool()
-    return (
-        query,
-        keys,
-        values,
-        torch.zeros(length, context).double().masked_fill(hidden, -torch.inf)[None, None],
-    )
+def check(backend: str, case: Case, library: Callable[..., Any], **told: Any) -> None:
+    """Compare each item with `library(query, keys, values, mask)`, which gives [1, Q, H, D] in float64.
+
+    Its query is [1, H, Q, D], its keys and values [1, K, L, D], and its mask [1, 1, Q, L], to be added.
+    """
+    case.scoring = Scoring(SCALE, **told)
+    actual = torch.split(attend(case, backend), list(case.batch.query_lens))
+    queries = torch.split(case.query, list(case.batch.query_lens))
+    for rows, query, keys, values in zip(actual, queries, case.keys, case.values, strict=True):
+        hidden = torch.ones(len(query), len(keys)).triu(len(keys) - len(query) + 1).bool()
+        mask = torch.zeros(hidden.shape).double().masked_fill(hidden, -torch.inf)[None, None]
+        wide = (each.double().transpose(0, 1)[None] for each in (query, keys, values))
+        assert_close(rows, library(*wide, mask)[0].double())
 
 
-def check(case: Case, library: Callable[..., Any], **told: Any) -> None:
-    """Compare each item with `library(query, keys, values, mask)`, which gives [1, Q, H, D] in float64."""
-    case.scoring = told
-    actual = case.run(scale=SCALE)
-    exact = torch.cat([library(*item_of(case, index))[0] for index in range(len(LENGTHS))])
-    assert_close(actual, exact.double())
-
-
-@WIDTHS
-def test_softcap_of_gemma2(width: int) -> None:
+@BACKENDS
+def test_softcap_of_gemma2(backend: str) -> None:
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
     module: Any = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, training=False)
@@ -51,11 +44,11 @@ def test_softcap_of_gemma2(width: int) -> None:
         told: dict[str, Any] = {"scaling": SCALE, "softcap": 1.5}
         return eager_attention_forward(module, *tensors, **told)[0]
 
-    check(make_case(LENGTHS, heads=HEADS, kv_heads=KV_HEADS, width=width), library, softcap=1.5)
+    check(backend, make_case(LENGTHS), library, softcap=1.5)
 
 
-@WIDTHS
-def test_sinks_of_gpt_oss(width: int) -> None:
+@BACKENDS
+def test_sinks_of_gpt_oss(backend: str) -> None:
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
     sinks = torch.tensor([-1.0, 0.0, 1.0, 4.0])
@@ -65,11 +58,11 @@ def test_sinks_of_gpt_oss(width: int) -> None:
         told: dict[str, Any] = {"scaling": SCALE}
         return eager_attention_forward(module, *tensors, **told)[0]
 
-    check(make_case(LENGTHS, heads=HEADS, kv_heads=KV_HEADS, width=width), library, sinks=sinks)
+    check(backend, make_case(LENGTHS), library, sinks=sinks)
 
 
-@WIDTHS
-def test_slopes_of_bloom(width: int) -> None:
+@BACKENDS
+def test_slopes_of_bloom(backend: str) -> None:
     """The library adds slope * key position: by the softmax the same, and further from zero."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
@@ -82,5 +75,5 @@ def test_slopes_of_bloom(width: int) -> None:
         scores = query @ keys.transpose(2, 3) * SCALE + bias + mask
         return (scores.softmax(-1) @ values).transpose(1, 2)
 
-    case = make_case(LENGTHS, heads=HEADS, kv_heads=HEADS, width=width)
-    check(case, library, alibi_slopes=slopes)
+    case = make_case(LENGTHS, group=1, kv_heads=HEADS)
+    check(backend, case, library, alibi_slopes=slopes)

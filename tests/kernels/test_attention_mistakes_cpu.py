@@ -13,7 +13,7 @@ import pytest
 from tests.kernels.cuda.forked_tests import NOTICED, ROOT, ForkedTests
 from tests.kernels.instruction_sets import instructions_used
 
-TESTS = "tests/kernels/test_paged_attention_cpu.py"
+TESTS = "tests/kernels/test_attention.py::test_as_in_float64[compiled-"
 # By the feature whose tests have to fail: what the source says, and what it is made to say.
 MISTAKES = {
     "softcap": ("hyperbolic_tangent(products * scale) * softcap", "products * scale * softcap"),
@@ -22,7 +22,6 @@ MISTAKES = {
 }
 SOURCE = "kernels/cpu/attention_scores.h"
 # What is wrong with trees, whose tests the others do not reach.
-TREES = "tests/kernels/test_tree_attention.py::test_random_trees_beside_chains"
 TREE_SOURCE = "kernels/cpu/attention_trees.h"
 TREE_MISTAKE = ("ahead[i] = later & 1 ? 1 -", "ahead[i] = later ? 1 -")
 
@@ -50,12 +49,12 @@ def test_each_is_noticed_and_nothing_else_is(mistaken: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     with ForkedTests() as forked:
-        plain = forked.run(mistaken, f"{TESTS}::test_decodes_of_every_length_around_a_page")
+        plain = forked.run(mistaken, f"{TESTS}long_decodes-fp32-None]")
         assert plain.returncode == pytest.ExitCode.OK and "passed" in plain.output, plain.output
         for feature in MISTAKES:
-            outcome = forked.run(mistaken, f"{TESTS}::test_features[dtype0-{feature}-None]")
+            outcome = forked.run(mistaken, f"{TESTS}features_of_few_tokens-fp32-None-{feature}-3]")
             assert outcome.returncode in NOTICED, f"{feature}: {outcome.output}"
-            assert "not computed by the kernel" not in outcome.output
-        for dtype in range(2):  # the kernel for few tokens, and both
-            outcome = forked.run(mistaken, f"{TREES}[compiled-dtype{dtype}-None-]")
+            assert "not callable" not in outcome.output, "computed by torch"
+        for dtype in ("fp32", "bf16"):  # the kernel for few tokens, and both
+            outcome = forked.run(mistaken, f"{TESTS}long_trees-{dtype}-None]")
             assert outcome.returncode in NOTICED, outcome.output

@@ -1,6 +1,9 @@
-"""Routing as in transformers, and experts against float64."""
+"""Routing as in transformers, and experts by torch, the CPU's and the CUDA kernels, against float64."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +15,13 @@ from kernels.cpu.experts import PackedWeights
 from kernels.experts import experts, experts_reference, pack_experts, route
 from kernels.gated_activation import ACTIVATIONS, Activation
 from kernels.linear import can_pack
+from tests.kernels.conftest import HAS_TRITON
+from tests.kernels.cuda.poison import surrounded
 from tests.kernels.references import experts64
 
-torch.set_num_threads(1)
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+Run = Callable[..., torch.Tensor]
+TRITON = pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"))
 
 
 def matrices(experts: int, inner: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,63 +41,98 @@ def assert_within(actual: torch.Tensor, exact: torch.Tensor, allowed: torch.Tens
     assert excess <= 0, f"{excess} more than was allowed"
 
 
+def packed(*given: Any) -> torch.Tensor:
+    x, gate_up, down, *others = given
+    return experts(x, pack_experts(gate_up), pack_experts(down), *others)
+
+
+@pytest.fixture(params=[TRITON, "plain", "packed", "reference"])
+def run(request: pytest.FixtureRequest, device: str) -> Run:
+    """Experts by the CUDA kernels; on the CPU from plain or packed weights; or one after the other in torch.
+
+    Takes and gives tensors on the CPU. Weights of experts that no row goes to are NaN.
+    """
+    on_cpu: dict[str, Run] = {"plain": experts, "packed": packed, "reference": experts_reference}
+    kernel, on_device = on_cpu.get(request.param, experts), "cpu"
+    if request.param == "triton":
+        from kernels.cuda import experts as cuda
+
+        kernel, on_device = cuda.experts, device
+
+    def run(
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        activation: Activation = "silu",
+    ) -> torch.Tensor:
+        idle = torch.ones(len(gate_up), dtype=torch.bool)
+        idle[ids.flatten()] = False
+        told = [gate_up.clone(), down.clone()]
+        for matrix in told:
+            matrix[idle] = torch.nan
+        rest: list[Any] = [tensor.to(on_device) for tensor in (*told, ids, weights)]
+        actual = kernel(surrounded(x, on_device), *rest, activation)
+        assert actual.shape == x.shape and actual.dtype == x.dtype
+        return actual.cpu()
+
+    return run
+
+
+# One token; an expert for each pair, and several pairs; counts of experts that are no power of two; widths
+# that are no multiple of a tile's inputs or outputs; rows of all tokens on few experts; a sum in two blocks.
+SHAPES = [
+    *((1, 2, 1, 32, 16), (1, 8, 3, 40, 24), (5, 6, 2, 136, 72), (9, 64, 4, 48, 16), (20, 3, 2, 16, 136)),
+    *((7, 2, 2, 40, 48), (2, 2, 2, 1032, 8)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "count", "k", "width", "inner"), SHAPES)
+def test_is_accurate(
+    tokens: int, count: int, k: int, width: int, inner: int, dtype: torch.dtype, run: Run
+) -> None:
+    given = (
+        torch.randn(tokens, width).to(dtype),
+        *matrices(count, inner, width, dtype),
+        *choices(tokens, count, k),
+    )
+    assert_within(run(*given), *experts64(*given, "silu"))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("tokens", "count", "k"),
-    [(1, 2, 1), (1, 8, 2), (7, 2, 2), (20, 5, 3), (33, 64, 8), (3, 64, 4), (90, 4, 2)],
-)
-def test_is_accurate(tokens: int, count: int, k: int, dtype: torch.dtype) -> None:
-    gate_up, down = matrices(count, 48, 40, dtype)
-    x = torch.randn(tokens, 56).to(dtype)[:, 8:48]  # strided
-    ids, weights = choices(tokens, count, k)
-    exact, allowed = experts64(x, gate_up, down, ids, weights, "silu")
-    for packed in (False, True):
-        if packed:
-            actual = experts(x, pack_experts(gate_up), pack_experts(down), ids, weights)
-        else:
-            actual = experts(x, gate_up, down, ids, weights)
-        assert actual.shape == x.shape and actual.dtype == dtype
-        assert_within(actual, exact, allowed)
-    assert_within(experts_reference(x, gate_up, down, ids, weights), exact, allowed)
+@pytest.mark.parametrize("tokens", [32, 33, 66])
+def test_all_rows_on_one_expert(tokens: int, dtype: torch.dtype, run: Run) -> None:
+    """With both tiles of the CUDA kernels, in one block of pairs and in several, the last of them partial."""
+    ids = torch.ones(tokens, 1, dtype=torch.int64)
+    given = (torch.randn(tokens, 24).to(dtype), *matrices(2, 16, 24, dtype), ids, torch.ones(tokens, 1))
+    assert_within(run(*given), *experts64(*given, "silu"))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
-def test_activations_and_weights_of_either_dtype(activation: Activation, weights_dtype: torch.dtype) -> None:
-    gate_up, down = matrices(4, 24, 32, torch.bfloat16)
-    x = torch.randn(9, 32).bfloat16()
+def test_activations_and_weights_of_either_dtype(
+    activation: Activation, weights_dtype: torch.dtype, run: Run
+) -> None:
     ids, weights = route(torch.randn(9, 4), 2, normalize=False, dtype=weights_dtype)
     assert weights.dtype is weights_dtype
-    actual = experts(x, pack_experts(gate_up), pack_experts(down), ids, weights, activation)
-    assert_within(actual, *experts64(x, gate_up, down, ids, weights, activation))
+    given = (torch.randn(9, 32).bfloat16(), *matrices(4, 24, 32, torch.bfloat16), ids, weights)
+    assert_within(run(*given, activation), *experts64(*given, activation))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_experts_without_rows_are_not_read(dtype: torch.dtype) -> None:
-    gate_up, down = matrices(6, 16, 16, dtype)
-    x = torch.randn(40, 16).to(dtype)
-    ids = torch.full((40, 1), 4)  # all rows on one
-    used = experts(x, gate_up, down, ids, torch.ones(40, 1))
-    for weight in (gate_up, down):
-        weight[:4], weight[5:] = torch.nan, torch.nan
-    assert torch.equal(experts(x, gate_up, down, ids, torch.ones(40, 1)), used)
-    assert_within(used, *experts64(x, gate_up, down, ids, torch.ones(40, 1), "silu"))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_no_rows(dtype: torch.dtype) -> None:
-    gate_up, down = matrices(3, 16, 8, dtype)
+def test_no_rows(dtype: torch.dtype, run: Run) -> None:
     ids, weights = route(torch.zeros(0, 3), 2, normalize=True)
-    assert experts(torch.zeros(0, 8, dtype=dtype), gate_up, down, ids, weights).shape == (0, 8)
+    assert run(torch.zeros(0, 16, dtype=dtype), *matrices(3, 8, 16, dtype), ids, weights).shape == (0, 16)
 
 
-def test_a_row_with_nan_stays_alone() -> None:
-    gate_up, down = matrices(3, 16, 8, torch.float32)
+def test_a_row_with_nan_stays_alone(run: Run) -> None:
     x = torch.randn(6, 8)
-    ids, weights = choices(6, 3, 2)
-    clean = experts(x, gate_up, down, ids, weights)
+    given = (*matrices(3, 16, 8, torch.float32), *choices(6, 3, 2))
+    clean = run(x, *given)
     x[2] = torch.nan
-    poisoned = experts(x, gate_up, down, ids, weights)
+    poisoned = run(x, *given)
     others = [0, 1, 3, 4, 5]
     assert poisoned[2].isnan().all() and torch.equal(poisoned[others], clean[others])
 
@@ -203,5 +243,3 @@ def test_wrong_arguments_are_named() -> None:
     for k in (0, 6):
         with pytest.raises(ValueError, match="k: must be between 1 and 5 experts"):
             route(torch.randn(2, 5), k, normalize=True)
-    with pytest.raises(ValueError, match="score: must be softmax, got 'sigmoid'"):
-        route(torch.randn(2, 5), 1, normalize=True, score="sigmoid")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which instruction set the compiled kernels use, and how a lower one is asked for."""
+"""Which instruction set the compiled kernels use, how a lower one is asked for, and what there is without."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from quire.v1.worker_pb2 import WorkerConfig
 
 from kernels.cpu import library
+from kernels.paged_attention import paged_attention
+from tests.kernels.attention_case import FEATURES, make_case
 from tests.kernels.instruction_sets import instructions_used
 from workers.__main__ import EXIT_CONFIG, _make_executor, report
 from workers.models.errors import ModelError
@@ -93,3 +96,50 @@ def test_a_skipped_test_names_what_the_cpu_lacks(choose: Choose) -> None:
     choose("none", AVX512)
     with pytest.raises(pytest.skip.Exception, match="for avx2: QUIRE_CPU_ISA is none"):
         instructions_used()
+
+
+@pytest.fixture
+def unavailable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A machine without a build."""
+    monkeypatch.setattr(library, "BUILD_DIR", tmp_path / "build")
+    library.load.cache_clear()
+    yield
+    library.load.cache_clear()
+
+
+@pytest.mark.usefixtures("unavailable")
+def test_without_a_build_torch_stands_in() -> None:
+    assert not library.available() and library.kernel_name() is None
+    for features in ((), *FEATURES):
+        case = make_case([(1, 20), (3, 18), (1, 0), (40, 50)], dtype=torch.bfloat16, features=features)
+        told = {name: getattr(case.scoring, name) for name in features}
+        out = paged_attention(
+            case.query, case.k_pages, case.v_pages, case.batch, scale=case.scoring.scale, **told
+        )
+        case.check(out)
+
+
+@pytest.mark.usefixtures("unavailable")
+def test_a_damaged_build_is_not_used() -> None:
+    instructions = instructions_used()
+    library.BUILD_DIR.mkdir()
+    (library.BUILD_DIR / f"{library._prefix(instructions)}-0.so").write_bytes(b"not a library")
+    assert not library.available()
+
+
+def test_a_build_for_another_cpu_is_not_loaded(choose: Choose) -> None:
+    choose(None, frozenset({"sse2"}))
+    assert library.instruction_set() is None and not library.available()
+    with pytest.raises(library.BuildError, match="AVX2"):
+        library.build()
+
+
+@pytest.mark.usefixtures("unavailable")
+def test_building_needs_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instructions_used()
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    library.main()
+    assert "plain torch will be used: /no/such/compiler" in capsys.readouterr().err
+    assert not library.BUILD_DIR.exists()

@@ -1,6 +1,12 @@
-"""QK-norm, rotation and the KV write in one operation, against the three one after the other."""
+"""QK-norm, rotation and KV write by the CPU's kernels, torch and the CUDA kernels.
+
+Dimension letters: T tokens; H query heads; K key-value heads; D head width; R width that is rotated.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -8,120 +14,210 @@ import torch
 from kernels.cpu import rope_kv_write as cpu
 from kernels.rope import RopeSpec, rope_frequencies, rope_table
 from kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
+from tests.kernels.conftest import HAS_TRITON
+from tests.kernels.cuda.poison import assert_rounded, assert_same_roundings, far_apart, same_bits, surrounded
 from tests.kernels.references import angle_loss, assert_close, norm_loss, rms_norm64, rotate64
 
-torch.set_num_threads(1)
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HALVES = [torch.bfloat16, torch.float16]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 PAGES, PAGE_SIZE, EPS = 3, 16, 1e-6
 SPEC = RopeSpec(theta=10_000.0)
+POSITIONS = [0, 5, 1, 7]
+# Last and first slot, one that is not written, and the first of a page.
+SLOTS = [47, 0, -1, 16]
+TOKENS = [0, 1, 3]  # those that are not padded
+TRITON = pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"))
 
 
-def projections(tokens: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Strided, as a part of something wider."""
-    generator = torch.Generator().manual_seed(tokens + width)
-    wide = torch.randn(tokens, (heads + 2 * kv_heads) * width + 8, generator=generator)
-    return wide.to(dtype)[:, 8:]
+@dataclass(frozen=True)
+class Case:
+    """Arguments on the CPU; the third token is a padded one, and all it has is NaN."""
+
+    qkv: torch.Tensor  # [T, (H + 2 * K) * D]
+    qk_norm: torch.Tensor | None  # [H + K, D]
+    cos_sin: torch.Tensor | None  # [T, R]
+    slots: torch.Tensor  # [T]
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys [T, H + K, D] in float64, and the lengths of the pairs that were rotated."""
+        kv_heads, width = self.k_pages.shape[2:]
+        heads = self.qkv.view(len(self.qkv), -1, width)[:, :-kv_heads].double()
+        if self.qk_norm is not None:
+            heads = rms_norm64(heads, self.qk_norm, EPS)
+        if self.cos_sin is None:
+            return heads, heads.abs()
+        rotary = self.cos_sin.shape[1]
+        pairs, rest = heads[..., :rotary], heads[..., rotary:]
+        lengths = pairs.view(*pairs.shape[:2], 2, rotary // 2).norm(dim=2)
+        rotated = rotate64(pairs, POSITIONS, rope_frequencies(SPEC, rotary)[0].tolist())
+        return torch.cat([rotated, rest], dim=-1), torch.cat([lengths, lengths, rest.abs()], dim=-1)
 
 
-def pages(kv_heads: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unused slots hold NaN."""
-    shape = (PAGES, PAGE_SIZE, kv_heads, width)
-    return torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
+Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Run = Callable[[Case], Result]
 
 
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (6, 1)])
-@pytest.mark.parametrize("width", [8, 32, 80, 128, 256])
-def test_float32_is_accurate(width: int, heads: int, kv_heads: int, *, normed: bool) -> None:
-    positions, slots = [0, 1, 17, 63], [47, 0, 16, 15]
-    qkv = projections(4, heads, kv_heads, width, torch.float32)
-    weight = torch.randn(heads + kv_heads, width) if normed else None
-    keys, values = pages(kv_heads, width, torch.float32)
-    table = rope_table(SPEC, width, 64)
-    query = rope_kv_write(qkv, weight, table[torch.tensor(positions)], torch.tensor(slots), keys, values, EPS)
-    by_head = qkv.view(len(qkv), -1, width)
-    turned = by_head[:, :-kv_heads].double()
-    if weight is not None:
-        turned = rms_norm64(turned, weight, EPS)
-    exact = rotate64(turned, positions, rope_frequencies(SPEC, width)[0].tolist())
-    lost = angle_loss(63) + (norm_loss(width) if normed else 0)
-    assert_close(query, exact[:, :-kv_heads], lost)
-    assert_close(keys.flatten(0, 1)[slots], exact[:, -kv_heads:], lost)
-    assert torch.equal(values.flatten(0, 1)[slots], by_head[:, -kv_heads:])
+@pytest.fixture(params=[TRITON, "cpu"])
+def run(request: pytest.FixtureRequest, device: str) -> Run:
+    """Gives the queries and both pages, on the CPU, and leaves the case as it is."""
+    on_device, kernel = "cpu", rope_kv_write
+    if request.param == "triton":
+        from kernels.cuda import rope_kv_write as cuda
+
+        on_device, kernel = device, cuda.rope_kv_write
+
+    def run(case: Case) -> Result:
+        k_pages, v_pages = (pages.to(on_device, copy=True) for pages in (case.k_pages, case.v_pages))
+        query = kernel(
+            surrounded(case.qkv, on_device),
+            None if case.qk_norm is None else case.qk_norm.to(on_device),
+            None if case.cos_sin is None else surrounded(case.cos_sin, on_device),
+            case.slots.to(on_device),
+            k_pages,
+            v_pages,
+            EPS,
+        )
+        return query.cpu(), k_pages.cpu(), v_pages.cpu()
+
+    return run
 
 
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("width", "turned"), [(8, 2), (80, 32), (96, 34), (128, 64), (128, None), (15, 6)])
-def test_a_part_of_a_head_is_turned_and_all_of_it_normalised(
-    width: int, turned: int | None, *, normed: bool
-) -> None:
-    positions, slots, kv_heads = [0, 1, 17, 63], [47, 0, 16, 15], 2
-    qkv = projections(4, 4, kv_heads, width, torch.float32)
-    weight = torch.randn(6, width) if normed else None
-    keys, values = pages(kv_heads, width, torch.float32)
-    # What lies beyond the rotation of a token is not read.
+def make_case(
+    heads: int,
+    kv_heads: int,
+    width: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    norm: bool | torch.dtype = True,
+    rotary: int | None = -1,
+) -> Case:
+    """The norm's weight has the dtype of the rest unless it is named; -1: all of a head is rotated."""
+    generator = torch.Generator().manual_seed(heads * width)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    qkv = random(len(SLOTS), (heads + 2 * kv_heads) * width).to(dtype)
+    qkv[2] = torch.nan
     cos_sin = None
-    if turned is not None:
-        cos_sin = torch.full((4, turned + 8), torch.nan)[:, :turned]
-        cos_sin.copy_(rope_table(SPEC, turned, 64)[torch.tensor(positions)])
-    query = rope_kv_write(qkv, weight, cos_sin, torch.tensor(slots), keys, values, EPS)
-    by_head = qkv.view(len(qkv), -1, width)
-    exact = by_head[:, :-kv_heads].double()
-    if weight is not None:
-        exact = rms_norm64(exact, weight, EPS)
-    if turned is not None:
-        frequencies = rope_frequencies(SPEC, turned)[0].tolist()
-        exact[..., :turned] = rotate64(exact[..., :turned], positions, frequencies)
-    lost = angle_loss(63) + (norm_loss(width) if normed else 0)
-    assert_close(query, exact[:, :-kv_heads], lost)
-    assert_close(keys.flatten(0, 1)[slots], exact[:, -kv_heads:], lost)
-    assert torch.equal(values.flatten(0, 1)[slots], by_head[:, -kv_heads:])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("norm_dtype", [None, torch.float32, "same"])
-@pytest.mark.parametrize("turned", [None, 20, 48])
-def test_as_the_operations_one_by_one(
-    dtype: torch.dtype, index_dtype: torch.dtype, norm_dtype: torch.dtype | str | None, turned: int | None
-) -> None:
-    heads, kv_heads, width = 4, 2, 48
-    qkv = projections(5, heads, kv_heads, width, dtype)
+    if rotary is not None:
+        cos_sin = rope_table(SPEC, width if rotary == -1 else rotary, 8)[torch.tensor(POSITIONS)]
+        cos_sin[2] = torch.nan
+    pages = [random(PAGES, PAGE_SIZE, kv_heads, width).to(dtype) for _ in range(2)]
+    for tensor in pages:
+        tensor.flatten()[::3] = torch.nan
     weight = None
-    if norm_dtype is not None:
-        weight = torch.randn(heads + kv_heads, width)
-        weight = weight.to(norm_dtype if isinstance(norm_dtype, torch.dtype) else dtype)
-    cos_sin = None if turned is None else rope_table(SPEC, turned, 40)[torch.tensor([3, 0, 8, 39, 5])]
-    slots = torch.tensor([0, 33, -1, 47, 16], dtype=index_dtype)
-    actual, expected = pages(kv_heads, width, dtype), pages(kv_heads, width, dtype)
-    query = rope_kv_write(qkv, weight, cos_sin, slots, *actual, EPS)
-    wanted = rope_kv_write_reference(qkv, weight, cos_sin, slots, *expected, EPS)
-    # Sums of squares may be added up in another order, which can move a rounding by one place; the rotation
-    # adds two such values.
-    bound = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(query, wanted, rtol=0, atol=bound * float(wanted.abs().max()))
-    torch.testing.assert_close(
-        actual[0], expected[0], rtol=0, atol=bound * float(wanted.abs().max()) * 2, equal_nan=True
+    if norm is not False:
+        weight = random(heads + kv_heads, width).to(dtype if norm is True else norm)
+    return Case(qkv, weight, cos_sin, torch.tensor(SLOTS), *pages)
+
+
+# Every head width, whole and in part; parts wider and narrower than the rest; blocks of heads that hold
+# queries and keys, that are cut off; values of two programs.
+SHAPES = [
+    *((4, 2, 64, -1), (3, 3, 80, -1), (14, 2, 128, -1), (2, 1, 256, -1), (1, 1, 8, -1)),
+    *((6, 1, 32, 2), (3, 3, 80, 32), (12, 12, 96, 72), (4, 2, 128, None), (2, 1, 256, 64), (1, 1, 9, 4)),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "norm"),
+    [
+        *((torch.float32, norm) for norm in (False, True)),
+        *((torch.bfloat16, norm) for norm in (False, True, torch.float32)),
+        (torch.float16, True),
+    ],
+)
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "rotary"), SHAPES)
+def test_is_accurate_and_writes_the_named_slots_only(
+    heads: int,
+    kv_heads: int,
+    width: int,
+    rotary: int | None,
+    norm: bool | torch.dtype,
+    dtype: torch.dtype,
+    run: Run,
+) -> None:
+    case = make_case(heads, kv_heads, width, dtype, norm=norm, rotary=rotary)
+    query, k_pages, v_pages = run(case)
+    exact, lengths = case.exact()
+    assert query.shape == (4, heads, width) and query[0].is_contiguous()
+    slots = case.slots[TOKENS]
+    keys = k_pages.flatten(0, 1)[slots]
+    roundings = 1 if norm is False else 3
+    # In float32: angles up to 7, and the norm.
+    lost = angle_loss(7) + (0 if norm is False else norm_loss(width))
+    for actual, of in ((query[TOKENS], slice(heads)), (keys, slice(heads, None))):
+        if dtype is torch.float32:
+            assert_close(actual, exact[TOKENS, of], lost)
+        else:
+            assert_rounded(actual, exact[TOKENS, of], roundings, lengths[TOKENS, of])
+    assert same_bits(v_pages.flatten(0, 1)[slots], case.qkv.view(4, -1, width)[TOKENS, -kv_heads:])
+    untouched = torch.ones(PAGES * PAGE_SIZE, dtype=torch.bool)
+    untouched[slots] = False
+    for after, before in ((k_pages, case.k_pages), (v_pages, case.v_pages)):
+        assert same_bits(after.flatten(0, 1)[untouched], before.flatten(0, 1)[untouched])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("norm", "rotary"), [(True, 48), (False, 128), (torch.float32, 48), (True, None)])
+def test_rounds_where_the_three_operations_do(
+    norm: bool | torch.dtype, rotary: int | None, dtype: torch.dtype, run: Run
+) -> None:
+    case = make_case(28, 4, 128, dtype, norm=norm, rotary=rotary)
+    query, k_pages, v_pages = run(case)
+    slots = case.slots[TOKENS]
+    expected = rope_kv_write_reference(
+        case.qkv, case.qk_norm, case.cos_sin, case.slots, case.k_pages, case.v_pages, EPS
     )
-    written = torch.zeros(PAGES * PAGE_SIZE, dtype=torch.bool)
-    written[[0, 33, 47, 16]] = True
-    for tensor in actual:
-        assert tensor.flatten(0, 1)[~written].isnan().all(), "an unnamed slot was written"
-        assert not tensor.flatten(0, 1)[written].isnan().any()
+    assert_same_roundings(query[TOKENS], expected[TOKENS])
+    assert_same_roundings(k_pages.flatten(0, 1)[slots], case.k_pages.flatten(0, 1)[slots])
+    assert same_bits(v_pages, case.v_pages)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_no_tokens(dtype: torch.dtype) -> None:
-    keys, values = pages(1, 16, dtype)
-    qkv, slots = torch.zeros(0, 64, dtype=dtype), torch.zeros(0, dtype=torch.int64)
-    assert rope_kv_write(qkv, None, torch.zeros(0, 16), slots, keys, values, EPS).shape == (0, 2, 16)
+@DTYPES
+def test_slots_of_32_bits(dtype: torch.dtype, run: Run) -> None:
+    case = make_case(4, 2, 80, dtype)
+    for actual, expected in zip(run(replace(case, slots=case.slots.int())), run(case), strict=True):
+        assert same_bits(actual, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@DTYPES
+def test_no_tokens(dtype: torch.dtype, run: Run) -> None:
+    case = make_case(2, 1, 64, dtype, norm=False)
+    query, k_pages, _ = run(Case(case.qkv[:0], None, None, case.slots[:0], case.k_pages, case.v_pages))
+    assert query.shape == (0, 2, 64) and same_bits(k_pages, case.k_pages)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("run", [TRITON], indirect=True)
+def test_rows_and_slots_beyond_32_bits(run: Run, device: str) -> None:
+    from kernels.cuda import rope_kv_write as cuda
+
+    kv_heads, width = 2, 64
+    case = make_case(2, kv_heads, width, torch.bfloat16, norm=False)
+    assert case.cos_sin is not None
+    # Slots have 128 elements: this one begins at element 2^31. What lies before is never touched.
+    far = 1 << 24
+    slots = torch.tensor([far, 0, far + 1], dtype=torch.int32, device=device)
+    shape = (far // PAGE_SIZE + 1, PAGE_SIZE, kv_heads, width)
+    strides = (PAGE_SIZE * kv_heads * width, kv_heads * width, width, 1)
+    pages = [torch.empty_strided(shape, strides, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    qkv, cos_sin = far_apart(case.qkv[TOKENS], device), case.cos_sin[TOKENS].to(device)
+    query = cuda.rope_kv_write(qkv, None, cos_sin, slots, pages[0], pages[1], EPS)
+    near = run(case)
+    assert same_bits(query.cpu(), near[0][TOKENS])
+    for tensor, expected in zip(pages, near[1:], strict=True):
+        written = tensor.flatten(0, 1)[slots.long()].cpu()
+        assert same_bits(written, expected.flatten(0, 1)[case.slots[TOKENS]])
+
+
+@DTYPES
 def test_a_slot_beyond_the_pages_is_refused_and_nothing_written(dtype: torch.dtype) -> None:
-    keys, values = pages(1, 16, dtype)
-    qkv = projections(2, 2, 1, 16, dtype)
+    keys, values = (torch.full((3, 16, 1, 16), torch.nan, dtype=dtype) for _ in range(2))
+    qkv = torch.randn(2, 64).to(dtype)
     with pytest.raises((IndexError, RuntimeError)):
         rope_kv_write(qkv, None, torch.ones(2, 16), torch.tensor([0, 48]), keys, values, EPS)
     if cpu.can_rope_kv_write(qkv, keys):
@@ -129,7 +225,7 @@ def test_a_slot_beyond_the_pages_is_refused_and_nothing_written(dtype: torch.dty
 
 
 def test_wrong_arguments_are_named() -> None:
-    keys, values = pages(1, 16, torch.float32)
+    keys, values = torch.zeros(2, PAGES, PAGE_SIZE, 1, 16)
     qkv, cos_sin, slots = torch.zeros(2, 64), torch.ones(2, 16), torch.tensor([0, 1])
     with pytest.raises(ValueError, match="qkv: 32 columns"):
         rope_kv_write(qkv[:, :32], None, cos_sin, slots, keys, values, EPS)
@@ -137,9 +233,9 @@ def test_wrong_arguments_are_named() -> None:
         rope_kv_write(qkv, torch.ones(2, 16), cos_sin, slots, keys, values, EPS)
     with pytest.raises(ValueError, match="cos_sin: shape"):
         rope_kv_write(qkv, None, cos_sin[:1], slots, keys, values, EPS)
-    for turned in (0, 3, 18):
-        with pytest.raises(ValueError, match=f"cos_sin: width must be even .* 16, got {turned}"):
-            rope_kv_write(qkv, None, torch.ones(2, turned), slots, keys, values, EPS)
+    for rotary in (0, 3, 18):
+        with pytest.raises(ValueError, match=f"cos_sin: width must be even .* 16, got {rotary}"):
+            rope_kv_write(qkv, None, torch.ones(2, rotary), slots, keys, values, EPS)
     with pytest.raises(TypeError, match="qk_norm: must have the dtype"):
         rope_kv_write(qkv, torch.ones(3, 16).bfloat16(), cos_sin, slots, keys, values, EPS)
     with pytest.raises(TypeError, match="slots: dtype"):

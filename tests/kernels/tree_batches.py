@@ -1,4 +1,4 @@
-"""Trees for the tests of all attention kernels: random ones, and what attending them comes to."""
+"""Token trees for the tests of attention and of the worker."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_trees import MAX_TREE_TOKENS, TokenTrees, depths_and_ancestors
-from tests.kernels.references import attention64
 
 
 @dataclass(frozen=True)
@@ -63,31 +61,3 @@ def with_trees(batch: AttentionBatch, trees: Sequence[Tree | None]) -> Attention
         [tree is not None for tree in trees],
     )
     return dataclasses.replace(batch, trees=made)
-
-
-def tree_attention64(
-    query: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    batch: AttentionBatch,
-    trees: Sequence[Tree | None],
-    *,
-    scale: float,
-    window: int | None,
-    scoring: dict[str, Any],
-) -> torch.Tensor:
-    """As `attention64`, for each row of a tree over a sequence that is what is before it and its own path."""
-    rows, start = [], 0
-    for item, (tree, query_len) in enumerate(zip(trees, batch.query_lens, strict=True)):
-        asked = query[start : start + query_len]
-        start += query_len
-        if tree is None:
-            lengths, texts = [query_len], [torch.arange(len(keys[item]))]
-        else:
-            root = len(keys[item]) - 1 - len(tree.parents)
-            paths = [tree.path(index) for index in range(tree.computed, 1 + len(tree.parents))]
-            texts = [torch.tensor([*range(root), *(root + index for index in path)]) for path in paths]
-            lengths = [1] * query_len
-        chosen = [[kept[text] for text in texts] for kept in (keys[item], values[item])]
-        rows.append(attention64(asked, chosen[0], chosen[1], lengths, scale, window, **scoring))
-    return torch.cat(rows)

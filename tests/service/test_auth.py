@@ -18,6 +18,8 @@ from quire.v1 import executor_pb2, executor_pb2_grpc
 from service.api.interceptor import CallInterceptor
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, TokenStore, new_token, read_token_store
+from service.config import Config
+from tests.service.served import state_of
 
 PATIENCE_S = 30.0
 SERVICE = "quire.v1.ModelExecutorService"
@@ -32,6 +34,13 @@ def written(path: Path, *parts: str) -> Path:
 def entry(tenant: str, *roles: str) -> tuple[str, str]:
     """A token, and its line."""
     return new_token(tenant, [Role(role) for role in roles or ("call",)])
+
+
+@pytest.fixture
+def alice(tmp_path: Path) -> tuple[str, Authenticator]:
+    """A token, and what knows it."""
+    token, line = entry("alice")
+    return token, Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=False)
 
 
 # The file.
@@ -140,7 +149,7 @@ class Harness:
 
 @contextlib.asynccontextmanager
 async def behind(authenticator: Authenticator | None) -> AsyncIterator[Harness]:
-    server = grpc.aio.server(interceptors=[CallInterceptor(authenticator=authenticator)])
+    server = grpc.aio.server(interceptors=[CallInterceptor(state_of(Config()), authenticator)])
     servicer = Servicer()  # type: ignore[abstract] # The methods are set above.
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
@@ -157,9 +166,8 @@ async def test_without_authentication_all_are_one_anonymous_tenant() -> None:
         assert await harness.call("Decode", "Bearer whatever") == "-"
 
 
-async def test_only_a_known_token_is_accepted(tmp_path: Path) -> None:
-    (token, line), (stranger, _) = entry("alice"), entry("alice")
-    authenticator = Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=False)
+async def test_only_a_known_token_is_accepted(alice: tuple[str, Authenticator]) -> None:
+    (token, authenticator), (stranger, _) = alice, entry("alice")
     async with behind(authenticator) as harness:
         for rpc in DATA:
             assert await harness.call(rpc, f"Bearer {token}") == "alice"
@@ -171,9 +179,8 @@ async def test_only_a_known_token_is_accepted(tmp_path: Path) -> None:
         assert len(harness.servicer.seen) == 2 * len(DATA)
 
 
-async def test_a_refusal_is_unauthenticated_and_tells_nothing(tmp_path: Path) -> None:
-    token, line = entry("alice")
-    authenticator = Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=False)
+async def test_a_refusal_is_unauthenticated_and_tells_nothing(alice: tuple[str, Authenticator]) -> None:
+    token, authenticator = alice
     async with behind(authenticator) as harness:
         stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(harness.channel)
         for wrong in (token[:-1], token[::-1]):
@@ -186,10 +193,8 @@ async def test_a_refusal_is_unauthenticated_and_tells_nothing(tmp_path: Path) ->
             assert isinstance(client_errors.from_rpc_error(caught.value), client_errors.Unauthenticated)
 
 
-async def test_no_request_of_an_unauthenticated_call_is_read(tmp_path: Path) -> None:
-    _, line = entry("alice")
-    authenticator = Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=False)
-    async with behind(authenticator) as harness:
+async def test_no_request_of_an_unauthenticated_call_is_read(alice: tuple[str, Authenticator]) -> None:
+    async with behind(alice[1]) as harness:
         never = asyncio.Event()
 
         async def messages() -> AsyncIterator[bytes]:
@@ -202,10 +207,8 @@ async def test_no_request_of_an_unauthenticated_call_is_read(tmp_path: Path) -> 
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_health_is_open(tmp_path: Path) -> None:
-    _, line = entry("alice")
-    authenticator = Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=False)
-    async with behind(authenticator) as harness:
+async def test_health_is_open(alice: tuple[str, Authenticator]) -> None:
+    async with behind(alice[1]) as harness:
         stub: Any = health_pb2_grpc.HealthStub(harness.channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -259,13 +262,6 @@ async def test_the_file_is_reloaded_and_a_broken_one_changes_nothing(
         assert await harness.call("Decode", f"Bearer {old}") == "BAD_TOKEN"
         assert authenticator.tenant("alice").quota.max_caches == 7, "of the same tenant as before"
     watching.cancel()
-
-
-def test_a_missing_or_empty_file_is_an_error_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No such file"):
-        Authenticator(tmp_path / "nothing", certificates=False)
-    with pytest.raises(ValueError, match="every call would be refused"):
-        Authenticator(written(tmp_path / "tokens"), certificates=False)
 
 
 def test_with_certificates_a_file_may_have_quotas_only(tmp_path: Path) -> None:

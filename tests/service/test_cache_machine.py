@@ -3,75 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from quire.v1 import types_pb2
 
-from service.caches.requests import (
-    Append,
-    Appended,
-    AppendKind,
-    Fork,
-    Handles,
-    Release,
-    Released,
-    Renew,
-    Truncate,
-)
+from service.caches.requests import Appended, Fork, Handles, Release, Released, Renew, Source
 from service.caches.reservations import MAX_WAITING_PER_CACHE, Limits
-from service.errors import QueueFull, QuireError
-from tests.sim.harness import Gateway, answer_of, decode, prefill, verify
+from service.errors import QueueFull
+from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.model_worker import Pool
-from tests.sim.toy_model import next_token
-
-LOGITS = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
 
 
 @pytest.fixture
 def gateway() -> Gateway:
     return Gateway()
-
-
-# Fencing: DESIGN, section 4.
-
-
-def test_an_append_is_journaled_and_answered(gateway: Gateway) -> None:
-    cache = gateway.create(1, 2, 3)
-    result = gateway.append(decode(cache, 4, position=3))
-    assert result.seq_len == 4
-    assert answer_of(result).outputs[0].token_id == next_token([1, 2, 3, 4], None)
-    assert gateway.tokens(cache) == [1, 2, 3, 4]
-
-
-def test_a_repeated_append_is_answered_from_memory(gateway: Gateway) -> None:
-    cache = gateway.create(1, 2)
-    first = gateway.append(decode(cache, 3, position=2))
-    sent = len(gateway.sent)
-    assert gateway.append(decode(cache, 3, position=2)) == first
-    assert len(gateway.sent) == sent
-    assert gateway.tokens(cache) == [1, 2, 3]
-
-
-def test_a_verify_keeps_what_is_accepted_and_is_repeatable(gateway: Gateway) -> None:
-    cache = gateway.create(1, 2)
-    right = next_token([1, 2, 3], None)
-    wrong = next_token([1, 2, 3, right], None) + 1
-    append = verify(cache, 3, right, wrong, 5, position=2)
-    first = gateway.append(append)
-    assert first.kept == 2 and len(answer_of(first).outputs) == 4
-    assert gateway.tokens(cache) == [1, 2, 3, right]
-    assert gateway.append(append) == first
-    assert gateway.refusal(verify(cache, 3, right, wrong, 5, position=2, accept=False)).reason == (
-        "POSITION_MISMATCH"
-    )
-
-
-def test_a_truncation_ends_at_the_end(gateway: Gateway) -> None:
-    cache = gateway.create(1, 2)
-    error = gateway.refusal(Truncate(cache, 3))
-    assert error.reason == "TRUNCATE_BEYOND_END"
-    assert error.metadata == {"new_len": "3", "seq_len": "2"}
-
-
-# Releases and cancellation.
 
 
 def test_what_a_fork_releases_is_one_command_to_a_worker(gateway: Gateway) -> None:
@@ -81,81 +23,6 @@ def test_what_a_fork_releases_is_one_command_to_a_worker(gateway: Gateway) -> No
     assert [len(command.release.sequences) for command in gateway.sent if command.HasField("release")] == [19]
     gateway.work()
     assert gateway.held() == [[0]] * 3
-
-
-def test_a_fork_that_is_cancelled_before_its_turn_releases_nothing_and_leaves_no_copy(
-    gateway: Gateway,
-) -> None:
-    cache = gateway.create(1, 2)
-    _, fork = gateway.submit(decode(cache, 3), Fork.of(cache, 2, (cache,)))
-    gateway.cancel(fork)
-    gateway.work()
-    assert gateway.tokens(cache) == [1, 2, 3] and gateway.held() == [[1, 2, 3]]
-
-
-def test_an_empty_cache_needs_no_copy_in_the_worker(gateway: Gateway) -> None:
-    cache = gateway.create(1)
-    gateway.handles(Truncate(cache, 0))
-    # The worker rolls an append back to nothing, and with it the sequence.
-    ticket = gateway.ask(decode(cache, 2))
-    gateway.worker.take(len(gateway.worker.inbox))
-    gateway.worker.begin(gateway.sent[-1].op_id)
-    gateway.cancel(ticket)
-    gateway.work()
-    assert gateway.held() == []
-    gateway.handles(Truncate(cache, 0))
-    (child,) = gateway.handles(Fork.of(cache, 1)).handles
-    gateway.append(decode(child.cache_id, 3))
-    gateway.append(decode(cache, 4))
-    assert gateway.held() == [[3], [4]]
-
-
-# Repeated creations.
-
-
-def test_a_request_id_belongs_to_its_tokens(gateway: Gateway) -> None:
-    gateway.create(1, 2, request_id="a")
-    assert gateway.refusal(prefill(1, 3, request_id="a")).reason == "REQUEST_ID_REUSED"
-
-
-def test_a_repeated_creation_survives_the_first_ones_cancellation(gateway: Gateway) -> None:
-    first, again = (gateway.ask(prefill(1, 2, request_id="a")) for _ in range(2))
-    gateway.cancel(first)
-    gateway.work()
-    assert again in gateway.replies and gateway.held() == [[1, 2]]
-
-
-# Repeated forks.
-
-
-def test_the_request_id_of_a_fork_belongs_to_it(gateway: Gateway) -> None:
-    cache, other = gateway.create(1), gateway.create(2)
-    gateway.handles(Fork.of(cache, 2, (), "f"))
-    assert gateway.refusal(Fork.of(cache, 3, (), "f")).reason == "REQUEST_ID_REUSED"
-    assert gateway.refusal(Fork.of(other, 2, (), "f")).reason == "REQUEST_ID_REUSED"
-
-
-def test_a_fork_is_not_repeated_once_a_copy_is_gone(gateway: Gateway) -> None:
-    cache = gateway.create(1)
-    left, right = gateway.handles(Fork.of(cache, 2, (), "f")).handles
-    gateway.release(left.cache_id)
-    assert gateway.refusal(Fork.of(cache, 2, (), "f")).reason == "CACHE_NOT_FOUND"
-    gateway.release(right.cache_id)
-    assert len(gateway.handles(Fork.of(cache, 2, (), "f")).handles) == 2, "nothing is known of it any more"
-
-
-def test_a_fork_that_was_under_way_when_another_released_its_parent_is_still_a_repetition(
-    gateway: Gateway,
-) -> None:
-    cache, other = gateway.create(1), gateway.create(2)
-    made = gateway.handles(Fork.of(cache, 1, (), "f"))
-    gateway.ask(decode(cache, 3))
-    again = gateway.ask(Fork.of(cache, 1, (), "f"))
-    gateway.handles(Fork.of(other, 0, (cache,)))
-    assert gateway.replies[again] == made
-
-
-# Limits.
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
@@ -177,6 +44,13 @@ def test_one_cache_cannot_fill_the_queue(gateway: Gateway) -> None:
     assert gateway.replies[release] == Released(released=True), "what frees a cache is always let in"
 
 
+def test_without_any_worker_ever_nothing_can_be_created() -> None:
+    gateway = Gateway(workers=0)
+    assert gateway.refusal(prefill(1)).reason == "NO_WORKER"
+    gateway.start_worker("worker-0")
+    gateway.create(1)
+
+
 def test_draining_refuses_what_is_new_and_finishes_what_is_not(gateway: Gateway) -> None:
     ticket = gateway.ask(prefill(1))
     gateway.dispatcher.start_draining()
@@ -196,58 +70,6 @@ def test_a_bug_while_starting_leaves_nothing_waiting(
     assert gateway.append(decode(cache, 3)).seq_len == 3
 
 
-@pytest.mark.parametrize("page_tokens", [1, 4, 16])
-def test_what_can_never_fit_is_refused_without_a_reason_to_wait(page_tokens: int) -> None:
-    """More than all the worker's pages, less than the model's context."""
-    gateway = Gateway(pool=Pool(48 // page_tokens, page_tokens))
-    error = gateway.refusal(prefill(*range(49)))
-    assert error.reason == "SEQUENCE_TOO_LONG" and error.retry_after_s is None
-    assert error.metadata == {"wanted_tokens": "49", "kv_capacity_tokens": "48"}
-    cache = gateway.create(*range(48))
-    assert gateway.refusal(decode(cache, 1)).reason == "SEQUENCE_TOO_LONG"
-
-
-# Budgets: what exceeds one is refused before a worker hears of it.
-
-
-def test_no_more_caches_are_held_than_allowed() -> None:
-    """Those that are being made count; scoring makes none."""
-    gateway = Gateway(Limits(max_caches=3))
-    cache = gateway.create(1, request_id="r")
-    under_way = gateway.ask(prefill(2))
-    sent = len(gateway.sent)
-    assert gateway.refusal(Fork.of(cache, 2)).reason == "CACHE_LIMIT"
-    gateway.work()
-    gateway.handles(Fork.of(cache, 1))
-    refused = gateway.refusal(prefill(3))
-    assert refused.reason == "CACHE_LIMIT" and refused.retry_after_s
-    assert not any(message.HasField("fork") for message in gateway.sent[sent:-1])
-    assert isinstance(gateway.replies[under_way], Appended)
-    # What makes no cache goes on.
-    gateway.append(prefill(1, request_id="r"))
-    gateway.append(Append(AppendKind.SCORE, "", [4]))
-    gateway.append(decode(cache, 2))
-    assert gateway.release(cache)
-    gateway.create(5)
-
-
-def test_a_full_journal_takes_no_more_tokens() -> None:
-    """Tokens under way count with those written; what frees a cache is let in."""
-    gateway = Gateway(Limits(max_journal_bytes=4000))
-    cache = gateway.create(*range(40))
-    creations = (4000 - gateway.machine.ledger.size_bytes) // gateway.machine.ledger.size_bytes
-    tickets = gateway.submit(*(prefill(*range(40)) for _ in range(creations + 1)))
-    full = gateway.replies[tickets[-1]]
-    assert isinstance(full, QuireError) and full.reason == "JOURNAL_FULL" and full.retry_after_s
-    assert len(gateway.replies) == 2, "only the last has no room"
-    gateway.cancel(*tickets)
-    gateway.work()
-    gateway.append(prefill(*range(20), cache_id=cache))
-    gateway.handles(Truncate(cache, 10))
-    assert gateway.release(cache)
-    assert gateway.machine.ledger.size_bytes == 0
-
-
 def test_pages_of_caches_start_where_they_are_asked_to() -> None:
     gateway = Gateway(pool=Pool(1000))
     caches = [gateway.create(1) for _ in range(5)]
@@ -261,7 +83,6 @@ def test_pages_of_caches_start_where_they_are_asked_to() -> None:
     assert [handle.cache_id for _, handle in listed] == caches
     for index, (order, _) in enumerate(listed):
         assert [handle.cache_id for _, handle in gateway.machine.index.handles(order)] == caches[index + 1 :]
-    assert len(gateway.machine.index._listing) <= 3 * len(caches) + 100
 
 
 def test_expired_caches_are_released_in_portions(gateway: Gateway) -> None:
@@ -269,3 +90,63 @@ def test_expired_caches_are_released_in_portions(gateway: Gateway) -> None:
         gateway.create(token, lease_s=1.0)
     gateway.now_s = 5.0
     assert [gateway.dispatcher.expire(4) for _ in range(4)] == [4, 4, 2, 0]
+
+
+def test_a_cache_in_use_does_not_expire(gateway: Gateway) -> None:
+    cache = gateway.create(1, lease_s=10.0)
+    gateway.ask(decode(cache, 2))
+    gateway.now_s = 1000.0
+    assert gateway.dispatcher.expire() == 0
+    gateway.work()
+    assert gateway.dispatcher.expire() == 0, "just used"
+
+
+def test_an_answer_in_memory_needs_no_worker(gateway: Gateway) -> None:
+    cache = gateway.create(1, 2)
+    first = gateway.append(decode(cache, 3, position=2))
+    gateway.lose_worker()
+    again = gateway.append(decode(cache, 3, position=2))
+    assert again.answer == first.answer and again.kept == first.kept
+
+
+# Forks of several caches.
+
+
+def forks(*sources: tuple[str, int], request_id: str = "") -> Fork:
+    return Fork([Source(*source) for source in sources], (), request_id)
+
+
+def test_a_fork_says_which_of_its_caches_there_is_not(gateway: Gateway) -> None:
+    error = gateway.refusal(forks((gateway.create(1), 1), ("kv_never", 1)))
+    assert error.reason == "CACHE_NOT_FOUND" and error.metadata == {"index": "1"}
+
+
+def test_whoever_a_fork_waits_for_gets_the_pages_of_its_other_caches() -> None:
+    """Else they would wait for each other."""
+    gateway = Gateway(pool=Pool(4, page_tokens=1))
+    left, right = gateway.create(1, 2), gateway.create(3)
+    step, fork = gateway.submit(prefill(4, 5, cache_id=right), forks((left, 1), (right, 1)))
+    gateway.work()
+    assert step not in gateway.replies, "there is no room for it beside the other cache"
+    gateway.wait(1.0)
+    gateway.work()
+    made = gateway.replies[fork]
+    assert isinstance(gateway.replies[step], Appended) and isinstance(made, Handles)
+    assert [gateway.tokens(handle.cache_id) for handle in made.handles] == [[1, 2], [3, 4, 5]]
+
+
+def test_the_request_id_of_a_fork_belongs_to_its_caches_and_counts(gateway: Gateway) -> None:
+    left, right, other = gateway.create(1, 2), gateway.create(3), gateway.create(5)
+    gateway.handles(forks((left, 2), (right, 1), request_id="f"))
+    for sources in (
+        [(left, 1), (right, 2)],
+        [(right, 1), (left, 2)],
+        [(right, 2), (left, 1)],
+        [(left, 2), (other, 1)],
+        [(left, 2)],
+        [(left, 3)],
+        [(left, 2), (right, 1), (other, 1)],
+    ):
+        assert gateway.refusal(forks(*sources, request_id="f")).reason == "REQUEST_ID_REUSED", sources
+    again = gateway.handles(forks((left, 2), (other, 0), (right, 1), request_id="f"))
+    assert len(again.handles) == 3 and len(gateway.machine) == 6

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from quire.v1 import executor_pb2, worker_pb2
 
 from service.api import append_codec, session
-from service.api.calls import CALLS, held_bytes
+from service.api.append_codec import held_bytes
+from service.api.calls import CALLS
 from service.api.executor import ExecutorApi
 from service.api.validation import RequestLimits
 from service.caches.requests import Append
@@ -40,8 +41,8 @@ def test_each_cache_occurs_once_in_a_batch_and_new_ones_at_will(cache_ids: list[
     refused = [bool(cache_id) and cache_ids.count(cache_id) > 1 for cache_id in cache_ids]
     asked = [request.cache_id for request in checked if isinstance(request, Append)]
     assert asked == [name for name, is_refused in zip(cache_ids, refused, strict=True) if not is_refused]
-    answer = CALLS["UnifiedForward"].answer_items(checked, [CacheNotFound() for _ in asked], "r-7")
-    assert isinstance(answer, executor_pb2.UnifiedForwardResponse)
+    answer = executor_pb2.UnifiedForwardResponse()
+    CALLS["UnifiedForward"].write_items(checked, [CacheNotFound() for _ in asked], "r-7", answer)
     reasons = {True: "DUPLICATE_CACHE_IN_BATCH", False: "CACHE_NOT_FOUND"}
     for index, (result, is_refused) in enumerate(zip(answer.results, refused, strict=True)):
         info, violations = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()

@@ -4,45 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from service.caches.records import CacheReleased, TokensAppended
-from service.caches.requests import (
-    Append,
-    Appended,
-    AppendKind,
-    Fork,
-    Handles,
-    Release,
-    Released,
-    Renew,
-    Request,
-    Truncate,
-)
+from service.caches.requests import Append, Appended, AppendKind, Fork, Renew
 from service.errors import QuireError
-from tests.service.failing_journal import FailingJournal
 from tests.sim.harness import Gateway, decode, prefill
-
-
-class Bench(Gateway):
-    """A gateway with a journal that fails."""
-
-    def __init__(self) -> None:
-        self.disk = FailingJournal()
-        super().__init__(journal=self.disk)
-
-    def works_again(self) -> None:
-        """As the dispatcher finds out by itself, before long."""
-        self.disk.fails = False
-        self.machine.committed_many((), self.now_s)
-
-    def settle(self) -> None:
-        """The disk catches up."""
-        self.disk.settle()
-        self.machine.check_invariants()
+from tests.sim.invariants import check_invariants
 
 
 @pytest.fixture
-def gateway() -> Bench:
-    return Bench()
+def gateway() -> Gateway:
+    return Gateway()
+
+
+def works_again(gateway: Gateway) -> None:
+    """The disk does, as the dispatcher finds out by itself before long."""
+    gateway.disk.fails = False
+    gateway.machine.committed_many((), gateway.now_s)
+
+
+def settle(gateway: Gateway) -> None:
+    """The disk catches up."""
+    gateway.disk.settle()
+    check_invariants(gateway.machine)
 
 
 def is_unavailable(outcome: object) -> bool:
@@ -53,26 +35,7 @@ def is_unavailable(outcome: object) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", ["create", "truncate", "fork", "release", "renew"])
-def test_nothing_else_has_happened_either(gateway: Bench, kind: str) -> None:
-    cache, other = gateway.create(1, 2), gateway.create(5)
-    requests: dict[str, Request] = {
-        "create": prefill(9, request_id="r"),
-        "truncate": Truncate(cache, 1),
-        "fork": Fork.of(cache, 2, (cache, other), "f"),
-        "release": Release(cache),
-        "renew": Renew(cache, 5.0),
-    }
-    gateway.disk.fails = True
-    assert is_unavailable(gateway.run(requests[kind]))
-    gateway.work()
-    assert len(gateway.machine) == 2 and gateway.held() == [[1, 2], [5]]
-    assert [handle.expires_at_s for _, handle in gateway.machine.index.handles()] == [1800.0] * 2
-    gateway.works_again()
-    assert isinstance(gateway.run(requests[kind]), Appended | Handles | Released), "it can be repeated"
-
-
-def test_nothing_is_computed_that_could_not_be_kept(gateway: Bench) -> None:
+def test_nothing_is_computed_that_could_not_be_kept(gateway: Gateway) -> None:
     """Until the journal works again; what keeps nothing goes on."""
     cache = gateway.create(1)
     gateway.disk.fails = True
@@ -83,95 +46,46 @@ def test_nothing_is_computed_that_could_not_be_kept(gateway: Bench) -> None:
     assert isinstance(gateway.run(Append(AppendKind.SCORE, "", [1, 2], rows=2)), Appended)
 
 
-def test_leases_that_run_out_are_looked_at_once_while_nothing_can_be_written(gateway: Bench) -> None:
+def test_leases_that_run_out_are_looked_at_once_while_nothing_can_be_written(gateway: Gateway) -> None:
     for n in range(3):
         gateway.create(n, lease_s=1.0)
     gateway.now_s = 5.0
     gateway.disk.fails = True
     assert gateway.dispatcher.expire() == 3 and gateway.dispatcher.expire() == 0
     assert len(gateway.machine) == 3
-    gateway.works_again()
+    works_again(gateway)
     assert gateway.dispatcher.expire() == 3 and len(gateway.machine) == 0
 
 
-def test_an_answer_waits_until_it_is_durable(gateway: Bench) -> None:
-    cache = gateway.create(1)
-    gateway.disk.is_slow = True
-    first, second = gateway.submit(decode(cache, 2), decode(cache, 3))
-    gateway.work()
-    assert first not in gateway.replies and gateway.tokens(cache) == [1]
-    gateway.settle()
-    assert isinstance(gateway.replies[first], Appended) and gateway.tokens(cache) == [1, 2]
-    gateway.work()
-    gateway.settle()
-    assert isinstance(gateway.replies[second], Appended) and gateway.tokens(cache) == [1, 2, 3]
-
-
-def test_what_is_with_the_journal_is_applied_though_its_caller_goes(gateway: Bench) -> None:
-    cache = gateway.create(1)
-    gateway.disk.is_slow = True
-    ticket = gateway.ask(decode(cache, 2, position=1))
-    gateway.work()
-    gateway.cancel(ticket)
-    gateway.settle()
-    assert ticket not in gateway.replies and gateway.tokens(cache) == [1, 2]
-    # Who asks again is answered.
-    result = gateway.append(decode(cache, 2, position=1))
-    assert result.seq_len == 2
-    assert gateway.tokens(cache) == [1, 2]
-
-
 @pytest.mark.parametrize("request_id", ["", "mine"])
-def test_caches_of_a_caller_who_goes_while_they_are_written(gateway: Bench, request_id: str) -> None:
+def test_caches_of_a_caller_who_goes_while_they_are_written(gateway: Gateway, request_id: str) -> None:
     """Only those that he can ask for again stay."""
     parent = gateway.create(1)
     gateway.disk.is_slow = True
     tickets = gateway.submit(prefill(5, request_id=request_id), Fork.of(parent, 2, (), request_id))
     gateway.work()
     gateway.cancel(*tickets)
-    gateway.settle()
-    gateway.settle()
+    settle(gateway)
+    settle(gateway)
     gateway.work()
     assert len(gateway.machine) == (4 if request_id else 1)
     assert len(gateway.held()) == len(gateway.machine) == len(gateway.machine.ledger)
 
 
-def test_a_worker_that_dies_while_its_answer_is_written_takes_nothing_with_it(gateway: Bench) -> None:
-    cache = gateway.create(1)
-    gateway.disk.is_slow = True
-    ticket = gateway.ask(decode(cache, 2))
-    gateway.work()
-    gateway.lose_worker()
-    gateway.settle()
-    assert isinstance(gateway.replies[ticket], Appended)
-    gateway.disk.is_slow = False
-    gateway.start_worker("worker-0")
-    gateway.work()
-    gateway.append(decode(cache, 3))
-    assert gateway.tokens(cache) == [1, 2, 3] and gateway.held() == [[1, 2, 3]]
-
-
-def test_records_are_written_in_the_order_in_which_things_happened(gateway: Bench) -> None:
-    cache = gateway.create(1)
-    gateway.submit(decode(cache, 2), Release(cache))
-    gateway.work()
-    assert [type(record) for record in gateway.disk.written[-2:]] == [TokensAppended, CacheReleased]
-
-
-def test_a_fork_is_known_by_its_id_before_it_is_written(gateway: Bench) -> None:
+def test_a_fork_is_known_by_its_id_before_it_is_written(gateway: Gateway) -> None:
     """Else two that have one id would be mixed up. One that is not written leaves the id free."""
     left, right = gateway.create(1), gateway.create(2)
     gateway.disk.is_slow = gateway.disk.fails = True
     first, other = gateway.submit(Fork.of(left, 1, (), "f"), Fork.of(right, 2, (), "f"))
     assert gateway.reason(other) == "REQUEST_ID_REUSED"
-    gateway.settle()
+    settle(gateway)
     assert is_unavailable(gateway.replies[first])
     gateway.disk.is_slow = False
-    gateway.works_again()
+    works_again(gateway)
     assert len(gateway.handles(Fork.of(right, 2, (), "f")).handles) == 2
 
 
-def test_kv_that_comes_back_while_the_cache_grows_is_not_believed(gateway: Bench) -> None:
+def test_kv_that_comes_back_while_the_cache_grows_is_not_believed(gateway: Gateway) -> None:
     """It is as long as the cache was, not as it will be once that is written."""
     cache = gateway.create(1, 2)
     ticket = gateway.ask(decode(cache, 3))
@@ -180,7 +94,7 @@ def test_kv_that_comes_back_while_the_cache_grows_is_not_believed(gateway: Bench
     sequences = {number: [1, 2] for number in gateway.worker.sequences}
     gateway.lose_worker(crashed=False)
     gateway.start_worker("worker-0", kept=dict.fromkeys(sequences, 2), sequences=sequences)
-    gateway.settle()
+    settle(gateway)
     gateway.disk.is_slow = False
     assert isinstance(gateway.replies[ticket], Appended)
     sent = len(gateway.sent)

@@ -212,13 +212,6 @@ def test_bad_listen_addresses(address: str) -> None:
         load_config(parse("--listen", address), {})
 
 
-def test_a_model_directory_is_taken(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        load_config(parse("--model", str(tmp_path)), {})
-    (tmp_path / "config.json").write_text("{}")
-    assert load_config(parse("--model", str(tmp_path)), {}).model == str(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -239,23 +232,18 @@ def test_other_formats_are_told_with_what_to_give_instead(tmp_path: Path, name: 
             load_config(parse("--model", str(model)), {})
 
 
-def test_the_help_has_groups() -> None:
+def test_help_tells_all_of_every_setting_in_groups() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    _, options, *groups = parser.format_help().split("\n\n")
+    text = parser.format_help()
+    for field in dataclasses.fields(Config):
+        assert f"--{field.name.replace('_', '-')} " in text
+        assert f"env QUIRE_{field.name.upper()})" in " ".join(text.split())
+    _, options, *groups = text.split("\n\n")
     assert "--config" in options and "--model" not in options
     flags = {group.partition(":")[0]: re.findall(r"^  (--[\w-]+)", group, re.MULTILINE) for group in groups}
     assert flags["model"][:2] == ["--model", "--model-revision"] and "--dtype" in flags["model"]
     assert "--listen" in flags["addresses and access"] and "--data-dir" in flags["state on disk"]
-
-
-def test_help_tells_all_of_every_setting() -> None:
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    text = " ".join(parser.format_help().split())
-    for field in dataclasses.fields(Config):
-        assert f"--{field.name.replace('_', '-')} " in text
-        assert f"env QUIRE_{field.name.upper()})" in text
 
 
 def test_config_is_frozen_and_travels_to_other_processes() -> None:
@@ -310,8 +298,3 @@ def test_tls_by_halves_is_refused(tmp_path: Path) -> None:
             load_config(parse(flag, str(file)), {})
     with pytest.raises(ConfigError, match="must be a file"):
         load_config(parse("--tokens", str(tmp_path / "nothing")), {})
-
-
-def test_reflection_is_a_switch() -> None:
-    assert load_config(parse(), {}).reflection == "on"
-    assert load_config(parse("--reflection", "off"), {}).reflection == "off"

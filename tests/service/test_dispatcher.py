@@ -9,62 +9,34 @@ import pytest
 from quire.v1 import types_pb2, worker_pb2
 
 from service import dispatcher as dispatcher_module
-from service.caches.machine import CacheMachine
 from service.caches.requests import Append, Appended, AppendKind, Fork, Renew, Request, Truncate
-from service.caches.reservations import Limits
-from service.caches.workers import WorkerView
-from service.dispatcher import Dispatcher, Outcome
+from service.dispatcher import Outcome
 from service.errors import CacheNotFound, JournalUnavailable, NoWorker, QuireError
-from service.pool import wire
-from tests.service.failing_journal import FailingJournal
-from tests.sim.harness import decode, prefill
+from tests.sim.harness import Gateway, decode, prefill
 
 
-class Bench:
-    """A dispatcher, and a worker that is played by the test."""
-
-    def __init__(self) -> None:
-        self.sent: list[worker_pb2.WorkerCommand] = []
-        self.journal = FailingJournal()
-        self.machine = CacheMachine(Limits())
-        self.dispatcher = Dispatcher(
-            self.machine, self.journal, lambda *sent: self.sent.append(wire.to_message(sent[2]))
-        )
-        self.dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 100, 100, 100))
+class Bench(Gateway):
+    """A gateway whose callers wait in tasks, and whose worker answers what a test says."""
 
     async def start(self, *requests: Request) -> asyncio.Task[list[Outcome]]:
         """A call whose commands have been sent."""
+        self.sent.clear()
         task = asyncio.create_task(self.dispatcher.run(requests))
         await asyncio.sleep(0)
         return task
 
-    def answer(self, *commands: worker_pb2.WorkerCommand, epoch: int = 1) -> None:
-        """The worker has done these; its answers come in one message."""
-        events = []
+    def answer(self, *commands: worker_pb2.WorkerCommand) -> None:
+        """The worker has computed these; its answers come in one message."""
+        self.worker.take(len(self.worker.inbox))
         for command in commands:
-            event = worker_pb2.WorkerEvent(op_id=command.op_id)
-            if command.WhichOneof("command") == "forward":
-                event.forward.kept = len(command.forward.token_ids)
-                event.forward.outputs.append(types_pb2.StepOutput(token_id=9))
-            else:
-                event.done.SetInParent()
-            events.append(event)
-        self.respond(*events, epoch=epoch)
+            assert self.worker.begin(command.op_id)
+            self.worker.run(command.op_id, len(command.forward.token_ids))
+        self.deliver(self.worker)
 
-    def respond(self, *events: worker_pb2.WorkerEvent, epoch: int = 1) -> None:
-        response = worker_pb2.ConnectResponse(events=events)
-        self.dispatcher.worker_answered("worker-0", epoch, wire.to_events(response), pages_available=50)
-
-    async def create(self, *token_ids: int) -> str:
-        task = await self.start(prefill(*token_ids))
-        self.answer(self.sent.pop())
-        (result,) = await task
-        assert isinstance(result, Appended)
-        return result.cache_id
-
-    def tokens(self, cache_id: str) -> list[int]:
-        (state,) = [state for state in self.machine.ledger if state.cache_id == cache_id]
-        return list(state.tokens.copy())
+    def respond(self, *events: worker_pb2.WorkerEvent) -> None:
+        """A message of the worker arrives."""
+        self.worker.outbox.extend(events)
+        self.deliver(self.worker)
 
 
 @pytest.fixture
@@ -77,7 +49,7 @@ def kinds(commands: Sequence[worker_pb2.WorkerCommand]) -> list[str | None]:
 
 
 async def test_a_call_is_answered_when_all_of_it_is_done(bench: Bench) -> None:
-    a, b = await bench.create(1), await bench.create(2)
+    a, b = bench.create(1), bench.create(2)
     task = await bench.start(decode(a, 3), decode("unknown", 4), decode(b, 5))
     first, second = bench.sent
     bench.answer(second)
@@ -92,39 +64,33 @@ async def test_a_call_is_answered_when_all_of_it_is_done(bench: Bench) -> None:
 
 async def test_a_call_is_a_caller_of_its_own(bench: Bench) -> None:
     """All items of a batch are of one caller, and no other call's are."""
-    caches = [await bench.create(n) for n in range(4)]
+    caches = [bench.create(n) for n in range(4)]
+    numbers: list[int] = []
     for pair in (caches[:2], caches[2:]):
         await bench.start(*(decode(cache, 7) for cache in pair))
-    numbers = [command.forward.caller for command in bench.sent]
+        numbers += [command.forward.caller for command in bench.sent]
     assert 0 not in numbers
     assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
 
 
 async def test_an_answer_that_is_computed_again_is_of_who_asks_again(bench: Bench) -> None:
-    cache = await bench.create(1)
+    cache = bench.create(1)
     first = await bench.start(decode(cache, 7, position=1))
+    before = bench.sent[0].forward.caller
     bench.answer(bench.sent[0])
     await first
     output = types_pb2.OutputOptions(top_logprobs=1)
     await bench.start(decode(cache, 7, position=1, output=output))
-    assert kinds(bench.sent) == ["forward", "fork", "forward"]
-    assert 0 != bench.sent[2].forward.caller != bench.sent[0].forward.caller
+    assert kinds(bench.sent) == ["fork", "forward"]
+    assert 0 != bench.sent[1].forward.caller != before
 
 
 async def test_no_requests_are_no_call(bench: Bench) -> None:
     assert await bench.dispatcher.run([]) == []
 
 
-async def test_answers_of_one_message_serve_many_callers(bench: Bench) -> None:
-    caches = [await bench.create(n) for n in range(3)]
-    tasks = [await bench.start(decode(cache, 7)) for cache in caches]
-    bench.answer(*bench.sent)
-    await asyncio.gather(*tasks)
-    assert [bench.tokens(cache) for cache in caches] == [[0, 7], [1, 7], [2, 7]]
-
-
 async def test_a_call_that_is_cancelled_is_undone(bench: Bench) -> None:
-    a, b = await bench.create(1), await bench.create(2)
+    a, b = bench.create(1), bench.create(2)
     task = await bench.start(decode(a, 3), decode(b, 4))
     first, second = bench.sent
     bench.answer(first)
@@ -132,34 +98,11 @@ async def test_a_call_that_is_cancelled_is_undone(bench: Bench) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert kinds(bench.sent[2:]) == ["abort", "truncate"]
-    bench.answer(second)
+    late = worker_pb2.WorkerEvent(op_id=second.op_id, forward=worker_pb2.ForwardDone(kept=1))
+    bench.respond(late)
     assert bench.tokens(a) == [1, 3], "what was answered stays"
     assert bench.tokens(b) == [2]
-    assert bench.dispatcher.operations_in_flight == 0
-
-
-async def test_what_the_journal_refuses_is_one_callers_failure(bench: Bench) -> None:
-    a, b = await bench.create(1), await bench.create(2)
-    first, second = await bench.start(decode(a, 3)), await bench.start(decode(b, 4))
-    bench.journal.fails = True
-    bench.answer(bench.sent[0])
-    bench.journal.fails = False
-    bench.answer(bench.sent[1])
-    assert isinstance((await first)[0], JournalUnavailable)
-    assert isinstance((await second)[0], Appended)
-    assert (bench.tokens(a), bench.tokens(b)) == ([1], [2, 4])
-
-
-async def test_workers_go_on_while_the_journal_is_written(bench: Bench) -> None:
-    a, b = await bench.create(1), await bench.create(2)
-    bench.journal.is_slow = True
-    first = await bench.start(decode(a, 3))
-    bench.answer(bench.sent[0])
-    second = await bench.start(decode(b, 4))
-    bench.answer(bench.sent[1])
-    assert not first.done() and not second.done()
-    bench.journal.settle()
-    assert isinstance((await first)[0], Appended) and isinstance((await second)[0], Appended)
+    assert bench.dispatcher.caches.operations_in_flight == 0
 
 
 async def test_it_is_found_out_that_the_journal_works_again(
@@ -167,8 +110,8 @@ async def test_it_is_found_out_that_the_journal_works_again(
 ) -> None:
     monkeypatch.setattr(dispatcher_module, "_TICK_S", 0.0)
     monkeypatch.setattr(dispatcher_module, "_EXPIRY_INTERVAL_S", 0.0)
-    cache = await bench.create(1)
-    bench.journal.fails = True
+    cache = bench.create(1)
+    bench.disk.fails = True
     (refused,) = await bench.dispatcher.run([Renew(cache)])
     assert isinstance(refused, JournalUnavailable)
     keeping = asyncio.create_task(bench.dispatcher.keep_time())
@@ -176,7 +119,7 @@ async def test_it_is_found_out_that_the_journal_works_again(
         await asyncio.sleep(0)
     (refused,) = await bench.dispatcher.run([Truncate(cache, 0)])
     assert isinstance(refused, JournalUnavailable)
-    bench.journal.fails = False
+    bench.disk.fails = False
     while isinstance((await bench.dispatcher.run([Truncate(cache, 0)]))[0], QuireError):
         await asyncio.sleep(0)
     keeping.cancel()
@@ -184,16 +127,15 @@ async def test_it_is_found_out_that_the_journal_works_again(
 
 async def test_what_was_made_for_a_caller_who_left_before_he_knew_is_released(bench: Bench) -> None:
     """The cancellation and the answer come in the same moment."""
-    cache = await bench.create(1)
+    cache = bench.create(1)
     task = await bench.start(prefill(2), prefill(3), Fork.of(cache, 2))
-    bench.answer(*bench.sent[-3:-1])
-    bench.answer(bench.sent[-1])
-    assert bench.dispatcher.num_caches == 5
+    bench.answer(*bench.sent[:2])
+    assert len(bench.dispatcher.caches) == 5
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert [handle.cache_id for _, handle in bench.dispatcher.handles()] == [cache]
-    assert bench.dispatcher.operations_in_flight == 0
+    assert [handle.cache_id for _, handle in bench.dispatcher.caches.index.handles()] == [cache]
+    assert bench.dispatcher.caches.operations_in_flight == 0
 
 
 async def test_what_can_be_asked_for_again_stays(bench: Bench) -> None:
@@ -202,28 +144,16 @@ async def test_what_can_be_asked_for_again_stays(bench: Bench) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert bench.dispatcher.num_caches == 1
-
-
-async def test_those_who_wait_for_a_dead_worker_get_another(bench: Bench) -> None:
-    cache = await bench.create(1)
-    task = await bench.start(decode(cache, 3), prefill(4))
-    bench.dispatcher.worker_lost("worker-0", 1)
-    bench.sent.clear()
-    bench.dispatcher.worker_ready(WorkerView("worker-0", 2, 16, 100, 100, 100))
-    while bench.sent:
-        command = bench.sent.pop(0)
-        bench.answer(command, epoch=2)
-    assert all(isinstance(outcome, Appended) for outcome in await task)
-    assert bench.tokens(cache) == [1, 3]
+    assert len(bench.dispatcher.caches) == 1
 
 
 async def test_those_who_are_parked_are_looked_at_as_time_passes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatcher_module, "_TICK_S", 0.0)
-    bench.dispatcher.worker_lost("worker-0", 1)
+    bench.lose_worker()
     task = await bench.start(Append(AppendKind.PREFILL, "", (2,), timeout_s=0.01))
+    bench.now_s = 0.01
     keeping = asyncio.create_task(bench.dispatcher.keep_time())
     (outcome,) = await task
     keeping.cancel()
@@ -244,7 +174,7 @@ async def test_those_who_are_parked_are_looked_at_as_time_passes(
 async def test_what_a_worker_says_becomes_what_a_client_sees(
     bench: Bench, worker_reason: worker_pb2.WorkerErrorReason, reason: str
 ) -> None:
-    cache = await bench.create(1)
+    cache = bench.create(1)
     task = await bench.start(decode(cache, 3))
     error = worker_pb2.WorkerError(reason=worker_reason, detail="secret", pages_needed=3, pages_available=2)
     # What others may have caused is tried again.
@@ -257,20 +187,3 @@ async def test_what_a_worker_says_becomes_what_a_client_sees(
     if reason == "KV_EXHAUSTED":
         assert outcome.metadata == {"pages_needed": "3", "pages_available": "2"}
     assert bench.tokens(cache) == [1]
-
-
-async def test_an_unknown_cache_is_an_outcome(bench: Bench) -> None:
-    (outcome,) = await bench.dispatcher.run([decode("unknown", 1)])
-    assert isinstance(outcome, CacheNotFound)
-
-
-async def test_leases_run_out_by_themselves(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher_module, "_TICK_S", 0.0)
-    monkeypatch.setattr(dispatcher_module, "_EXPIRY_INTERVAL_S", 0.0)
-    cache = await bench.create(1)
-    await bench.dispatcher.run([Renew(cache, 0.0)])
-    expiry = asyncio.create_task(bench.dispatcher.keep_time())
-    while bench.dispatcher.num_caches:
-        await asyncio.sleep(0)
-    expiry.cancel()
-    assert kinds(bench.sent) == ["release"]

@@ -1,6 +1,14 @@
-"""Every failure has a code, a stable reason, and details that a client can parse and gRPC can carry."""
+"""Every failure has a code, a stable reason, and details that a client can parse and gRPC can carry.
+
+docs/errors.md names every reason that a client can see, with its code, its metadata, and whether to retry.
+"""
 
 from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from google.protobuf.message import Message
@@ -11,6 +19,7 @@ from hypothesis import strategies as st
 from service import errors
 from service.api.status import MAX_DETAIL_BYTES, to_status
 
+ROOT = Path(__file__).resolve().parents[2]
 BIG = 2**32 - 1
 WIDE = st.text(st.characters(codec="utf-8"), max_size=2000)
 
@@ -25,88 +34,115 @@ def unpacked(status: status_pb2.Status) -> list[Message]:
     return found
 
 
-# One of each kind: the error, its code, its reason, whether a retry can help.
-ROWS = [
-    (errors.InvalidArgument("BAD_MASK", "output.mask", "no"), code_pb2.INVALID_ARGUMENT, "BAD_MASK", False),
-    (errors.CacheNotFound(), code_pb2.NOT_FOUND, "CACHE_NOT_FOUND", False),
-    (errors.RuntimeNotFound(), code_pb2.NOT_FOUND, "RUNTIME_NOT_FOUND", False),
-    (errors.WeightsChanged(), code_pb2.FAILED_PRECONDITION, "WEIGHTS_CHANGED", False),
-    (errors.WeightsChanged(can_be_repeated=True), code_pb2.FAILED_PRECONDITION, "WEIGHTS_CHANGED", True),
-    (errors.LoadFailed("no"), code_pb2.FAILED_PRECONDITION, "LOAD_FAILED", False),
-    (errors.NoMemory(9, 8), code_pb2.RESOURCE_EXHAUSTED, "NO_MEMORY", False),
-    (errors.Loading(), code_pb2.ABORTED, "LOADING", True),
-    (errors.NoTokenizer(), code_pb2.FAILED_PRECONDITION, "NO_TOKENIZER", False),
-    (errors.ExecutionLost(), code_pb2.FAILED_PRECONDITION, "EXECUTION_LOST", False),
-    (errors.ResumedElsewhere(), code_pb2.ABORTED, "RESUMED_ELSEWHERE", False),
-    (errors.PositionMismatch(3, 5), code_pb2.FAILED_PRECONDITION, "POSITION_MISMATCH", False),
-    (errors.Unsupported("no"), code_pb2.FAILED_PRECONDITION, "UNSUPPORTED_BY_EXECUTOR", False),
-    (errors.SequenceTooLong(9, 8), code_pb2.OUT_OF_RANGE, "SEQUENCE_TOO_LONG", False),
-    (errors.TruncateBeyondEnd(9, 8), code_pb2.OUT_OF_RANGE, "TRUNCATE_BEYOND_END", False),
-    (errors.KvExhausted(9, 8), code_pb2.RESOURCE_EXHAUSTED, "KV_EXHAUSTED", True),
-    (errors.QueueFull(9, 0.25), code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL", True),
-    (errors.TooManyExecutions(9, 1.0), code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL", True),
-    (errors.Overloaded(2.0, 1.0, 1.0), code_pb2.RESOURCE_EXHAUSTED, "OVERLOADED", True),
-    (errors.CacheLimit(9), code_pb2.RESOURCE_EXHAUSTED, "CACHE_LIMIT", True),
-    (errors.JournalFull(9), code_pb2.RESOURCE_EXHAUSTED, "JOURNAL_FULL", True),
-    (errors.AnswersFull(9), code_pb2.RESOURCE_EXHAUSTED, "ANSWERS_FULL", True),
-    (errors.ArrivingFull(9), code_pb2.RESOURCE_EXHAUSTED, "ARRIVING_FULL", True),
-    (errors.SessionLimit(9), code_pb2.RESOURCE_EXHAUSTED, "SESSION_LIMIT", True),
-    (errors.SlowConsumer(30.0), code_pb2.RESOURCE_EXHAUSTED, "SLOW_CONSUMER", False),
-    (errors.QuotaExceeded("max_per_s", 9, 0.5), code_pb2.RESOURCE_EXHAUSTED, "QUOTA", True),
-    (errors.QuotaExceeded("max_caches", 9), code_pb2.RESOURCE_EXHAUSTED, "QUOTA", False),
-    (errors.Unauthenticated("BAD_TOKEN", "no"), code_pb2.UNAUTHENTICATED, "BAD_TOKEN", False),
-    (errors.RoleMissing("observe"), code_pb2.PERMISSION_DENIED, "ROLE_MISSING", False),
-    (errors.BadRuntimes("line 3: is not TOML"), code_pb2.FAILED_PRECONDITION, "BAD_RUNTIMES", False),
-    (errors.NoWorker(), code_pb2.UNAVAILABLE, "NO_WORKER", True),
-    (errors.Draining(), code_pb2.UNAVAILABLE, "DRAINING", True),
-    (errors.WorkerLost(), code_pb2.UNAVAILABLE, "WORKER_LOST", True),
-    (errors.JournalUnavailable(), code_pb2.UNAVAILABLE, "JOURNAL_UNAVAILABLE", True),
-    (errors.DeadlinePassed(), code_pb2.DEADLINE_EXCEEDED, "DEADLINE_PASSED", False),
-    (errors.MessageTimeout(30.0), code_pb2.DEADLINE_EXCEEDED, "MESSAGE_TIMEOUT", False),
-    (errors.WorkerFault(), code_pb2.INTERNAL, "WORKER_FAULT", False),
-    (errors.SequenceQuarantined(), code_pb2.INTERNAL, "SEQUENCE_QUARANTINED", False),
-    (errors.InternalError(), code_pb2.INTERNAL, "INTERNAL", False),
+# One of each kind, but for those whose reason is given where they are raised.
+ERRORS = [
+    errors.CacheNotFound(),
+    errors.RuntimeNotFound(),
+    errors.WeightsChanged(),
+    errors.LoadFailed("no"),
+    errors.NoMemory(9, 8),
+    errors.Loading(),
+    errors.NoTokenizer(),
+    errors.ExecutionLost(),
+    errors.ResumedElsewhere(),
+    errors.PositionMismatch(3, 5),
+    errors.Unsupported("no", field="adapter_id"),
+    errors.SequenceTooLong(9, 8),
+    errors.TruncateBeyondEnd(9, 8),
+    errors.KvExhausted(9, 8),
+    errors.QueueFull(9, 0.25),
+    errors.TooManyExecutions(9, 1.0),
+    errors.Overloaded(2.0, 1.0, 1.0),
+    errors.CacheLimit(9),
+    errors.JournalFull(9),
+    errors.AnswersFull(9),
+    errors.ArrivingFull(9),
+    errors.SessionLimit(9),
+    errors.SlowConsumer(30.0),
+    errors.QuotaExceeded("max_per_s", 9, 0.5),
+    errors.RoleMissing("observe"),
+    errors.BadRuntimes("line 3: is not TOML"),
+    errors.NoWorker(),
+    errors.Draining(),
+    errors.WorkerLost(),
+    errors.JournalUnavailable(),
+    errors.DeadlinePassed(),
+    errors.MessageTimeout(30.0),
+    errors.WorkerFault(),
+    errors.SequenceQuarantined(),
+    errors.InternalError(),
+    *(
+        errors.ProviderFailure(reason, "no", field="stop" if reason == "UNSUPPORTED" else "")
+        for reason in errors.PROVIDER_CODES
+    ),
 ]
-PROVIDER_ROWS = [
-    (errors.ProviderFailure(reason, "no"), code_pb2.Code.Value(code), reason, False)
-    for reason, code in errors.PROVIDER_CODES.items()
-]
+GIVEN: dict[str, type[errors.QuireError]] = {
+    kind.__name__: kind for kind in (errors.InvalidArgument, errors.Unauthenticated)
+}
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "reason", "retry"),
-    [*ROWS, *PROVIDER_ROWS],
-    ids=[f"{type(row[0]).__name__}-{row[2]}-{row[3]}" for row in [*ROWS, *PROVIDER_ROWS]],
-)
-def test_each_error_has_its_code_reason_and_details(
-    error: errors.QuireError, code: int, reason: str, retry: bool
-) -> None:
+def page() -> dict[str, tuple[str, set[str], str]]:
+    """By reason: its code, the keys of its metadata, and whether to retry."""
+    rows = {}
+    text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    for section in text.split("\n## ")[1:]:
+        code = section.partition("\n")[0]
+        row = re.compile(r"^\| `([A-Z_]+)` \|[^|]*\|([^|]*)\|([^|]*)\|$", re.MULTILINE)
+        for reason, keys, retry in row.findall(section):
+            assert reason not in rows, f"{reason} is told twice"
+            rows[reason] = code, set(re.findall(r"`(\w+)`", keys)), retry
+    return rows
+
+
+def given_reasons() -> Iterator[tuple[str, str]]:
+    """The reasons that are given where errors are raised, with their codes."""
+    for path in sorted((ROOT / "service").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+                reason = next((text for text in texts if isinstance(text, str) and text.isupper()), None)
+                if reason is not None and node.func.id in (*GIVEN, "_check_at_most"):
+                    yield reason, GIVEN.get(node.func.id, errors.InvalidArgument).code
+    for field in ("calls", "items", "forks", "fields"):
+        yield errors.too_many(field, 1).reason, errors.InvalidArgument.code
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: f"{type(error).__name__}-{error.reason}")
+def test_each_error_has_what_its_page_says(error: errors.QuireError) -> None:
     status = to_status(error, "r-1")
 
-    assert status.code == code
     assert status.message == error.message
     info, *rest = unpacked(status)
     assert isinstance(info, error_details_pb2.ErrorInfo)
-    assert (info.domain, info.reason, info.metadata["request_id"]) == ("quire", reason, "r-1")
-    assert any(isinstance(detail, error_details_pb2.RetryInfo) for detail in rest) == retry
-    violations = [d for d in rest if isinstance(d, error_details_pb2.BadRequest)]
-    assert bool(violations) == (code == code_pb2.INVALID_ARGUMENT)
-    if violations:
-        (violation,) = violations[0].field_violations
-        assert (violation.field, violation.reason) == ("output.mask", "BAD_MASK")
+    assert (info.domain, info.reason, info.metadata.pop("request_id")) == ("quire", error.reason, "r-1")
+    code, keys, retry = page()[error.reason]
+    assert (code_pb2.Code.Name(status.code), set(info.metadata)) == (code, keys)
+    assert not any(isinstance(detail, error_details_pb2.BadRequest) for detail in rest)
+    # Of providers, and of new weights, only some have a delay.
+    if not isinstance(error, errors.ProviderFailure | errors.WeightsChanged):
+        has_delay = any(isinstance(detail, error_details_pb2.RetryInfo) for detail in rest)
+        assert has_delay == ("delay" in retry)
+
+
+def test_the_page_and_the_list_have_every_reason() -> None:
+    def kinds_below(kind: type[errors.QuireError]) -> set[type[errors.QuireError]]:
+        return {kind}.union(*(kinds_below(below) for below in kind.__subclasses__()))
+
+    assert kinds_below(errors.QuireError) == {errors.QuireError, *GIVEN.values(), *map(type, ERRORS)}
+    given = dict(given_reasons())
+    assert set(page()) == {error.reason for error in ERRORS} | set(given)
+    assert {reason: page()[reason][:2] for reason in given} == {r: (code, set()) for r, code in given.items()}
+
+
+def test_a_field_is_named() -> None:
+    _, violations = unpacked(to_status(errors.InvalidArgument("BAD_MASK", "output.mask", "no")))
+    assert isinstance(violations, error_details_pb2.BadRequest)
+    (violation,) = violations.field_violations
+    assert (violation.field, violation.reason) == ("output.mask", "BAD_MASK")
 
 
 def test_trouble_with_a_provider_never_looks_like_the_callers_own() -> None:
     assert not {"UNAUTHENTICATED", "PERMISSION_DENIED"} & set(errors.PROVIDER_CODES.values())
-
-
-def test_every_error_there_is_has_a_row() -> None:
-    def kinds_below(kind: type[errors.QuireError]) -> set[type[errors.QuireError]]:
-        return {kind}.union(*(kinds_below(below) for below in kind.__subclasses__()))
-
-    # Its reasons and codes are a table of their own.
-    kinds = kinds_below(errors.QuireError) - {errors.QuireError, errors.ProviderFailure}
-    assert kinds == {type(row[0]) for row in ROWS}
 
 
 @given(message=WIDE, field=WIDE, request_id=st.text(st.characters(codec="utf-8"), max_size=128))

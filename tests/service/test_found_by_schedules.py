@@ -10,34 +10,10 @@ import random
 from collections import Counter
 
 from service.caches.records import CacheForked, CacheReleased
-from service.caches.requests import Appended, Fork, Handles, Truncate
-from service.caches.workers import WorkerView
-from service.errors import InvalidArgument, QuireError
-from tests.service.failing_journal import FailingJournal
-from tests.sim.disk import Disk, DiskJournal
+from service.caches.requests import Fork, Handles, Truncate
 from tests.sim.harness import Gateway, decode, prefill
+from tests.sim.invariants import check_invariants
 from tests.sim.model_worker import Faults, ModelWorker, Pool
-
-
-def without_answer_in_memory(gateway: Gateway, cache: str) -> None:
-    """As after a restart of the gateway."""
-    for entry in gateway.machine.index:
-        if entry.state.cache_id == cache:
-            entry.answer = None
-
-
-def test_a_repetition_whose_worker_dies_is_not_applied() -> None:
-    gateway = Gateway()
-    cache = gateway.create(1, 2)
-    first = gateway.append(decode(cache, 3, position=2))
-    without_answer_in_memory(gateway, cache)
-    again = gateway.ask(decode(cache, 3, position=2))
-    gateway.lose_worker()
-    gateway.start_worker("worker-0")
-    gateway.work()
-    outcome = gateway.replies[again]
-    assert isinstance(outcome, Appended) and outcome.kept == first.kept
-    assert gateway.tokens(cache) == [1, 2, 3]
 
 
 def test_a_replay_that_is_taken_back_leaves_no_tokens() -> None:
@@ -49,32 +25,18 @@ def test_a_replay_that_is_taken_back_leaves_no_tokens() -> None:
     worker.forget()
     replaying = gateway.ask(decode(cache, 3))
     # The forward finds no KV, and the replay is answered too late.
-    worker.take(9)
-    worker.step(all_jobs=True)
+    worker.work()
     gateway.deliver(worker)
-    worker.take(9)
-    worker.step(all_jobs=True)
+    worker.work()
     gateway.cancel(replaying)
     gateway.work()
     assert gateway.held() in ([], [[]]), "what nobody counts is not kept"
 
 
-def test_forks_of_two_caches_do_not_share_a_request_id() -> None:
-    gateway = Gateway()
-    journal = DiskJournal(Disk(), lambda: gateway.now_s, Counter())
-    one, other = gateway.create(1), gateway.create(2)
-    gateway.dispatcher._journal = journal
-    first, second = gateway.submit(Fork.of(one, 1, request_id="a"), Fork.of(other, 1, request_id="a"))
-    journal.write(9)
-    assert not isinstance(gateway.replies[first], QuireError)
-    assert isinstance(gateway.replies[second], InvalidArgument)
-    gateway.machine.check_invariants()
-
-
 def test_nothing_is_computed_for_a_cache_whose_release_is_being_written() -> None:
     """Its release may be durable before what was computed: the journal would have an append to no cache."""
-    journal = FailingJournal()
-    gateway = Gateway(journal=journal)
+    gateway = Gateway()
+    journal = gateway.disk
     kept, released = gateway.create(1), gateway.create(2)
     gateway.start_worker("worker-1")
     late = dataclasses.replace(decode(kept, 3), timeout_s=1.0)
@@ -85,33 +47,16 @@ def test_nothing_is_computed_for_a_cache_whose_release_is_being_written() -> Non
     gateway.lose_worker("worker-0")
     gateway.work()
     journal.settle()
-    gateway.machine.check_invariants()
+    check_invariants(gateway.machine)
     assert gateway.reason(refused) == "DEADLINE_PASSED" and isinstance(gateway.replies[fork], Handles)
     assert gateway.reason(append) == "CACHE_NOT_FOUND"
     assert [type(record) for record in journal.written[-2:]] == [CacheForked, CacheReleased]
 
 
-def test_who_waits_for_room_without_a_place_takes_that_of_idle_caches() -> None:
-    gateway = Gateway(pool=Pool(2), workers=2)
-    # One worker goes while it is asked for what nobody has room for.
-    idle = [gateway.create(*range(20)) for _ in range(2)]
-    asked = gateway.ask(prefill(*range(20)))
-    gateway.work()
-    gateway.lose_worker("worker-0")
-    gateway.now_s = 10.0
-    for _ in range(5):
-        gateway.dispatcher._caches.tick(gateway.now_s)
-        gateway.dispatcher._carry_out()
-        gateway.work()
-    assert asked in gateway.replies and not isinstance(gateway.replies[asked], QuireError)
-    assert len(idle) == 2
-
-
 def adopted(gateway: Gateway, worker: ModelWorker, kept: dict[int, int]) -> None:
     """A worker that has outlived an earlier gateway becomes ready."""
     gateway.workers[worker.worker_id] = worker
-    view = WorkerView(worker.worker_id, worker.epoch, 16, 100, 64, worker.pages_left)
-    gateway.dispatcher.worker_ready(view, kept)
+    gateway.dispatcher.worker_ready(worker.view(64), kept)
 
 
 def orphan(epoch: int, sequences: dict[int, list[int]]) -> ModelWorker:
@@ -120,16 +65,6 @@ def orphan(epoch: int, sequences: dict[int, list[int]]) -> ModelWorker:
     worker.faults = Faults(step=0.0, control=0.0, timeout=0.0)
     worker.sequences = sequences
     return worker
-
-
-def test_what_an_adopted_worker_holds_of_a_cache_that_is_elsewhere_is_dropped() -> None:
-    gateway = Gateway()
-    cache = gateway.create(1, 2)
-    (entry,) = gateway.machine.index
-    adopted(gateway, orphan(9, {entry.number: [1, 2]}), {entry.number: 2})
-    gateway.work()
-    assert gateway.held() == [[1, 2]]
-    gateway.append(decode(cache, 3))
 
 
 def test_what_was_cut_and_extended_since_it_was_claimed_is_computed_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from service.cli import hub
 from tests.hub_server import COMMIT, Hub, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,10 +169,10 @@ def test_settings_that_are_known_to_be_missing_are_fetched_or_told(tmp_path: Pat
     assert find(HF_HUB_OFFLINE="1") == (str(snapshot), "")
     (snapshot / "tokenizer_config.json").unlink()
     assert "is not whole in the cache" in find(HF_HUB_OFFLINE="1")[1]
-    hub = Hub(MODEL, SMALL | WEIGHTS)
-    with serving(hub) as endpoint:
+    site = Hub(MODEL, SMALL | WEIGHTS)
+    with serving(site) as endpoint:
         assert find(HF_ENDPOINT=endpoint)[0] == str(snapshot)
-    assert hub.fetched == ["tokenizer_config.json"]
+    assert site.fetched == ["tokenizer_config.json"]
 
 
 @pytest.mark.parametrize(
@@ -179,11 +181,12 @@ def test_settings_that_are_known_to_be_missing_are_fetched_or_told(tmp_path: Pat
      b'{"weight_map": {"a": 1}}', b'{"weight_map": {"a": ["x"]}}', b"[" * 100_000,
      b'{"weight_map": {"a": "\\u001b[2J.safetensors"}}'],
 )  # fmt: skip
-def test_an_index_that_is_none_is_refused(tmp_path: Path, find: Find, index: bytes) -> None:
-    make_cache(tmp_path / "home" / "hub", SMALL | {"model.safetensors.index.json": index})
-    found, said = find()
-    assert found == "" and "model.safetensors.index.json: " in said
-    assert said.count("\n") == 1 and "\x1b" not in said
+def test_an_index_that_is_none_is_refused(tmp_path: Path, index: bytes) -> None:
+    (tmp_path / "config.json").touch()
+    (tmp_path / "model.safetensors.index.json").write_bytes(index)
+    with pytest.raises(hub.HubError) as refused:
+        hub._first_missing(tmp_path)
+    assert "model.safetensors.index.json: " in str(refused.value) and str(refused.value).isprintable()
 
 
 def test_nobody_there(find: Find) -> None:
@@ -201,13 +204,13 @@ def test_nobody_there(find: Find) -> None:
 
 @pytest.mark.parametrize("weights", [WEIGHTS, SHARDS])
 def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, bytes]) -> None:
-    hub = Hub(MODEL, SMALL | CARDS | weights | OTHERS)
-    with serving(hub) as endpoint:
+    site = Hub(MODEL, SMALL | CARDS | weights | OTHERS)
+    with serving(site) as endpoint:
         found, said = find(HF_ENDPOINT=endpoint)
         assert {
             name: (Path(found) / name).read_bytes() for name in names_in(found)
         } == SMALL | CARDS | weights
-        assert sorted(hub.fetched) == sorted(SMALL | CARDS | weights), "each once"
+        assert sorted(site.fetched) == sorted(SMALL | CARDS | weights), "each once"
         assert f"quire: downloading {MODEL} from 127.0.0.1:" in said
         told = [line for line in said.splitlines() if line.endswith(": 100%")]
         assert told == [f"quire: {name}: 100%" for name in weights if name.endswith(".safetensors")]
@@ -219,28 +222,28 @@ def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, b
 
 def test_a_partial_copy_is_completed(tmp_path: Path, find: Find) -> None:
     make_cache(tmp_path / "home" / "hub", {"config.json": SMALL["config.json"]})
-    hub = Hub(MODEL, SMALL | WEIGHTS)
-    with serving(hub) as endpoint:
+    site = Hub(MODEL, SMALL | WEIGHTS)
+    with serving(site) as endpoint:
         found, _ = find(HF_ENDPOINT=endpoint)
     assert names_in(found) == set(SMALL | WEIGHTS)
-    assert "config.json" not in hub.fetched
+    assert "config.json" not in site.fetched
 
 
 def test_a_broken_transfer_is_resumed(find: Find) -> None:
-    hub = Hub(MODEL, SMALL | WEIGHTS, breaks=2, break_after=40_000)
-    with serving(hub) as endpoint:
+    site = Hub(MODEL, SMALL | WEIGHTS, breaks=2, break_after=40_000)
+    with serving(site) as endpoint:
         found, _ = find(HF_ENDPOINT=endpoint)
     assert (Path(found) / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
-    assert hub.fetched.count("model.safetensors") == 3
+    assert site.fetched.count("model.safetensors") == 3
 
 
 def test_a_transfer_that_always_breaks_leaves_nothing_half(find: Find) -> None:
-    hub = Hub(MODEL, SMALL | WEIGHTS, breaks=1000, break_after=0)
-    with serving(hub) as endpoint:
+    site = Hub(MODEL, SMALL | WEIGHTS, breaks=1000, break_after=0)
+    with serving(site) as endpoint:
         found, said = find(HF_ENDPOINT=endpoint)
         assert found == "" and "cannot be downloaded from 127.0.0.1" in said.splitlines()[-1]
         assert find(HF_HUB_OFFLINE="1")[0] == "", "what is there is not taken for whole"
-        hub.breaks = 0
+        site.breaks = 0
         found, _ = find(HF_ENDPOINT=endpoint)
     assert (Path(found) / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
 
@@ -274,12 +277,17 @@ def test_a_refusal_is_told_in_a_line(find: Find, refusal: tuple[int, str], said:
         (WEIGHTS, "it has no config.json"),
     ],
 )
-def test_what_cannot_be_served_is_not_fetched(find: Find, files: dict[str, bytes], said: str) -> None:
-    hub = Hub(MODEL, files)
-    with serving(hub) as endpoint:
+def test_what_cannot_be_served_is_told(files: dict[str, bytes], said: str) -> None:
+    with pytest.raises(hub.HubError, match=re.escape(said)):
+        hub._check_can_be_served(MODEL, {name: len(content) for name, content in files.items()})
+
+
+def test_what_cannot_be_served_is_not_fetched(find: Find) -> None:
+    pickles = Hub(MODEL, SMALL | {"pytorch_model.bin": b"p"})
+    with serving(pickles) as endpoint:
         found, lines = find(HF_ENDPOINT=endpoint)
-    assert found == "" and said in lines and lines.count("\n") == 1
-    assert hub.fetched == []
+    assert found == "" and "pickles only" in lines and lines.count("\n") == 1
+    assert pickles.fetched == []
 
 
 def test_a_revision_that_is_not_there(find: Find) -> None:
@@ -289,9 +297,9 @@ def test_a_revision_that_is_not_there(find: Find) -> None:
 
 
 def test_a_token_is_shown_to_the_hub_and_to_nobody_else(find: Find) -> None:
-    hub = Hub(MODEL, SMALL | WEIGHTS)
-    with serving(hub) as endpoint:
+    site = Hub(MODEL, SMALL | WEIGHTS)
+    with serving(site) as endpoint:
         _, said = find(HF_ENDPOINT=endpoint, HF_TOKEN="hf_secret")
-    assert hub.authorizations == {"Bearer hf_secret"}
-    assert all(MODEL in request for request in hub.requests), "nothing but the model is asked for"
+    assert site.authorizations == {"Bearer hf_secret"}
+    assert all(MODEL in request for request in site.requests), "nothing but the model is asked for"
     assert "secret" not in said

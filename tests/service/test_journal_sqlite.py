@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import random
 import shutil
@@ -15,35 +14,23 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
-from service.caches.ledger import CacheState, Ledger
+from service.caches.ledger import Ledger
 from service.caches.records import (
-    CacheCreated,
     CacheForked,
     CacheReleased,
-    CacheTruncated,
     Child,
-    LeaseRenewed,
     Record,
-    TokensAppended,
 )
 from service.journal import encoding, files, writer
 from service.journal.base import JournalUnusable
 from service.journal.compactor import Compactor
 from service.journal.sqlite import SqliteJournal, open_journal
+from tests.service.journal_traffic import Traffic, appended, created, facts
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def created(number: int) -> CacheCreated:
-    return CacheCreated(number, f"cache-{number}", "tenant", b"salt", number, 60.0, "")
-
-
-def appended(number: int, position: int, *token_ids: int) -> TokensAppended:
-    return TokensAppended(number, position, token_ids, prompt_len=1, ownership=2)
 
 
 async def commit(journal: SqliteJournal, *records: Record) -> bool:
@@ -58,27 +45,6 @@ def recovered(journal: SqliteJournal) -> Ledger:
     return ledger
 
 
-def facts(ledger: Ledger) -> dict[int, object]:
-    """The state of each cache."""
-    return {state.number: _facts(state) for state in ledger}
-
-
-def _facts(state: CacheState) -> tuple[object, ...]:
-    kept = (
-        "cache_id",
-        "tenant",
-        "salt",
-        "seed",
-        "lease_s",
-        "request_id",
-        "fork",
-        "prompt_len",
-        "ownership",
-        "last",
-    )
-    return *(getattr(state, name) for name in kept), list(state.tokens.copy())
-
-
 @contextlib.contextmanager
 def reopened(directory: Path) -> Iterator[tuple[SqliteJournal, Ledger]]:
     journal = open_journal(directory)
@@ -90,79 +56,36 @@ def reopened(directory: Path) -> Iterator[tuple[SqliteJournal, Ledger]]:
 
 @pytest.fixture
 async def journal(tmp_path: Path) -> AsyncIterator[SqliteJournal]:
-    journal = open_journal(tmp_path / "journal")
-    yield journal
-    journal.close()
-
-
-def traffic(rng: random.Random, ledger: Ledger, commits: int) -> Iterator[list[Record]]:
-    """Commits of many kinds. The caller applies each to the ledger before it takes the next."""
-    next_number = max((state.number for state in ledger), default=0) + 1
-    for _ in range(commits):
-        states = list(ledger)
-        rng.shuffle(states)
-        kind = rng.random()
-        if not states or kind < 0.1:
-            yield [
-                created(next_number),
-                appended(next_number, 0, *rng.choices(range(1000), k=rng.randint(1, 600))),
-            ]
-            next_number += 1
-        elif kind < 0.75:
-            # A batch of appends, some with more than one token.
-            yield [
-                appended(state.number, state.length, *rng.choices(range(1000), k=rng.choice((1, 1, 1, 3))))
-                for state in states[:8]
-            ]
-        elif kind < 0.85:
-            children = [Child(next_number + index, f"f{next_number + index}", index) for index in range(3)]
-            next_number += 3
-            yield [CacheForked(states[0].number, children, "again"), LeaseRenewed(states[0].number, 5.0)]
-        elif kind < 0.93 or len(states) < 3:
-            yield [CacheTruncated(states[0].number, rng.randint(0, states[0].length))]
-        else:
-            yield [CacheReleased(states[0].number)]
+    with contextlib.closing(open_journal(tmp_path / "journal")) as journal:
+        yield journal
 
 
 async def test_commits_are_recovered(tmp_path: Path) -> None:
-    ledger = Ledger()
-    rng = random.Random(1)
-    for _ in range(3):
-        journal = open_journal(tmp_path)
-        found = Ledger()
-        journal.recover(
-            lambda record, _wall_s: found.apply(record),  # noqa: B023
-            lambda run, _wall_s: found.apply_run(run),  # noqa: B023
-        )
-        assert facts(found) == facts(ledger)
-        for records in traffic(rng, ledger, 150):
-            journal.commit(records, lambda ok: None)
-            for record in records:
-                ledger.apply(record)
-        journal.close()
-
-
-async def test_commits_of_one_row_are_reported_one_by_one(journal: SqliteJournal) -> None:
-    told: list[tuple[int, bool]] = []
-    for number in range(1, 50):
-        journal.commit([created(number)], lambda ok, number=number: told.append((number, ok)))  # type: ignore[misc]
-    assert not told
-    assert await commit(journal, created(99))
-    assert told == [(number, True) for number in range(1, 50)]
-    assert journal.oldest_waiting_s == 0
+    expected: dict[int, object] = {}
+    for seed in range(3):
+        with reopened(tmp_path) as (journal, ledger):
+            assert facts(ledger) == expected
+            traffic = Traffic(seed, ledger, prompt_tokens=600)
+            for _ in range(150):
+                records = traffic.next()
+                journal.commit(records, lambda ok: None)
+                for record in records:
+                    ledger.apply(record)
+            expected = facts(ledger)
 
 
 async def test_callbacks_of_thousands_of_commits_yield_to_other_tasks(journal: SqliteJournal) -> None:
-    """However many become durable at once. The order stays."""
-    told: list[int] = []
+    """However many become durable at once. Each is told its own outcome, in order."""
+    told: list[tuple[int, bool]] = []
     portions: list[int] = []
     for number in range(2000):
-        journal.commit([CacheReleased(number)], lambda _ok, number=number: told.append(number))  # type: ignore[misc]
+        journal.commit([CacheReleased(number)], lambda ok, number=number: told.append((number, ok)))  # type: ignore[misc]
+    assert not told
     while len(told) < 2000:
         before = len(told)
         await asyncio.sleep(0)
         portions.append(len(told) - before)
-    assert told == list(range(2000)) and max(portions) <= 256
+    assert told == [(number, True) for number in range(2000)] and max(portions) <= 256
     assert journal.oldest_waiting_s == 0
 
 
@@ -175,16 +98,18 @@ async def test_failing_callback_does_not_stop_others(journal: SqliteJournal) -> 
 
 
 @pytest.mark.parametrize("error", [MemoryError(), BaseException("a panic")], ids=["memory", "panic"])
-@pytest.mark.parametrize("step", ["service.journal.writer.seal", "service.journal.writer.Writer._insert"])
+@pytest.mark.parametrize("step", ["writer.seal", "writer.Writer._insert", "files.Files.require_names"])
 async def test_failed_write_is_reported_and_the_next_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
 ) -> None:
+    """Before or after the row is written."""
+
     def fail(*_: object) -> None:
         raise error
 
     with contextlib.closing(open_journal(tmp_path)) as journal:
         with monkeypatch.context() as patched:
-            patched.setattr(step, fail)
+            patched.setattr(f"service.journal.{step}", fail)
             assert not await commit(journal, created(1))
         assert await commit(journal, created(2))
     with contextlib.closing(open_journal(tmp_path)) as journal:
@@ -248,6 +173,15 @@ def _move_directory(directory: Path) -> None:
     directory.rename(directory.with_name("moved"))
 
 
+def _move_back(directory: Path) -> None:
+    """The failed commit is not in the moved files either."""
+    moved = directory.with_name("moved")
+    shutil.copytree(moved, directory.with_name("copied"))
+    with reopened(directory.with_name("copied")) as (_, ledger):
+        assert [state.number for state in ledger] == [1]
+    moved.rename(directory)
+
+
 @pytest.mark.parametrize("spoil", [_remove_database, _replace_database, _remove_log, _move_directory])
 async def test_writes_to_a_removed_file_are_not_durable(
     journal: SqliteJournal, tmp_path: Path, spoil: Callable[[Path], None]
@@ -257,64 +191,42 @@ async def test_writes_to_a_removed_file_are_not_durable(
     assert not await commit(journal, created(2))
 
 
-async def test_removed_log_loses_nothing_and_writes_continue(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path / "journal")
+@pytest.mark.parametrize(
+    ("spoil", "repair"), [(_remove_log, lambda _: None), (_move_directory, _move_back)], ids=["log", "moved"]
+)
+async def test_durable_commits_are_recovered_though_files_were_gone_for_a_time(
+    journal: SqliteJournal, tmp_path: Path, spoil: Callable[[Path], None], repair: Callable[[Path], None]
+) -> None:
+    """And no others."""
     assert await commit(journal, created(1))
-    _remove_log(tmp_path / "journal")
+    spoil(tmp_path / "journal")
     assert not await commit(journal, created(2))
+    repair(tmp_path / "journal")
     assert await commit(journal, created(3))
     # As after a crash: copied while the journal is open.
     shutil.copytree(tmp_path / "journal", tmp_path / "crashed")
-    journal.close()
     with reopened(tmp_path / "crashed") as (_, ledger):
         assert [state.number for state in ledger] == [1, 3]
 
 
-async def test_moved_directory_has_all_durable_commits_when_moved_back(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path / "journal")
-    assert await commit(journal, created(1))
-    _move_directory(tmp_path / "journal")
-    assert not await commit(journal, created(2))
-    (tmp_path / "moved").rename(tmp_path / "journal")
-    assert await commit(journal, created(3))
-    journal.close()
-    with reopened(tmp_path / "journal") as (_, ledger):
-        assert [state.number for state in ledger] == [1, 3]
-
-
-async def test_after_removal_of_the_lock_only_the_last_gateway_writes(tmp_path: Path) -> None:
+async def test_after_removal_of_the_lock_only_the_last_gateway_writes_and_drops_rows(tmp_path: Path) -> None:
     """All durable commits of both are recovered."""
     first = open_journal(tmp_path / "journal")
     assert await commit(first, created(1))
+    first.begin_compaction()
     (tmp_path / "journal" / "lock").unlink()
     second = open_journal(tmp_path / "journal")
     assert [state.number for state in recovered(second)] == [1]
-    assert not await commit(first, created(2))
-    assert await commit(second, created(3))
-    assert not await commit(first, created(4))
-    assert await commit(second, created(5))
+    first.end_compaction()
+    for number in (2, 4):
+        assert not await commit(first, created(number))
+        assert await commit(second, created(number + 1))
     shutil.copytree(tmp_path / "journal", tmp_path / "crashed")
     first.close()
     second.close()
     for directory in ("crashed", "journal"):
         with reopened(tmp_path / directory) as (_, ledger):
             assert [state.number for state in ledger] == [1, 3, 5]
-
-
-async def test_gateway_that_lost_ownership_drops_no_rows(tmp_path: Path) -> None:
-    first = open_journal(tmp_path)
-    assert await commit(first, created(1))
-    mark = first.begin_compaction()
-    (tmp_path / "lock").unlink()
-    second = open_journal(tmp_path)
-    recovered(second)
-    first.end_compaction(mark)
-    assert not await commit(first, created(2))
-    assert await commit(second, created(3))
-    first.close()
-    second.close()
-    with reopened(tmp_path) as (_, ledger):
-        assert [state.number for state in ledger] == [1, 3]
 
 
 async def filled(directory: Path, rows: int = 6) -> list[dict[int, object]]:
@@ -356,26 +268,29 @@ async def test_damaged_last_row_is_dropped_and_logged(
 
 
 @pytest.mark.parametrize(
-    ("statement", "row"),
+    ("statement", "refusal"),
     [
-        (DAMAGE, 3),
-        ("UPDATE log SET wall_ns = wall_ns + 1 WHERE seq = ?", 3),
-        ("UPDATE log SET data = 'text' WHERE seq = ?", 3),
-        ("DELETE FROM log WHERE seq = ?", 3),
-        ("DELETE FROM log WHERE seq = ?", 1),
+        (DAMAGE.replace("?", "3"), "row 3: .*backup"),
+        ("UPDATE log SET wall_ns = wall_ns + 1 WHERE seq = 3", "row 3: .*backup"),
+        ("UPDATE log SET data = 'text' WHERE seq = 3", "row 3: .*backup"),
+        ("DELETE FROM log WHERE seq = 3", "row 3: .*backup"),
+        ("DELETE FROM log WHERE seq = 1", "row 1: .*backup"),
+        ("PRAGMA user_version = 99", "format 99"),
+        ("PRAGMA application_id = 7", "another program"),
     ],
 )
-async def test_damage_in_the_middle_is_refused(tmp_path: Path, statement: str, row: int) -> None:
+async def test_database_that_another_program_changed_is_refused(
+    tmp_path: Path, statement: str, refusal: str
+) -> None:
     await filled(tmp_path / "journal")
-    change(tmp_path / "journal", statement, row)
-    with pytest.raises(JournalUnusable, match=f"row {row}: .*backup"), reopened(tmp_path / "journal"):
+    change(tmp_path / "journal", statement)
+    with pytest.raises(JournalUnusable, match=refusal), reopened(tmp_path / "journal"):
         pass
 
 
 async def test_conflicting_rows_are_refused(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path)
-    assert await commit(journal, appended(1, 0, 1))
-    journal.close()
+    with contextlib.closing(open_journal(tmp_path)) as journal:
+        assert await commit(journal, appended(1, 0, 1))
     with pytest.raises(JournalUnusable, match="conflict"), reopened(tmp_path):
         pass
 
@@ -445,18 +360,11 @@ async def test_no_flipped_bit_changes_recovered_caches(
         shutil.rmtree(broken)
 
 
-async def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    open_journal(tmp_path).close()
-    change(tmp_path, "PRAGMA user_version = 99")
-    with pytest.raises(JournalUnusable, match="format 99"):
-        open_journal(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("record", "format_"),
     [
         (CacheForked(1, (Child(2, "kv_2", 3),), "f", total=2, first=1), 2),
-        (dataclasses.replace(created(2), weights=1), 3),
+        (created(2, weights=1), 3),
     ],
 )
 async def test_row_of_a_newer_format_is_refused_and_not_dropped(
@@ -473,12 +381,6 @@ async def test_row_of_a_newer_format_is_refused_and_not_dropped(
             pass
     with reopened(tmp_path) as (_, ledger):
         assert len(ledger) == 2
-
-
-async def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
-    change(tmp_path, "CREATE TABLE theirs (x)")
-    with pytest.raises(JournalUnusable, match="another program"):
-        open_journal(tmp_path)
 
 
 async def test_unusable_path_is_refused(tmp_path: Path) -> None:
@@ -499,7 +401,6 @@ from pathlib import Path
 from service.caches.ledger import Ledger
 from service.caches.records import CacheCreated, TokensAppended
 from service.journal.compactor import Compactor
-from service.journal.compactor import Compactor
 from service.journal.sqlite import open_journal
 
 async def main(directory, limit_bytes):
@@ -512,7 +413,7 @@ async def main(directory, limit_bytes):
             for record in records if ok else ():
                 ledger.apply(record)
             done.set_result(ok)
-        compactor.commit(records, committed)
+        (compactor if compactor.is_underway else journal).commit(records, committed)
         return await done
     for number in range(1, 4):
         if ledger.get(number) is None:
@@ -587,7 +488,7 @@ async def test_checkpoint_frees_a_disk_that_the_log_has_filled(
     room = 20
     insert = writer.Writer._insert
 
-    def insert_if_there_is_room(self: writer.Writer[object], row: bytes, wall_ns: int) -> None:
+    def insert_if_there_is_room(self: writer.Writer, row: bytes, wall_ns: int) -> None:
         nonlocal room
         if not room:
             error = sqlite3.OperationalError("database or disk is full")
@@ -596,10 +497,10 @@ async def test_checkpoint_frees_a_disk_that_the_log_has_filled(
         room -= 1
         insert(self, row, wall_ns)
 
-    def checkpoint_gives_room(db: sqlite3.Connection, mode: Literal["PASSIVE", "TRUNCATE"]) -> bool:
+    def checkpoint_gives_room(db: sqlite3.Connection) -> bool:
         nonlocal room
         room = 20
-        return files.checkpoint(db, mode)
+        return files.checkpoint(db)
 
     monkeypatch.setattr(writer.Writer, "_insert", insert_if_there_is_room)
     monkeypatch.setattr(writer, "checkpoint", checkpoint_gives_room)
@@ -630,7 +531,7 @@ async def test_under_endless_traffic_the_file_stays_small(tmp_path: Path) -> Non
                 ledger.apply(record)
             done.set_result(ok)
 
-        compactor.commit(records, committed)
+        (compactor if compactor.is_underway else journal).commit(records, committed)
         assert await done
         compactor.step()
         biggest = max(biggest, journal.size_bytes)

@@ -50,11 +50,6 @@ def tokens(ledger: Ledger, number: int) -> list[int]:
     return list(state.tokens.copy())
 
 
-def test_appends_follow_one_another(ledger: Ledger) -> None:
-    apply(ledger, appended(1, 3, 4), appended(1, 4, 5, ownership=6))
-    assert tokens(ledger, 1) == [1, 2, 3, 4, 5]
-
-
 def test_a_run_leaves_what_its_appends_do(ledger: Ledger) -> None:
     one_by_one = Ledger()
     apply(one_by_one, created(1), appended(1, 0, 1, 2, 3))
@@ -62,31 +57,6 @@ def test_a_run_leaves_what_its_appends_do(ledger: Ledger) -> None:
     ledger.apply_run(appended(1, 3, 7, 8, 9))
     (found,), (expected,) = ledger, one_by_one
     assert (list(found.tokens.copy()), found.last) == (list(expected.tokens.copy()), expected.last)
-
-
-def test_the_tokens_are_a_copy(ledger: Ledger) -> None:
-    state = ledger.get(1)
-    assert state is not None
-    copied = state.tokens.copy()
-    apply(ledger, CacheTruncated(1, 1))
-    assert list(copied) == [1, 2, 3]
-
-
-def test_a_fork_goes_its_own_way(ledger: Ledger) -> None:
-    apply(ledger, forked(1, 2), appended(2, 3, 9), CacheTruncated(1, 1))
-    assert tokens(ledger, 1) == [1]
-    assert tokens(ledger, 2) == [1, 2, 3, 9]
-    assert len(ledger) == 2
-
-
-def test_a_released_cache_is_forgotten(ledger: Ledger) -> None:
-    apply(ledger, CacheReleased(1))
-    assert len(ledger) == 0 and ledger.get(1) is None
-
-
-def test_every_uint32_is_a_token(ledger: Ledger) -> None:
-    apply(ledger, appended(1, 3, 2**32 - 1))
-    assert tokens(ledger, 1)[3] == 2**32 - 1
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from quire.v1 import executor_pb2, runner_pb2
 
 from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, NoWorker
-from service.pool.model_versions import ModelVersion, ServedModel, ServedModelFile
+from service.pool.model_versions import ModelVersion, ServedModel, read_served_model, write_served_model
 from service.pool.rolling_restart import RollingRestart
-from service.runtimes import sources
+from service.runtimes import loading as loading_module
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.sources import ModelSources
 from tests.service.test_supervisor import (
@@ -43,9 +43,9 @@ class Loads(Bench):
     """A supervisor with a loader. The first worker works; later ones behave as planned."""
 
     def __init__(self, tmp_path: Path, patch: pytest.MonkeyPatch, *plan: Behaviour | Exception) -> None:
-        self.file = ServedModelFile(tmp_path / "data")
+        self.data_dir = tmp_path / "data"
         config = Config(worker_start_timeout_s=0.3, drain_grace_s=0.0)
-        super().__init__(FakeLauncher(tmp_path, works, *plan), patch, config, tmp_path / "data")
+        super().__init__(FakeLauncher(tmp_path, works, *plan), patch, config, self.data_dir)
         self.gateway = Gateway(workers=0)
         self.restarts = RollingRestart(self.supervisor, self.gateway.dispatcher)
         sources = ModelSources(tmp_path, None)
@@ -62,7 +62,9 @@ class Loads(Bench):
         """Whether the first worker serves and is the only one."""
         (slot,) = self.versions.all_slots
         serves = slot.epoch == 1 and slot.state == executor_pb2.WORKER_STATE_READY
-        return serves and self.gateway.dispatcher.weights == 0 and self.file.read() is None
+        return (
+            serves and self.gateway.machine.weights.serving == 0 and read_served_model(self.data_dir) is None
+        )
 
 
 @contextlib.asynccontextmanager
@@ -77,7 +79,7 @@ async def test_switch_when_all_workers_are_ready(tmp_path: Path, monkeypatch: py
     bench = Loads(tmp_path, monkeypatch, serves_another_model)
     async with serving(bench):
         assert (await bench.load())[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
-        assert bench.file.read() == ServedModel(MODEL, str(bench.source), 1)
+        assert read_served_model(bench.data_dir) == ServedModel(MODEL, str(bench.source), 1)
         (slot,) = bench.versions.all_slots
         assert (slot.worker_id, slot.epoch) == ("worker-0.1", 2) and bench.launcher.started[0].grace_s
         # From now on, dead workers are replaced.
@@ -98,7 +100,7 @@ async def test_failed_worker_fails_the_load(
         assert bench.is_unchanged() and bench.launcher.attempts == 2
         # The next attempt has another name and number.
         await bench.load()
-        assert bench.gateway.dispatcher.weights == 2
+        assert bench.gateway.machine.weights.serving == 2
 
 
 async def test_switch_that_cannot_be_stored_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +139,7 @@ async def test_cancellation_before_the_switch_is_stored_discards_the_load(
         loading.cancel()
         written.set()
         await asyncio.wait({loading})
-        assert loading.cancelled() and bench.gateway.dispatcher.weights == 2
+        assert loading.cancelled() and bench.gateway.machine.weights.serving == 2
         while len(bench.versions.all_slots) > 1:
             await asyncio.sleep(0)
 
@@ -146,7 +148,7 @@ async def test_missing_or_too_large_model_is_refused(tmp_path: Path, monkeypatch
     bench = Loads(tmp_path, monkeypatch, works)
     (bench.source / "model.safetensors").write_bytes(bytes(1000))
     psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=999))
-    monkeypatch.setattr(sources, "psutil", psutil)
+    monkeypatch.setattr(loading_module, "psutil", psutil)
     async with serving(bench):
         ready = bench.versions.serving.slots[0].ready
         assert ready is not None
@@ -232,8 +234,7 @@ async def test_checking_phase_is_always_reported(tmp_path: Path, monkeypatch: py
 
 def test_weights_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure to open the directory leaves the file as it was."""
-    file = ServedModelFile(tmp_path)
-    file.write(ServedModel("a", "a", 1))
+    write_served_model(tmp_path, ServedModel("a", "a", 1))
     opens = os.open
 
     def full(path: Any, flags: int, *rest: Any) -> int:
@@ -243,8 +244,8 @@ def test_weights_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "open", full)
     with pytest.raises(OSError, match="too many"):
-        file.write(ServedModel("a", "b", 2))
-    assert file.read() == ServedModel("a", "a", 1)
+        write_served_model(tmp_path, ServedModel("a", "b", 2))
+    assert read_served_model(tmp_path) == ServedModel("a", "a", 1)
 
 
 async def test_rolling_restart_and_switch_exclude_each_other(

@@ -1,9 +1,13 @@
-"""Large messages are parsed in pieces: what comes out is what protobuf makes of the whole."""
+"""Large messages are parsed in pieces, as protobuf parses the whole, or refused before that.
+
+Others run between the pieces.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +16,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2 as types
+from quire.v1 import worker_pb2
 
-from service.api import parsing, time_slice
-from service.api.parsing import LargeRequest, MessageLimits, RejectedRequest
+from service.api import parsing
+from service.api.parsing import LargeRequest
+from service.api.server_state import ServerState
+from service.api.time_slice import TimeSlice
+from service.config import Config
+from service.errors import InvalidArgument, QuireError
 from tests.raw_messages import packed
+from tests.service.served import state_of
 
-LIMITS = MessageLimits(max_calls=5, max_items=5, max_seq_tokens=lambda: 1000)
+VOCAB = 100_000
+
+
+def serving(max_seq_tokens: int, **settings: Any) -> ServerState:
+    """The state of a server with a model."""
+    model = types.ModelDescription(vocab_size=VOCAB)
+    executor = types.ExecutorCapabilities(kv_capacity_tokens=max_seq_tokens)
+    return state_of(Config(**settings), worker_pb2.WorkerReady(model=model, executor=executor))
+
+
+SMALL = serving(1000, max_calls_per_message=5, max_items_per_call=5)
+LARGE = serving(1_000_000)
 EMPTY_PART = b"\x0a\x00"
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=60)
 outputs = st.builds(
@@ -59,19 +80,19 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parsing, "_PIECE_BYTES", 24)
 
 
-def parsed(kind: type[Message], data: bytes, limits: MessageLimits = LIMITS) -> Any:
+def parsed(kind: type[Message], data: bytes, state: ServerState = SMALL) -> Any:
     """The message that the handler gets for the bytes."""
     parse: Callable[[bytes], Any] = kind.FromString
 
     async def of(given: Any) -> Any:
         return await given.parse() if isinstance(given, LargeRequest) else given
 
-    return asyncio.run(of(parsing.deferring_deserializer(parse, limits)(data)))
+    return asyncio.run(of(parsing.deferring_deserializer(parse, state)(data)))
 
 
 def reason(refused: Any) -> str:
-    assert isinstance(refused, RejectedRequest)
-    return refused.error.reason
+    assert isinstance(refused, QuireError)
+    return refused.reason
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -90,9 +111,9 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
     try:
         whole = pb.SessionRequest.FromString(data)
     except DecodeError:
-        assert isinstance(found, RejectedRequest)
+        assert isinstance(found, QuireError)
     else:
-        assert isinstance(found, RejectedRequest) or list(found.calls) == list(whole.calls)
+        assert isinstance(found, QuireError) or list(found.calls) == list(whole.calls)
 
 
 def test_calls_and_items_are_counted_before_they_are_parsed() -> None:
@@ -108,13 +129,18 @@ def test_calls_and_items_are_counted_before_they_are_parsed() -> None:
 def test_a_prompt_over_the_limit_is_refused_unparsed() -> None:
     data = pb.PrefillRequest(token_ids=range(100_000)).SerializeToString()
     assert reason(parsed(pb.PrefillRequest, data)) == "SEQUENCE_TOO_LONG"
-    assert len(parsed(pb.PrefillRequest, data, MessageLimits()).token_ids) == 100_000
+    assert len(parsed(pb.PrefillRequest, data, LARGE).token_ids) == 100_000
 
 
-def test_others_run_between_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def slice_of_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the clock is a slice later: every piece is followed by a turn for others."""
-    seconds = iter(range(1_000_000))
-    monkeypatch.setattr(parsing, "TimeSlice", lambda: time_slice.TimeSlice(lambda: float(next(seconds))))
+    seconds = itertools.count()
+    monkeypatch.setattr(parsing, "TimeSlice", lambda: TimeSlice(lambda: float(next(seconds))))
+
+
+@pytest.mark.usefixtures("slice_of_a_piece")
+def test_others_run_between_the_pieces() -> None:
     data = pb.PrefillRequest(token_ids=[5] * 200_000).SerializeToString()
     turns = 0
 
@@ -126,10 +152,56 @@ def test_others_run_between_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def main() -> None:
         beside = asyncio.create_task(neighbour())
-        large = parsing.deferring_deserializer(pb.PrefillRequest.FromString, MessageLimits())(data)
+        large = parsing.deferring_deserializer(pb.PrefillRequest.FromString, LARGE)(data)
         assert isinstance(large, LargeRequest)
         assert len((await large.parse()).token_ids) == 200_000  # type: ignore[union-attr]
         beside.cancel()
 
     asyncio.run(main())
     assert turns >= len(data) // parsing._PIECE_BYTES
+
+
+async def test_more_seeds_than_draws_are_refused_unparsed() -> None:
+    """A byte of them would take eight."""
+    request = pb.PrefillRequest(token_ids=[1], sample_seeds=[5] * 100_000)
+    message = pb.BatchPrefillRequest()
+    data = pb.BatchPrefillRequest(items=[request]).SerializeToString()
+    parsed = await LargeRequest(message, data, LARGE).parse()
+    assert isinstance(parsed, InvalidArgument)
+    assert (parsed.reason, parsed.field) == ("BAD_COUNT", "sample_seeds")
+    assert not any(item.sample_seeds for item in message.items)
+
+
+@pytest.mark.parametrize("kind", ["allowed", "forbidden"])
+async def test_a_mask_with_more_ids_than_tokens_is_refused_unparsed(kind: str) -> None:
+    for ids, refused in ((VOCAB, False), (VOCAB + 1, True)):
+        mask = types.TokenMask()
+        getattr(mask, kind).ids.extend([70_000] * ids)
+        request = pb.ForwardRequest(token_ids=[1], output=types.OutputOptions(mask=mask))
+        message = pb.ForwardRequest()
+        parsed = await LargeRequest(message, request.SerializeToString(), LARGE).parse()
+        if not refused:
+            assert parsed == request
+            continue
+        assert isinstance(parsed, InvalidArgument)
+        assert (parsed.reason, parsed.field) == ("BAD_MASK", f"output.mask.{kind}")
+        assert not getattr(message.output.mask, kind).ids
+
+
+@pytest.mark.usefixtures("slice_of_a_piece")
+async def test_few_are_parsed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsed, a number of one byte takes eight: of many that are sent at once, few are that large."""
+    merge, under_way, counts = parsing._Parser.merge, set[parsing._Parser](), list[int]()
+
+    def watched(parser: parsing._Parser, *arguments: Any, **options: Any) -> Iterator[None]:
+        under_way.add(parser)
+        counts.append(len(under_way))
+        yield from merge(parser, *arguments, **options)
+        under_way.discard(parser)
+
+    monkeypatch.setattr(parsing._Parser, "merge", watched)
+    data = pb.PrefillRequest(token_ids=[1] * 100_000).SerializeToString()
+    requests = [pb.PrefillRequest() for _ in range(6)]
+    await asyncio.gather(*(LargeRequest(each, data, LARGE).parse() for each in requests))
+    assert len(counts) == 6 and max(counts) == 2
+    assert [len(each.token_ids) for each in requests] == [100_000] * 6

@@ -6,6 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from service.caches.entries import CacheEntry
+from service.caches.ledger import CacheState
+from service.caches.machine import CacheMachine
+from service.caches.requests import Append, AppendKind
+from service.caches.reservations import Limits
+from service.caches.tenants import Tenant
 from service.caches.workers import PrefixAffinity, Workers, WorkerView
 from service.errors import NoWorker
 
@@ -49,7 +55,10 @@ def test_the_most_free_pages_less_what_is_queued() -> None:
 
 def test_of_equals_the_one_with_fewer_sequences() -> None:
     a, b = view("a", 1, 10), view("b", 2, 10)
-    a.sequences, b.sequences = 3, 2
+    for worker, count in ((a, 3), (b, 2)):
+        for number in range(count):
+            entry = CacheEntry(number, Tenant(), False, CacheState(number, "", "", b"", 0, 1.0))
+            worker.held[entry] = None
     assert place(placed(a, b), PROMPT) is b
 
 
@@ -125,8 +134,34 @@ def test_memory_of_prefixes_is_bounded() -> None:
     assert affinity.longest([9] * (2 * GRAIN)) == (("a", 1), 2 * GRAIN)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 4, 16, 64])
-def test_pages_are_rounded_up(page_tokens: int) -> None:
-    worker = view("a", 1, 10, page_tokens=page_tokens)
-    counts = [worker.pages_for(n) for n in (0, 1, page_tokens, page_tokens + 1)]
-    assert counts == [0, 1, 1, 2]
+# A worker that is silent takes nothing new while another is there.
+
+
+def test_neither_room_nor_a_prefix_makes_up_for_it() -> None:
+    large, small = view("large", 1, 90), view("small", 2, 10)
+    placement = placed(large, small)
+    assert placement.choose(PROMPT) is large
+    large.suspect = True
+    assert placement.choose(PROMPT) is small
+    small.suspect = True
+    assert placement.choose(range(50, 90)) is large, "where all are, they are what there is"
+    large.suspect = small.suspect = False
+    assert placement.choose(range(200, 240)) is large
+
+
+def test_the_machine_is_told_of_one_incarnation() -> None:
+    machine = CacheMachine(Limits())
+    machine.worker_ready(view("a", 1, 90), 0.0)
+    machine.worker_ready(view("b", 2, 10), 0.0)
+
+    def sent_to() -> str:
+        machine.submit_many([Append(AppendKind.PREFILL, "", PROMPT)], 0.0)
+        ((worker_id, _, _),) = machine.take_effects().commands
+        return worker_id
+
+    machine.worker_suspected("a", 7, suspect=True)
+    assert sent_to() == "a", "that was another incarnation"
+    machine.worker_suspected("a", 1, suspect=True)
+    assert sent_to() == "b"
+    machine.worker_suspected("a", 1, suspect=False)
+    assert sent_to() == "b", "the prefix is there by now"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.caches.requests import Appended, Fork, Handles, Truncate
+from service.caches.requests import Appended, Fork
 from tests.sim.harness import Gateway, decode, prefill
 
 DEADLY = 66
@@ -56,20 +56,6 @@ def test_a_newcomer_does_not_throw_suspicion_on_a_suspect() -> None:
     assert work(gateway) <= 4
     assert gateway.reason(deadly) == "SEQUENCE_QUARANTINED"
     assert isinstance(gateway.replies[innocent], Appended)
-
-
-def test_what_is_quarantined_is_not_computed_but_released() -> None:
-    gateway = Gateway()
-    cache, other = gateway.create(1, 2, 3), gateway.create(4)
-    gateway.ask(decode(cache, DEADLY))
-    assert work(gateway) == 2
-    sent = len(gateway.sent)
-    assert gateway.refusal(decode(cache, 7)).reason == "SEQUENCE_QUARANTINED"
-    assert not any(message.HasField("forward") for message in gateway.sent[sent:])
-    # What it has is there all the same.
-    assert isinstance(gateway.run(Truncate(cache, 2)), Handles)
-    assert gateway.release(cache)
-    gateway.append(decode(other, 7))
 
 
 def test_who_was_only_there_when_workers_died_is_innocent_again() -> None:

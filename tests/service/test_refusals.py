@@ -21,7 +21,7 @@ from service.caches.workers import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import QuireError
-from service.journal.base import MemoryJournal
+from service.journal.base import Journal
 from service.pool.supervisor import Supervisor
 from tests.service.served import state_of
 
@@ -43,13 +43,13 @@ REFUSED: list[tuple[str, Any]] = [
 @pytest_asyncio.fixture
 async def stub() -> AsyncIterator[Any]:
     """A client of the API, whose one worker takes sequences of 160 tokens and never answers."""
-    dispatcher = Dispatcher(CacheMachine(Limits()), MemoryJournal(), lambda *_: None)
+    dispatcher = Dispatcher(CacheMachine(Limits()), Journal(), lambda *_: None)
     dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 10, 160, 10))
     executor = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
     model = types_pb2.ModelDescription(vocab_size=1000)
     state = state_of(Config(), worker_pb2.WorkerReady(model=model, executor=executor))
     api = ExecutorApi(dispatcher, state, cast(Supervisor, None))
-    server = grpc.aio.server(interceptors=[CallInterceptor()])
+    server = grpc.aio.server(interceptors=[CallInterceptor(state)])
     servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, api)
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

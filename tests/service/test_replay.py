@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 from quire.v1 import types_pb2, worker_pb2
 
-from service.caches.requests import Append, Appended, Fork, Handle, Truncate
+from service.caches.requests import Append, Appended, Fork, Handle
 from service.caches.reservations import Limits
-from service.caches.tenants import Quota, Tenant
-from service.dispatcher import Outcome
 from service.errors import QuireError
 from service.pool import wire
 from tests.sim.harness import Gateway, answer_of, decode, prefill
 from tests.sim.model_worker import Pool
-from tests.sim.toy_model import next_token
 
 LOGITS = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
 # As long as nobody may take a cache's pages that is in use.
@@ -34,19 +31,6 @@ def token_of(result: Appended) -> int:
 
 
 # Workers die.
-
-
-@pytest.mark.parametrize("crashed", [True, False])
-def test_a_cache_outlives_its_worker(crashed: bool) -> None:
-    gateway = Gateway(workers=2)
-    cache = gateway.create(1, 2, 3)
-    before = handle_of(gateway, cache)
-    gateway.lose_worker(before.worker_id, crashed=crashed)
-    result = gateway.append(decode(cache, 4, position=3))
-    assert token_of(result) == next_token([1, 2, 3, 4], None)
-    assert result.seq_len == 4
-    assert result.epoch > before.epoch and result.worker_id != before.worker_id
-    assert gateway.held() == [[1, 2, 3, 4]]
 
 
 def test_what_nobody_used_lately_is_computed_again_when_it_is_used() -> None:
@@ -88,24 +72,6 @@ def test_nobody_waits_for_a_worker_for_ever() -> None:
     ticket = gateway.ask(prefill(1))
     gateway.wait(5.0)
     assert gateway.reason(ticket) == "NO_WORKER"
-
-
-def test_a_copy_that_a_worker_has_forgotten_is_computed_again(gateway: Gateway) -> None:
-    cache = gateway.create(1, 2, 3)
-    gateway.worker.forget()
-    result = gateway.append(decode(cache, 4, position=3))
-    assert result.replayed_tokens == 3 and token_of(result) == next_token([1, 2, 3, 4], None)
-
-
-def test_it_needs_no_worker_to_fork_and_truncate(gateway: Gateway) -> None:
-    cache = gateway.create(1, 2, 3)
-    gateway.lose_worker()
-    (child,) = gateway.handles(Fork.of(cache, 1)).handles
-    gateway.handles(Truncate(cache, 1))
-    assert gateway.tokens(cache) == [1] and gateway.tokens(child.cache_id) == [1, 2, 3]
-    gateway.start_worker("worker-0")
-    assert token_of(gateway.append(decode(child.cache_id, 4))) == next_token([1, 2, 3, 4], None)
-    assert token_of(gateway.append(decode(cache, 5))) == next_token([1, 5], None)
 
 
 def test_forks_are_computed_again_one_after_the_other() -> None:
@@ -162,22 +128,6 @@ def small(pages: int, **rest: object) -> Gateway:
     return Gateway(pool=Pool(pages, page_tokens=4), **rest)  # type: ignore[arg-type]
 
 
-def test_more_caches_than_fit_all_go_on() -> None:
-    gateway = small(4)
-    caches = []
-    for n in range(10):
-        gateway.now_s += IDLE_S
-        caches.append(gateway.create(n, n + 1, n + 2))
-    for step in range(3):
-        for n, cache in enumerate(caches):
-            gateway.now_s += IDLE_S
-            told = [n, n + 1, n + 2, *range(50, 50 + step)]
-            result = gateway.append(decode(cache, 50 + step, position=len(told)))
-            assert token_of(result) == next_token([*told, 50 + step], None)
-    assert gateway.machine.num_parked == 0
-    assert sum(handle.worker_id != "" for _, handle in gateway.machine.index.handles()) <= 4
-
-
 def test_it_is_the_cache_that_was_used_longest_ago_that_goes() -> None:
     gateway = small(3)
     caches = [gateway.create(n) for n in range(3)]
@@ -186,23 +136,6 @@ def test_it_is_the_cache_that_was_used_longest_ago_that_goes() -> None:
     gateway.now_s += IDLE_S
     gateway.create(9)
     assert [handle_of(gateway, cache).worker_id for cache in caches] == ["worker-0", "", "worker-0"]
-
-
-def test_who_finds_no_room_in_time_is_told_so() -> None:
-    gateway = small(2)
-    running = gateway.create(1, 2, 3, 4)
-    ticket = gateway.ask(Append(prefill().kind, "", tuple(range(8)), timeout_s=2.0))
-    gateway.work()
-    for _ in range(20):
-        # The other decodes on, and has its turn.
-        gateway.handles(Truncate(running, 3))
-        gateway.append(decode(running, 4))
-        gateway.wait(0.09)
-    assert ticket not in gateway.replies
-    gateway.wait(0.15)
-    refused = gateway.replies[ticket]
-    assert isinstance(refused, QuireError) and refused.reason == "KV_EXHAUSTED" and refused.retry_after_s
-    assert refused.metadata == {"pages_needed": "2", "pages_available": "1"}
 
 
 def test_it_goes_to_another_worker_that_has_room() -> None:
@@ -240,37 +173,3 @@ def test_a_refused_creation_tells_no_worker_anything(gateway: Gateway) -> None:
     assert gateway.refusal(Append(prefill().kind, "", (1,), timeout_s=0.0)).reason == "DEADLINE_PASSED"
     assert gateway.refusal(prefill(*range(65))).reason == "SEQUENCE_TOO_LONG"
     assert not any(message.HasField("release") for message in gateway.sent[sent:])
-
-
-def test_an_answer_that_is_given_up_while_it_is_replayed_for_leaves_no_tokens() -> None:
-    """The replay may have ended on the worker; nobody would count, or give back, the pages it has taken."""
-    gateway = Gateway()
-    cache = gateway.create(1, 2)
-    gateway.append(decode(cache, 3, position=2))
-    gateway.now_s += 1000.0
-    gateway.lose_worker()
-    gateway.start_worker("worker-0")
-    ticket = gateway.ask(decode(cache, 3, position=2, output=LOGITS))
-    gateway.worker.take(len(gateway.worker.inbox))
-    gateway.worker.step(all_jobs=True)
-    assert gateway.held() == [[1, 2]]
-    gateway.cancel(ticket)
-    gateway.work()
-    assert [tokens for tokens in gateway.held() if tokens] == []
-
-
-def test_what_nobody_asked_for_is_in_nobodys_quota() -> None:
-    """A cache that is computed again after a loss does not keep its tenant from asking."""
-    gateway = Gateway(workers=2)
-    alice = Tenant("alice", Quota(max_in_flight=1))
-    outcomes: dict[int, Outcome] = {}
-    gateway.dispatcher.start([prefill(1, 2)], outcomes.__setitem__, 1, alice)
-    gateway.work()
-    made = outcomes[0]
-    assert isinstance(made, Appended)
-    gateway.lose_worker(made.worker_id)
-    (other,) = gateway.workers.values()
-    assert other.inbox, "it is computed again"
-    gateway.dispatcher.start([prefill(3)], outcomes.__setitem__, 1, alice)
-    gateway.work()
-    assert isinstance(outcomes[0], Appended) and outcomes[0] is not made

@@ -18,6 +18,7 @@ from service.api.grpc_services import add_reflection
 from service.api.interceptor import CallInterceptor
 from service.api.request_receiver import RequestReceiver
 from service.config import Config
+from tests.service.served import state_of
 
 PATIENCE_S = 30.0
 SOON_S = 0.1
@@ -57,8 +58,9 @@ class Silence:
 @asynccontextmanager
 async def serving(**settings: Any) -> AsyncIterator[tuple[RequestReceiver, grpc.aio.Channel]]:
     """A server, and a client of it. The receiver's own task is what a test may leave out."""
-    receiver = RequestReceiver(Config(**settings))
-    server = grpc.aio.server(interceptors=[CallInterceptor(receiver=receiver)])
+    state = state_of(Config(**settings))
+    receiver = state.receiver
+    server = grpc.aio.server(interceptors=[CallInterceptor(state)])
     servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
     checker = health.aio.HealthServicer()

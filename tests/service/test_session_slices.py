@@ -1,9 +1,10 @@
-"""A message of a session is started in slices, within bounds asked before each; others run in between."""
+"""A Session is one caller. Its messages are started in slices, within limits; others run between two."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from service.caches.workers import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument
-from service.journal.base import MemoryJournal
+from service.journal.base import Journal
 from tests.error_details import status_reason
 from tests.service.served import state_of
 
@@ -48,16 +49,17 @@ class Harness:
 
     def __init__(self, config: Config) -> None:
         self.sent: list[Attempt] = []
-        self.dispatcher = Dispatcher(CacheMachine(Limits()), MemoryJournal(), self._send)
+        self.dispatcher = Dispatcher(CacheMachine(Limits()), Journal(), self._send)
         self.dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 10_000, 10_000, 10_000))
         executor = types_pb2.ExecutorCapabilities(kv_capacity_tokens=10_000)
         model = types_pb2.ModelDescription(vocab_size=100)
         self.state = state_of(config, worker_pb2.WorkerReady(model=model, executor=executor))
         self.peer = Peer()
 
-    def start(self, calls: Sequence[pb.SessionCall]) -> asyncio.Task[None]:
+    def start(self, *messages_of_calls: Sequence[pb.SessionCall]) -> asyncio.Task[None]:
         async def messages() -> AsyncIterator[pb.SessionRequest]:
-            yield pb.SessionRequest(calls=calls)
+            for calls in messages_of_calls:
+                yield pb.SessionRequest(calls=calls)
 
         session = Session(self.dispatcher, self.state, cast(SessionContext, self.peer))
         return asyncio.create_task(session.run(messages()))
@@ -66,12 +68,13 @@ class Harness:
         if isinstance(command, Attempt):
             self.sent.append(command)
 
-    def answer(self) -> None:
-        """The worker answers all it was sent."""
+    def answer(self, caller: int | None = None) -> None:
+        """The worker answers all it was sent, or all of one caller."""
         done = worker_pb2.ForwardDone(kept=1)
         done.outputs.add(token_id=9)
-        events = [(command.op_id, done) for command in self.sent]
-        self.sent.clear()
+        answered = [command for command in self.sent if caller in (None, command.caller)]
+        self.sent = [command for command in self.sent if command not in answered]
+        events = [(command.op_id, done) for command in answered]
         self.dispatcher.worker_answered("worker-0", 1, events, pages_available=10_000)
 
 
@@ -92,6 +95,24 @@ def slow_clock(looks: int) -> Callable[[], TimeSlice]:
     """A slice is over after so many looks at the clock."""
     ticks = itertools.count()
     return lambda: TimeSlice(lambda: next(ticks) * 1.001 * SLICE_S / looks)
+
+
+async def test_calls_of_a_session_are_of_one_caller() -> None:
+    harness = Harness(Config())
+    prefill = pb.PrefillRequest(token_ids=[1])
+    batch = pb.BatchPrefillRequest(items=[prefill, prefill])
+    messages = [pb.SessionCall(tag=1, prefill=prefill)], [pb.SessionCall(tag=2, batch_prefill=batch)]
+    first, first_peer = harness.start(*messages), harness.peer
+    harness.peer = Peer()
+    second = harness.start(*messages)
+    await turns()
+    callers = Counter(command.caller for command in harness.sent)
+    assert 0 not in callers and list(callers.values()) == [3, 3]
+    for session, peer, caller in zip((first, second), (first_peer, harness.peer), callers, strict=True):
+        assert not peer.results
+        harness.answer(caller)
+        await session
+        assert [result.tag for result in peer.results] == [1, 2]
 
 
 async def test_a_message_of_too_many_calls_costs_nothing() -> None:
@@ -115,6 +136,19 @@ async def test_others_run_between_the_slices_of_a_message(monkeypatch: pytest.Mo
     harness.answer()
     await session
     assert sorted(result.tag for result in harness.peer.results) == list(range(200))
+
+
+async def test_others_run_between_calls_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To refuse them takes no time here: only what their errors cost makes a slice end."""
+    monkeypatch.setattr(session_module, "TimeSlice", lambda: TimeSlice(lambda: 0.0))
+    harness = Harness(Config())
+    session = harness.start([pb.SessionCall(tag=tag) for tag in range(960)])
+    seen = set()
+    while len(harness.peer.results) < 960:
+        seen.add(len(harness.peer.results))
+        await asyncio.sleep(0)
+    assert len(seen) >= 30
+    await session
 
 
 async def test_the_work_of_a_call_is_what_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,4 +236,4 @@ async def test_a_session_that_ends_gives_back_what_it_held() -> None:
     session.cancel()
     with pytest.raises(asyncio.CancelledError):
         await session
-    assert harness.state.answers.used_bytes == 0 and harness.dispatcher.operations_in_flight == 0
+    assert harness.state.answers.used_bytes == 0 and harness.dispatcher.caches.operations_in_flight == 0

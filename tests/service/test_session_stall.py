@@ -12,7 +12,7 @@ from service.caches.requests import Release
 from service.caches.reservations import Limits
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.journal.base import MemoryJournal
+from service.journal.base import Journal
 from tests.service.served import state_of
 from tests.sim.peers import Peer
 from tests.sim.virtual_loop import VirtualLoop
@@ -27,7 +27,7 @@ def loop() -> Iterator[VirtualLoop]:
 
 async def stalled_peer(loop: VirtualLoop) -> Peer:
     """A client that has not read the answer written to it for a second."""
-    dispatcher = Dispatcher(CacheMachine(Limits()), MemoryJournal(), lambda *_: None)
+    dispatcher = Dispatcher(CacheMachine(Limits()), Journal(), lambda *_: None)
     peer = Peer(dispatcher, state_of(Config(session_stall_s=30.0)), loop)
     peer.stall()
     peer.send([Release("unknown")])

@@ -33,6 +33,8 @@ class Asked:
 async def test_a_heartbeat_does_not_hide_what_was_checked() -> None:
     supervisor = Supervisor(Config(), versions_of(workers=2), cast(Launcher, None))
     slots = supervisor.versions.all_slots
-    supervisor._running = {slot.worker_id: cast(Incarnation, Asked(slot, slots)) for slot in slots}
+    supervisor._running = {
+        (slot.worker_id, slot.epoch): cast(Incarnation, Asked(slot, slots)) for slot in slots
+    }
     checked = await supervisor.refresh_snapshots(check_integrity=True)
     assert [slot.snapshot for slot in checked] == [CHECKED, CHECKED]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -20,6 +21,7 @@ from service.caches.workers import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.pool import supervisor as supervisor_module
+from service.pool import wire
 from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.model_versions import ModelVersions
 from service.pool.supervisor import EXIT_CONFIG, Supervisor
@@ -216,6 +218,7 @@ class Bench:
         self.launcher = launcher
         self.dispatcher = FakeDispatcher()
         self.sleeps_s: list[float] = []
+        self.on_sleep: Callable[[], None] = lambda: None
         self.versions = ModelVersions(MODEL, config.workers, data_dir)
         self.supervisor = Supervisor(config, self.versions, launcher)
         instant = SimpleNamespace(**(vars(asyncio) | {"sleep": self._sleep}))
@@ -226,6 +229,7 @@ class Bench:
 
     async def _sleep(self, seconds: float) -> None:
         self.sleeps_s.append(seconds)
+        self.on_sleep()
 
     async def events(self, count: int) -> list[tuple[object, ...]]:
         return [await self.dispatcher.events.get() for _ in range(count)]
@@ -237,95 +241,99 @@ async def stop(running: asyncio.Task[None]) -> None:
         await running
 
 
-async def test_refused_configuration_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[None]:
+    """Runs the supervisor meanwhile."""
+    task = asyncio.create_task(bench.run())
+    yield
+    await stop(task)
+
+
+MakeBench = Callable[..., Bench]
+
+
+@pytest.fixture
+def bench_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeBench:
+    """Makes a bench whose workers behave as planned."""
+
+    def make(*plan: Behaviour | Exception, status: int = 0, **settings: Any) -> Bench:
+        return Bench(FakeLauncher(tmp_path, *plan, status=status), monkeypatch, Config(**settings))
+
+    return make
+
+
+NO_FILES = OSError(errno.EMFILE, "too many open files")
+
+
+async def test_refused_configuration_is_not_retried(bench_of: MakeBench) -> None:
     """Also if its stream ends before its process."""
-    launcher = FakeLauncher(tmp_path, closes_its_stream, status=EXIT_CONFIG)
+    bench = bench_of(closes_its_stream, status=EXIT_CONFIG)
     with pytest.raises(PoolFailed, match="refused its configuration"):
-        await Bench(launcher, monkeypatch).run()
-    assert launcher.attempts == 1 and launcher.closed
-    assert launcher.started[0].grace_s == 15.0, "it gets time to exit with a status"
+        await bench.run()
+    assert bench.launcher.attempts == 1 and bench.launcher.closed
+    assert bench.launcher.started[0].grace_s == 15.0, "it gets time to exit with a status"
 
 
-async def test_gives_up_if_no_worker_ever_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(FakeLauncher(tmp_path, closes_its_stream, status=1), monkeypatch)
+async def test_pool_failed_of_the_launcher_ends_the_pool(bench_of: MakeBench) -> None:
+    bench = bench_of(PoolFailed("no such place"))
+    with pytest.raises(PoolFailed, match="no such place"):
+        await bench.run()
+    assert bench.launcher.attempts == 1
+
+
+async def test_gives_up_if_no_worker_ever_starts(bench_of: MakeBench) -> None:
+    bench = bench_of(closes_its_stream, status=1)
     with pytest.raises(PoolFailed, match="failed to start 5 times"):
         await bench.run()
     assert bench.launcher.attempts == 5
     assert bench.sleeps_s == [0.0, 0.25, 0.5, 1.0, 2.0]
 
 
-async def test_keeps_retrying_if_a_worker_was_ready_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_keeps_retrying_if_a_worker_was_ready_before(bench_of: MakeBench) -> None:
     """The worker that was ready was of another model version."""
-    bench = Bench(FakeLauncher(tmp_path, *[closes_its_stream] * 6, works, status=1), monkeypatch)
+    bench = bench_of(*[closes_its_stream] * 6, works, status=1)
     other = bench.versions.add("other")
     become_ready(bench.versions, other.slots[0], worker_pb2.WorkerReady())
     bench.versions.remove(other)
-    running = asyncio.create_task(bench.run())
-    assert await bench.events(1) == [("ready", 7)]
-    await stop(running)
+    async with running(bench):
+        assert await bench.events(1) == [("ready", 7)]
 
 
-async def test_failed_process_start_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = OSError(errno.EMFILE, "too many open files")
-    bench = Bench(FakeLauncher(tmp_path, *[error] * 3, works), monkeypatch)
-    with structlog.testing.capture_logs() as logs:
-        running = asyncio.create_task(bench.run())
-        assert await bench.events(1) == [("ready", 4)]
-    failed = [record["file"] for record in logs if record["event"] == "worker cannot be started"]
-    assert failed == [sys.executable] * 3
-    assert bench.sleeps_s == [0.0, 0.25, 0.5, 1.0]
-    await stop(running)
-
-
-async def test_slot_says_why_no_worker_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = OSError(errno.EMFILE, "too many open files")
-    bench = Bench(FakeLauncher(tmp_path, works, error, loads), monkeypatch)
+@pytest.mark.parametrize("failure", [NO_FILES, serves_another_model], ids=["no process", "another model"])
+async def test_failed_starts_are_retried_with_backoff(
+    bench_of: MakeBench, failure: Behaviour | Exception
+) -> None:
+    """However many, if a worker was ready before. The slot says why there is none."""
+    bench = bench_of(works, *[failure] * 9, works)
     (slot,) = bench.versions.serving.slots
-    running = asyncio.create_task(bench.run())
-    assert await bench.events(1) == [("ready", 1)] and slot.trouble == ""
-    bench.launcher.started[0].exit()
-    assert await bench.events(1) == [("lost", 1)] and slot.trouble == "its process ended with status 0"
-    while bench.launcher.attempts < 3:
-        await asyncio.sleep(0.01)
-    assert slot.trouble == "its process cannot be started: too many open files"
-    await stop(running)
+    troubles = set()
+    bench.on_sleep = lambda: troubles.add(slot.trouble)
+    with structlog.testing.capture_logs() as logs:
+        async with running(bench):
+            assert await bench.events(1) == [("ready", 1)] and slot.trouble == ""
+            bench.launcher.started[0].exit()
+            assert await bench.events(2) == [("lost", 1), ("ready", 11)], "the others are not reported"
+            assert slot.trouble == ""
+    assert bench.sleeps_s == [0.0, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, *[10.0] * 3]
+    troubles -= {"", "its process ended with status 0"}
+    if failure is NO_FILES:
+        assert troubles == {"its process cannot be started: too many open files"}
+        failed = [record["file"] for record in logs if record["event"] == "worker cannot be started"]
+        assert failed == [sys.executable] * 9
+    else:
+        (trouble,) = troubles
+        assert "holds another model now (two)" in trouble and MODEL not in trouble, "clients see it"
+        assert any(record.get("model") == MODEL for record in logs)
 
 
-async def test_gateway_that_has_served_keeps_retrying_failed_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = OSError(errno.EAGAIN, "resource temporarily unavailable")
-    bench = Bench(FakeLauncher(tmp_path, works, *[error] * 12, works), monkeypatch)
-    running = asyncio.create_task(bench.run())
-    assert await bench.events(1) == [("ready", 1)]
-    bench.launcher.started[0].exit()
-    assert await bench.events(2) == [("lost", 1), ("ready", 14)]
-    assert bench.sleeps_s == [0.0, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, *[10.0] * 6]
-    await stop(running)
+async def test_hung_worker_is_killed_and_replaced(bench_of: MakeBench) -> None:
+    bench = bench_of(hangs, works, heartbeat_timeout_s=0.1)
+    async with running(bench):
+        assert await bench.events(3) == [("ready", 1), ("lost", 1), ("ready", 2)]
+        assert bench.launcher.started[0].grace_s == 0
 
 
-async def test_pool_failed_of_the_launcher_ends_the_pool(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench(FakeLauncher(tmp_path, PoolFailed("no such place")), monkeypatch)
-    with pytest.raises(PoolFailed, match="no such place"):
-        await bench.run()
-    assert bench.launcher.attempts == 1
-
-
-async def test_hung_worker_is_killed_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(FakeLauncher(tmp_path, hangs, works), monkeypatch, Config(heartbeat_timeout_s=0.1))
-    running = asyncio.create_task(bench.run())
-    assert await bench.events(3) == [("ready", 1), ("lost", 1), ("ready", 2)]
-    assert bench.launcher.started[0].grace_s == 0
-    await stop(running)
-
-
-async def test_silent_worker_is_suspect_until_its_next_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_worker_is_suspect_until_its_next_message(bench_of: MakeBench) -> None:
     silent = asyncio.Event()
 
     async def pauses(requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
@@ -335,52 +343,25 @@ async def test_silent_worker_is_suspect_until_its_next_message(
             if not response.events[0].HasField("ready"):
                 yield response
 
-    bench = Bench(FakeLauncher(tmp_path, pauses), monkeypatch, Config(suspect_after_s=0.05))
+    bench = bench_of(pauses, suspect_after_s=0.05)
     (slot,) = bench.versions.serving.slots
-    running = asyncio.create_task(bench.run())
-    assert await bench.events(2) == [("ready", 1), ("suspect", 1)]
-    assert slot.suspect and slot.state == executor_pb2.WORKER_STATE_READY
-    silent.set()
-    assert await bench.events(1) == [("heard", 1)]
-    await stop(running)
+    async with running(bench):
+        assert await bench.events(2) == [("ready", 1), ("suspect", 1)]
+        assert slot.suspect and slot.state == executor_pb2.WORKER_STATE_READY
+        silent.set()
+        assert await bench.events(1) == [("heard", 1)]
     assert not slot.suspect, "there is no worker any more"
 
 
-async def test_worker_with_another_model_is_refused_and_retried_with_backoff(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = serves_another_model
-    bench = Bench(FakeLauncher(tmp_path, works, *[other] * 6, works), monkeypatch)
+async def test_dead_worker_is_replaced_with_a_new_epoch(bench_of: MakeBench) -> None:
+    bench = bench_of(works)
     (slot,) = bench.versions.serving.slots
-    running = asyncio.create_task(bench.run())
-    assert await bench.events(1) == [("ready", 1)]
-    with structlog.testing.capture_logs() as logs:
+    async with running(bench):
+        assert await bench.events(1) == [("ready", 1)]
         bench.launcher.started[0].exit()
-        assert await bench.events(1) == [("lost", 1)]
-        while bench.launcher.attempts < 4:
-            await asyncio.sleep(0.01)
-    assert "holds another model now (two)" in slot.trouble and slot.ready is None
-    assert MODEL not in slot.trouble, "clients see it"
-    assert any(record.get("model") == MODEL for record in logs)
-    assert await bench.events(1) == [("ready", 8)], "the others are not reported"
-    assert bench.sleeps_s == [0.0, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0]
-    assert slot.trouble == ""
-    await stop(running)
-
-
-async def test_dead_worker_is_replaced_with_a_new_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench(FakeLauncher(tmp_path, works), monkeypatch)
-    supervisor = bench.supervisor
-    running = asyncio.create_task(bench.run())
-    assert await bench.events(1) == [("ready", 1)]
-    bench.launcher.started[0].exit()
-    assert await bench.events(2) == [("lost", 1), ("ready", 2)]
-    (slot,) = bench.versions.serving.slots
-    assert (slot.epoch, slot.pid, slot.state) == (2, 1002, executor_pb2.WORKER_STATE_READY)
-    supervisor.send("worker-0", 1, ReleaseSequences(7, (1,)))
-    supervisor.send("worker-0", 2, ReleaseSequences(8, (1,)))
-    assert await bench.events(1) == [("answered", 2, 8)], "commands to earlier incarnations are dropped"
-    await stop(running)
+        assert await bench.events(2) == [("lost", 1), ("ready", 2)]
+        assert (slot.epoch, slot.pid, slot.state) == (2, 1002, executor_pb2.WORKER_STATE_READY)
+        for epoch in (1, 2):
+            wire.send(bench.supervisor.links, "worker-0", epoch, ReleaseSequences(6 + epoch, (1,)))
+        assert await bench.events(1) == [("answered", 2, 8)], "commands to earlier incarnations are dropped"
     assert bench.launcher.closed

@@ -10,20 +10,21 @@ import pytest
 from quire.v1 import executor_pb2, worker_pb2
 
 from service.caches.effects import Claim
-from service.config import Config
 from tests.service.test_supervisor import (
+    Behaviour,
     Bench,
-    FakeLauncher,
+    MakeBench,
     Processes,
     Requests,
+    bench_of,
     closes_its_stream,
     ready,
+    running,
     servers_end_with_the_test,
-    stop,
     works,
 )
 
-__all__ = ["servers_end_with_the_test"]
+__all__ = ["bench_of", "servers_end_with_the_test"]
 
 Responses = AsyncIterator[worker_pb2.ConnectResponse]
 CLAIMS = [Claim(1, 10, b"d" * 16), Claim(2, 20, b"e" * 16)]
@@ -37,31 +38,27 @@ def holds(fingerprint: str = "one") -> worker_pb2.ConnectResponse:
     return response
 
 
+async def never_answers_adopt(requests: Requests) -> Responses:
+    """Answers snapshots, but not the adopt command."""
+    async for response in keeps(requests):
+        if not response.events[0].HasField("adopted"):
+            yield response
+
+
 async def keeps(requests: Requests) -> Responses:
     """Keeps the first claimed sequence. Also sends a wrong op id, and an unclaimed sequence."""
     yield holds()
     async for request in requests:
         for command in request.commands:
+            kept = [item.sequence for item in command.adopt.items][:1]
+            answers = [worker_pb2.WorkerEvent(op_id=command.op_id, snapshot=worker_pb2.WorkerSnapshot())]
             if command.HasField("adopt"):
-                kept = [item.sequence for item in command.adopt.items][:1]
-                for op_id, numbers in ((command.op_id + 1, [2]), (command.op_id, [*kept, 77])):
-                    event = worker_pb2.WorkerEvent(op_id=op_id, adopted=worker_pb2.Adopted(kept=numbers))
-                    yield worker_pb2.ConnectResponse(events=[event])
-            else:
-                snapshot = worker_pb2.WorkerEvent(op_id=command.op_id)
-                snapshot.snapshot.SetInParent()
-                yield worker_pb2.ConnectResponse(events=[snapshot])
-
-
-async def never_answers_adopt(requests: Requests) -> Responses:
-    """Answers snapshots, but not the adopt command."""
-    yield holds()
-    async for request in requests:
-        for command in request.commands:
-            if command.HasField("snapshot"):
-                snapshot = worker_pb2.WorkerEvent(op_id=command.op_id)
-                snapshot.snapshot.SetInParent()
-                yield worker_pb2.ConnectResponse(events=[snapshot])
+                answers = [
+                    worker_pb2.WorkerEvent(op_id=op_id, adopted=worker_pb2.Adopted(kept=numbers))
+                    for op_id, numbers in ((command.op_id + 1, [2]), (command.op_id, [*kept, 77]))
+                ]
+            for answer in answers:
+                yield worker_pb2.ConnectResponse(events=[answer])
 
 
 async def stays_silent(_requests: Requests) -> Responses:
@@ -70,40 +67,29 @@ async def stays_silent(_requests: Requests) -> Responses:
     yield worker_pb2.ConnectResponse()
 
 
-async def holds_another_model(requests: Requests) -> Responses:
-    yield holds("two")
-    async for _ in requests:
-        yield worker_pb2.ConnectResponse()
+async def add_orphan(bench: Bench, directory: Path, behave: Behaviour) -> Processes:
+    """The launcher has found a worker with epoch 5. The last used epoch is 9."""
+    processes = Processes(f"unix:{directory}/left.sock", 5, behave, 0)
+    await processes.serve()
+    bench.launcher.adoptable = {"worker-0": processes}
+    bench.launcher.last_epoch = 9
+    return processes
 
 
-class AdoptingBench(Bench):
-    """Its launcher has found a worker with epoch 5. The last used epoch is 9."""
-
-    async def add_orphan(self, directory: Path, behave: object) -> Processes:
-        processes = Processes(f"unix:{directory}/left.sock", 5, behave, 0)  # type: ignore[arg-type]
-        await processes.serve()
-        self.launcher.adoptable = {"worker-0": processes}
-        self.launcher.last_epoch = 9
-        return processes
-
-
-async def test_kept_sequences_are_reported_with_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = AdoptingBench(FakeLauncher(tmp_path, works), monkeypatch)
+async def test_kept_sequences_are_reported_with_ready(tmp_path: Path, bench_of: MakeBench) -> None:
+    bench = bench_of(works)
     bench.dispatcher.claimed = CLAIMS
-    left = await bench.add_orphan(tmp_path, keeps)
-    running = asyncio.create_task(bench.run())
-    assert await bench.events(2) == [("holds", {1: 12, 2: 20, 3: 5}), ("ready", 5, {1: 10})]
+    left = await add_orphan(bench, tmp_path, keeps)
     (slot,) = bench.versions.serving.slots
-    assert (slot.epoch, slot.pid, bench.launcher.attempts) == (5, 1005, 0)
-    assert slot.ready is not None and not slot.ready.holdings
-    left.exit()
-    assert await bench.events(2) == [("lost", 5), ("ready", 10)], "higher than all earlier epochs"
-    await stop(running)
+    async with running(bench):
+        assert await bench.events(2) == [("holds", {1: 12, 2: 20, 3: 5}), ("ready", 5, {1: 10})]
+        assert (slot.epoch, slot.pid, bench.launcher.attempts) == (5, 1005, 0)
+        assert slot.ready is not None and not slot.ready.holdings
+        left.exit()
+        assert await bench.events(2) == [("lost", 5), ("ready", 10)], "higher than all earlier epochs"
 
 
-async def test_adopted_worker_may_still_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_adopted_worker_may_still_load(tmp_path: Path, bench_of: MakeBench) -> None:
     loaded = asyncio.Event()
 
     async def loads_on(requests: Requests) -> Responses:
@@ -112,55 +98,46 @@ async def test_adopted_worker_may_still_load(tmp_path: Path, monkeypatch: pytest
         async for response in works(requests):
             yield response
 
-    bench = AdoptingBench(FakeLauncher(tmp_path, works), monkeypatch)
-    left = await bench.add_orphan(tmp_path, loads_on)
-    running = asyncio.create_task(bench.run())
+    bench = bench_of(works)
+    left = await add_orphan(bench, tmp_path, loads_on)
     (slot,) = bench.versions.serving.slots
-    while slot.pid != left.pid:
-        await asyncio.sleep(0.01)
-    assert slot.state == executor_pb2.WORKER_STATE_STARTING and bench.launcher.attempts == 0
-    loaded.set()
-    assert await bench.events(1) == [("ready", 5)]
-    await stop(running)
+    async with running(bench):
+        while slot.pid != left.pid:
+            await asyncio.sleep(0.01)
+        assert slot.state == executor_pb2.WORKER_STATE_STARTING and bench.launcher.attempts == 0
+        loaded.set()
+        assert await bench.events(1) == [("ready", 5)]
 
 
 @pytest.mark.parametrize("behave", [stays_silent, never_answers_adopt, closes_its_stream])
 async def test_adopted_worker_that_does_not_become_ready_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behave: object
+    tmp_path: Path, bench_of: MakeBench, behave: Behaviour
 ) -> None:
-    config = Config(heartbeat_timeout_s=0.3, step_timeout_s=0.1, suspect_after_s=0.2)
-    bench = AdoptingBench(FakeLauncher(tmp_path, works), monkeypatch, config)
-    left = await bench.add_orphan(tmp_path, behave)
-    running = asyncio.create_task(bench.run())
-    told = await bench.events(2 if behave is never_answers_adopt else 1)
-    assert told[-1] == ("ready", 10), "no other worker was ready or lost"
-    assert left.grace_s == (15.0 if behave is closes_its_stream else 0.0)
-    await stop(running)
+    bench = bench_of(works, heartbeat_timeout_s=0.3, step_timeout_s=0.1, suspect_after_s=0.2)
+    left = await add_orphan(bench, tmp_path, behave)
+    async with running(bench):
+        told = await bench.events(2 if behave is never_answers_adopt else 1)
+        assert told[-1] == ("ready", 10), "no other worker was ready or lost"
+        assert left.grace_s == (15.0 if behave is closes_its_stream else 0.0)
 
 
-async def test_adopted_worker_with_another_model_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = AdoptingBench(FakeLauncher(tmp_path, works), monkeypatch, Config(workers=2))
-    await bench.add_orphan(tmp_path, keeps)
+async def test_adopted_worker_with_another_model_is_refused(tmp_path: Path, bench_of: MakeBench) -> None:
+    bench = bench_of(works, workers=2)
+    await add_orphan(bench, tmp_path, keeps)
     bench.versions.serving.fingerprint = "two"
-    running = asyncio.create_task(bench.run())
-    while "holds another model" not in bench.versions.serving.slots[0].trouble:
-        await asyncio.sleep(0.01)
-    assert bench.dispatcher.events.empty()
-    await stop(running)
+    async with running(bench):
+        while "holds another model" not in bench.versions.serving.slots[0].trouble:
+            await asyncio.sleep(0.01)
+        assert bench.dispatcher.events.empty()
 
 
-async def test_detached_workers_keep_running_and_others_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench(FakeLauncher(tmp_path, works), monkeypatch, Config(workers=2))
-    running = asyncio.create_task(bench.run())
-    await bench.events(2)
-    bench.supervisor.kill()
-    assert all(processes.was_killed for processes in bench.launcher.started)
-    bench.supervisor.detach_workers()
-    await stop(running)
+async def test_detached_workers_keep_running_and_others_stop(bench_of: MakeBench) -> None:
+    bench = bench_of(works, workers=2)
+    async with running(bench):
+        await bench.events(2)
+        bench.supervisor.kill()
+        assert all(processes.was_killed for processes in bench.launcher.started)
+        bench.supervisor.detach_workers()
     for processes in bench.launcher.started:
         processes.was_killed = False
     bench.supervisor.kill()

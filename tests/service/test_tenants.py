@@ -22,6 +22,7 @@ from service.caches.tenants import Quota, Tenant
 from service.dispatcher import Outcome
 from service.errors import CacheNotFound, PositionMismatch, QuotaExceeded
 from tests.sim.harness import Gateway, decode, prefill
+from tests.sim.invariants import check_invariants
 
 
 class Shared(Gateway):
@@ -32,7 +33,7 @@ class Shared(Gateway):
         outcomes: dict[int, Outcome] = {}
         self.dispatcher.start(requests, outcomes.__setitem__, 1, tenant)
         self.work()
-        self.machine.check_invariants()
+        check_invariants(self.machine)
         return [outcomes[index] for index in range(len(requests))]
 
     def make(self, tenant: Tenant | None, *token_ids: int, request_id: str = "") -> str:
@@ -205,7 +206,7 @@ def test_what_is_undone_is_given_back(gateway: Shared) -> None:
     assert (alice.caches, alice.in_flight) == (2, 3)
     gateway.dispatcher.cancel(tickets)
     gateway.work()
-    gateway.machine.check_invariants()
+    check_invariants(gateway.machine)
     assert (alice.caches, alice.tokens, alice.in_flight) == (1, 2, 0)
     gateway.lose_worker()
     gateway.ask_as(alice, Release(cache))

@@ -21,6 +21,7 @@ from service.auth.tls import server_credentials
 from service.auth.tokens import Role, new_token
 from service.config import Config, ConfigError
 from tests.certificates import Authority, Pair
+from tests.service.served import state_of
 
 PATIENCE_S = 30.0
 
@@ -38,7 +39,8 @@ class Servicer(executor_pb2_grpc.ModelExecutorServiceServicer):
 async def serving(config: Config) -> AsyncIterator[str]:
     credentials = server_credentials(config)
     assert credentials is not None
-    server = grpc.aio.server(interceptors=[CallInterceptor(authenticator=Authenticator.of(config))])
+    interceptor = CallInterceptor(state_of(config), Authenticator.of(config))
+    server = grpc.aio.server(interceptors=[interceptor])
     servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
     port = server.add_secure_port("127.0.0.1:0", credentials)

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from google.protobuf import duration_pb2, timestamp_pb2
+from google.protobuf import timestamp_pb2
 from google.protobuf.message import DecodeError
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import executor_pb2, types_pb2
 
 from service import errors
-from service.api import append_codec, validation
+from service.api import validation
 from service.api.status import to_status
-from service.api.validation import HiddenLimits, RequestLimits
+from service.api.validation import RequestLimits
 
 VOCAB = 40
 LIMITS = RequestLimits(VOCAB, 1 << 20)
@@ -39,22 +39,6 @@ def refusal(check: Callable[..., Any], *arguments: object) -> tuple[str, str] | 
 
 def refusal_of(output: types_pb2.OutputOptions, limits: RequestLimits = LIMITS) -> tuple[str, str] | None:
     return refusal(validation.check_output, output, limits, 1)
-
-
-@given(st.lists(ids, max_size=20))
-def test_tokens_are_refused_at_the_first_that_is_not_in_the_vocabulary(tokens: list[int]) -> None:
-    outside = [index for index, token in enumerate(tokens) if token >= VOCAB]
-    expected = ("TOKEN_OUT_OF_VOCAB", f"token_ids[{outside[0]}]") if outside else None
-    if not tokens:
-        expected = ("EMPTY_TOKENS", "token_ids")
-    assert refusal(validation.check_tokens, tokens, LIMITS) == expected
-
-
-@pytest.mark.parametrize("token", [0, VOCAB - 1, VOCAB, BIG])
-def test_a_token_is_refused_from_the_end_of_the_vocabulary_on(token: int) -> None:
-    expected = None if token < VOCAB else ("TOKEN_OUT_OF_VOCAB", "token_id")
-    request = executor_pb2.DecodeRequest(cache_id="a", token_id=token)
-    assert refusal(append_codec.decode, request, LIMITS, None) == expected
 
 
 # The ranges as types.proto states them: lowest, whether that is allowed, highest, whether that is allowed.
@@ -89,96 +73,6 @@ def test_sampling_settings_have_their_ranges(name: str, drawn: float, at_an_end:
 
     expected = None if allowed else ("BAD_SAMPLING", f"output.sampling.{name}")
     assert refusal_of(types_pb2.OutputOptions(sampling=sampling)) == expected
-
-
-@given(token=ids, bias=float32s)
-def test_a_bias_is_finite_or_forbids(token: int, bias: float) -> None:
-    sampling = types_pb2.SamplingParams(logit_bias={token: bias})
-    if token >= VOCAB:
-        expected = ("TOKEN_OUT_OF_VOCAB", f"output.sampling.logit_bias[{token}]")
-    elif math.isfinite(bias) or bias == -math.inf:
-        expected = None
-    else:
-        expected = ("BAD_SAMPLING", "output.sampling.logit_bias")
-    assert refusal_of(types_pb2.OutputOptions(sampling=sampling)) == expected
-
-
-@given(
-    allowed=st.one_of(st.none(), st.sets(st.integers(0, VOCAB - 1)), st.just(set(range(VOCAB)))),
-    forbidden=st.one_of(st.sets(st.integers(0, VOCAB - 1)), st.just(set(range(VOCAB)))),
-    packed=st.booleans(),
-    stray_bits=st.integers(0, 255),
-)
-def test_a_choice_must_be_left(
-    allowed: set[int] | None, forbidden: set[int], packed: bool, stray_bits: int
-) -> None:
-    limits = RequestLimits(VOCAB - 3, 1 << 20)  # Not a multiple of eight: bits past the end mean nothing.
-    tokens = None if allowed is None else {t for t in allowed if t < limits.vocab_size}
-    forbidden = {t for t in forbidden if t < limits.vocab_size}
-    output = types_pb2.OutputOptions()
-    output.sampling.logit_bias.update(dict.fromkeys(forbidden, -math.inf))
-    if tokens is not None and packed:
-        bits = sum(1 << t for t in tokens) | stray_bits >> 5 << limits.vocab_size
-        output.mask.packed = bits.to_bytes(VOCAB // 8, "little")
-    elif tokens is not None:
-        output.mask.allowed.ids.extend(tokens)
-        output.mask.allowed.SetInParent()
-
-    refused = refusal_of(output, limits)
-
-    left = (set(range(limits.vocab_size)) if tokens is None else tokens) - forbidden
-    assert (refused is None) == bool(left)
-    if refused is not None:
-        reason, field = refused
-        where = "output.sampling.logit_bias" if tokens is None else "output.mask"
-        assert reason == "BAD_MASK" and field.startswith(where)
-
-
-@given(packed=st.binary(max_size=12))
-@example(packed=bytes(8))
-def test_a_packed_mask_has_one_bit_for_each_token(packed: bytes) -> None:
-    """It ends with the last byte that has one, or with the last word; the bits behind say nothing."""
-    output = types_pb2.OutputOptions(mask=types_pb2.TokenMask(packed=packed))
-    if len(packed) not in (VOCAB // 8, 8):
-        assert refusal_of(output) == ("BAD_MASK", "output.mask.packed")
-    else:
-        assert refusal_of(output) == (None if any(packed[: VOCAB // 8]) else ("BAD_MASK", "output.mask"))
-
-
-def test_a_bias_of_no_token_beside_a_mask_of_a_position() -> None:
-    """Masks of positions are looked at before the settings that are for all of them."""
-    row = types_pb2.VerifyRow(mask=types_pb2.TokenMask(packed=b"\xff" * ((VOCAB + 7) // 8)))
-    sampling = types_pb2.SamplingParams(logit_bias={BIG: -math.inf})
-    request = executor_pb2.ForwardVerifyRequest(
-        cache_id="a", token_ids=[1], rows=[row], output=types_pb2.OutputOptions(sampling=sampling)
-    )
-    expected = ("TOKEN_OUT_OF_VOCAB", f"output.sampling.logit_bias[{BIG}]")
-    assert refusal(append_codec.verify, request, LIMITS, None) == expected
-
-
-def test_a_mask_has_no_more_ids_than_there_are_tokens() -> None:
-    """More are refused before one of them is looked at: here none is in the vocabulary."""
-    for count, reason in ((VOCAB, "TOKEN_OUT_OF_VOCAB"), (VOCAB + 1, "BAD_MASK")):
-        output = types_pb2.OutputOptions()
-        output.mask.allowed.ids.extend([BIG] * count)
-        refused = refusal_of(output)
-        assert refused is not None and refused[0] == reason
-
-
-def test_lengths_are_looked_at_before_contents() -> None:
-    limits = RequestLimits(VOCAB, 1 << 20, max_seq_tokens=10)
-    assert refusal(validation.check_tokens, [BIG] * 10, limits) == ("TOKEN_OUT_OF_VOCAB", "token_ids[0]")
-    with pytest.raises(errors.SequenceTooLong):
-        validation.check_tokens([BIG] * 11, limits)
-
-
-@given(seconds=st.integers(-(2**63), 2**63 - 1), nanos=st.integers(-(2**31), 2**31 - 1))
-@example(seconds=0, nanos=1)
-@example(seconds=0, nanos=0)
-def test_a_lease_is_positive(seconds: int, nanos: int) -> None:
-    lease = duration_pb2.Duration(seconds=seconds, nanos=nanos)
-    expected = None if seconds * 10**9 + nanos > 0 else ("BAD_LEASE", "lease")
-    assert refusal(validation.lease_seconds, lease) == expected
 
 
 def test_a_deadline_of_years_counts_as_none() -> None:
@@ -257,7 +151,7 @@ def test_no_answer_is_larger_than_was_checked(
     output = types_pb2.OutputOptions(
         logits=logits, top_logprobs=min(top, vocab_size), logprob_token_ids=[0] * chosen, logprob=True
     )
-    limits = RequestLimits(vocab_size, 1 << 30, hidden=HiddenLimits(3, hidden_size))
+    limits = RequestLimits(vocab_size, 1 << 30, hidden_size=hidden_size, num_layers=3)
     row = largest_row(output, vocab_size)
     if layers is not None:
         output.hidden.CopyFrom(types_pb2.HiddenStates(layers=layers, dtype=dtype))
@@ -282,7 +176,7 @@ def test_no_answer_is_larger_than_was_checked(
 
 
 def test_hidden_states_are_checked_before_they_are_computed() -> None:
-    limits = RequestLimits(VOCAB, 100_000, hidden=HiddenLimits(28, 1024))
+    limits = RequestLimits(VOCAB, 100_000, hidden_size=1024, num_layers=28)
 
     def refused(rows: int, *layers: int, of: RequestLimits = limits) -> tuple[str, str] | None:
         output = types_pb2.OutputOptions(hidden=types_pb2.HiddenStates(layers=layers))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,17 @@ from quire.v1 import worker_pb2
 
 from service.caches.ledger import Ledger
 from service.caches.records import CacheCreated, CacheForked, Child
-from service.caches.requests import Append, Appended, Fork, Release, Released, Renew, Truncate
+from service.caches.requests import Appended, Fork, Renew, Truncate
 from service.caches.reservations import Limits
-from service.errors import WeightsChanged
 from service.pool.model_versions import (
     ModelVersion,
     ModelVersions,
     ServedModel,
-    ServedModelFile,
     choose_served_model,
     from_model_tag,
+    read_served_model,
     to_model_tag,
+    write_served_model,
 )
 from tests.sim.harness import Gateway, answer_of, decode, prefill
 from tests.sim.toy_model import next_token
@@ -46,18 +45,6 @@ def says(gateway: Gateway, cache: str, token: int) -> int:
     return answer_of(gateway.append(decode(cache, token))).outputs[0].token_id
 
 
-def test_what_is_loaded_takes_nothing_before_it_is_served(gateway: Gateway) -> None:
-    cache = gateway.create(1, 2)
-    assert not gateway.workers["worker-0.1"].sequences
-    gateway.lose_worker("worker-0")
-    ticket = gateway.ask(decode(cache, 3))
-    gateway.work()
-    assert ticket not in gateway.replies, "it waits for a worker with its weights"
-    gateway.start_worker("worker-0")
-    gateway.work()
-    assert said(gateway, ticket) == next_token([1, 2, 3], None, OLD)
-
-
 def test_whoever_has_a_cache_of_the_weights_before_can_only_release_it(gateway: Gateway) -> None:
     cache, other = gateway.create(1, 2, request_id="one"), gateway.create(5)
     children = gateway.handles(Fork.of(cache, 1, request_id="fork")).handles
@@ -74,7 +61,7 @@ def test_whoever_has_a_cache_of_the_weights_before_can_only_release_it(gateway: 
         decode(children[0].cache_id, 3),
     ):
         assert gateway.refusal(request).reason == "WEIGHTS_CHANGED", request
-    found = [*gateway.dispatcher.recall("one"), *gateway.dispatcher.recall("fork")]
+    found = [*gateway.dispatcher.caches.index.lookup("one"), *gateway.dispatcher.caches.index.lookup("fork")]
     assert [made and made.weights for made in found] == [0, 0], (
         "whoever asks can tell that they are of others"
     )
@@ -86,72 +73,6 @@ def test_whoever_has_a_cache_of_the_weights_before_can_only_release_it(gateway: 
     gateway.now_s = 11.0
     gateway.dispatcher.expire()
     assert gateway.refusal(decode(other, 3)).reason == "CACHE_NOT_FOUND"
-
-
-def test_with_a_drain_caches_go_on_with_their_own_weights(gateway: Gateway) -> None:
-    cache = gateway.create(1, 2)
-    gateway.dispatcher.weights_switched(NEW, drain=True)
-    assert says(gateway, gateway.create(1, 2), 3) == next_token([1, 2, 3], None, NEW)
-    assert says(gateway, cache, 3) == next_token([1, 2, 3], None, OLD)
-    (child,) = gateway.handles(Fork.of(cache, 1)).handles
-    # Replayed with no others, though there is a worker.
-    gateway.lose_worker("worker-0")
-    ticket = gateway.ask(decode(child.cache_id, 4))
-    gateway.work()
-    assert ticket not in gateway.replies
-    gateway.start_worker("worker-0")
-    gateway.work()
-    assert said(gateway, ticket) == next_token([1, 2, 3, 4], None, OLD)
-    gateway.dispatcher.weights_drained(OLD)
-    assert gateway.refusal(decode(cache, 5)).reason == "WEIGHTS_CHANGED"
-
-
-def test_what_was_asked_before_ends_well_or_with_its_weights(gateway: Gateway) -> None:
-    """What a worker computes, what waits behind it, a creation and a release."""
-    cache = gateway.create(1, 2)
-    first, second, creation = gateway.submit(decode(cache, 3), decode(cache, 4), prefill(7))
-    gateway.dispatcher.weights_switched(NEW, drain=False)
-    assert gateway.dispatcher.uses_of(OLD) == 3 and not gateway.dispatcher.uses_of(NEW)
-    gateway.work()
-    assert said(gateway, second) == next_token([1, 2, 3, 4], None, OLD)
-    assert not gateway.dispatcher.uses_of(OLD)
-
-    other = Gateway()
-    cache = other.create(1, 2)
-    first, second, creation = other.submit(decode(cache, 3), decode(cache, 4), prefill(7))
-    released = other.ask(Release(cache))
-    other.dispatcher.weights_switched(NEW, drain=False)
-    other.dispatcher.weights_ended(OLD)
-    other.machine.check_invariants()
-    assert {other.reason(ticket) for ticket in (first, second, creation)} == {"WEIGHTS_CHANGED"}
-    # Who has no cache yet had better call again.
-    refusals = [other.replies[ticket] for ticket in (first, creation)]
-    assert [isinstance(r, WeightsChanged) and r.retry_after_s is not None for r in refusals] == [False, True]
-    assert other.replies[released] == Released(released=True)
-    assert not other.machine.ledger and not other.dispatcher.operations_in_flight
-
-
-def test_a_request_is_computed_with_the_weights_it_was_checked_for(gateway: Gateway) -> None:
-    def checked(request: Append, weights: int) -> Append:
-        return dataclasses.replace(request, weights=weights)
-
-    cache = gateway.create(1, 2)
-    gateway.dispatcher.weights_switched(NEW, drain=True)
-    assert gateway.refusal(checked(decode(cache, 3), NEW)).reason == "WEIGHTS_CHANGED"
-    made = gateway.append(checked(prefill(1, 2), OLD))
-    assert answer_of(made).outputs[0].token_id == next_token([1, 2], None, OLD)
-    gateway.dispatcher.weights_drained(OLD)
-    refused = gateway.refusal(checked(prefill(1, 2), OLD))
-    assert refused.reason == "WEIGHTS_CHANGED" and refused.retry_after_s is not None
-
-
-def test_nothing_is_restored_with_other_weights(gateway: Gateway) -> None:
-    gateway.create(1, 2)
-    gateway.lose_worker("worker-0")
-    gateway.dispatcher.weights_switched(NEW, drain=False)
-    gateway.dispatcher.weights_ended(OLD)
-    gateway.work()
-    assert not gateway.held() and not gateway.dispatcher.operations_in_flight
 
 
 def test_a_worker_that_is_adopted_keeps_only_what_is_of_its_weights(gateway: Gateway) -> None:
@@ -177,11 +98,10 @@ def test_a_cache_that_is_restated_is_of_the_same_weights() -> None:
 
 
 def test_what_was_loaded_is_served_until_the_settings_name_something_else(tmp_path: Path) -> None:
-    file = ServedModelFile(tmp_path)
-    assert file.read() is None and ServedModelFile(None).read() is None
+    assert read_served_model(tmp_path) is None and read_served_model(None) is None
     assert choose_served_model(None, "a", 0) == ServedModel("a", "a", 0)
-    file.write(ServedModel("a", "b", 3))
-    written = file.read()
+    write_served_model(tmp_path, ServedModel("a", "b", 3))
+    written = read_served_model(tmp_path)
     assert choose_served_model(written, "a", 3) == written == ServedModel("a", "b", 3)
     assert choose_served_model(written, "a", 2) == written, "the switch was the last that was done"
     assert choose_served_model(written, "b", 3) == ServedModel("b", "b", 3), "its caches go on"
@@ -197,7 +117,7 @@ def test_what_was_loaded_is_served_until_the_settings_name_something_else(tmp_pa
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"configured": "a"}', '{"configured": 1, "model": "b"}'])
 def test_a_damaged_file_is_as_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "weights.json").write_text(content)
-    assert ServedModelFile(tmp_path).read() is None
+    assert read_served_model(tmp_path) is None
 
 
 def become_ready(versions: ModelVersions, version: ModelVersion, fingerprint: str) -> None:
@@ -217,7 +137,7 @@ def test_a_gateway_goes_on_with_what_was_served_before(tmp_path: Path) -> None:
     first = start("a")
     assert first.serving.expected_fingerprint is None
     become_ready(first, first.serving, "fa")
-    assert marks == ["fa"] and ServedModelFile(tmp_path).read() is None, "nothing else was loaded"
+    assert marks == ["fa"] and read_served_model(tmp_path) is None, "nothing else was loaded"
     first.remove(first.add("nobody waits for it"))
     loaded = first.add("b")
     loaded.fingerprint = "fb"
@@ -231,11 +151,11 @@ def test_a_gateway_goes_on_with_what_was_served_before(tmp_path: Path) -> None:
     assert again.expected_fingerprint is None, "nobody has caches of it"
     other = start("c")
     assert (other.serving.model, other.serving.number) == ("c", 2)
-    assert ServedModelFile(tmp_path).read() == ServedModel("a", "b", 2), "as long as it is not known to work"
+    assert read_served_model(tmp_path) == ServedModel("a", "b", 2), "as long as it is not known to work"
     become_ready(other, other.serving, "fc")
-    assert ServedModelFile(tmp_path).read() == ServedModel("c", "c", 2)
+    assert read_served_model(tmp_path) == ServedModel("c", "c", 2)
     marks.append("fd#1")
-    ServedModelFile(tmp_path).write(ServedModel("d", "d", 1))
+    write_served_model(tmp_path, ServedModel("d", "d", 1))
     assert start("d").serving.expected_fingerprint == "fd", "there are caches"
 
 

@@ -58,7 +58,7 @@ class Callers:
         choice = rng.random()
         if choice > 0.97:
             name = self._any_name(tenant)
-            return Release(name) if rng.random() < 0.4 else Renew(name, rng.choice((None, 3.0, 60.0)))
+            return Release(name) if rng.random() < 0.4 else Renew(name, rng.choice((None, 3.0, 5000.0)))
         cache = self._any_cache(tenant)
         if cache is None or choice < (0.03 if len(self._oracle.caches) >= 3 else 0.2):
             request: Request = self._creation()
@@ -153,7 +153,7 @@ class Callers:
             position=rng.choice((None, 0)),
             rows=rng.choice((1, 0)),
             output=output,
-            lease_s=rng.choice((None, 5.0, 50.0)),
+            lease_s=rng.choice((None, 5.0, 5000.0)),
             request_id=request_id,
             timeout_s=self._timeout_s(),
         )

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 
 from service.caches.records import Record
-from service.journal.base import OnCommitted
+from service.journal.base import Journal, OnCommitted
 from service.journal.encoding import CorruptRecord, decode, encode, seal
 
 # Told whether the oldest commit, which has ended, is durable. Tells its committer, if there still is one.
@@ -58,11 +58,8 @@ class Disk:
                 yield record, wall_ns / 1e9
 
 
-class DiskJournal:
-    """The journal of one gateway: a `Journal` whose commits wait until the schedule lets them end."""
-
-    model_fingerprint: str | None = None
-    oldest_waiting_s = 0.0
+class DiskJournal(Journal):
+    """The journal of one gateway: its commits wait until the schedule lets them end."""
 
     def __init__(self, disk: Disk, clock_s: Callable[[], float], seen: Counter[str]) -> None:
         self.on_commit: Callable[[], None] = lambda: None
@@ -117,21 +114,3 @@ class DiskJournal:
 
     def _take(self, count: int) -> list[tuple[Sequence[Record], OnCommitted]]:
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
-
-    def bind_model(self, fingerprint: str) -> None:
-        """See `Journal.bind_model`."""
-        self.model_fingerprint = fingerprint
-
-    def wants_compaction(self, _live_bytes: int) -> bool:
-        """See `Journal.wants_compaction`."""
-        return False
-
-    def begin_compaction(self) -> int:
-        """See `Journal.begin_compaction`."""
-        return 0
-
-    def end_compaction(self, mark: int) -> None:
-        """See `Journal.end_compaction`."""
-
-    def close(self) -> None:
-        """See `Journal.close`."""

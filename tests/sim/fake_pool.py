@@ -18,6 +18,7 @@ from quire.v1 import types_pb2, worker_pb2
 from service.config import Config
 from tests.sim.model_worker import ModelWorker, Pool
 from tests.sim.toy_model import VOCAB
+from tests.sim.watched import WatchedDispatcher
 
 # The most that a worker takes to load, and that it needs to answer how it is.
 LOAD_S, ANSWER_S = 2.0, 0.01
@@ -233,3 +234,75 @@ class FakeLauncher:
             least_s = min(LEAST_BACKOFF_S * 2 ** (failures - 1), MOST_BACKOFF_S)
             assert waited_s >= least_s - 1e-6, "hammered"
             self._seen["tried again"] += 1
+
+
+class WorkFloor:
+    """What the workers do when the schedule lets them, and what befalls them."""
+
+    def __init__(
+        self, launcher: FakeLauncher, dispatcher: WatchedDispatcher, rng: random.Random, seen: Counter[str]
+    ) -> None:
+        self._launcher = launcher
+        self._dispatcher = dispatcher
+        self._rng = rng
+        self._seen = seen
+
+    def take(self) -> None:
+        """One takes commands off its stream."""
+        processes = self._any()
+        if processes is not None:
+            processes.worker.take(self._rng.randint(1, 6))
+
+    def step(self) -> None:
+        """One runs a step."""
+        processes = self._any()
+        if processes is not None:
+            processes.worker.step()
+
+    def deliver(self) -> None:
+        """A message of one arrives."""
+        processes = self._any()
+        if processes is not None and processes.worker.outbox:
+            self._answer(processes, self._rng.randint(1, 4))
+
+    def work(self) -> None:
+        """Each does all that it has to do, and says so."""
+        for processes in list(self._launcher.running.values()):
+            if processes.answers:
+                processes.worker.work()
+                if processes.worker.outbox:
+                    self._answer(processes, len(processes.worker.outbox))
+
+    def crash(self) -> None:
+        """The process of one ends, or its stream breaks."""
+        processes = self._any()
+        if processes is None or processes.link is None:
+            return
+        self._seen["crash"] += 1
+        if self._rng.random() < 0.7:
+            processes.exit(-11)
+        else:
+            processes.link.break_off()
+
+    def hang(self) -> None:
+        """One says and does nothing any more."""
+        processes = self._any()
+        if processes is not None:
+            self._seen["hang"] += 1
+            processes.hang()
+
+    def go_on(self) -> None:
+        """Those that hang do so no more."""
+        for processes in list(self._launcher.running.values()):
+            if processes.hangs and processes.is_ready:
+                processes.go_on()
+
+    def _any(self) -> Processes | None:
+        working = [p for p in self._launcher.running.values() if p.answers]
+        return self._rng.choice(working) if working else None
+
+    def _answer(self, processes: Processes, count: int) -> None:
+        if processes.link is None or processes.link.closed.is_set():
+            # What is said to nobody, nobody has heard.
+            return
+        processes.link.deliver(self._dispatcher.take_answers(processes.worker, count))

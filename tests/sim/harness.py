@@ -8,23 +8,48 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from quire.v1 import types_pb2, worker_pb2
 
 from service.caches.effects import Command
 from service.caches.machine import CacheMachine
+from service.caches.records import Record
 from service.caches.requests import Append, Appended, AppendKind, Handles, Release, Released, Request
 from service.caches.reservations import Limits
-from service.caches.workers import WorkerView
 from service.dispatcher import Dispatcher, Outcome
 from service.errors import QuireError
-from service.journal.base import Journal, MemoryJournal
+from service.journal.base import Journal, OnCommitted
 from service.pool import wire
 from tests.sim.appends import append
+from tests.sim.invariants import check_invariants
 from tests.sim.model_worker import Faults, ModelWorker, Pool
 
 MAX_SEQ_LEN = 64
+
+
+class FailingJournal(Journal):
+    """Its disk writes at once; while `fails`, nothing; while `is_slow`, when it is told to."""
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.is_slow = False
+        self.written: list[Record] = []
+        self._waiting: list[tuple[Sequence[Record], OnCommitted]] = []
+
+    def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
+        """See `Journal.commit`."""
+        self._waiting.append((records, on_committed))
+        if not self.is_slow:
+            self.settle()
+
+    def settle(self) -> None:
+        """What was given so far is durable, or has failed."""
+        waiting, self._waiting = self._waiting, []
+        for records, on_committed in waiting:
+            if not self.fails:
+                self.written.extend(records)
+            on_committed(not self.fails)
 
 
 class Gateway:
@@ -41,11 +66,13 @@ class Gateway:
         names = itertools.count(1)
         self.now_s = 0.0
         self.pool = pool or Pool(100)
-        self.journal = journal or MemoryJournal()
+        self.disk = FailingJournal()
         self.machine = CacheMachine(
             limits or Limits(), new_cache_id=lambda: f"kv{next(names)}", new_seed=lambda: 7
         )
-        self.dispatcher = Dispatcher(self.machine, self.journal, self._send, clock_s=lambda: self.now_s)
+        self.dispatcher = Dispatcher(
+            self.machine, journal or self.disk, self._send, clock_s=lambda: self.now_s
+        )
         self.workers: dict[str, ModelWorker] = {}
         # By ticket, in the order in which they came.
         self.replies: dict[int, Outcome] = {}
@@ -68,29 +95,20 @@ class Gateway:
         worker.weights = weights
         worker.sequences.update(sequences or {})
         self.workers[worker_id] = worker
-        view = WorkerView(
-            worker_id,
-            worker.epoch,
-            page_tokens=self.pool.page_tokens,
-            pages_total=self.pool.pages,
-            capacity_tokens=min(MAX_SEQ_LEN, self.pool.pages * self.pool.page_tokens),
-            pages_available=self.pool.pages,
-            weights=weights,
-        )
-        self.dispatcher.worker_ready(view, kept)
+        self.dispatcher.worker_ready(worker.view(MAX_SEQ_LEN), kept)
         return worker
 
     def lose_worker(self, worker_id: str = "worker-0", *, crashed: bool = True) -> None:
         worker = self.workers.pop(worker_id)
         self.dispatcher.worker_lost(worker_id, worker.epoch, crashed=crashed)
-        self.machine.check_invariants()
+        check_invariants(self.machine)
 
     def wait(self, seconds: float) -> None:
         """Time passes; what is parked is looked at."""
         self.now_s += seconds
         self.machine.tick(self.now_s)
         self.dispatcher.cancel(())
-        self.machine.check_invariants()
+        check_invariants(self.machine)
 
     @property
     def worker(self) -> ModelWorker:
@@ -113,7 +131,7 @@ class Gateway:
 
         tickets = self.dispatcher.start(requests, on_outcome, caller=1)
         self.replies.update((tickets[index], outcome) for index, outcome in early.items())
-        self.machine.check_invariants()
+        check_invariants(self.machine)
         return tickets
 
     def ask(self, request: Request) -> int:
@@ -123,7 +141,7 @@ class Gateway:
 
     def cancel(self, *tickets: int) -> None:
         self.dispatcher.cancel(tickets)
-        self.machine.check_invariants()
+        check_invariants(self.machine)
 
     def run(self, request: Request) -> Outcome:
         """The outcome of a request that is alone in the world."""
@@ -187,7 +205,7 @@ class Gateway:
         worker.outbox.clear()
         events = wire.to_events(response)
         self.dispatcher.worker_answered(worker.worker_id, worker.epoch, events, response.pages_available)
-        self.machine.check_invariants()
+        check_invariants(self.machine)
 
     def refuse(self, op_id: int, reason: worker_pb2.WorkerErrorReason) -> None:
         """A worker's error arrives."""

@@ -93,18 +93,18 @@ class JournalBudget:
         self._counted[number] = counted_bytes(request, lengths)
 
     def has_room(self, number: int, outstanding: Iterable[int]) -> bool:
-        """Whether a request fits beside what was outstanding when it came."""
-        before = self.under_way(number, outstanding)
-        return self.taken_bytes + before + self._counted[number] <= self.limit_bytes
+        """Whether a request takes nothing, or fits beside what was outstanding when it came."""
+        own, before = self._counted[number], self.under_way(number, outstanding)
+        return not own or self.taken_bytes + before + own <= self.limit_bytes
 
     def under_way(self, number: int, outstanding: Iterable[int]) -> int:
         """What those are counted with that came before a request."""
         return sum(self._counted[other] for other in outstanding if other < number)
 
-    def admitted(self, outstanding: dict[int, Request], numbers: Iterable[int]) -> None:
+    def admitted(self, outstanding: Iterable[int], numbers: Iterable[int]) -> None:
         """Asserts that of the last requests only those are under way for which there was room."""
         for number in numbers:
-            if isinstance(outstanding.get(number), Append | Fork):
+            if number in outstanding:
                 assert self.has_room(number, outstanding), "more than the journal may take is under way"
 
 

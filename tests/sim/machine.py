@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from service.caches.effects import Command, Effects, Event, Write
-from service.caches.entries import Operation, Phase
+from service.caches.entries import Operation
 from service.caches.ledger import CacheState, Ledger
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
@@ -20,6 +20,7 @@ from service.caches.requests import Release, Request, Restore, Result
 from service.caches.reservations import Limits
 from service.caches.workers import WorkerView
 from service.errors import QuireError
+from tests.sim.invariants import phase_of
 from tests.sim.oracle import Oracle
 from tests.sim.truth import Asked
 
@@ -68,13 +69,13 @@ class WatchedMachine(CacheMachine):
 
     def sequence_of(self, op_id: int) -> tuple[Asked | None, int]:
         """For whom a forward is computed, if that is not over, and the number of his cache."""
-        operation = self._attempts.find(op_id)
+        operation = self._attempts.running.get(op_id)
         return (None, 0) if operation is None else self._asked_of(operation)
 
     def computes(self, op_id: int) -> int:
         """The sequence that a forward computes, and does not replay; 0: none."""
-        operation = self._attempts.find(op_id)
-        return operation.entry.number if operation is not None and operation.phase is Phase.COMPUTING else 0
+        operation = self._attempts.running.get(op_id)
+        return operation.entry.number if operation is not None and phase_of(operation) == "computing" else 0
 
     def computed_on(self, worker_id: str, epoch: int) -> list[tuple[Asked | None, int]]:
         """For whom a worker computes what."""
@@ -88,24 +89,24 @@ class WatchedMachine(CacheMachine):
 
     def phase_of(self, ticket: int) -> str:
         """How far an operation has come."""
-        return self._queues.operations[ticket].phase.name.lower()
+        return phase_of(self._queues.operations[ticket])
 
     def phases_beside(self, epoch: int) -> Iterator[tuple[str, bool]]:
         """How far each operation has come, and whether the worker of this epoch computes it."""
         for operation in self._queues.operations.values():
             worker = operation.entry.worker if operation.attempt is not None else None
-            yield operation.phase.name.lower(), worker is not None and worker.epoch == epoch
+            yield phase_of(operation), worker is not None and worker.epoch == epoch
 
     def parked(self) -> Iterator[Asked]:
         """Those whose turn has come, and who wait for a worker or for room."""
         for ticket, operation in self._queues.operations.items():
-            if operation.phase is Phase.PARKED and ticket in self.oracle.tickets:
+            if phase_of(operation) == "parked" and ticket in self.oracle.tickets:
                 yield self.oracle.tickets[ticket]
 
     def partly_begun(self) -> int:
         """How many forks have their turn on some of their caches, and wait for it on others."""
         return sum(
-            o.phase is Phase.WAITING and any(entry.running is o for entry in o.entries[1:])
+            o.turns_left and any(entry.running is o for entry in o.entries[1:])
             for o in self._queues.operations.values()
         )
 
@@ -140,14 +141,14 @@ class WatchedMachine(CacheMachine):
 
     def held_by(self, worker: WorkerView) -> Iterator[tuple[CacheState, int]]:
         """The caches whose KV a worker has, and how many of their tokens."""
-        return ((entry.state, entry.kv_len) for entry in self._kv.held(worker))
+        return ((entry.state, entry.kv_len) for entry in worker.held)
 
     def check_empty(self) -> None:
         """Asserts that nothing is left."""
         assert len(self) == len(self.ledger) == self.ledger.size_bytes == self.operations_in_flight == 0
-        assert not self.index._by_request_id and not self.index._forks
-        assert self._reservations._caches == self._reservations._queued_bytes == 0
-        assert all(view.sequences == view.pages_queued == 0 for view in self.workers())
+        assert not self.index._by_request_id and not self.index._forks and not self.index._by_order
+        assert self.admission._caches == self.admission._queued_bytes == 0
+        assert all(len(view.held) == view.pages_queued == 0 for view in self.workers())
 
 
 class PlantedMachine(WatchedMachine):

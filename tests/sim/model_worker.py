@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from quire.v1 import worker_pb2
 
 from service.caches.effects import Claim
+from service.caches.workers import WorkerView
 from tests.sim.toy_model import accepted_path, line_to, next_token, output_of
 
 FAULT = worker_pb2.WORKER_ERROR_REASON_FAULT
@@ -119,6 +120,23 @@ class ModelWorker:
             for number, tokens in self.sequences.items()
         )
         return max(0, self.pool.pages - held)
+
+    def view(self, capacity_tokens: int) -> WorkerView:
+        """As what the gateway knows it. `capacity_tokens`: of its longest sequence."""
+        return WorkerView(
+            self.worker_id,
+            self.epoch,
+            page_tokens=self.pool.page_tokens,
+            pages_total=self.pool.pages,
+            capacity_tokens=min(capacity_tokens, self.pool.pages * self.pool.page_tokens),
+            pages_available=self.pages_left,
+            weights=self.weights,
+        )
+
+    def work(self) -> None:
+        """Takes all that was sent, and runs a step of all of it."""
+        self.take(len(self.inbox))
+        self.step(all_jobs=True)
 
     def take(self, count: int) -> None:
         """Takes commands off the stream."""

@@ -159,7 +159,7 @@ class Oracle:
         self.journal_works, self.was_ready, self.draining = True, False, False
         self.draining_weights.clear()
         for cache in self.caches.values():
-            cache.epoch = 0
+            cache.epoch, cache.worker_id = 0, ""
             # Uses that nobody wrote down are forgotten.
             cache.promised_s = min(cache.promised_s, cache.recorded_s + cache.lease_s)
         return asked
@@ -481,8 +481,9 @@ class Oracle:
         assert handle is not None and handle.cache_id == cache.cache_id and handle.seq_len == seq_len
         ends_s = self.now_s + cache.lease_s
         assert handle.expires_at_s == ends_s if fresh else handle.expires_at_s <= ends_s
-        assert handle.epoch >= cache.epoch
-        cache.epoch = handle.epoch
+        moved = "" not in (handle.worker_id, cache.worker_id) and handle.worker_id != cache.worker_id
+        assert handle.epoch > cache.epoch if moved else handle.epoch >= cache.epoch, "it grows when KV moves"
+        cache.epoch, cache.worker_id = handle.epoch, handle.worker_id
         cache.promised_s = handle.expires_at_s
 
     def _check_fork(self, asked: Asked, fork: Fork, result: Handles) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import pytest
@@ -39,6 +40,12 @@ def is_found(bug: Plant, patch: pytest.MonkeyPatch, schedules: int, kind: Kind =
     with pytest.raises(ScheduleFailed) as failed:
         run_schedules(range(schedules), kind)
     assert isinstance(failed.value.__cause__, BROKEN_PROMISES), failed.value
+
+
+def plants_of(module: ModuleType) -> list[Plant]:
+    """The bugs of a module: its own classes and functions with public names."""
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return [value for value in own.values() if getattr(value, "__module__", "") == module.__name__]
 
 
 def everywhere(patch: pytest.MonkeyPatch, function: Callable[..., Any], instead: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Bugs that the schedules have to find: in what caches are, what is written of them, and in their order."""
+"""Planted bugs: in what caches are, what is written of them, and their order. Each public name is one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.journal.base import OnCommitted
 from tests.sim import disk
 from tests.sim.disk import DiskJournal
 from tests.sim.machine import PlantedMachine
-from tests.sim.planted import Plant, everywhere
+from tests.sim.planted import everywhere
 from tests.sim.truth import Asked
 from tests.sim.watched import LARGE_BYTES, WatchedDispatcher
 
@@ -350,42 +350,9 @@ def cancelled_are_answered(patch: pytest.MonkeyPatch) -> None:
 class TenantsKeepWhatTheyHad(PlantedMachine):
     """What an append reserved stays reserved when it is there."""
 
+    silent = ("tests.sim.watched.check_invariants",)
+
     def on_reply(self, asked: Asked, outcome: Result | QuireError) -> Result | QuireError:
         if isinstance(asked.request, Append) and isinstance(outcome, Appended) and asked.tenant.name:
             asked.tenant.tokens += len(asked.request.token_ids)
         return outcome
-
-    def check_invariants(self) -> None:
-        pass
-
-
-PLANTS: Sequence[Plant] = (
-    FencingOff,
-    RepetitionsNotRecognised,
-    other_tokens_taken_for_a_repetition,
-    RepetitionsNotRecognisedAfterARestart,
-    RepetitionsAppliedOnceMoreAfterADeath,
-    RequestIdsOfCreationsIgnored,
-    RequestIdsOfForksIgnored,
-    answered_before_it_is_durable,
-    answered_without_a_journal,
-    failed_writes_taken_for_durable,
-    torn_rows_accepted,
-    checksums_not_looked_at,
-    TokensLostAfterVerify,
-    ATreeTakenForItsFirstTokens,
-    trees_of_the_same_tokens_taken_for_one,
-    weights_not_written_down,
-    ForksBeginAtTheirFirstTurn,
-    ForksOfSeveralAreCut,
-    ForksAreNotFenced,
-    places_in_a_fork_not_written_down,
-    ForksHoldWhatTheyDidNotGet,
-    order_not_kept,
-    releases_overtake,
-    NothingAborted,
-    NothingReleased,
-    SentTwice,
-    cancelled_are_answered,
-    TenantsKeepWhatTheyHad,
-)

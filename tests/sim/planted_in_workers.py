@@ -1,4 +1,4 @@
-"""Bugs that the schedules have to find: in what workers are asked and told, and in other weights."""
+"""Planted bugs: in what workers are asked and told, and in other weights. Each public name is one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from service.caches.workers import WorkerView
 from service.errors import QuireError, SequenceQuarantined, WorkerFault
 from tests.sim.machine import PlantedMachine
 from tests.sim.model_worker import ModelWorker
-from tests.sim.planted import Plant
-from tests.sim.simulation import Simulation
 from tests.sim.truth import Asked
 
 # What is kept, or sent to workers, would show a bug at once; callers are to.
@@ -32,6 +30,9 @@ SENT = "tests.sim.watched.WatchedDispatcher.expect"
 
 class LateAnswersAccepted(PlantedMachine):
     """An answer to an earlier forward of a sequence is taken for that of the present one."""
+
+    # That it does anything at all would show it at once; its consequences are to.
+    silent = ("tests.sim.simulation.Simulation.check_late",)
 
     def watch(self, *args: Any) -> None:
         super().watch(*args)
@@ -48,12 +49,6 @@ class LateAnswersAccepted(PlantedMachine):
         op_id, answer = event
         number = self.sequence.get(op_id)
         return event if number is None else (self.present[number], answer)
-
-
-def late_answers_accepted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("tests.sim.simulation.Machine", LateAnswersAccepted)
-    # That it does anything at all would show it at once; here its consequences are to.
-    patch.setattr(Simulation, "check_late", lambda _: None)
 
 
 class _Replays(PlantedMachine):
@@ -201,11 +196,12 @@ class ComputedByAnybody(PlantedMachine):
 
 
 class CachesOfTheWeightsBeforeUsedOn(PlantedMachine):
+    def watch(self, *args: Any) -> None:
+        super().watch(*args)
+        self.weights.drained = lambda weights: None  # type: ignore[method-assign]
+
     def weights_switched(self, weights: int, now_s: float, *, drain: bool) -> None:
         super().weights_switched(weights, now_s, drain=True)
-
-    def weights_drained(self, weights: int, now_s: float) -> None:
-        pass
 
 
 class CheckedForAnyWeights(PlantedMachine):
@@ -242,23 +238,3 @@ class WhatIsUnderWaySurvivesItsWeights(PlantedMachine):
     def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
         worker = self.worker(worker_id, epoch)
         return () if worker is not None and worker.weights in self.ended else (command,)
-
-
-PLANTS: Sequence[Plant] = (
-    late_answers_accepted,
-    NothingReplayed,
-    ReplayedWithoutTheTail,
-    WrongTokensReplayed,
-    WrongPositionSent,
-    LossesNotNoticed,
-    adopted_unseen,
-    adopted_in_full,
-    NobodyIsQuarantined,
-    AllAreQuarantined,
-    TheParkedAreForgotten,
-    ComputedByAnybody,
-    CachesOfTheWeightsBeforeUsedOn,
-    CheckedForAnyWeights,
-    ForksAreOfThePresentWeights,
-    WhatIsUnderWaySurvivesItsWeights,
-)

@@ -51,7 +51,6 @@ def most_held(oracle: Oracle) -> int:
 
 
 def _is_full(oracle: Oracle, asked: Asked) -> bool:
-    assert isinstance(asked.request, Append | Fork), "what takes nothing is let in"
     return not oracle.budget.has_room(asked.number, [*oracle.outstanding, *oracle.abandoned])
 
 
@@ -140,15 +139,17 @@ def _sources(fork: Fork) -> list[tuple[str, int]]:
     return [(source.cache_id, source.count) for source in fork.sources]
 
 
-def _check_too_long(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireError) -> None:
+def _check_too_long(oracle: Oracle, asked: Asked, cache: Cache | None, error: QuireError) -> None:
     assert isinstance(asked.request, Append)
     length = len(cache.tokens) if cache is not None else 0
     assert length + len(asked.request.token_ids) > oracle.capacity_tokens
+    assert error.retry_after_s is None and error.metadata["kv_capacity_tokens"] == str(oracle.capacity_tokens)
 
 
-def _check_beyond(_: Oracle, asked: Asked, cache: Cache | None, __: QuireError) -> None:
+def _check_beyond(_: Oracle, asked: Asked, cache: Cache | None, error: QuireError) -> None:
     assert isinstance(asked.request, Truncate) and cache is not None
     assert asked.request.new_len > len(cache.tokens)
+    assert error.metadata == {"new_len": str(asked.request.new_len), "seq_len": str(len(cache.tokens))}
 
 
 def _check_position(_: Oracle, asked: Asked, cache: Cache | None, error: QuireError) -> None:
@@ -164,6 +165,8 @@ def _check_position(_: Oracle, asked: Asked, cache: Cache | None, error: QuireEr
         assert isinstance(asked.request, Append)
         position = asked.position
         assert not cache.is_repeat(asked.request, position), "a repetition is answered"
+        first = cache.last is not None and cache.last.base == 0
+        assert asked.request.cache_id or not first, "its request id is that of another creation"
     if isinstance(asked.request, Truncate | Fork) or asked.request.cache_id:
         assert position != len(cache.tokens), "what is asked at the length is done"
     assert metadata == {"position": str(position), "seq_len": str(len(cache.tokens))}
@@ -181,8 +184,10 @@ def _check_reused(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireErr
     assert not cache.is_repeat(asked.request, 0), "a repetition is answered"
 
 
-def _check_weights(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireError) -> None:
+def _check_weights(oracle: Oracle, asked: Asked, cache: Cache | None, error: QuireError) -> None:
     request = asked.request
+    creates = cache is None and isinstance(request, Append) and not request.cache_id
+    assert creates or error.retry_after_s is None, "only whoever has no cache yet can ask again"
     stated = request.weights if isinstance(request, Append) else None
     if isinstance(request, Fork):
         forked = oracle.forked.get((asked.tenant, request.request_id))
@@ -192,6 +197,7 @@ def _check_weights(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireEr
         assert not oracle.can_use(cache.weights) or stated not in (None, cache.weights), "it can be used"
     else:
         assert isinstance(request, Append) and not request.cache_id
+        assert request.request_id or error.retry_after_s is not None, "whoever has no cache yet can ask again"
         wanted = asked.weights if stated is None else stated
         # A repetition may have met its original, which was asked for before.
         assert not oracle.can_use(wanted) or (request.request_id and oracle.weights)

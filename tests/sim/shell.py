@@ -27,6 +27,7 @@ from service.caches.requests import Release
 from service.config import Config
 from service.errors import LoadFailed, Loading, NoWorker
 from service.pool import incarnation as incarnation_module
+from service.pool import wire
 from service.pool.model_versions import ModelVersion, ModelVersions
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
@@ -35,14 +36,13 @@ from service.runtimes.loading import WeightsLoader
 from service.runtimes.sources import ModelSources
 from tests.sim.callers import Callers
 from tests.sim.disk import Disk, DiskJournal
-from tests.sim.fake_pool import FakeLauncher
+from tests.sim.fake_pool import FakeLauncher, WorkFloor
 from tests.sim.oracle import Oracle
 from tests.sim.peers import Peer
 from tests.sim.rest import check_end, check_rest
 from tests.sim.simulation import MAX_LEASE_S, MAX_SEQ_LEN, POOLS, new_machine
 from tests.sim.virtual_loop import VirtualLoop, innermost
 from tests.sim.watched import LARGE_BYTES, WatchedDispatcher
-from tests.sim.work_floor import WorkFloor
 
 EVENTS = 160
 HEARTBEAT_TIMEOUT_S, START_TIMEOUT_S, STALL_S = 4.0, 5.0, 2.0
@@ -85,7 +85,7 @@ class ShellSimulation:
         self.floor = WorkFloor(self.launcher, self.dispatcher, rng, seen)
         self.versions = ModelVersions("model", config.workers)
         self.supervisor = Supervisor(config, self.versions, self.launcher)
-        self.state = ServerState(config, self.versions, self.dispatcher.weights_of)
+        self.state = ServerState(config, self.versions, self.dispatcher.caches.index.weights_of)
         self.versions.subscribe(self._on_change)
         self.restarts = RollingRestart(self.supervisor, self.dispatcher, self.loop.time)
         self.loader = SimulatedLoader(self, config)
@@ -279,7 +279,7 @@ class ShellSimulation:
         processes = self.launcher.running.get(worker_id)
         if processes is not None and processes.worker.epoch == epoch:
             self.dispatcher.expect(processes.worker, command)
-        self.supervisor.send(worker_id, epoch, command)
+        wire.send(self.supervisor.links, worker_id, epoch, command)
 
     # The end.
 

@@ -20,10 +20,10 @@ from service.caches.ledger import Ledger
 from service.caches.requests import Append, Release, Request
 from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
-from service.caches.workers import WorkerView
 from service.pool import wire
 from tests.sim.callers import Callers
 from tests.sim.disk import Disk, DiskJournal
+from tests.sim.invariants import check_invariants
 from tests.sim.machine import SEGMENT_TOKENS, WatchedMachine
 from tests.sim.model_worker import Faults, ModelWorker, Pool
 from tests.sim.oracle import Oracle
@@ -52,8 +52,8 @@ class Simulation:
         self.seen = seen
         self.trace: deque[object] = deque(maxlen=80)
         self._pool = rng.choice(POOLS)
-        self._capacity_tokens = min(MAX_SEQ_LEN, self._pool.pages * self._pool.page_tokens)
-        self.oracle = Oracle(self._capacity_tokens, MAX_LEASE_S, seen)
+        capacity_tokens = min(MAX_SEQ_LEN, self._pool.pages * self._pool.page_tokens)
+        self.oracle = Oracle(capacity_tokens, MAX_LEASE_S, seen)
         self.tenants = [self.oracle.anonymous, Tenant("other")][: rng.choice((1, 1, 2))]
         self.callers = Callers(rng, self.oracle, self.tenants)
         self.callers.may_poison = rng.random() < 0.15
@@ -159,7 +159,7 @@ class Simulation:
             self.machine.recovering(record, wall_s)
         tenants = {tenant.name: tenant for tenant in self.tenants}
         self.machine.recovered(now_s=self._now_s, wall_s=self._now_s, tenant_of=lambda name: tenants[name])
-        self.machine.check_invariants()
+        check_invariants(self.machine)
         self.dispatcher.check_truth()
 
     def _restart_gateway(self) -> None:
@@ -333,8 +333,8 @@ class Simulation:
         if self._before_drains:
             self._before_drains = False
             self.dispatcher.weights_drained(self._before)
-        elif not self.dispatcher.uses_of(self._before) or self.rng.random() < 0.3:
-            self.seen["in flight when weights ended"] += self.dispatcher.uses_of(self._before)
+        elif not self.dispatcher.caches.uses_of(self._before) or self.rng.random() < 0.3:
+            self.seen["in flight when weights ended"] += self.dispatcher.caches.uses_of(self._before)
             self._end_crew(self._before)
             self._before = None
 
@@ -388,16 +388,7 @@ class Simulation:
 
     def _is_ready(self, worker: ModelWorker, kept: dict[int, int]) -> None:
         self.workers[worker.worker_id] = worker
-        view = WorkerView(
-            worker.worker_id,
-            worker.epoch,
-            page_tokens=self._pool.page_tokens,
-            pages_total=self._pool.pages,
-            capacity_tokens=self._capacity_tokens,
-            pages_available=worker.pages_left,
-            weights=worker.weights,
-        )
-        self.dispatcher.worker_ready(view, kept)
+        self.dispatcher.worker_ready(worker.view(MAX_SEQ_LEN), kept)
 
     def _take(self) -> None:
         worker = self._any_worker()
@@ -429,8 +420,7 @@ class Simulation:
         if self.workers.get(worker.worker_id) is not worker:
             return
         if not worker.crashed:
-            worker.take(len(worker.inbox))
-            worker.step(all_jobs=True)
+            worker.work()
         self._deliver_events(worker, len(worker.outbox))
 
     def _answer(self, worker: ModelWorker, response: worker_pb2.ConnectResponse) -> None:
@@ -471,8 +461,7 @@ class Simulation:
         killed_by = worker.killed_by
         if not killed_by and self.rng.random() < 0.5:
             # It was only not heard: it has gone on.
-            worker.take(len(worker.inbox))
-            worker.step(all_jobs=True)
+            worker.work()
         self._late.extend((worker, event) for event in worker.outbox)
         crashed = bool(killed_by) or self.rng.random() < 0.7
         self.dispatcher.worker_lost(worker.worker_id, worker.epoch, crashed=crashed, culprit=killed_by)

@@ -151,7 +151,7 @@ class Pair:
             self.round([])
         numbers = tuple(self.model.sequences)
         self.round([effects.ReleaseSequences(self._number(), numbers)])
-        usage = self.real.engine.metrics().pool
+        usage = self.real.engine.usage()
         assert usage.sequences == usage.pages_referenced == 0 and not self.model.sequences
 
     # One round of both.

@@ -9,10 +9,11 @@ from collections import Counter
 
 import pytest
 
-from tests.sim import planted_in_caches, planted_in_workers
+from tests.sim import planted_in_bytes, planted_in_caches, planted_in_workers
 from tests.sim.machine import PlantedMachine
-from tests.sim.planted import Plant, is_found, plant
-from tests.sim.schedules import quietly, run_schedules, without_addresses
+from tests.sim.planted import Plant, is_found, plant, plants_of
+from tests.sim.schedules import Kind, quietly, run_schedules, without_addresses
+from tests.sim.shell import ShellSimulation
 from tests.sim.simulation import Simulation
 
 SCHEDULES = 10_000
@@ -100,10 +101,11 @@ def test_every_schedule_keeps_every_promise() -> None:
     assert {what: seen[what] for what in MUST_HAPPEN if seen[what] < 20} == {}
 
 
-def test_a_schedule_can_be_had_again() -> None:
+@pytest.mark.parametrize("kind", [Simulation, ShellSimulation])
+def test_a_schedule_can_be_had_again(kind: Kind) -> None:
     traces = []
     for _ in range(2):
-        simulation = Simulation(7, Counter())
+        simulation = kind(7, Counter())
         with quietly():
             simulation.run()
         traces.append([without_addresses(entry) for entry in simulation.trace])
@@ -116,6 +118,13 @@ def test_a_machine_that_is_only_looked_through_breaks_no_promise(monkeypatch: py
     run_schedules(range(200))
 
 
-@pytest.mark.parametrize("bug", [*planted_in_caches.PLANTS, *planted_in_workers.PLANTS])
+@pytest.mark.parametrize(
+    "bug",
+    [
+        bug
+        for module in (planted_in_bytes, planted_in_caches, planted_in_workers)
+        for bug in plants_of(module)
+    ],
+)
 def test_a_planted_bug_is_found(bug: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     is_found(bug, monkeypatch, CONTROL_SCHEDULES)

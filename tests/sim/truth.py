@@ -37,7 +37,9 @@ class Cache:
     # The fork that made it, if that can be repeated, and which of its children it is.
     fork: tuple[Forked, int] | None = None
     last: Applied | None = None
+    # As the last handle said.
     epoch: int = 0
+    worker_id: str = ""
     # Until when the last handle that a caller got promises that the cache lives.
     promised_s: float = 0.0
     # When the last record of it was written.

@@ -15,6 +15,7 @@ from service.caches.tenants import Tenant
 from service.caches.workers import WorkerView
 from service.dispatcher import Dispatcher, OnOutcome, Outcome, SendCommand
 from tests.sim.disk import DiskJournal
+from tests.sim.invariants import check_invariants
 from tests.sim.journal_bytes import NeededBytes
 from tests.sim.machine import SEGMENT_TOKENS, WatchedMachine
 from tests.sim.model_worker import KV_MISSING, ModelWorker
@@ -83,7 +84,7 @@ class WatchedDispatcher(Dispatcher):
             self.trace.extend((a.number, a.request) for a in asked)
             tickets = super().start(requests, replied, caller, whose if whose.name else None)
             self.ticket_of.update(zip((a.number for a in asked), tickets, strict=True))
-            waiting = {number: a.request for number, a in (oracle.outstanding | oracle.abandoned).items()}
+            waiting = oracle.outstanding.keys() | oracle.abandoned.keys()
             oracle.budget.admitted(waiting, [a.number for a in asked])
         return tickets
 
@@ -258,15 +259,15 @@ class WatchedDispatcher(Dispatcher):
 
     def _check(self) -> None:
         oracle, machine = self.oracle, self.machine
-        machine.check_invariants()
+        check_invariants(machine)
         known = oracle.outstanding.keys() | oracle.abandoned.keys()
         oracle.own_operations = machine.own_operations()
-        assert self.operations_in_flight == len(known) + oracle.own_operations
+        assert machine.operations_in_flight == len(known) + oracle.own_operations
         assert len(self._waiting) == len(oracle.outstanding), "only who is not answered waits"
         bounded = sum(not isinstance(a.request, Release | Renew) for a in oracle.outstanding.values())
         assert bounded <= oracle.queue_limit
         assert len(oracle.caches) <= oracle.cache_limit
-        assert self.num_caches == len(oracle.caches), "what is there is what was written"
+        assert len(machine) == len(oracle.caches), "what is there is what was written"
         oracle.seen["fork that waits for its last turn"] += machine.partly_begun()
         if self._counts_bytes:
             self.check_bytes()

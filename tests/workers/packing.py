@@ -90,24 +90,48 @@ def poison(kv: KvTensors) -> None:
             pages.fill_(float("nan"))
 
 
-def logits_in_chunks(
-    model: Model, texts: Sequence[list[int]], kv: KvTensors, packer: HandPacker, dice: random.Random
-) -> list[torch.Tensor]:
-    """Let texts grow by random chunks in shared batches; the logits of every row, [len(text), V] each."""
+def rows_in_chunks(
+    model: Model,
+    texts: Sequence[list[int]],
+    kv: KvTensors,
+    packer: HandPacker,
+    dice: random.Random,
+    layers: int | None = None,
+) -> list[dict[tuple[int, int], torch.Tensor]]:
+    """Let texts grow by random chunks in shared batches, of which random rows are wanted.
+
+    By (layer, position) for each text: logits under the layer -1; with `layers` also hidden states of some.
+    """
     sequences = [HandSequence() for _ in texts]
-    rows: list[list[torch.Tensor]] = [[] for _ in texts]
+    found: list[dict[tuple[int, int], torch.Tensor]] = [{} for _ in texts]
     while any(sequence.length < len(text) for sequence, text in zip(sequences, texts, strict=True)):
         items, owners = [], []
         for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True)):
             size = min(dice.choice((0, 1, 1, 3, 16, 29)), len(text) - sequence.length)
             if size:
-                items.append(Item(sequence, text[sequence.length : sequence.length + size], range(size)))
-                owners += [index] * size
-        if items:
-            logits = model.logits(model.forward(packer.pack(items), kv))
-            for owner, row in zip(owners, logits, strict=True):
-                rows[owner].append(row)
-    return [torch.stack(found) for found in rows]
+                count = dice.choice((size, dice.randint(0, size)))
+                wanted = sorted(dice.sample(range(size), count))
+                owners += [(index, sequence.length + row) for row in wanted]
+                items.append(Item(sequence, text[sequence.length : sequence.length + size], wanted))
+        if not items:
+            continue
+        rows = {
+            layer: sorted(dice.sample(range(len(owners)), dice.randint(1, len(owners))))
+            for layer in (range(layers + 1) if owners and layers is not None else ())
+            if dice.random() < 0.7
+        }
+        capture = HiddenStateCapture(rows) if rows else None
+        logits = model.logits(model.forward(packer.pack(items), kv, capture))
+        states = {} if capture is None else capture.found
+        assert len(logits) == len(owners) and states.keys() == rows.keys()
+        for layer, picked, values in (
+            (-1, range(len(owners)), logits),
+            *((layer, rows[layer], states[layer]) for layer in rows),
+        ):
+            for row, value in zip(picked, values, strict=True):
+                index, position = owners[row]
+                found[index][layer, position] = value
+    return found
 
 
 def rows_of_trees(model: Model, kv: KvTensors, packer: HandPacker) -> list[tuple[list[int], torch.Tensor]]:
@@ -129,55 +153,3 @@ def rows_of_trees(model: Model, kv: KvTensors, packer: HandPacker) -> list[tuple
         leaves = set(range(len(tree.token_ids))) - set(tree.parents)
         paths += [([*text, *tree.path(leaf)], own[tree.indexes(leaf)]) for leaf in leaves]
     return paths
-
-
-def hidden_in_chunks(
-    model: Model,
-    texts: Sequence[list[int]],
-    kv: KvTensors,
-    packer: HandPacker,
-    dice: random.Random,
-    layers: int,
-) -> list[dict[tuple[int, int], torch.Tensor]]:
-    """As `logits_in_chunks`: hidden states of each text by (layer, position), of some picked at random."""
-    sequences = [HandSequence() for _ in texts]
-    found: list[dict[tuple[int, int], torch.Tensor]] = [{} for _ in texts]
-    while any(sequence.length < len(text) for sequence, text in zip(sequences, texts, strict=True)):
-        items, owners = [], []
-        for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True)):
-            size = min(dice.choice((0, 1, 1, 3, 16, 29)), len(text) - sequence.length)
-            if size:
-                wanted = sorted(dice.sample(range(size), dice.randint(0, size)))
-                owners += [(index, sequence.length + row) for row in wanted]
-                tokens = text[sequence.length : sequence.length + size]
-                items.append(Item(sequence, tokens, wanted))
-        rows = {
-            layer: sorted(dice.sample(range(len(owners)), dice.randint(1, len(owners))))
-            for layer in range(layers + 1)
-            if owners and dice.random() < 0.7
-        }
-        if items:
-            capture = HiddenStateCapture(rows)
-            model.forward(packer.pack(items), kv, capture)
-            assert capture.found.keys() == rows.keys()
-            for layer, picked in rows.items():
-                for row, states in zip(picked, capture.found[layer], strict=True):
-                    index, position = owners[row]
-                    found[index][layer, position] = states
-    return found
-
-
-def greedy_tokens(
-    model: Model, prompts: Sequence[list[int]], kv: KvTensors, packer: HandPacker, count: int
-) -> list[list[int]]:
-    """The next `count` tokens of each prompt that the model finds most likely, in shared batches."""
-    sequences = [HandSequence() for _ in prompts]
-    chosen: list[list[int]] = [[] for _ in prompts]
-    fed = list(prompts)
-    for _ in range(count):
-        items = [Item(sequence, tokens) for sequence, tokens in zip(sequences, fed, strict=True)]
-        best = model.logits(model.forward(packer.pack(items), kv)).argmax(-1).tolist()
-        for text, token in zip(chosen, best, strict=True):
-            text.append(token)
-        fed = [[token] for token in best]
-    return chosen

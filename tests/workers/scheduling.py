@@ -14,8 +14,7 @@ from itertools import count, pairwise
 from operator import attrgetter
 
 from workers.operations import Chunk, Forward, Kind, Priority
-from workers.request_queue import SHORT_TOKENS, ServiceClass
-from workers.scheduler import Scheduler
+from workers.scheduler import SHORT_TOKENS, Scheduler, ServiceClass
 
 _by_arrival = attrgetter("arrival")
 
@@ -42,18 +41,17 @@ def run_step(scheduler: Scheduler, begin: Callable[[Forward], bool] = accept) ->
 
 def check_invariants(scheduler: Scheduler) -> None:
     """Assert that lines, queues, deadlines and counts agree."""
-    queue = scheduler._queue
-    queues = [list(forwards.values()) for forwards in queue._by_sequence.values()]
-    held = sorted(queue.forwards.values(), key=_by_arrival)
+    queues = [list(forwards.values()) for forwards in scheduler._by_sequence.values()]
+    held = sorted(scheduler._forwards.values(), key=_by_arrival)
     assert sorted((forward for forwards in queues for forward in forwards), key=_by_arrival) == held
     for forwards in queues:
         assert forwards == sorted(forwards, key=_by_arrival)
         assert [forward.is_enqueued for forward in forwards] == [True] + [False] * (len(forwards) - 1)
         assert not any(forward.has_begun for forward in forwards[1:])
     assert all(forward.is_long == (forward.remaining > SHORT_TOKENS) for forward in held)
-    for service_class in (queue.short, queue.long):
-        _check_class(service_class, [one for one in held if queue.class_of(one) is service_class])
-    watched = {op_id for _, arrival, op_id in queue._deadlines if queue._if_expirable((0, arrival, op_id))}
+    _check_class(scheduler._short, [one for one in held if not one.is_long])
+    _check_class(scheduler._long, [one for one in held if one.is_long])
+    watched = {entry[2] for entry in scheduler._deadlines if scheduler._if_expirable(entry)}
     assert watched == {one.op_id for one in held if one.deadline_ns is not None and not one.has_begun}
 
 

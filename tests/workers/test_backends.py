@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from tests.families import settings_of
-from tests.model_factory import TinyModel, make_family_model, make_model
+from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.workers.packing import HandPacker, HandSequence, Item
 from tests.workers.test_library_model import tiny_model
 from workers.executors import loading
 from workers.executors.llm import LlmExecutor
-from workers.executors.loading import BackendChoice, choose_backend, runs_on_cuda
-from workers.kv.tensors import KvTensors
-from workers.models.decoder import Decoder
+from workers.executors.loading import choose_backend, runs_on_cuda
 from workers.models.errors import ModelError, UnsupportedError
+from workers.models.model import new_pages
 
 torch.set_num_threads(1)
 
@@ -46,9 +45,9 @@ def test_on_a_gpu_a_head_width_without_kernels_is_left_to_the_library(
 ) -> None:
     """Whose attention runs in torch then; native code alone refuses it."""
     directory = make_model(tmp_path, TinyModel(head_dim=head_dim))
-    assert choose_backend(directory, "auto") == BackendChoice("native", 97)
-    assert choose_backend(directory, "auto", on_cuda=True) == BackendChoice(backend, 97)
-    assert choose_backend(directory, "transformers", on_cuda=True) == BackendChoice("transformers", 97)
+    assert choose_backend(directory, "auto") == ("native", 97)
+    assert choose_backend(directory, "auto", on_cuda=True) == (backend, 97)
+    assert choose_backend(directory, "transformers", on_cuda=True) == ("transformers", 97)
     assert runs_on_cuda(directory, "auto") and runs_on_cuda(directory, "transformers")
     assert runs_on_cuda(directory, "native") == (head_dim == 64)
     if head_dim == 32:
@@ -59,13 +58,13 @@ def test_on_a_gpu_a_head_width_without_kernels_is_left_to_the_library(
 def test_room_is_left_for_the_rotations_of_every_kind_of_layer(tmp_path: Path) -> None:
     """On a GPU they take memory beside the pages, and Gemma 3 turns its two kinds of layers differently."""
     directory = make_family_model(tmp_path, *settings_of("gemma3"))
-    cpu = torch.device("cpu")
-    served = loading.load_served(directory, "float32", cpu, None, backend="native", self_check=False)
-    assert isinstance(served.model, Decoder)
-    kv = KvTensors(served.layers, num_pages=8, page_size=16, dtype=served.dtype, device=cpu)
-    served.model.forward(HandPacker(16, range(8)).pack([Item(HandSequence(), [1, 2, 3])]), kv)
-    tables = served.model._rope_tables.values()
-    assert len(tables) == 2 and sum(table.nbytes for table in tables) == 8 * 16 * served.rotation_bytes
+    model = load_decoder(directory)
+    for num_pages in (8, 12):
+        inputs = HandPacker(16, range(8)).pack([Item(HandSequence(), [1, 2, 3])])
+        model.forward(inputs, new_pages(model, num_pages))
+        tables = model._rope_tables.values()
+        table_bytes = sum(table.nbytes for table in tables)
+        assert len(tables) == 2 and table_bytes == num_pages * 16 * model.rotation_bytes
 
 
 def test_both_backends_say_the_same(native: Path) -> None:

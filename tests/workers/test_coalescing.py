@@ -1,140 +1,112 @@
-"""Waiting for callers who are about to come back, and for nobody else."""
+"""Waiting for callers who are about to come back, and for nobody else.
+
+A story is what happens to a window, at a time in ms: `Step` answers sequences, after so many ms; `Arrive` is
+their next request; `Wait` says for how much longer the next step waits while so many requests are queued.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
 
 from workers.coalescing import CoalescingWindow
 
 MS = 1_000_000
 
 
-def punctual_window(sequences: range, step_ns: int = 40 * MS) -> CoalescingWindow:
-    """A window after all of these came back in time once, and have just been answered again."""
+@dataclass(frozen=True)
+class Step:
+    at: float
+    answered: Iterable[int]
+    took: float = 40
+
+
+@dataclass(frozen=True)
+class Arrive:
+    at: float
+    sequences: Iterable[int]
+
+
+@dataclass(frozen=True)
+class Wait:
+    at: float
+    queued: int
+    left: float
+
+
+@dataclass(frozen=True)
+class Release:
+    sequence: int
+
+
+Story = list[Step | Arrive | Wait | Release]
+
+
+def punctual(count: int, took: float = 40) -> Story:
+    """All of these came back in time once, and have just been answered again, at 100."""
+    return [Step(0, range(count), took), Arrive(2, range(count)), Step(100, range(count), took)]
+
+
+def busy(gap: float, count: int = 8) -> Story:
+    """Messages of one request each, `gap` apart; all were answered just now, after 40 of them."""
+    messages = [Arrive(message * gap, [message % count]) for message in range(40)]
+    return [*messages, Step(40 * gap, range(count), 0.5)]
+
+
+STORIES: dict[str, Story] = {
+    "it waits for callers that came back in time, until all are here": [
+        *punctual(4), Arrive(101, [0]), Wait(101, 1, 9), Arrive(102, [1, 2, 3]), Wait(102, 4, 0),
+    ],
+    "two halves that arrive during each other's steps join": [
+        Step(0, [1, 2]),
+        # The step of the others begins at once, and is over when these are taken, who had come in time.
+        Step(40, [3, 4]), Arrive(2, [1, 2]),
+        Step(80, [1, 2]), Arrive(42, [3, 4]), Wait(81, 2, 9),
+        Arrive(83, [1, 2]), Wait(83, 4, 0),
+    ],
+    "an unknown caller is not waited for": [Step(0, [1, 2]), Arrive(1, [1]), Wait(1, 1, 0)],
+    "a late caller is not waited for until it is in time again": [
+        *punctual(2), Arrive(101, [0]), Wait(111, 1, 0),
+        Step(150, [0]), Arrive(151, [1]), Wait(151, 1, 9), Arrive(152, [0]),
+        Step(200, [0, 1]), Arrive(201, [0]), Wait(201, 1, 0), Arrive(202, [1]),
+        Step(250, [0, 1]), Arrive(251, [0]), Wait(251, 1, 9),
+    ],
+    "a lone caller never waits": [
+        event
+        for at in range(0, 500, 100)
+        for event in (Step(at, [7]), Arrive(at + 1, [7]), Wait(at + 1, 1, 0))
+    ],
+    "without queued requests there is no wait": [*punctual(3), Wait(100, 0, 0)],
+    "the wait is a quarter of a short step": [*punctual(3, 10), Arrive(100, [0]), Wait(100, 1, 2.5)],
+    "the wait after a long step has a maximum": [*punctual(3, 1000), Arrive(100, [0]), Wait(100, 1, 20)],
+    "a released sequence is not expected": [*punctual(2), Arrive(101, [0]), Release(1), Wait(101, 1, 0)],
+    "messages that follow each other closely are waited for, beyond a share of a short step": [
+        *busy(0.5), Arrive(20, [0]), Wait(20, 1, 2), Arrive(21, range(1, 8)), Wait(21, 8, 0),
+    ],
+    "messages far apart are not waited for": [*busy(3), Arrive(120, [0]), Wait(120, 1, 0)],
+    "a fast lone caller does not wait": [*busy(0.5, 1), Arrive(20, [0]), Wait(20, 1, 0)],
+    "callers that were not answered in the last 20 ms are forgotten": [
+        *busy(0.5), Step(60, [0], 0.5), Arrive(60, [0]), Wait(60, 1, 0),
+    ],
+    "there is no wait after a pause": [
+        *busy(0.5), Arrive(500, [0]), Wait(500, 1, 0), Arrive(503, [1]), Wait(503, 1, 0),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_how_long_a_step_waits(name: str) -> None:
     window = CoalescingWindow()
-    window.step_done(sequences, 0, step_ns)
-    for sequence in sequences:
-        window.request_arrived(sequence, 2 * MS)
-    window.step_done(sequences, 100 * MS, step_ns)
-    return window
-
-
-def test_it_waits_for_callers_that_came_back_in_time() -> None:
-    window = punctual_window(range(4))
-    window.request_arrived(0, 101 * MS)
-    assert window.remaining_ns(101 * MS, waiting=1) == 9 * MS
-    for sequence in (1, 2, 3):
-        window.request_arrived(sequence, 102 * MS)
-    assert window.remaining_ns(102 * MS, waiting=4) == 0, "all are here"
-
-
-def test_two_halves_that_arrive_during_each_others_steps_join() -> None:
-    window = CoalescingWindow()
-    window.step_done([1, 2], 0, 40 * MS)
-    # The step of the others begins at once, and is over when these are taken, who had come in time.
-    window.step_done([3, 4], 40 * MS, 40 * MS)
-    for sequence in (1, 2):
-        window.request_arrived(sequence, 2 * MS)
-    window.step_done([1, 2], 80 * MS, 40 * MS)
-    for sequence in (3, 4):
-        window.request_arrived(sequence, 42 * MS)
-    assert window.remaining_ns(81 * MS, waiting=2) == 9 * MS
-    for sequence in (1, 2):
-        window.request_arrived(sequence, 83 * MS)
-    assert window.remaining_ns(83 * MS, waiting=4) == 0, "all are here"
-
-
-def test_an_unknown_caller_is_not_waited_for() -> None:
-    window = CoalescingWindow()
-    window.step_done([1, 2], 0, 40 * MS)
-    window.request_arrived(1, 1 * MS)
-    assert window.remaining_ns(1 * MS, waiting=1) == 0
-
-
-def test_a_late_caller_is_not_waited_for_until_it_is_in_time_again() -> None:
-    window = punctual_window(range(2))
-    window.request_arrived(0, 101 * MS)
-    assert window.remaining_ns(111 * MS, waiting=1) == 0, "the window has closed"
-    window.step_done([0], 150 * MS, 40 * MS)
-    window.request_arrived(1, 151 * MS)
-    assert window.remaining_ns(151 * MS, waiting=1) == 9 * MS, "0 was prompt and is expected"
-    window.request_arrived(0, 152 * MS)
-    window.step_done([0, 1], 200 * MS, 40 * MS)
-    window.request_arrived(0, 201 * MS)
-    assert window.remaining_ns(201 * MS, waiting=1) == 0, "1 was late for the step before"
-    window.request_arrived(1, 202 * MS)
-    window.step_done([0, 1], 250 * MS, 40 * MS)
-    window.request_arrived(0, 251 * MS)
-    assert window.remaining_ns(251 * MS, waiting=1) > 0, "1 was prompt this time"
-
-
-def test_a_lone_caller_never_waits() -> None:
-    window = CoalescingWindow()
-    for step in range(5):
-        window.step_done([7], step * 100 * MS, 40 * MS)
-        window.request_arrived(7, step * 100 * MS + 1 * MS)
-        assert window.remaining_ns(step * 100 * MS + 1 * MS, waiting=1) == 0
-
-
-def test_without_queued_requests_there_is_no_wait() -> None:
-    assert punctual_window(range(3)).remaining_ns(100 * MS, waiting=0) == 0
-
-
-def test_the_wait_is_a_share_of_the_step_with_a_maximum() -> None:
-    short = punctual_window(range(3), step_ns=10 * MS)
-    short.request_arrived(0, 100 * MS)
-    assert short.remaining_ns(100 * MS, waiting=1) == int(2.5 * MS)
-    long = punctual_window(range(3), step_ns=1000 * MS)
-    long.request_arrived(0, 100 * MS)
-    assert long.remaining_ns(100 * MS, waiting=1) == 20 * MS
-
-
-def test_a_released_sequence_is_not_expected() -> None:
-    window = punctual_window(range(2))
-    window.request_arrived(0, 101 * MS)
-    window.forget(1)
-    assert window.remaining_ns(101 * MS, waiting=1) == 0
-
-
-def busy_window(gap_ns: int, sequences: range = range(8)) -> CoalescingWindow:
-    """A window after messages of one operation each, `gap_ns` apart; all were answered just now."""
-    window = CoalescingWindow()
-    for message in range(40):
-        window.request_arrived(sequences[message % len(sequences)], message * gap_ns)
-    window.step_done(sequences, 40 * gap_ns, MS // 2)
-    return window
-
-
-def test_messages_that_follow_each_other_closely_are_waited_for() -> None:
-    window = busy_window(MS // 2)
-    window.request_arrived(0, 20 * MS)
-    assert window.remaining_ns(20 * MS, waiting=1) == 2 * MS, (
-        "though nobody came back within a share of a step"
-    )
-    for sequence in range(1, 8):
-        window.request_arrived(sequence, 21 * MS)
-    assert window.remaining_ns(21 * MS, waiting=8) == 0, "all are here"
-
-
-def test_messages_far_apart_are_not_waited_for() -> None:
-    window = busy_window(3 * MS)
-    window.request_arrived(0, 120 * MS)
-    assert window.remaining_ns(120 * MS, waiting=1) == 0
-
-
-def test_a_fast_lone_caller_does_not_wait() -> None:
-    window = busy_window(MS // 2, range(1))
-    window.request_arrived(0, 20 * MS)
-    assert window.remaining_ns(20 * MS, waiting=1) == 0
-
-
-def test_absent_callers_are_forgotten() -> None:
-    window = busy_window(MS // 2)
-    window.step_done([0], 60 * MS, MS // 2)
-    window.request_arrived(0, 60 * MS)
-    assert window.remaining_ns(60 * MS, waiting=1) == 0, "nobody was answered in the last 20 ms but 0"
-
-
-def test_there_is_no_wait_after_a_pause() -> None:
-    window = busy_window(MS // 2)
-    for sequence, now_ns in ((0, 500 * MS), (1, 503 * MS)):
-        window.request_arrived(sequence, now_ns)
-        assert window.remaining_ns(now_ns, waiting=1) == 0
+    for event in STORIES[name]:
+        match event:
+            case Step():
+                window.step_done(list(event.answered), int(event.at * MS), int(event.took * MS))
+            case Arrive():
+                for sequence in event.sequences:
+                    window.request_arrived(sequence, int(event.at * MS))
+            case Wait():
+                assert window.remaining_ns(int(event.at * MS), event.queued) == event.left * MS, event
+            case Release():
+                window.forget(event.sequence)

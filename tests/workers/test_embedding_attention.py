@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from tests.workers.packing import HandPacker, HandSequence, Item, poison
-from workers.kv.tensors import KvTensors, LayerKv
-from workers.models.embedding_attention import EmbeddingAttention, EmbeddingConfig
-from workers.models.errors import ModelError
+from workers.models.embedding_attention import EmbeddingAttention
+from workers.models.model import new_pages
 
 torch.set_num_threads(1)
 
 
-def by_hand(config: EmbeddingConfig, tokens: list[int]) -> list[float]:
+def by_hand(model: EmbeddingAttention, tokens: list[int]) -> list[float]:
     """Logits after the last of the tokens."""
-    vocab, width = config.vocab_size, config.head_dim
-    group_size = config.num_attention_heads // config.num_key_value_heads
+    vocab, layer = model.vocab_size, model.kv_layers[0]
+    width, group_size = layer.key_dim, model.num_heads // layer.kv_heads
 
     def embed(token: int, head: int) -> list[float]:
         row = []
@@ -31,7 +30,7 @@ def by_hand(config: EmbeddingConfig, tokens: list[int]) -> list[float]:
         return sum(x * y for x, y in zip(a, b, strict=True))
 
     logits = [0.0] * vocab
-    for head in range(config.num_key_value_heads):
+    for head in range(layer.kv_heads):
         rows = [embed(token, head) for token in tokens]
         weights = [math.exp(dot(rows[-1], row) / math.sqrt(width)) for row in rows]
         mean = [
@@ -44,22 +43,11 @@ def by_hand(config: EmbeddingConfig, tokens: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        EmbeddingConfig(vocab_size=64),
-        EmbeddingConfig(vocab_size=50, num_attention_heads=4, num_key_value_heads=2, head_dim=8),
-    ],
-    ids=["default", "grouped"],
+    "sizes", [{"vocab_size": 64}, {"vocab_size": 50, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}]
 )
-def test_formula(config: EmbeddingConfig) -> None:
-    model = EmbeddingAttention(config)
-    layer = LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim)
-    kv = KvTensors(
-        [layer] * config.num_hidden_layers,
-        num_pages=9,
-        page_size=16,
-        dtype=torch.float32,
-    )
+def test_formula(sizes: dict[str, int]) -> None:
+    model = EmbeddingAttention("cpu", **sizes)
+    kv = new_pages(model, 9)
     poison(kv)
     packer = HandPacker(16, [7, 2, 5, 1, 8])
     texts = [[5, 9, 9, 41, 0] * 7, [3], [49, 1, 12]]
@@ -68,26 +56,17 @@ def test_formula(config: EmbeddingConfig) -> None:
     model.forward(inputs, kv)
     inputs = packer.pack([Item(sequences[0], texts[0][-1:]), Item(sequences[2], texts[2][-1:])])
     hidden = model.forward(inputs, kv)
-    assert hidden.shape == (2, config.hidden_size)
+    assert hidden.shape == (2, model.num_heads * model.kv_layers[0].key_dim)
     logits = model.logits(hidden)
     assert logits.dtype == torch.float32
     for row, text in zip(logits, (texts[0], texts[2]), strict=True):
-        assert torch.allclose(row, torch.tensor(by_hand(config, text)), rtol=0, atol=1e-4)
+        assert torch.allclose(row, torch.tensor(by_hand(model, text)), rtol=0, atol=1e-4)
 
 
 def test_tokens_are_told_apart() -> None:
     """After one token the likeliest is that token: no two embeddings of the default are alike."""
     model = EmbeddingAttention()
-    kv = KvTensors([LayerKv(2, 16, 16)], num_pages=1024, page_size=16, dtype=torch.float32)
+    kv = new_pages(model, 1024)
     packer = HandPacker(16, range(1024))
     inputs = packer.pack([Item(HandSequence(), [token]) for token in range(1024)])
     assert model.logits(model.forward(inputs, kv)).argmax(-1).tolist() == list(range(1024))
-
-
-def test_sizes_are_checked() -> None:
-    with pytest.raises(ModelError, match="head_dim: must be even"):
-        EmbeddingConfig(head_dim=7)
-    with pytest.raises(ModelError, match="num_attention_heads: must be a multiple"):
-        EmbeddingConfig(num_attention_heads=3)
-    with pytest.raises(ModelError, match="vocab_size: must be at least 1"):
-        EmbeddingConfig(vocab_size=0)

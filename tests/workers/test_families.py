@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,25 +16,33 @@ from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneratio
 from kernels.paged_attention import CUDA_WIDTHS
 from tests.families import MODELS, settings_of
 from tests.kernels.instruction_sets import need_compiled
-from tests.model_factory import float32_losses, hf_greedy, hf_hidden_states, hf_logits, make_family_model
+from tests.model_factory import (
+    TinyModel,
+    float32_losses,
+    hf_logits,
+    hf_states,
+    load_decoder,
+    make_family_model,
+    make_model,
+)
 from tests.workers.packing import (
     HandPacker,
     HandSequence,
     Item,
-    greedy_tokens,
-    hidden_in_chunks,
-    logits_in_chunks,
     poison,
+    rows_in_chunks,
     rows_of_trees,
 )
-from workers.executors.describe import kv_shape
 from workers.kv.tensors import KvTensors
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
+from workers.models.decoder import Decoder
+from workers.models.model import new_pages
 from workers.models.registry import FAMILIES, WRAPPERS
-from workers.models.weights import load_model
 
 torch.set_num_threads(1)
+
+Rows = dict[tuple[int, int], torch.Tensor]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -43,8 +52,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, make_family_model(directory, *settings_of(request.param), seed=7)
 
 
-def new_kv(config: ModelConfig, dtype: torch.dtype = torch.float32) -> KvTensors:
-    kv = KvTensors(num_pages=40, **kv_shape(config, dtype))
+def new_kv(decoder: Decoder) -> KvTensors:
+    kv = new_pages(decoder, 40)
     poison(kv)
     return kv
 
@@ -55,7 +64,7 @@ def new_packer(seed: int) -> HandPacker:
     return HandPacker(16, pages)
 
 
-def texts(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
+def random_texts(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
     dice = random.Random(seed)
     return [[dice.randrange(97) for _ in range(length)] for length in lengths]
 
@@ -76,88 +85,134 @@ def test_the_families_are_told() -> None:
     assert tuple(map(int, [*widths[1].split(", "), widths[2]])) == CUDA_WIDTHS
 
 
+def assert_same(directory: Path, texts: list[list[int]], found: Sequence[Rows]) -> None:
+    for text, rows, losses in zip(texts, found, float32_losses(directory, texts), strict=True):
+        expected = hf_states(directory, text)
+        for (layer, position), row in rows.items():
+            assert (row - expected[layer][position]).abs().max() < losses[layer], (layer, position)
+
+
 def test_mixed_batches_of_random_chunks(made: tuple[str, Path]) -> None:
-    """Three texts grow by random chunks in shared batches; every row's logits are compared."""
+    """Three texts grow by random chunks in shared batches: logits, and hidden states of layers at random."""
     name, directory = made
-    decoder = load_model(directory, pack=True).decoder
-    kv, packer, dice = new_kv(decoder.config), new_packer(1), random.Random(name)
-    whole = texts(2, (1, 33, 70))
-    grown = logits_in_chunks(decoder, whole, kv, packer, dice)
-    for text, found, losses in zip(whole, grown, float32_losses(directory, whole), strict=True):
-        assert (found - hf_logits(directory, text)).abs().max() < losses[-1]
+    decoder, dice = load_decoder(directory, pack=True), random.Random(name)
+    layers, texts = decoder.config.num_hidden_layers, random_texts(2, (1, 33, 104))
+    found = rows_in_chunks(decoder, texts, new_kv(decoder), new_packer(1), dice, layers)
+    assert {layer for rows in found for layer, _ in rows} == set(range(-1, layers + 1))
+    assert_same(directory, texts, found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: torch.dtype) -> None:
-    """One forward of a whole text alone, and the same text in chunks of 1 to 29 tokens beside others."""
+    """A whole text in one forward by itself, and in chunks of 1 to 29 tokens beside others."""
     need_compiled()
     name, directory = made
-    decoder = load_model(directory, dtype, pack=True).decoder
-    whole = texts(6, (1, 40, 90))
-    kv, packer = new_kv(decoder.config, dtype), new_packer(2)
-    grown = logits_in_chunks(decoder, whole, kv, packer, random.Random(name))
-    for text, found in zip(whole, grown, strict=True):
+    decoder, texts = load_decoder(directory, dtype, pack=True), random_texts(6, (1, 40, 90))
+    kv, packer = new_kv(decoder), new_packer(2)
+    for text, found in zip(
+        texts, rows_in_chunks(decoder, texts, kv, packer, random.Random(name)), strict=True
+    ):
         inputs = packer.pack([Item(HandSequence(), text, range(len(text)))])
-        assert torch.equal(found, decoder.logits(decoder.forward(inputs, kv)))
+        alone = decoder.logits(decoder.forward(inputs, kv))
+        assert found
+        for (_, position), row in found.items():
+            assert torch.equal(row, alone[position])
+
+
+def random_shape(seed: int) -> TinyModel:
+    """One of the many shapes that the families' models do not have."""
+    dice = random.Random(seed)
+    kv_heads = dice.choice((1, 2))
+    linear_rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    return TinyModel(
+        vocab_size=dice.randrange(97, 200),
+        hidden_size=dice.choice((32, 48, 96)),
+        intermediate_size=dice.choice((40, 128)),
+        num_layers=dice.randrange(1, 4),
+        heads=kv_heads * (1, 2, 4, 8)[seed % 4],
+        kv_heads=kv_heads,
+        head_dim=(32, 64, 80, 128)[seed // 4 % 4],
+        tied=dice.random() < 0.5,
+        seed=seed,
+        max_shard_bytes=dice.choice((None, 100_000)),
+        extra={"attention_bias": True} if seed % 3 else {"rope_parameters": linear_rope},
+    )
+
+
+@pytest.mark.parametrize("seed", range(0, 16, 3))
+def test_models_of_any_shape(seed: int, tmp_path: Path) -> None:
+    directory = make_model(tmp_path, random_shape(seed))
+    decoder, texts = load_decoder(directory, pack=True), random_texts(seed, (1, 17, 50, 75))
+    found = rows_in_chunks(decoder, texts, new_kv(decoder), new_packer(seed), random.Random(seed))
+    assert_same(directory, texts, found)
 
 
 def test_a_matrix_that_is_off_by_a_thousandth_is_noticed(tmp_path: Path) -> None:
     """In the family whose rounding errors are the largest."""
     directory = make_family_model(tmp_path, *settings_of("gemma"), seed=7)
-    decoder = load_model(directory).decoder
+    decoder = load_decoder(directory)
     decoder.targets()["model.layers.3.self_attn.o_proj.weight"].tensor.mul_(1.001)
     decoder.pack()
-    whole = texts(2, (33, 70))
-    grown = logits_in_chunks(decoder, whole, new_kv(decoder.config), new_packer(1), random.Random(1))
-    for text, found, losses in zip(whole, grown, float32_losses(directory, whole), strict=True):
-        assert (found - hf_logits(directory, text)).abs().max() > losses[-1]
+    for text in random_texts(2, (33, 70)):
+        found = rows_in_chunks(decoder, [text], new_kv(decoder), new_packer(1), random.Random(1))
+        with pytest.raises(AssertionError):
+            assert_same(directory, [text], found)
 
 
 def test_each_token_of_a_tree_is_as_on_its_own_path(made: tuple[str, Path]) -> None:
     _, directory = made
-    decoder = load_model(directory, pack=True).decoder
-    paths = rows_of_trees(decoder, new_kv(decoder.config), new_packer(6))
+    decoder = load_decoder(directory, pack=True)
+    paths = rows_of_trees(decoder, new_kv(decoder), new_packer(6))
     bounds = float32_losses(directory, [path for path, _ in paths])
     for (path, found), losses in zip(paths, bounds, strict=True):
         expected = hf_logits(directory, path)[-len(found) :]
         assert (found - expected).abs().max() < losses[-1]
 
 
-def test_hidden_states_of_any_layer_are_those_of_transformers(made: tuple[str, Path]) -> None:
-    """By the library's own numbering, of rows and layers picked at random from shared batches."""
-    name, directory = made
-    decoder = load_model(directory, pack=True).decoder
-    layers = decoder.config.num_hidden_layers
-    whole = texts(10, (1, 33, 70))
-    kv, packer, dice = new_kv(decoder.config), new_packer(6), random.Random(name)
-    found = hidden_in_chunks(decoder, whole, kv, packer, dice, layers)
-    assert {layer for states in found for layer, _ in states} == set(range(layers + 1))
-    for text, states, losses in zip(whole, found, float32_losses(directory, whole), strict=True):
-        expected = hf_hidden_states(directory, text)
-        for (layer, position), state in states.items():
-            error = (state - expected[layer, position]).abs().max()
-            assert error < losses[layer], (layer, position)
-
-
-def test_64_greedy_tokens_are_identical(made: tuple[str, Path]) -> None:
-    _, directory = made
-    decoder = load_model(directory, pack=True).decoder
-    kv, packer = new_kv(decoder.config), new_packer(3)
-    prompts = texts(4, (5, 40))
-    chosen = greedy_tokens(decoder, prompts, kv, packer, 64)
-    for prompt, text in zip(prompts, chosen, strict=True):
-        assert text == hf_greedy(directory, prompt, 64)
+def test_only_the_slots_of_its_tokens_are_written_and_inputs_are_not(tmp_path: Path) -> None:
+    """With rows in any order, and with none."""
+    directory = make_model(tmp_path, TinyModel())
+    decoder = load_decoder(directory)
+    kv, packer, sequence = new_kv(decoder), new_packer(4), HandSequence()
+    (text,) = random_texts(7, (31,))
+    slots = set()
+    for tokens, wanted in ((text[:21], ()), (text[21:], (9, 0, 7))):
+        inputs = packer.pack([Item(sequence, tokens, wanted)])
+        before = copy.deepcopy(inputs)
+        logits = decoder.logits(decoder.forward(inputs, kv))
+        assert str(inputs) == str(before) and logits.shape == (len(wanted), 97)
+        slots.update(inputs.slots.tolist())
+        for layer in range(kv.num_layers):
+            for pages in kv.layer(layer):
+                written = ~pages.isnan().flatten(0, 1).flatten(1).any(1)
+                assert set(written.nonzero().flatten().tolist()) == slots
+        assert_same(
+            directory, [text], [{(-1, 21 + row): one for row, one in zip(wanted, logits, strict=True)}]
+        )
 
 
 def test_bfloat16_errs_no_more_than_transformers(made: tuple[str, Path]) -> None:
+    assert_errs_no_more_than_transformers(made[1], torch.bfloat16)
+
+
+def test_float16_errs_no_more_than_transformers(tmp_path: Path) -> None:
+    assert_errs_no_more_than_transformers(make_model(tmp_path, TinyModel()), torch.float16)
+
+
+def test_a_tied_head_that_is_packed_beside_its_file_errs_no_more(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, TinyModel(tied=True, dtype="bfloat16"))
+    assert_errs_no_more_than_transformers(directory, torch.bfloat16)
+
+
+def assert_errs_no_more_than_transformers(directory: Path, dtype: torch.dtype) -> None:
     """Both round differently; against float32 ours may err at most twice as much."""
-    _, directory = made
-    decoder = load_model(directory, torch.bfloat16, pack=True).decoder
-    (text,) = texts(8, (60,))
+    decoder = load_decoder(directory, dtype, pack=True)
+    (text,) = random_texts(8, (60,))
     exact = hf_logits(directory, text)
-    theirs = (hf_logits(directory, text, torch.bfloat16) - exact).abs().mean()
+    theirs = (hf_logits(directory, text, dtype) - exact).abs().mean()
     inputs = new_packer(5).pack([Item(HandSequence(), text, range(60))])
-    logits = decoder.logits(decoder.forward(inputs, new_kv(decoder.config, torch.bfloat16)))
+    logits = decoder.logits(decoder.forward(inputs, new_kv(decoder)))
+    assert logits.dtype == dtype
     assert (logits.float() - exact).abs().mean() <= 2 * theirs
 
 
@@ -234,11 +289,10 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
     torch.manual_seed(1)
     whole = Gemma3ForConditionalGeneration(config).eval()  # type: ignore[no-untyped-call]
     whole.save_pretrained(tmp_path)
-    loaded = load_model(tmp_path)
-    (text,) = texts(9, (40,))
+    decoder = load_decoder(tmp_path)
+    (text,) = random_texts(9, (40,))
     with torch.inference_mode():
         expected = whole(torch.tensor([text]), use_cache=False).logits[0]
     inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
-    decoder = loaded.decoder
-    logits = decoder.logits(decoder.forward(inputs, new_kv(loaded.config)))
+    logits = decoder.logits(decoder.forward(inputs, new_kv(decoder)))
     assert (logits - expected).abs().max() < float32_losses(tmp_path, [text])[0, -1]

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.model_factory import TinyModel, hf_hidden_states, make_model
-from workers.executors.errors import NoSuchLayer
+from tests.model_factory import TinyModel, hf_states, make_model
+from tests.workers.stepping import Worker
+from workers.executors.errors import ExecutorError
 from workers.executors.llm import LlmExecutor
 from workers.models.hidden_states import HiddenStateCapture
 from workers.operations import (
@@ -17,12 +18,9 @@ from workers.operations import (
     Kind,
     LogitsFormat,
     OutputSpec,
-    Result,
     RowOutput,
 )
 from workers.runners.base import StepResult
-from workers.scheduler import Scheduler
-from workers.step_loop import StepLoop
 
 torch.set_num_threads(1)
 
@@ -43,11 +41,11 @@ def executor(directory: Path) -> LlmExecutor:
 
 def assert_is(output: RowOutput, directory: Path, tokens: list[int], layers: list[int]) -> None:
     """Of the last of these tokens."""
-    expected = hf_hidden_states(directory, tokens)[:, -1]
+    expected = hf_states(directory, tokens)
     assert output.hidden_format is LogitsFormat.F32 and len(output.hidden) == len(layers)
     for layer, data in zip(layers, output.hidden, strict=True):
         state = torch.frombuffer(bytearray(data), dtype=torch.float32)
-        assert (state - expected[layer]).abs().max() < RELATIVE_ERROR * expected[layer].abs().max()
+        assert (state - expected[layer][-1]).abs().max() < RELATIVE_ERROR * expected[layer].abs().max()
 
 
 def test_items_of_a_step_ask_for_different_layers(executor: LlmExecutor, directory: Path) -> None:
@@ -89,7 +87,7 @@ def test_who_does_not_ask_pays_nothing(executor: LlmExecutor, monkeypatch: pytes
 
 def test_layers_that_are_not_there(executor: LlmExecutor) -> None:
     for layers in ([3], [0, -1]):
-        with pytest.raises(NoSuchLayer):
+        with pytest.raises(ExecutorError, match="hidden states of layers"):
             executor.prefill(1, PROMPT, OutputSpec(hidden=HiddenSpec(layers)))
 
 
@@ -98,22 +96,13 @@ def test_a_worker_that_guesses_answers_equally(
     executor: LlmExecutor, directory: Path, *, plain_first: bool
 ) -> None:
     """Also one that has guessed an append, and is asked for it with hidden states."""
-    results: list[Result] = []
-    loop = StepLoop(
-        executor.engine, Scheduler(64, 8, max_rows=8), results.extend, 200, prelaunch_unrequested=True
-    )
+    worker = Worker(executor.engine, limits=(64, 8, 8), max_seq_tokens=200)
 
     def ask(op: Forward) -> RowOutput:
-        loop.submit([op])
-        while not results:
-            loop.take()
-            loop.flush()
-            loop.step()
-            loop.flush()
-        done = results.pop()
-        assert isinstance(done, Forward) and done.op_id == op.op_id
-        while loop.operations_in_flight:  # what is guessed is computed before it is asked for
-            loop.step()
+        done = worker.answers(op)[op.op_id]
+        while worker.loop.operations_in_flight:  # what is guessed is computed before it is asked for
+            worker.round()
+        assert isinstance(done, Forward)
         return done.outputs[-1]
 
     text = list(PROMPT)

@@ -19,27 +19,27 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.workers.packing import (
     HandPacker,
-    hidden_in_chunks,
-    logits_in_chunks,
     poison,
+    rows_in_chunks,
     rows_of_trees,
 )
-from workers.kv.tensors import KvTensors
+from workers.executors.loading import TRANSFORMERS, load_served
 from workers.models.errors import ModelError
 from workers.models.library.gathered_model import GatheredModel
-from workers.models.library.library_model import LibraryModel
+from workers.models.library.library_model import EAGER, LibraryModel
 from workers.models.library.loading import (
-    LoadedLibraryModel,
     load_library_model,
     make_library_model,
     plan_library_model,
 )
-from workers.models.library.packed_model import PackedModel
 from workers.models.library.parity_check import check_loaded, check_scaled_down
+from workers.models.library.settings import LibrarySettings, read_settings
+from workers.models.model import ModelDescription, new_pages
 from workers.models.values import warn_outside
 
 torch.set_num_threads(1)
 
+CPU = torch.device("cpu")
 PAGE_SIZE, PAGES = 16, 48
 VOCAB = 97
 # float32 with sums of a few hundred terms over a few layers: about ten times what is measured.
@@ -119,10 +119,6 @@ RUN = """
 
 # With attention of their own: these run text by text.
 GATHERED = "bloom codegen diffllama falcon gpt_neo gpt_neox_japanese gptj mpt xglm"
-# One of each kind of code that hands out hidden states: in every run.
-SAMPLE = (
-    "bloom codegen cohere deepseek_v3 falcon gemma3_text gpt2 gpt_oss llama4_text minicpm3 mpt opt phimoe"
-)
 
 
 def tiny_config(model_type: str, **more: Any) -> PreTrainedConfig:
@@ -154,74 +150,42 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> None:
     model.train(mode=False)
 
 
-def worst_error(model: LibraryModel, seed: int = 0) -> float:
-    """The largest relative error over texts that grow by random chunks in shared batches."""
-    kv = KvTensors(model.layers, num_pages=PAGES, page_size=PAGE_SIZE, dtype=torch.float32)
-    poison(kv)
-    dice = random.Random(seed)
+def check_over_pages(model: LibraryModel) -> None:
+    """Texts that grow by random chunks in shared batches over NaN, and trees, are as the library has them."""
+    dice = random.Random(0)
     packer = HandPacker(PAGE_SIZE, dice.sample(range(1, PAGES), PAGES - 1))
     texts = [[dice.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 50, 70)]
-    grown = logits_in_chunks(model, texts, kv, packer, dice)
-    errors = []
-    for text, found in zip(texts, grown, strict=True):
-        expected = model.plain_logits(torch.tensor(text))
-        errors.append(((found - expected).abs().max() / expected.abs().max()).item())
-    return max(errors)
-
-
-@pytest.mark.parametrize("model_type", RUN.split())
-def test_mixed_batches_of_random_chunks(model_type: str) -> None:
-    """Four texts grow by random chunks in shared batches over NaN; every row's logits are compared."""
-    assert worst_error(PackedModel(tiny_model(model_type))) < RELATIVE_ERROR
-
-
-@pytest.mark.parametrize("model_type", RUN.split())
-def test_each_token_of_a_tree_is_as_on_its_own_path(model_type: str) -> None:
-    model = PackedModel(tiny_model(model_type))
-    kv = KvTensors(model.layers, num_pages=PAGES, page_size=PAGE_SIZE, dtype=torch.float32)
+    layers = len(model.kv_layers) if model.has_hidden_states else None
+    kv = new_pages(model, PAGES)
     poison(kv)
-    packer = HandPacker(PAGE_SIZE, range(1, PAGES))
-    for path, found in rows_of_trees(model, kv, packer):
-        expected = model.plain_logits(torch.tensor(path))[-len(found) :]
-        assert (found - expected).abs().max() < RELATIVE_ERROR * expected.abs().max()
+    for text, rows in zip(texts, rows_in_chunks(model, texts, kv, packer, dice, layers), strict=True):
+        with model._use_attention(EAGER), torch.inference_mode():
+            plain = model.module(
+                torch.tensor([text]), use_cache=False, output_hidden_states=layers is not None
+            )
+        expected = [*(plain.hidden_states or ()), plain.logits]
+        for (layer, position), row in rows.items():
+            largest = expected[layer].abs().max()
+            assert (row - expected[layer][0, position]).abs().max() < RELATIVE_ERROR * largest
+    if model.takes_trees:
+        poison(kv)
+        for path, found in rows_of_trees(model, kv, HandPacker(PAGE_SIZE, range(1, PAGES))):
+            expected_rows = model.plain_logits(torch.tensor(path))
+            largest = expected_rows.abs().max()
+            assert (found - expected_rows[-len(found) :]).abs().max() < RELATIVE_ERROR * largest
 
 
-@pytest.mark.parametrize("model_type", GATHERED.split())
-def test_text_by_text(model_type: str) -> None:
-    """The same, for models whose attention is their own."""
+@pytest.mark.parametrize("model_type", (RUN + GATHERED).split())
+def test_a_family_over_pages_computes_what_the_library_does(model_type: str) -> None:
     model = make_library_model(tiny_model(model_type))
-    assert isinstance(model, GatheredModel) and worst_error(model) < RELATIVE_ERROR
+    assert isinstance(model, GatheredModel) == (model_type in GATHERED.split())
+    assert model.has_hidden_states
+    check_over_pages(model)
 
 
 def test_a_packed_model_runs_text_by_text_as_well() -> None:
     """Two ways to the same logits."""
-    assert worst_error(GatheredModel(tiny_model("gemma2"))) < RELATIVE_ERROR
-
-
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        pytest.param(name, marks=() if name in SAMPLE.split() else pytest.mark.thorough)
-        for name in (RUN + GATHERED).split()
-    ],
-)
-def test_hidden_states_are_those_the_library_hands_out(model_type: str) -> None:
-    """From shared batches over NaN, of rows and layers picked at random."""
-    model = make_library_model(tiny_model(model_type))
-    assert model.has_hidden_states
-    kv = KvTensors(model.layers, num_pages=PAGES, page_size=PAGE_SIZE, dtype=torch.float32)
-    poison(kv)
-    dice = random.Random(3)
-    packer = HandPacker(PAGE_SIZE, dice.sample(range(1, PAGES), PAGES - 1))
-    texts = [[dice.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 50)]
-    found = hidden_in_chunks(model, texts, kv, packer, dice, len(model.layers))
-    plain = tiny_model(model_type)
-    for text, states in zip(texts, found, strict=True):
-        with torch.inference_mode():
-            expected = plain(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
-        for (layer, position), state in states.items():
-            error = (state - expected[layer][0, position]).abs().max()
-            assert error < RELATIVE_ERROR * expected[layer].abs().max(), (layer, position)
+    check_over_pages(GatheredModel(tiny_model("gemma2")))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "bloom"])
@@ -238,7 +202,8 @@ def test_a_model_that_hands_out_none_is_served_without(model_type: str) -> None:
 
     module.forward = forward
     model = make_library_model(module)
-    assert not model.has_hidden_states and worst_error(model) < RELATIVE_ERROR
+    assert not model.has_hidden_states
+    check_over_pages(model)
 
 
 def directory_of(model_type: str, directory: Path, **more: Any) -> Path:
@@ -253,16 +218,17 @@ def test_a_directory_is_the_model_it_was_saved_from(model_type: str, tmp_path: P
     directory = directory_of(model_type, tmp_path)
     told: list[tuple[int, int]] = []
     plan = plan_library_model(directory)
-    loaded = load_library_model(plan, lambda *both: told.append(both))
+    model, description = load_library_model(plan, lambda *both: told.append(both))
     tokens = torch.tensor([5, 9, 2, 77, 30])
     with torch.inference_mode():
         expected = tiny_model(model_type)(input_ids=tokens[None], use_cache=False).logits[0]
-    assert torch.allclose(loaded.model.plain_logits(tokens), expected, rtol=0, atol=1e-4)
+    assert torch.allclose(model.plain_logits(tokens), expected, rtol=0, atol=1e-4)
     assert told[-1][0] == told[-1][1] and [done for done, _ in told] == sorted(done for done, _ in told)
-    assert loaded.config.vocab_size == VOCAB and loaded.config.eos_token_ids == (2,)
-    assert load_checked(directory).fingerprint == loaded.fingerprint
-    (copy_error, error) = check_scaled_down(directory, plan.settings), check_loaded(directory, loaded)
-    assert copy_error is not None and max(copy_error, error) < RELATIVE_ERROR
+    assert description.vocab_size == VOCAB and description.eos_token_ids == (2,)
+    assert load_checked(directory).fingerprint == description.fingerprint
+    scaled_down = check_scaled_down(directory, plan.settings)
+    assert scaled_down is not None
+    assert max(scaled_down, check_loaded(directory, model, description)) < RELATIVE_ERROR
 
 
 def test_an_end_token_outside_the_vocabulary_is_ignored_with_a_warning(
@@ -272,24 +238,20 @@ def test_an_end_token_outside_the_vocabulary_is_ignored_with_a_warning(
     for file in (directory / "config.json", directory / "generation_config.json"):
         file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": VOCAB}))
     warn_outside.cache_clear()
-    assert load_checked(directory).config.eos_token_ids == ()
+    assert load_checked(directory).eos_token_ids == ()
     assert f"eos_token_id {VOCAB} is outside the vocabulary of {VOCAB} tokens" in caplog.text
 
 
 def test_bfloat16_is_within_its_rounding(tmp_path: Path) -> None:
     directory = directory_of("mixtral", tmp_path)
-    loaded = load_library_model(plan_library_model(directory, "bfloat16"))
-    assert loaded.model.dtype == torch.bfloat16
-    assert 1e-4 < check_loaded(directory, loaded) < 0.0625
+    model, description = load_library_model(plan_library_model(directory, "bfloat16"))
+    assert model.dtype == torch.bfloat16
+    assert 1e-4 < check_loaded(directory, model, description) < 0.0625
 
 
-def load_checked(directory: Path, dtype: str = "auto") -> LoadedLibraryModel:
+def load_checked(directory: Path) -> ModelDescription:
     """Load with all checks, as a worker does."""
-    plan = plan_library_model(directory, dtype)
-    check_scaled_down(directory, plan.settings)
-    loaded = load_library_model(plan)
-    check_loaded(directory, loaded)
-    return loaded
+    return load_served(directory, "auto", CPU, None, backend=TRANSFORMERS, self_check=True)[1]
 
 
 def refusal(directory: Path) -> str:
@@ -396,7 +358,7 @@ def test_code_of_a_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.Monk
     file = directory / "config.json"
     auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": auto_map}))
-    assert load_checked(directory).config.model_type == "cohere"
+    assert load_checked(directory).architecture == "cohere"
 
 
 def change_config(directory: Path, **settings: Any) -> None:
@@ -424,3 +386,60 @@ def test_experts_of_which_a_token_goes_through_none_are_refused(tmp_path: Path) 
 def test_a_model_whose_tokens_see_those_that_follow_is_refused(tmp_path: Path) -> None:
     tiny_model("gemma3_text", use_bidirectional_attention=True).save_pretrained(tmp_path)
     assert "use_bidirectional_attention: must be false" in refusal(tmp_path)
+
+
+SMALLEST: dict[str, Any] = {"model_type": "gpt_neox", "vocab_size": 97, "hidden_size": 64}
+
+
+def read(directory: Path, config: dict[str, Any]) -> LibrarySettings:
+    (directory / "config.json").write_text(json.dumps(config))
+    return read_settings(directory)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_max_length": 10**30},
+        {"model_max_length": 1e30},
+        {"training": {"tokens_seen": 3 * 10**12}},
+        {"num_labels": 10**9},  # the library would make a table of them
+    ],
+)
+def test_a_name_that_the_library_does_not_know_is_left_out(settings: dict[str, Any], tmp_path: Path) -> None:
+    found = read(tmp_path, SMALLEST | settings)
+    assert found.vocab_size == 97 and len(found.config.id2label or ()) < 10
+    assert found.digest != read(tmp_path, SMALLEST).digest
+
+
+@pytest.mark.parametrize("longest", [10 * 2**20, 100 * 2**20])
+def test_long_texts_are_no_size(longest: int, tmp_path: Path) -> None:
+    assert read(tmp_path, SMALLEST | {"max_position_embeddings": longest}).max_position_embeddings == longest
+
+
+def test_the_same_of_a_part(tmp_path: Path) -> None:
+    text = {"max_position_embeddings": 10 * 2**20, "vocab_size": 97, "model_max_length": 10**30}
+    found = read(tmp_path, {"model_type": "llama4", "text_config": text})
+    assert (found.max_position_embeddings, found.vocab_size) == (10 * 2**20, 97)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "why"),
+    [
+        (
+            "gpt_neox",
+            {"max_position_embeddings": 10**12},
+            "max_position_embeddings: must be at most 134217728",
+        ),
+        ("gpt2", {"n_positions": 1 << 25}, "n_positions: must be at most 16777216"),
+        ("mpt", {"max_seq_len": 1 << 25}, "max_seq_len: must be at most 16777216"),
+        ("llama4", {"text_config": {"hidden_size": 1 << 30}}, "hidden_size: must be at most 1048576"),
+        ("gemma3", {"vision_config": {"image_size": 1 << 30}}, "image_size: must be at most"),
+        ("gpt_neox", {"partial": 10**400}, "partial: must be at most"),
+        ("gpt_neox", {"rope_parameters": {"factor": 10**30}}, "factor: must be at most"),
+    ],
+)
+def test_what_would_be_built_is_refused(
+    model_type: str, settings: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=why):
+        read(tmp_path, {"model_type": model_type} | settings)

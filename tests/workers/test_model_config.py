@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, Qwen3Config
+from transformers import AutoConfig
 
 from kernels.rope import RopeSpec, rope_frequencies
 from tests.model_factory import TinyModel, hf_config
@@ -276,10 +276,6 @@ def test_the_window_of_mistral_counts_by_itself() -> None:
 
 def test_what_qwen3_ignores_is_ignored() -> None:
     assert set(windows_of(read(use_sliding_window=..., sliding_window=9))) == {None}
-
-
-def test_the_full_config_of_transformers_loads() -> None:
-    assert ModelConfig.from_settings(Qwen3Config().to_dict()).num_hidden_layers == 32
 
 
 def test_keys_without_effect_load() -> None:

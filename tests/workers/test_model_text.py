@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from service.api.validation import RequestLimits, check_output
 from tests.chat_templates import TEMPLATES, byte_tokenizer
-from workers.executors.describe import model_id_of
+from workers.executors.llm import model_id_of
 from workers.models.chat_template import MAX_BYTES, ChatTemplate, read_chat_template
 from workers.models.errors import ModelError
 from workers.models.generation_defaults import SamplingDefaults, read_sampling_defaults

@@ -49,25 +49,25 @@ def _packed(model: LibraryModel) -> list[str]:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_packed_model_is_the_model_of_its_files(tied: bool, tmp_path: Path) -> None:
     """All projections are packed; a head that is the embedding as well is not."""
-    loaded = load_library_model(plan_library_model(_llama(tmp_path, tied=tied)))
+    model, description = load_library_model(plan_library_model(_llama(tmp_path, tied=tied)))
     of_a_layer = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    assert sorted(_packed(loaded.model)) == sorted(2 * of_a_layer + ([] if tied else ["lm_head"]))
+    assert sorted(_packed(model)) == sorted(2 * of_a_layer + ([] if tied else ["lm_head"]))
     tokens = torch.tensor([5, 9, 2, 77, 30])
     peer = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
     with torch.inference_mode():
         expected = peer(input_ids=tokens[None], use_cache=False).logits[0]
     # What the self-check compares with are the library's own products of the same weights.
-    assert torch.equal(loaded.model.plain_logits(tokens), expected)
-    check_loaded(tmp_path, loaded)
+    assert torch.equal(model.plain_logits(tokens), expected)
+    check_loaded(tmp_path, model, description)
 
 
 def test_a_packing_mistake_shows_in_the_self_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that multiplies wrongly is not what it is compared with."""
     wrong = "workers.models.library.packed_linear.linear"
     monkeypatch.setattr(wrong, lambda x, weight, bias: x.new_zeros(len(x), len(weight)).normal_())
-    loaded = load_library_model(plan_library_model(_llama(tmp_path)))
+    model, description = load_library_model(plan_library_model(_llama(tmp_path)))
     with pytest.raises(Exception, match="differs from its plain forward"):
-        check_loaded(tmp_path, loaded)
+        check_loaded(tmp_path, model, description)
 
 
 def _layer(outputs: int, *, bias: bool = True) -> nn.Linear:
@@ -134,8 +134,8 @@ def resident(what):
 load_library_model(plan_library_model(sys.argv[2]))
 plan = plan_library_model(sys.argv[1])
 before = resident("VmHWM")
-loaded = load_library_model(plan)
-print(before, resident("VmHWM"), resident("VmRSS"), loaded.weight_bytes)
+model, description = load_library_model(plan)
+print(before, resident("VmHWM"), resident("VmRSS"), description.weight_bytes)
 """
 
 

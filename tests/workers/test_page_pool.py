@@ -1,191 +1,161 @@
-"""PagePool and PrefixIndex: states of a page, eviction order, and that the checks can fail."""
+"""PagePool against a plain model of it; and its checks can fail."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from workers.kv.page_pool import IntegrityError, OutOfPages, PagePool
-from workers.kv.prefix_index import DIGEST_BYTES, PrefixIndex, page_digest, root_digest
+from workers.kv.page_pool import DIGEST_BYTES, IntegrityError, OutOfPages, PagePool, page_digest, root_digest
+
+PAGES = 5
+CALLS = st.sampled_from(["allocate", "store", "store", "incref", "decref", "publish", "unpublish"])
 
 
 def digest(n: int) -> bytes:
     return n.to_bytes(DIGEST_BYTES, "little")
 
 
-def counts(pool: PagePool) -> tuple[int, int, int]:
-    pool.check_integrity()
-    return pool.free, pool.cached, pool.referenced
+class PlainPool:
+    """The same in lists: free pages, the one freed last at the end; cached ones, the oldest first."""
+
+    def __init__(self) -> None:
+        self.free = list(range(PAGES - 1, -1, -1))
+        self.cached: list[int] = []
+        self.references = [0] * PAGES
+        self.index: dict[int, bytes] = {}
+
+    def allocate(self, count: int) -> list[int]:
+        if count > len(self.free) + len(self.cached):
+            raise OutOfPages(count, len(self.free) + len(self.cached))
+        pages = [self.free.pop() if self.free else self.cached.pop(0) for _ in range(count)]
+        for page in pages:
+            self.references[page] = 1
+            self.index.pop(page, None)
+        return pages
+
+    def incref(self, page: int, _: int) -> None:
+        if page in self.free:
+            raise IntegrityError
+        if page in self.cached:
+            self.cached.remove(page)
+        self.references[page] += 1
+
+    def decref(self, page: int, _: int) -> None:
+        self._check_referenced(page)
+        self.references[page] -= 1
+        if not self.references[page]:
+            (self.cached if page in self.index else self.free).append(page)
+
+    def publish(self, page: int, number: int) -> bool:
+        self._check_referenced(page)
+        if page in self.index or digest(number) in self.index.values():
+            return False
+        self.index[page] = digest(number)
+        return True
+
+    def unpublish(self, page: int, _: int) -> None:
+        self._check_referenced(page)
+        self.index.pop(page, None)
+
+    def store(self, _: int, number: int) -> int:
+        (page,) = self.allocate(1)
+        self.publish(page, number)
+        self.decref(page, 0)
+        return page
+
+    def _check_referenced(self, page: int) -> None:
+        if not self.references[page]:
+            raise IntegrityError
 
 
-def test_a_page_goes_from_free_to_referenced_to_cached_and_back() -> None:
-    pool = PagePool(3)
-    [page] = pool.allocate(1)
-    assert counts(pool) == (2, 0, 1)
-    assert pool.publish(page, digest(1))
-    pool.decref(page)
-    assert counts(pool) == (2, 1, 0)
-    found = pool.lookup(digest(1))
-    assert found == page
-    pool.incref(page)
-    assert counts(pool) == (2, 0, 1)
-    pool.unpublish(page)
-    assert pool.lookup(digest(1)) is None
-    pool.decref(page)
-    assert counts(pool) == (3, 0, 0)
+@given(st.lists(st.tuples(CALLS, st.integers(0, PAGES - 1), st.integers(0, 3)), max_size=40))
+def test_a_pool_is_its_plain_model(calls: list[tuple[str, int, int]]) -> None:
+    """Also what it refuses, which changes nothing."""
+    pool, plain = PagePool(PAGES), PlainPool()
+    ours: dict[str, Callable[[int, int], object]] = {
+        "allocate": lambda _, count: pool.allocate(count),
+        "incref": lambda page, _: pool.incref(page),
+        "decref": lambda page, _: pool.decref(page),
+        "store": lambda _, number: store(number),
+        "publish": lambda page, number: pool.publish(page, digest(number)),
+        "unpublish": lambda page, _: pool.unpublish(page),
+    }
+    theirs = {name: getattr(plain, name) for name in ours} | {"allocate": lambda _, n: plain.allocate(n)}
 
-
-def test_allocate_is_all_or_nothing() -> None:
-    pool = PagePool(4)
-    held = pool.allocate(2)
-    pool.publish(held[0], digest(1))
-    pool.decref(held[0])
-    with pytest.raises(OutOfPages) as caught:
-        pool.allocate(4)
-    assert (caught.value.needed, caught.value.available) == (4, 3)
-    assert counts(pool) == (2, 1, 1)
-    assert pool.lookup(digest(1)) == held[0]
-    assert sorted([*pool.allocate(3), held[1]]) == [0, 1, 2, 3]
-    assert pool.evicted_pages == 1
-
-
-def test_pages_are_evicted_least_recently_used_first_and_free_ones_before() -> None:
-    pool = PagePool(4)
-    pages = pool.allocate(3)
-    for n, page in enumerate(pages):
-        pool.publish(page, digest(n))
-    for page in pages:
+    def store(number: int) -> int:
+        """Cache a page."""
+        (page,) = pool.allocate(1)
+        pool.publish(page, digest(number))
         pool.decref(page)
-    pool.incref(pages[0])
-    pool.decref(pages[0])
-    assert pool.allocate(1) == [3]
-    assert pool.evicted_pages == 0
-    assert [pool.allocate(1)[0] for _ in range(3)] == [pages[1], pages[2], pages[0]]
-    assert pool.evicted_pages == 3
-    assert all(pool.lookup(digest(n)) is None for n in range(3))
+        return page
+
+    for name, page, number in calls:
+        answers: list[object] = []
+        for side in (ours, theirs):
+            try:
+                answers.append(side[name](page, number))
+            except OutOfPages as error:
+                answers.append((error.needed, error.available))
+            except IntegrityError:
+                answers.append("refused")
+        assert answers[0] == answers[1], (name, page, number)
+        pool.check_integrity()
+        assert (pool.free, pool.cached) == (len(plain.free), len(plain.cached))
+        assert pool.referenced == PAGES - pool.available
+        assert [pool.refcount(one) for one in range(PAGES)] == plain.references
+        assert {one: pool.digest_of(one) for one in range(PAGES)} == {
+            one: plain.index.get(one) for one in range(PAGES)
+        }
+        by_digest = {value: one for one, value in plain.index.items()}
+        assert [pool.lookup(digest(n)) for n in range(4)] == [by_digest.get(digest(n)) for n in range(4)]
+    evicted, cached = pool.evicted_pages, pool.cached
+    while pool.available:
+        assert pool.allocate(1) == plain.allocate(1)
+    assert pool.evicted_pages == evicted + cached
 
 
-def test_a_shared_page_stays_until_its_last_reference_goes() -> None:
-    pool = PagePool(1)
-    [page] = pool.allocate(1)
-    pool.incref(page)
-    pool.decref(page)
-    assert pool.refcount(page) == 1
-    with pytest.raises(OutOfPages):
-        pool.allocate(1)
-    pool.decref(page)
-    assert pool.allocate(1) == [page]
+# Of four pages 0 is referenced, 1 is cached, and 2 and 3 are free.
+CORRUPTIONS: dict[str, Callable[[PagePool], object]] = {
+    "a page is leaked": lambda pool: pool._free.popitem(),
+    "a page that does not exist is free": lambda pool: pool._free.update({4: None}),
+    "a page in use is free": lambda pool: pool._free.update({0: None}),
+    "a reference is lost": lambda pool: pool._refcounts.__setitem__(0, 0),
+    "references are below zero": lambda pool: pool._refcounts.__setitem__(2, -1),
+    "a cached page has no digest": lambda pool: pool._discard(1),
+    "a free page has a digest": lambda pool: (
+        pool._page_of.update({digest(9): 2}), pool._digest_of.update({2: digest(9)}),
+    ),
+    "a digest has a page that does not have it": lambda pool: pool._page_of.update({digest(9): 0}),
+}  # fmt: skip
 
 
-def test_a_digest_keeps_its_first_page() -> None:
-    pool = PagePool(2)
-    first, second = pool.allocate(2)
-    assert pool.publish(first, digest(1))
-    assert not pool.publish(second, digest(1))
-    assert not pool.publish(first, digest(2))
-    assert pool.lookup(digest(1)) == first
-    assert not pool.is_indexed(second)
-    pool.check_integrity()
-
-
-def test_misuse_is_refused() -> None:
-    pool = PagePool(2)
-    with pytest.raises(IntegrityError):
-        pool.incref(0)
-    with pytest.raises(IntegrityError):
-        pool.decref(0)
-    with pytest.raises(IntegrityError):
-        pool.publish(0, digest(1))
-    with pytest.raises(IntegrityError):
-        pool.unpublish(0)
-    with pytest.raises(ValueError, match="num_pages"):
-        PagePool(0)
-    assert counts(pool) == (2, 0, 0)
-
-
-def leak_a_page(pool: PagePool) -> None:
-    pool._free.popitem()
-
-
-def free_a_page_that_does_not_exist(pool: PagePool) -> None:
-    pool._free[4] = None
-
-
-def free_a_page_in_use(pool: PagePool) -> None:
-    pool._free[0] = None
-
-
-def lose_a_reference(pool: PagePool) -> None:
-    pool._refcounts[0] -= 1
-
-
-def count_below_zero(pool: PagePool) -> None:
-    pool._refcounts[next(iter(pool._free))] = -1
-
-
-def forget_a_cached_digest(pool: PagePool) -> None:
-    pool._index.discard(1)
-
-
-def index_a_free_page(pool: PagePool) -> None:
-    pool._index.insert(next(iter(pool._free)), digest(9))
-
-
-def index_one_way(pool: PagePool) -> None:
-    pool._index._page_of[digest(9)] = 0
-
-
-@pytest.mark.parametrize(
-    "corrupt",
-    [
-        leak_a_page,
-        free_a_page_that_does_not_exist,
-        free_a_page_in_use,
-        lose_a_reference,
-        count_below_zero,
-        forget_a_cached_digest,
-        index_a_free_page,
-        index_one_way,
-    ],
-)
-def test_check_integrity_notices(corrupt: Callable[[PagePool], None]) -> None:
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_check_integrity_notices(name: str) -> None:
     pool = PagePool(4)
     assert pool.allocate(2) == [0, 1]
     pool.publish(1, digest(1))
     pool.decref(1)
     pool.check_integrity()
-    corrupt(pool)
+    CORRUPTIONS[name](pool)
     with pytest.raises(IntegrityError):
         pool.check_integrity()
 
 
 def test_digests_depend_on_salt_order_and_everything_before() -> None:
-    root = root_digest(b"")
+    root, other = root_digest(b""), root_digest(b"tenant")
     chains = {
         root,
-        root_digest(b"tenant"),
+        other,
         page_digest(root, [1, 2]),
         page_digest(root, [2, 1]),
-        page_digest(root_digest(b"tenant"), [1, 2]),
+        page_digest(other, [1, 2]),
         page_digest(page_digest(root, [1, 2]), [1, 2]),
         page_digest(page_digest(root, [3, 4]), [1, 2]),
     }
     assert len(chains) == 7
-    assert {len(d) for d in chains} == {DIGEST_BYTES}
-
-
-def test_a_digest_is_the_same_in_every_process() -> None:
+    assert {len(one) for one in chains} == {DIGEST_BYTES}
+    # In every process.
     assert page_digest(root_digest(b"a"), [1, 2**32 - 1]).hex() == "49f0662972c7e49e9b2057e165d038c1"
-
-
-def test_the_index_maps_both_ways() -> None:
-    index = PrefixIndex()
-    assert index.insert(3, digest(1))
-    assert index.page_of(digest(1)) == 3
-    assert index.digest_of(3) == digest(1)
-    assert 3 in index
-    assert index.discard(3)
-    assert not index.discard(3)
-    assert len(index) == 0
-    assert index.page_of(digest(1)) is None

@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
 
 import pytest
 
-from workers.executors.engine import Engine
-from workers.executors.weightless import PagedAttentionExecutor
-from workers.operations import Abort, Command, Forward, Kind, Priority, Result
-from workers.scheduler import Scheduler
-from workers.step_loop import StepLoop
+from tests.workers import stepping
+from workers.operations import Abort, Command, Forward, Kind, Priority
 
 PAGE = 16
 
 
-class Worker:
-    """A step loop, and how many tokens it has computed."""
+class Worker(stepping.Worker):
+    """Runs commands, and counts the tokens that it has computed."""
 
     def __init__(self, *, waits: bool = True, batch_tokens: int = 64) -> None:
-        self.engine: Engine = PagedAttentionExecutor.create(kv_pages=400).engine
+        super().__init__(limits=(batch_tokens, 16, 64))
+        self._done: dict[int, Forward] = {}
         if not waits:
             self.engine.prefix_waits.must_wait = lambda forward: False  # type: ignore[method-assign]
-        self.results: list[Result] = []
-        self._loop = StepLoop(self.engine, Scheduler(batch_tokens, 16, 64), self.results.extend, 0)
 
     def run(self, *commands: Command, rounds: int = 10_000) -> dict[int, Forward]:
-        # A forward holds what is computed of it: each worker has its own.
-        self._loop.submit([dataclasses.replace(command) for command in commands])
-        for _ in range(rounds):
-            if not self._loop.operations_in_flight and not commands:
-                break
-            self._loop.take()
-            self._loop.step()
-            self._loop.flush()
-            self.engine.check_integrity()
-            commands = ()
-        return {result.op_id: result for result in self.results if isinstance(result, Forward)}
+        """All forwards that are done, after so many rounds, or when nothing is left to do."""
+        while rounds and (commands or self.loop.operations_in_flight):
+            results = self.round(*commands)
+            self._done |= {result.op_id: result for result in results if isinstance(result, Forward)}
+            commands, rounds = (), rounds - 1
+        return self._done
 
     @property
     def computed(self) -> int:
-        return self.engine.metrics().counts.step_tokens
+        return self.engine.status().counts.step_tokens
 
 
 def prefill(op_id: int, tokens: Sequence[int], **settings: object) -> Forward:

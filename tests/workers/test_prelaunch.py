@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.workers import stepping
 from workers import prelaunch, step_loop
-from workers.executors.engine import Engine
-from workers.executors.weightless import PagedAttentionExecutor
 from workers.operations import (
     Chunk,
     Command,
@@ -26,58 +25,14 @@ from workers.operations import (
     Sampling,
     Truncate,
 )
-from workers.scheduler import Scheduler
-from workers.step_loop import StepLoop
 
 PAGES = 64
 MAX_SEQ_TOKENS = 200
 
 
-class Worker:
-    """A step loop, one round at a time."""
-
+class Worker(stepping.Worker):
     def __init__(self, max_seq_tokens: int = MAX_SEQ_TOKENS, pages: int = PAGES) -> None:
-        self.engine: Engine = PagedAttentionExecutor.create(kv_pages=pages).engine
-        self._results: list[Result] = []
-        scheduler = Scheduler(64, 8, max_rows=8)
-        self.loop = StepLoop(
-            self.engine, scheduler, self._results.extend, max_seq_tokens, prelaunch_unrequested=True
-        )
-        self.steps: list[list[int]] = []
-        self._execute = self.engine.execute
-        self.engine.execute = self._note  # type: ignore[method-assign]
-
-    def _note(self, chunks: Sequence[Chunk]) -> None:
-        self.steps.append([chunk.forward.sequence for chunk in chunks])
-        self._execute(chunks)
-
-    def round(self, *commands: Command | Reset) -> list[Result]:
-        if commands:
-            # A forward holds what is computed of it: each worker has its own.
-            self.loop.submit([dataclasses.replace(command) for command in commands])
-        if commands or self.loop.operations_in_flight:
-            self.loop.take()
-            self.loop.flush()
-            self.loop.step()
-            self.loop.flush()
-        self.engine.check_integrity()
-        results, self._results[:] = list(self._results), []
-        return results
-
-    def answers(self, *commands: Command) -> dict[int, Result]:
-        """Until all forwards among them are answered."""
-        found: dict[int, Result] = {}
-        wanted = {command.op_id for command in commands}
-        todo: tuple[Command, ...] = commands
-        while wanted - found.keys():
-            for result in self.round(*todo):
-                assert not isinstance(result, Forward) or result.op_id > 0, "nobody asked for it"
-                found[result.op_id] = result  # type: ignore[union-attr]
-            todo = ()
-        return found
-
-    def lengths(self) -> dict[int, int]:
-        return {sequence.key: len(sequence) for sequence in self.engine.sequences}
+        super().__init__(pages=pages, limits=(64, 8, 8), max_seq_tokens=max_seq_tokens)
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from service.caches.effects import Attempt
 from service.pool.wire import to_message
 from tests.workers.scheduling import Bench
 from workers.operations import Forward, Priority
-from workers.request_queue import SHORT_TOKENS
-from workers.scheduler import HEAD_START_STEPS
+from workers.scheduler import HEAD_START_STEPS, SHORT_TOKENS
 from workers.wire import to_command
 
 ASKED = {

@@ -5,6 +5,7 @@ Who of several callers goes first is in `test_fair_queueing`.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 
@@ -23,8 +24,7 @@ from tests.workers import scheduling
 from tests.workers.scheduling import accept, advance, check_invariants
 from workers import scheduler as scheduler_module
 from workers.operations import Chunk, Forward, Kind, Priority
-from workers.request_queue import SHORT_TOKENS, RequestQueue
-from workers.scheduler import Scheduler
+from workers.scheduler import SHORT_TOKENS, Scheduler
 
 # A class may be passed over this often in a row where a step is too small for both.
 PATIENCE_STEPS = 2
@@ -207,10 +207,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def lines(self) -> tuple[list[int], list[int]]:
         """The queued forwards that are not late, short and long. Their order is the queue's own invariant."""
-        queue = self.scheduler._queue
         short, long = (
             [forward.op_id for forward in service_class.queue if forward.op_id in self.held]
-            for service_class in (queue.short, queue.long)
+            for service_class in (self.scheduler._short, self.scheduler._long)
         )
         return short, long
 
@@ -227,7 +226,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         self.passed_over = {op_id: self.passed_over.get(op_id, 0) + 1 for op_id in stuck}
         assert all(steps <= PATIENCE_STEPS for steps in self.passed_over.values())
-        if (self.held.keys() - ran).intersection(short_line):
+        shares = self.scheduler._shares
+        waiting = (self.held.keys() - ran).intersection(short_line)
+        if any(shares.get(self.held[op_id].flow, 1) > 0 for op_id in waiting):
             short = [chunk for chunk in chunks if chunk.forward.remaining <= SHORT_TOKENS]
             limits = self.scheduler
             assert (
@@ -293,7 +294,7 @@ def hold_everything_back(scheduler: Scheduler, step: scheduler_module._Budget) -
     return held
 
 
-def forget_deadlines(queue: RequestQueue, now_ns: int) -> list[Forward]:
+def forget_deadlines(scheduler: Scheduler, now_ns: int) -> list[Forward]:
     return []
 
 
@@ -327,7 +328,7 @@ SMALL = (12, 3, 4)
         (SMALL, Scheduler, "_tokens_that_fit", forget_items),
         (TINY, Scheduler, "_reserve_for_long", hold_nothing_back),
         (SMALL, Scheduler, "_reserve_for_long", hold_everything_back),
-        (TINY, RequestQueue, "expire", forget_deadlines),
+        (TINY, Scheduler, "expire", forget_deadlines),
     ],
 )
 def test_the_oracle_notices_a_mutant(
@@ -351,89 +352,61 @@ def run_step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
     return layout(scheduling.run_step(scheduler))
 
 
-def test_decodes_go_first_and_a_prefill_fills_the_rest_in_whole_pages() -> None:
-    scheduler = Scheduler(64, 8, 8)
-    scheduler.add(forward(1, 100))
-    scheduler.add(forward(2))
-    scheduler.add(forward(3, 5, rows=5))
-    assert run_step(scheduler) == [(2, 0, 1), (3, 0, 5), (1, 0, 48)]
-    assert run_step(scheduler) == [(1, 48, 52)]
-    assert len(scheduler) == 0
+Layout = list[tuple[int, int, int]]
+LAYOUTS: dict[str, tuple[tuple[int, int, int], list[Forward], list[Layout]]] = {
+    "decodes go first, and a prefill fills the rest in whole pages": (
+        (64, 8, 8),
+        [forward(1, 100), forward(2), forward(3, 5, rows=5)],
+        [[(2, 0, 1), (3, 0, 5), (1, 0, 48)], [(1, 48, 52)]],
+    ),
+    "chunks end on pages of the sequence": (
+        (40, 8, 8), [forward(1, 60, position=5)], [[(1, 0, 27)], [(1, 27, 33)]],
+    ),
+    "a chunk smaller than a page is not rounded to nothing": (
+        (7, 8, 8), [forward(1, 20)], [[(1, 0, 7)], [(1, 7, 7)], [(1, 14, 6)]],
+    ),
+    "decodes that fill a step leave a quarter to the oldest prefill, and those left over go next": (
+        (64, 100, 100),
+        [*map(forward, range(80)), forward(100, 48), forward(101, 48)],
+        [
+            [*((op_id, 0, 1) for op_id in range(48)), (100, 0, 16)],
+            [*((op_id, 0, 1) for op_id in range(48, 80)), (100, 16, 32)],
+            [(101, 0, 48)],
+        ],
+    ),
+    "a step of one token is taken in turns": (
+        (1, 1, 1),
+        [forward(0, 17 + 16), *map(forward, range(1, 7))],
+        [[(1, 0, 1)], [(0, 0, 1)], [(2, 0, 1)], [(0, 1, 1)], [(3, 0, 1)], [(0, 2, 1)]],
+    ),
+    "rows cut chunks: without one for its last token, all others of a prompt run, down to a page": (
+        (64, 8, 10),
+        [forward(2, 30, rows=0), forward(3, 12, rows=12), forward(4, 20, rows=1)],
+        [[(3, 0, 10), (2, 0, 30), (4, 0, 16)], [(3, 10, 2), (4, 16, 4)]],
+    ),
+    "only the last tokens of a forward need rows: six without and ten with, to the end of a page": (
+        (64, 8, 10), [forward(1, 90, rows=20)], [[(1, 0, 64)], [(1, 64, 16)], [(1, 80, 10)]],
+    ),
+    "one sequence is served in order and once a step": (
+        (64, 8, 8),
+        [forward(1, 70, sequence=5), forward(2, sequence=5), forward(3, sequence=6)],
+        [[(3, 0, 1), (1, 0, 48)], [(1, 48, 22)], [(2, 0, 1)]],
+    ),
+    "an older forward that is set free goes before younger ones": (
+        (1, 8, 8),
+        [forward(1, sequence=5), forward(2, sequence=5), forward(3, sequence=6)],
+        [[(1, 0, 1)], [(2, 0, 1)], [(3, 0, 1)]],
+    ),
+}  # fmt: skip
 
 
-def test_chunks_end_on_pages_of_the_sequence() -> None:
-    scheduler = Scheduler(40, 8, 8)
-    scheduler.add(forward(1, 60, position=5))
-    assert run_step(scheduler) == [(1, 0, 27)]
-    assert run_step(scheduler) == [(1, 27, 33)]
-
-
-def test_a_chunk_smaller_than_a_page_is_not_rounded_to_nothing() -> None:
-    scheduler = Scheduler(7, 8, 8)
-    scheduler.add(forward(1, 20))
-    assert [run_step(scheduler) for _ in range(3)] == [[(1, 0, 7)], [(1, 7, 7)], [(1, 14, 6)]]
-
-
-def test_decodes_that_fill_a_step_leave_a_quarter_to_the_oldest_prefill() -> None:
-    scheduler = Scheduler(64, 100, 100)
-    for op_id in range(80):
-        scheduler.add(forward(op_id))
-    scheduler.add(forward(100, 200))
-    scheduler.add(forward(101, 200))
-    first = run_step(scheduler)
-    assert first == [(op_id, 0, 1) for op_id in range(48)] + [(100, 0, 16)]
-    # The decodes left over are older than any that comes now, and go next.
-    assert run_step(scheduler)[:32] == [(op_id, 0, 1) for op_id in range(48, 80)]
-
-
-def test_a_step_of_one_token_is_taken_in_turns() -> None:
-    scheduler = Scheduler(1, 1, 1)
-    scheduler.add(forward(0, 17 + 16))
-    order = []
-    for op_id in range(1, 7):
-        scheduler.add(forward(op_id))
-        order.append(run_step(scheduler)[0][0])
-    assert order == [1, 0, 2, 0, 3, 0]
-
-
-def test_rows_cut_chunks() -> None:
-    scheduler = Scheduler(64, 8, 10)
-    scheduler.add(forward(1, 30, rows=30))
-    assert run_step(scheduler) == [(1, 0, 10)]
-    scheduler.remove(1)
-    scheduler.add(forward(2, 30, rows=0))
-    scheduler.add(forward(3, 12, rows=12))
-    scheduler.add(forward(4, 20, rows=1))
-    # No row is left for the last token of 4: all others of it run, down to a page.
-    assert run_step(scheduler) == [(3, 0, 10), (2, 0, 30), (4, 0, 16)]
-    assert run_step(scheduler) == [(3, 10, 2), (4, 16, 4)]
-
-
-def test_only_the_last_tokens_of_a_forward_need_rows() -> None:
-    """Tokens without a row fill the step; from the first with one on, rows bound it."""
-    scheduler = Scheduler(64, 8, 10)
-    scheduler.add(forward(1, 90, rows=20))
-    assert run_step(scheduler) == [(1, 0, 64)]
-    assert run_step(scheduler) == [(1, 64, 16)]  # six without and ten with; both end on a page
-    assert run_step(scheduler) == [(1, 80, 10)]
-
-
-def test_one_sequence_is_served_in_order_and_once_a_step() -> None:
-    scheduler = Scheduler(64, 8, 8)
-    scheduler.add(forward(1, 70, sequence=5))
-    scheduler.add(forward(2, sequence=5))
-    scheduler.add(forward(3, sequence=6))
-    assert run_step(scheduler) == [(3, 0, 1), (1, 0, 48)]
-    assert run_step(scheduler) == [(1, 48, 22)]
-    assert run_step(scheduler) == [(2, 0, 1)]
-
-
-def test_an_older_forward_set_free_goes_before_younger_ones() -> None:
-    scheduler = Scheduler(1, 8, 8)
-    scheduler.add(forward(1, sequence=5))
-    scheduler.add(forward(2, sequence=5))
-    scheduler.add(forward(3, sequence=6))
-    assert [run_step(scheduler)[0][0] for _ in range(3)] == [1, 2, 3]
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_runs_in_each_step(name: str) -> None:
+    limits, forwards, steps = LAYOUTS[name]
+    scheduler = Scheduler(*limits)
+    for op in forwards:
+        scheduler.add(dataclasses.replace(op))
+    assert [run_step(scheduler) for _ in steps] == steps
 
 
 def test_reuse_makes_a_prefill_short() -> None:
@@ -511,7 +484,7 @@ def test_deadlines_of_finished_forwards_are_forgotten() -> None:
     for op_id in range(1000):
         scheduler.add(forward(op_id, deadline_ns=10**18))
         run_step(scheduler)
-    assert len(scheduler._queue._deadlines) < 100
+    assert len(scheduler._deadlines) < 100
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,22 @@
-"""What a worker says of itself when it starts."""
+"""What a worker says of itself: when it starts, and in a long step, in which it must not seem to hang."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from typing import Any
+
 import pytest
+from quire.v1 import worker_pb2
 from structlog.testing import capture_logs
 
+from tests.workers.gateway_end import LAST_ROW, SECRET, Gateway
 from workers.executors.base import ModelExecutor
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.scheduler import Scheduler
 from workers.server import WorkerServer
+
+STEP_S = 1.0
 
 
 class StartedError(Exception):
@@ -33,3 +41,39 @@ async def test_slow_kernels_are_said_once(
     assert [entry["log_level"] for entry in said] == ["warning"] * warnings
     (used,) = [entry["kernels"] for entry in logs if entry["event"] == "kernels in use"]
     assert used == f"torch, {compiled or 'cpu-not-compiled'}"
+
+
+async def test_snapshots_are_answered_while_a_step_holds_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python code in a step lets go of the interpreter only when it is asked to."""
+    executor = PagedAttentionExecutor.create(kv_pages=8)
+    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16), secret=SECRET)
+    gateway = Gateway()
+    stream = asyncio.create_task(gateway.connect(worker))
+    worker.start()
+    await gateway.next("ready")
+    run = executor.engine._execute
+
+    def busy(chunks: Any) -> None:
+        until_s = time.monotonic() + STEP_S
+        while time.monotonic() < until_s:
+            pass
+        run(chunks)
+
+    monkeypatch.setattr(executor.engine, "_execute", busy)
+    forward = worker_pb2.ForwardCommand(
+        sequence=1, token_ids=[1, 2, 3], options=LAST_ROW, kind="OPERATION_KIND_PREFILL"
+    )
+    gateway.ask(op_id=1, forward=forward)
+    during, expected_ns = 0, 0
+    while not executor.engine.status().counts.steps:
+        gateway.ask(op_id=2, snapshot=worker_pb2.SnapshotCommand())
+        snapshot = (await gateway.next("snapshot")).snapshot
+        during += snapshot.step_age_ns > 0
+        expected_ns = max(expected_ns, snapshot.step_expected_ns)
+        await asyncio.sleep(0.01)
+    assert during >= 3, "a gateway that asks a few times in a step is answered"
+    assert 0 < expected_ns < STEP_S * 1e9, "from the steps of the warm-up"
+    stream.cancel()
+    worker.stop(5)

@@ -59,7 +59,7 @@ def test_forks_of_a_long_prompt_share_its_tokens_and_digests() -> None:
     parent = table.create(0)
     table.reserve(parent, 30_000)
     table.append(parent, range(30_000))
-    children = table.fork_all(parent, range(1, 1025))
+    children = table.fork(parent, range(1, 1025))
     for child in children:
         for shared, own in ((parent.token_ids, child.token_ids), (parent.digests, child.digests)):
             assert all(one is other for one, other in zip(shared._full, own._full, strict=True))
@@ -71,13 +71,3 @@ def test_forks_of_a_long_prompt_share_its_tokens_and_digests() -> None:
     table.append(children[0], [7])
     assert children[0].token_ids == [*range(30_000), 7] and parent.token_ids == list(range(30_000))
     table.check_integrity()
-
-
-def test_all_children_or_none() -> None:
-    table = KvTable(4)
-    parent = table.create(0)
-    before = table.usage()
-    for keys in ([1, 0], [1, 1]):
-        with pytest.raises(ValueError, match="exists"):
-            table.fork_all(parent, keys)
-        assert table.usage() == before

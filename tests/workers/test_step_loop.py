@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.workers.stepping import Worker
 from workers import extra_samples, sampling, step_loop
-from workers.executors.engine import Engine
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv import integrity
-from workers.models.inputs import ForwardInputs
 from workers.operations import (
     Abort,
     CheckIntegrity,
     Chunk,
+    Command,
     Failed,
     FailureReason,
     Fork,
@@ -31,7 +31,7 @@ from workers.operations import (
     Sampling,
     TokenMask,
 )
-from workers.runners.base import DeviceLostError, StepResult
+from workers.runners.base import DeviceLostError
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 
@@ -50,67 +50,39 @@ def forward(op_id: int) -> Forward:
     )
 
 
-def run(loop: StepLoop, results: list[Result], count: int) -> None:
-    """Until there are so many results."""
-    while len(results) < count:
-        loop.take()
-        loop.step()
-        loop.flush()
-
-
-def make_loop(engine: Engine, results: list[Result]) -> StepLoop:
-    return StepLoop(engine, Scheduler(64, 16, max_rows=16), results.extend, MAX_SEQ_TOKENS)
+def failure(answers: dict[int, Result], op_id: int) -> FailureReason:
+    failed = answers[op_id]
+    assert isinstance(failed, Failed)
+    return failed.reason
 
 
 def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = PagedAttentionExecutor.create(kv_pages=16).engine
-    execute = engine.execute
+    worker = Worker()
+    execute = worker._execute
 
     def fail_with_two(chunks: Sequence[Chunk]) -> None:
         if any(chunk.forward.op_id == 2 for chunk in chunks):
             raise RuntimeError("planted")
         execute(chunks)
 
-    monkeypatch.setattr(engine, "execute", fail_with_two)
-    results: list[Result] = []
-    loop = make_loop(engine, results)
-    loop.submit([forward(op_id) for op_id in (1, 2, 3)])
-    run(loop, results, 3)
-    done = {result.op_id for result in results if isinstance(result, Forward)}
-    assert done == {1, 3}
-    (failed,) = (result for result in results if isinstance(result, Failed))
-    assert failed.op_id == 2 and failed.reason is FailureReason.FAULT
-    engine.check_integrity()
+    monkeypatch.setattr(worker, "_execute", fail_with_two)
+    found = worker.answers(*map(forward, (1, 2, 3)))
+    assert isinstance(found[1], Forward) and isinstance(found[3], Forward)
+    assert failure(found, 2) is FailureReason.FAULT
 
 
-def test_a_row_without_an_allowed_token_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_an_allowed_token_fails_alone() -> None:
     """The other forwards keep their results: nothing runs again."""
-    engine = PagedAttentionExecutor.create(kv_pages=16).engine
-    step, sizes = engine.runner.step, list[int]()
-
-    def counted(inputs: ForwardInputs, *others: Any) -> StepResult:
-        sizes.append(len(inputs.token_ids))
-        return step(inputs, *others)
-
-    monkeypatch.setattr(engine.runner, "step", counted)
-    results: list[Result] = []
-    loop = make_loop(engine, results)
-    forwards = [dataclasses.replace(forward(op_id), rows=1) for op_id in (1, 2, 3)]
+    worker = Worker()
+    forwards = [forward(op_id) for op_id in (1, 2, 3)]
     forwards[1] = dataclasses.replace(forwards[1], output=OutputSpec(mask=TokenMask(allowed=[])))
-    loop.submit(forwards)
-    run(loop, results, 3)
-    assert sizes == [6]
-    alone: list[Result] = []
-    other = make_loop(PagedAttentionExecutor.create(kv_pages=16).engine, alone)
-    other.submit([dataclasses.replace(forwards[0])])
-    run(other, alone, 1)
-    done = {result.op_id: result for result in results if isinstance(result, Forward)}
-    (expected,) = (result for result in alone if isinstance(result, Forward))
-    assert done.keys() == {1, 3}
-    assert done[1].outputs == expected.outputs == done[3].outputs
-    (failed,) = (result for result in results if isinstance(result, Failed))
-    assert failed.op_id == 2 and engine.length(2) is None and engine.length(3) == 2
-    engine.check_integrity()
+    found = worker.answers(*forwards)
+    assert worker.steps == [[1, 2, 3]]
+    (expected,) = Worker().answers(forwards[0]).values()
+    outputs = [one.outputs for one in (expected, found[1], found[3]) if isinstance(one, Forward)]
+    assert outputs == [outputs[0]] * 3
+    assert failure(found, 2) is FailureReason.FAULT
+    assert worker.lengths() == {1: 2, 3: 2}
 
 
 def prefill_with_samples(op_id: int, draws: int) -> Forward:
@@ -122,25 +94,20 @@ def test_many_draws_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> No
     """Other forwards are answered before all tokens of a row are drawn."""
     monkeypatch.setattr(step_loop, "_DRAW_BUDGET", 1)
     monkeypatch.setattr(extra_samples, "_BATCH_COST", 1)
-    engine = PagedAttentionExecutor.create(kv_pages=16).engine
-    results: list[Result] = []
-    loop = make_loop(engine, results)
-    loop.submit([prefill_with_samples(1, 50), prefill_with_samples(2, 3), forward(3)])
-    answered: dict[int, int] = {}
-    for step in range(1, 100):
-        loop.take()
-        loop.step()
-        loop.flush()
-        for result in results:
+    worker = Worker()
+    commands: list[Forward] = [prefill_with_samples(1, 50), prefill_with_samples(2, 3), forward(3)]
+    answered: dict[int, tuple[int, Forward]] = {}
+    step = 0
+    while len(answered) < 3:
+        step += 1
+        for result in worker.round(*commands):
             assert isinstance(result, Forward)
-            answered.setdefault(result.op_id, step)
-        if len(answered) == 3:
-            break
-    assert answered[3] == 1 and answered[2] < 10 and answered[1] > 50
-    by_id = {result.op_id: result for result in results if isinstance(result, Forward)}
-    assert [len(by_id[op_id].samples) for op_id in (1, 2, 3)] == [50, 3, 0]
-    assert by_id[1].samples[:3] == by_id[2].samples
-    engine.check_integrity()
+            answered[result.op_id] = step, result
+        commands = []
+    steps, done = zip(*(answered[op_id] for op_id in (1, 2, 3)), strict=True)
+    assert steps[2] == 1 and steps[1] < 10 and steps[0] > 50
+    assert [len(one.samples) for one in done] == [50, 3, 0]
+    assert done[0].samples[:3] == done[1].samples
 
 
 def test_few_forwards_draw_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,52 +121,40 @@ def test_few_forwards_draw_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return sampling.GumbelSampler(*of_one)
 
     monkeypatch.setattr(extra_samples, "GumbelSampler", counted)
-    results: list[Result] = []
-    loop = make_loop(PagedAttentionExecutor.create(kv_pages=64).engine, results)
-    loop.submit([prefill_with_samples(op_id, 3) for op_id in range(1, 31)])
+    worker = Worker(limits=(64, 16, 16))
+    results = worker.round(*(prefill_with_samples(op_id, 3) for op_id in range(1, 31)))
     while len(results) < 30:
-        loop.take()
-        loop.step()
-        loop.flush()
+        results += worker.round()
         assert len(begun) - len(results) <= 16
     assert all(isinstance(result, Forward) and len(result.samples) == 3 for result in results)
 
 
 def test_a_forward_that_draws_can_be_aborted_and_reset() -> None:
-    engine = PagedAttentionExecutor.create(kv_pages=16).engine
-    results: list[Result] = []
-    loop = make_loop(engine, results)
+    worker, results = Worker(), list[Result]()
     for last in (Abort(9, target_op_id=1), Reset(1)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step_loop, "_DRAW_BUDGET", 0)
-            loop.submit([prefill_with_samples(1, 5)])
-            loop.take()
-            loop.step()
-            assert loop.operations_in_flight == 1
-            loop.submit([last])
-            loop.take()
-        assert loop.operations_in_flight == 0
-        assert not list(engine.sequences)
-    loop.flush()
+            results += worker.round(prefill_with_samples(1, 5))
+            assert worker.loop.operations_in_flight == 1
+            results += worker.round(last)
+        assert worker.loop.operations_in_flight == 0
+        assert not worker.lengths()
     assert not any(isinstance(result, Forward) for result in results)
 
 
 def test_a_lost_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is unusable, so no operation is retried alone, and none is answered."""
-    engine = PagedAttentionExecutor.create(kv_pages=16).engine
-    tried = []
+    worker, tried = Worker(), []
 
     def lose(chunks: Sequence[Chunk]) -> None:
         tried.append(len(chunks))
         raise DeviceLostError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(engine, "execute", lose)
-    results: list[Result] = []
-    loop = make_loop(engine, results)
-    loop.submit([forward(op_id) for op_id in (1, 2, 3)])
+    monkeypatch.setattr(worker, "_execute", lose)
+    worker.loop.submit([forward(op_id) for op_id in (1, 2, 3)])
     with pytest.raises(DeviceLostError):
-        loop.run()
-    assert tried == [3] and not results
+        worker.loop.run()
+    assert tried == [3] and not worker._results
 
 
 def test_a_limited_prefill_waits_for_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +182,7 @@ def test_a_limited_prefill_waits_for_decodes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_full_step_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = PagedAttentionExecutor.create(kv_pages=64).engine
-    loop = StepLoop(engine, Scheduler(64, 2, max_rows=2), lambda _: None, MAX_SEQ_TOKENS)
+    loop = Worker(limits=(64, 2, 2)).loop
     monkeypatch.setattr(loop._window, "remaining_ns", lambda *_: pytest.fail("it asked how long to wait"))
     loop.submit([forward(op_id) for op_id in (1, 2, 3)])
     loop.take()
@@ -237,73 +191,63 @@ def test_a_full_step_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_abort_before_begin_does_not_roll_back() -> None:
     """Another forward of the same sequence is in the middle of a prompt."""
-    engine = PagedAttentionExecutor.create(kv_pages=16).engine
-    results: list[Result] = []
-    loop = StepLoop(engine, Scheduler(16, 4, max_rows=4), results.extend, MAX_SEQ_TOKENS)
+    worker = Worker(limits=(16, 4, 4))
     prompt = Forward(2, sequence=1, position=2, token_ids=list(range(40)))
     behind = Forward(3, sequence=1, position=2, token_ids=[7])
-    loop.submit([forward(1), prompt, behind])
-    for _ in range(2):
-        loop.take()
-        loop.step()
-    loop.flush()
-    assert 2 < (engine.length(1) or 0) < 42
-    loop.submit([Abort(op_id=4, target_op_id=3)])
-    run(loop, results, 2)
+    results = worker.round(forward(1), prompt, behind) + worker.round()
+    assert 2 < worker.lengths()[1] < 42
+    results += worker.round(Abort(op_id=4, target_op_id=3))
+    while worker.loop.operations_in_flight:
+        results += worker.round()
     assert [result.op_id for result in results if isinstance(result, Forward)] == [1, 2]
-    assert engine.length(1) == 42
-    assert loop.operations_in_flight == 0
-    engine.check_integrity()
+    assert worker.lengths() == {1: 42}
 
 
 def test_a_scored_sequence_is_not_expected_back() -> None:
     """Its sequence is released with the answer."""
-    engine = PagedAttentionExecutor.create(kv_pages=64).engine
-    results: list[Result] = []
-    loop = make_loop(engine, results)
+    worker = Worker()
     scored = dataclasses.replace(forward(1), ephemeral=True, rows=2, kind=Kind.SCORE)
-    loop.submit([scored, forward(2)])
-    run(loop, results, 2)
-    assert set(loop._window._answered) == {2}
+    worker.answers(scored, forward(2))
+    assert set(worker.loop._window._answered) == {2}
 
 
 def test_an_integrity_check_does_not_delay_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are created and released, and forwards run, between its slices."""
     monkeypatch.setattr(integrity, "PAGES_PER_SLICE", 8)
-    engine = PagedAttentionExecutor.create(kv_pages=200).engine
+    worker = Worker(pages=200)
+    worker.answers(dataclasses.replace(forward(1), token_ids=[3] * 40))
+    commands: list[Command] = [
+        Fork(2, 1, range(100, 200)), CheckIntegrity(3, check_pages=True), CheckIntegrity(4),
+        CheckIntegrity(5, check_pages=True),
+    ]  # fmt: skip
     results: list[Result] = []
-    loop = make_loop(engine, results)
-    loop.submit([dataclasses.replace(forward(1), token_ids=[3] * 40)])
-    run(loop, results, 1)
-    loop.submit([Fork(2, 1, range(100, 200)), CheckIntegrity(3, check_pages=True), CheckIntegrity(4)])
-    loop.submit([CheckIntegrity(5, check_pages=True)])
     for op_id in range(10, 40):
         decode = Forward(op_id, sequence=100 + op_id, position=40, token_ids=[op_id], kind=Kind.DECODE)
         prompt = dataclasses.replace(forward(1000 + op_id), token_ids=[op_id] * 20)
-        loop.submit([decode, prompt, CheckIntegrity(100 + op_id, check_pages=True)])
-        loop.submit([Release(200 + op_id, [100 + op_id - 3, 1000 + op_id - 2, 189 - op_id])])
-        loop.take()
-        loop.step()
-        loop.flush()
+        release = Release(200 + op_id, [100 + op_id - 3, 1000 + op_id - 2, 189 - op_id])
+        results += worker.round(
+            *commands, decode, prompt, CheckIntegrity(100 + op_id, check_pages=True), release
+        )
+        commands = []
         assert any(isinstance(result, Forward) and result.op_id == op_id for result in results)
-    run(loop, results, 2 + 3 + 30 * 4)
+    while len(results) < 1 + 3 + 30 * 4:
+        worker.loop.step()
+        worker.loop.flush()
+        results += worker.round()
     reports = {result.op_id: result.intact for result in results if isinstance(result, IntegrityReport)}
     assert reports == {4: None, **dict.fromkeys((3, 5, *range(110, 140)), True)}
     order = [result.op_id for result in results if not isinstance(result, HeldSequences)]
     assert order.index(4) < order.index(15) < order.index(3)
-    engine.check_integrity()
 
 
 def test_an_integrity_check_in_slices_finds_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integrity, "PAGES_PER_SLICE", 2)
-    engine = PagedAttentionExecutor.create(kv_pages=16).engine
-    results: list[Result] = []
-    loop = make_loop(engine, results)
-    loop.submit([forward(1), CheckIntegrity(2, check_pages=True)])
-    loop.take()
-    loop.step()
-    engine._kv_table._pool._refcounts[9] += 1
-    run(loop, results, 2)
-    loop.submit([CheckIntegrity(3, check_pages=True)])
-    run(loop, results, 3)
+    worker, results = Worker(PagedAttentionExecutor.create(kv_pages=16).engine), list[Result]()
+    monkeypatch.setattr(worker.engine, "check_integrity", lambda: None)
+    results += worker.round(forward(1), CheckIntegrity(2, check_pages=True))
+    worker.engine._kv_table._pool._refcounts[9] += 1
+    while len(results) < 3:
+        results += worker.round(*([CheckIntegrity(3, check_pages=True)] if len(results) == 2 else []))
+        worker.loop.step()
+        worker.loop.flush()
     assert [r.intact for r in results if isinstance(r, IntegrityReport)] == [False, False]

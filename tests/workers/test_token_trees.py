@@ -14,7 +14,7 @@ from tests.model_factory import TinyModel, make_family_model, make_model
 from tests.token_trees import Tree, random_tree
 from tests.workers.test_library_model import tiny_config
 from workers.executors.base import ModelExecutor
-from workers.executors.errors import BadTree, KvMissing, NoTrees
+from workers.executors.errors import ExecutorError, KvMissing, NoTrees
 from workers.executors.llm import LlmExecutor
 from workers.kv.page_pool import OutOfPages
 from workers.operations import GREEDY, Accept, Chunk, Forward, Kind, LogitsFormat, OutputSpec, Sampling
@@ -179,7 +179,7 @@ def test_what_is_refused_leaves_nothing(executor: ModelExecutor) -> None:
     executor.prefill(1, [1, 2, 3])
     before = executor.cache_metrics_snapshot()
     for tokens, parents in (([1, 2], [1]), ([1, 2, 3], [0]), ([1] * 65, [0] * 64), ([1, 2], [-1])):
-        with pytest.raises(BadTree):
+        with pytest.raises(ExecutorError, match="parent"):
             executor.verify_tree(1, tokens, parents)
     with pytest.raises(KvMissing):
         executor.verify_tree(2, [1, 2], [0])

@@ -6,6 +6,7 @@ here is measured.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
 
 import pytest
@@ -16,11 +17,9 @@ from tests.workers.scheduling import Callers, check_invariants, run_step
 from workers import caller_limits
 from workers.caller_limits import MIN_FREE_COST, CallerLimits
 from workers.operations import Forward, HiddenSpec, LogitsFormat, OutputSpec
-from workers.request_queue import SHORT_TOKENS, ServiceClass, cost_of
-from workers.scheduler import Scheduler
+from workers.scheduler import Flow, Scheduler, cost_of
 
 GREEDY, OTHER = 1, 2
-LONG = SHORT_TOKENS + 1
 DECODE_COST = 2
 
 
@@ -51,16 +50,11 @@ def test_beside_256_forwards_of_one_nobody_waits_three_times_as_long(
         assert quantile(beside, share) <= 3 * quantile(alone, share)
 
 
-def test_alone_a_caller_fills_the_step() -> None:
+@pytest.mark.parametrize("loops", [[256], [64] * 4])
+def test_who_is_alone_and_who_want_alike_fill_the_step(loops: list[int]) -> None:
     model = Callers(base_ns=60, unit_ns=1)
-    model.add(GREEDY, 256)
-    assert [len(model.step()) for _ in range(20)] == [256] * 20
-
-
-def test_callers_who_want_alike_fill_the_step() -> None:
-    model = Callers(base_ns=60, unit_ns=1)
-    for caller in range(4):
-        model.add(1 + caller, 64)
+    for caller, count_of_loops in enumerate(loops, start=1):
+        model.add(caller, count_of_loops)
     assert [len(model.step()) for _ in range(20)] == [256] * 20
 
 
@@ -160,7 +154,7 @@ def test_a_row_that_weighs_more_than_a_step_still_runs() -> None:
         assert len(scheduler) == 0
 
 
-def bound_nobody(limits: CallerLimits, short: ServiceClass) -> dict[int, int]:
+def bound_nobody(limits: CallerLimits, cost: int, flows: Mapping[int, Flow]) -> dict[int, int]:
     return {}
 
 

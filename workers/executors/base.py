@@ -11,29 +11,13 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from workers.executors.engine import Engine
-from workers.executors.errors import (
-    BadTree,
-    DuplicateSequence,
-    EmptyTokens,
-    ExecutorClosed,
-    KvMissing,
-    NoSuchLayer,
-    RowsOutOfRange,
-    SequenceTooLong,
-    TokenOutOfVocabulary,
-)
-from workers.executors.info import (
-    Capabilities,
-    ExecutorStatus,
-    LoraAdapterMetrics,
-    ModelDescription,
-)
+from workers.executors.errors import ExecutorClosed, ExecutorError, KvMissing
+from workers.executors.info import Capabilities, ExecutorStatus, LoraAdapterMetrics
 from workers.kv.table import PoolUsage
 from workers.models.active_kernels import active_kernels
 from workers.models.inputs import MAX_TREE_TOKENS
+from workers.models.model import ModelDescription
 from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,
@@ -198,20 +182,11 @@ class ModelExecutor:
 
     def status(self) -> ExecutorStatus:
         """The running step, and the counts since the start."""
-        metrics, device = self.engine.metrics(), self.engine.kv.device
-        on_gpu = device.type == "cuda"
-        return ExecutorStatus(
-            counts=metrics.counts,
-            step_age_ns=metrics.step_age_ns,
-            step_number=metrics.step_number,
-            step_expected_ns=metrics.step_expected_ns,
-            device_memory_bytes=torch.cuda.memory_allocated(device) if on_gpu else 0,
-            device_memory_peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
-        )
+        return self.engine.status()
 
     def cache_metrics_snapshot(self) -> PoolUsage:
         """How the pages are used."""
-        return self.engine.metrics().pool
+        return self.engine.usage()
 
     def lora_metrics_snapshot(self) -> Sequence[LoraAdapterMetrics]:
         """The use of adapters: none, since `supports_lora` is False."""
@@ -252,7 +227,7 @@ class ModelExecutor:
         for op in ops:
             self._check(op)
         if len({op.sequence for op in ops}) < len(ops):
-            raise DuplicateSequence(f"sequences {[op.sequence for op in ops]} contain a duplicate")
+            raise ExecutorError(f"sequences {[op.sequence for op in ops]} contain a duplicate")
         if not ops:
             return []
         try:
@@ -281,25 +256,25 @@ class ModelExecutor:
     def _check(self, op: Forward) -> None:
         """Raises an ExecutorError for a forward that the model cannot run."""
         if not op.token_ids:
-            raise EmptyTokens(f"nothing to append to sequence {op.sequence}")
+            raise ExecutorError(f"nothing to append to sequence {op.sequence}")
         if not 0 <= op.wanted_rows <= len(op.token_ids):
-            raise RowsOutOfRange(f"{op.wanted_rows} rows of {len(op.token_ids)} tokens")
+            raise ExecutorError(f"{op.wanted_rows} rows of {len(op.token_ids)} tokens")
         if op.parents:
             _check_tree(op)
         vocab_size = self._model.vocab_size
         for tokens in (op.token_ids, op.output.logprob_token_ids):
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-                raise TokenOutOfVocabulary(
+                raise ExecutorError(
                     f"tokens from {min(tokens)} to {max(tokens)} of a vocabulary of {vocab_size}"
                 )
         hidden, layers = op.output.hidden, self._model.num_layers
         if hidden is not None and not (
             self.engine.runner.has_hidden_states and all(0 <= layer <= layers for layer in hidden.layers)
         ):
-            raise NoSuchLayer(f"hidden states of layers {list(hidden.layers)} of {layers}")
+            raise ExecutorError(f"hidden states of layers {list(hidden.layers)} of {layers}")
         limit, end = self._capabilities.kv_capacity_tokens, op.position + len(op.token_ids)
         if end > limit:
-            raise SequenceTooLong(f"{end} tokens in sequence {op.sequence}, which can have {limit}")
+            raise ExecutorError(f"{end} tokens in sequence {op.sequence}, which can have {limit}")
 
 
 def _raise_failure(ops: Sequence[Forward]) -> None:
@@ -310,11 +285,11 @@ def _raise_failure(ops: Sequence[Forward]) -> None:
 
 
 def _check_tree(op: Forward) -> None:
-    """Raises BadTree if the parents are not a tree."""
+    """Raises ExecutorError if the parents are not a tree."""
     if len(op.parents) != len(op.token_ids) - 1 or len(op.token_ids) > MAX_TREE_TOKENS:
-        raise BadTree(f"{len(op.parents)} parents of {len(op.token_ids)} tokens")
+        raise ExecutorError(f"{len(op.parents)} parents of {len(op.token_ids)} tokens")
     if any(not 0 <= parent <= index for index, parent in enumerate(op.parents)):
-        raise BadTree(f"a parent is not before its token: {list(op.parents)}")
+        raise ExecutorError(f"a parent is not before its token: {list(op.parents)}")
 
 
 def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabilities:
@@ -326,15 +301,9 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
         device=str(kv.device),
         # Models that run one sequence at a time, in the library's code, are those that take no trees.
         supports_native_unified_decode=engine.takes_trees,
-        supports_verify=True,
-        supports_fork=True,
-        supports_sampling=True,
-        supports_prefix_reuse=True,
-        supports_lora=False,
         page_size_tokens=kv.page_size,
         bytes_per_page=kv.bytes_per_page,
         kv_capacity_tokens=min(model.max_seq_len, kv.num_pages * kv.page_size),
-        max_lora_adapters=0,
         supports_token_trees=engine.takes_trees,
         supports_hidden_states=engine.runner.has_hidden_states,
     )

@@ -5,8 +5,8 @@
     complete(forward)    truncate to the accepted tokens, release temporary sequences
     roll_back(forward)   restore the sequence to its state before the forward
 
-The caller chooses the sequence numbers. Not thread-safe: one thread owns an engine, but any thread may read
-`metrics`. `base` has the API for callers in the same process.
+The caller chooses the sequence numbers. Not thread-safe: one thread owns an engine, but any thread may call
+`usage` and `status`. `base` has the API for callers in the same process.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from workers.batch import captured_layers, output_specs, pack, sampling_rows, score_targets
 from workers.distribution import apply_drafts, sampled_logprobs
-from workers.executors.errors import DuplicateSequence, KvMissing, NoTrees, TruncateBeyondEnd
-from workers.executors.info import StepCounts
+from workers.executors.errors import ExecutorError, KvMissing, NoTrees
+from workers.executors.info import ExecutorStatus, StepCounts
 from workers.extra_samples import draw_extra_samples
 from workers.kv.table import KvSequence, KvTable, PoolUsage
 from workers.kv.tensors import KvTensors
@@ -32,17 +31,6 @@ from workers.row_outputs import TokenScores, add_hidden, build_outputs, score_to
 from workers.runners.base import Runner, StepResult, raise_if_lost
 from workers.sampling import SamplingRow
 from workers.token_trees import kept_path
-
-
-@dataclass(frozen=True, slots=True)
-class EngineMetrics:
-    """A snapshot. See `ExecutorStatus` for the fields."""
-
-    pool: PoolUsage
-    counts: StepCounts
-    step_age_ns: int
-    step_number: int
-    step_expected_ns: int
 
 
 class Engine:
@@ -269,17 +257,17 @@ class Engine:
         return None if known is None else len(known)
 
     def fork(self, sequence: int, children: Sequence[int]) -> None:
-        """Makes sequences that share the pages of another. Raises KvMissing or DuplicateSequence."""
+        """Makes sequences that share the pages of another. Raises KvMissing or ExecutorError."""
         parent = self._known(sequence)
         if len(set(children)) < len(children) or any(map(self._kv_table.get, children)):
-            raise DuplicateSequence(f"children {list(children)} of {sequence}")
-        self._kv_table.fork_all(parent, children)
+            raise ExecutorError(f"children {list(children)} of {sequence}")
+        self._kv_table.fork(parent, children)
 
     def truncate(self, sequence: int, new_len: int) -> None:
-        """Truncates a sequence and frees its pages. Raises KvMissing or TruncateBeyondEnd."""
+        """Truncates a sequence and frees its pages. Raises KvMissing or ExecutorError."""
         known = self._known(sequence)
         if not 0 <= new_len <= len(known):
-            raise TruncateBeyondEnd(f"{len(known)} tokens cannot be truncated to {new_len}")
+            raise ExecutorError(f"{len(known)} tokens cannot be truncated to {new_len}")
         self._kv_table.truncate(known, new_len)
 
     def release(self, sequence: int) -> bool:
@@ -296,15 +284,21 @@ class Engine:
         """Pages that are free or cached. Any thread may call it."""
         return self._kv_table.pages_available
 
-    def metrics(self) -> EngineMetrics:
-        """The use of the pages, the counts, and the running step. Any thread may call it."""
-        began_ns = self._step_began_ns
-        return EngineMetrics(
-            pool=self._kv_table.usage(),
+    def usage(self) -> PoolUsage:
+        """The use of the pages. Any thread may call it."""
+        return self._kv_table.usage()
+
+    def status(self) -> ExecutorStatus:
+        """The running step, and the counts since the start. Any thread may call it."""
+        began_ns, device = self._step_began_ns, self.kv.device
+        on_gpu = device.type == "cuda"
+        return ExecutorStatus(
             counts=dataclasses.replace(self._counts),
             step_age_ns=time.monotonic_ns() - began_ns if began_ns else 0,
             step_number=self._step_number,
             step_expected_ns=int(self._step_tokens * self._ns_per_token) if began_ns else 0,
+            device_memory_bytes=torch.cuda.memory_allocated(device) if on_gpu else 0,
+            device_memory_peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
         )
 
     def reset_counts(self) -> None:

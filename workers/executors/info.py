@@ -1,60 +1,11 @@
-"""The description and metrics of an executor: plain data with the field names of the protos."""
+"""The capabilities and metrics of an executor: plain data with the field names of the protos."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from workers.operations import Kind
-
-
-class DescribedConfig(Protocol):
-    """The fields that configs of all backends have, named as in Hugging Face configs."""
-
-    @property
-    def model_type(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ModelDescription:
-    """The model. Sizes in elements, tokens and bytes."""
-
-    model_id: str
-    architecture: str
-    vocab_size: int
-    max_seq_len: int
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    num_parameters: int = 0
-    weight_bytes: int = 0
-    eos_token_ids: Sequence[int] = ()
-    bos_token_id: int | None = None
-    fingerprint: str = ""
-    backend: str = "native"
-    license: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +16,19 @@ class Capabilities:
     runner: str
     kernels: Sequence[str]
     device: str
-    supports_native_unified_decode: bool
-    supports_verify: bool
-    supports_fork: bool
-    supports_sampling: bool
-    supports_prefix_reuse: bool
-    supports_lora: bool
     page_size_tokens: int
     bytes_per_page: int
     # The maximum length of a sequence: the model's context, or all of the pool if that is smaller.
     kv_capacity_tokens: int
-    max_lora_adapters: int
-    supports_token_trees: bool = True
-    supports_hidden_states: bool = False
+    supports_native_unified_decode: bool
+    supports_token_trees: bool
+    supports_hidden_states: bool
+    supports_verify: bool = True
+    supports_fork: bool = True
+    supports_sampling: bool = True
+    supports_prefix_reuse: bool = True
+    supports_lora: bool = False
+    max_lora_adapters: int = 0
 
 
 @dataclass(slots=True)

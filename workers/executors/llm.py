@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,21 +13,24 @@ from typing import Self
 import torch
 
 from workers.executors.base import ModelExecutor
-from workers.executors.describe import PAGE_SIZE, describe, model_id_of
 from workers.executors.engine import Engine
-from workers.executors.loading import AUTO, ServedModel, choose_backend, load_served
+from workers.executors.loading import AUTO, choose_backend, load_served
 from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, choose_num_pages
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_device
 from workers.models.files import check_not_pickled
 from workers.models.licence import read_licence
+from workers.models.model import PAGE_SIZE, Model, ModelDescription, new_pages, page_bytes
 from workers.models.text import read_text
 from workers.models.tokenizer import MAX_BYTES
 from workers.runners.base import Runner
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
 from workers.runners.working_memory import measure_working_bytes
+
+# The path of a snapshot of ORG/NAME in a cache of the Hugging Face hub. Names contain no double dashes.
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +84,12 @@ class LlmExecutor(ModelExecutor):
             torch.cuda.set_device(device)  # kernels are launched on the thread's current device
             check_cuda_device(device)
         check_not_pickled(directory)
-        chosen = choose_backend(directory, backend, on_cuda=device.type == "cuda")
+        backend, vocab_size = choose_backend(directory, backend, on_cuda=device.type == "cuda")
         # Before the weights, which take longer to load.
-        text = read_text(directory, chosen.vocab_size, max_text_bytes)
+        text = read_text(directory, vocab_size, max_text_bytes)
         try:
-            loaded = load_served(
-                directory, dtype, device, progress, backend=chosen.backend, self_check=self_check
+            model, description = load_served(
+                directory, dtype, device, progress, backend=backend, self_check=self_check
             )
         except torch.OutOfMemoryError as error:
             free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -91,38 +97,39 @@ class LlmExecutor(ModelExecutor):
                 f"the weights of {directory.name} do not fit on {device}, which has {total_bytes >> 20} MiB;"
                 f" {free_bytes >> 20} MiB of them were left"
             ) from error
-        kv, runner = _on_gpu(loaded, kv_pages, limits) if device.type == "cuda" else _on_cpu(loaded, kv_pages)
-        model = describe(
-            loaded.config,
-            model_id_of(directory),
-            kv.dtype,
-            loaded.num_parameters,
-            loaded.weight_bytes,
-            loaded.fingerprint,
-            loaded.backend,
-            read_licence(directory),
+        if device.type == "cuda":
+            kv, runner = _on_gpu(model, description, kv_pages, limits)
+        else:
+            kv = new_pages(model, choose_num_pages(kv_pages, page_bytes(model)))
+            runner = EagerRunner(model, kv)
+        described = dataclasses.replace(
+            description, model_id=model_id_of(directory), license=read_licence(directory)
         )
         table = KvTable(kv.num_pages, kv.page_size)
-        return cls(model, Engine(table, kv, runner, takes_trees=loaded.takes_trees), text)
+        return cls(described, Engine(table, kv, runner, takes_trees=model.takes_trees), text)
 
 
-def _on_cpu(loaded: ServedModel, kv_pages: int | None) -> tuple[KvTensors, Runner]:
-    kv = _pages(loaded, choose_num_pages(kv_pages, _page_bytes(loaded)))
-    return kv, EagerRunner(loaded.model, kv)
+def model_id_of(directory: Path) -> str:
+    """The name of a model: as on the hub for a snapshot in the hub's cache, else the directory's."""
+    directory = Path(os.path.abspath(directory))  # noqa: PTH100 - gives "." a name, and keeps that of a link
+    found = _SNAPSHOT.fullmatch(directory.as_posix())
+    return found[1].replace("--", "/") if found is not None else directory.name
 
 
-def _on_gpu(loaded: ServedModel, kv_pages: int | None, limits: StepLimits) -> tuple[KvTensors, Runner]:
+def _on_gpu(
+    model: Model, description: ModelDescription, kv_pages: int | None, limits: StepLimits
+) -> tuple[KvTensors, Runner]:
     """A pool in the memory that the weights and the largest step leave, and the runner."""
-    config, model = loaded.config, loaded.model
+    max_seq_len = description.max_seq_len
     try:
-        trial = _pages(loaded, -(-limits.max_tokens // PAGE_SIZE))
+        trial = new_pages(model, -(-limits.max_tokens // PAGE_SIZE))
         working_bytes = measure_working_bytes(
             model,
             trial,
             max_step_tokens=limits.max_tokens,
-            max_seq_len=config.max_position_embeddings,
+            max_seq_len=max_seq_len,
             max_rows=limits.max_items,
-            vocab_size=config.vocab_size,
+            vocab_size=description.vocab_size,
         )
         del trial
         torch.cuda.empty_cache()
@@ -131,31 +138,19 @@ def _on_gpu(loaded: ServedModel, kv_pages: int | None, limits: StepLimits) -> tu
             f"a step of {limits.max_tokens} tokens does not fit into the memory that the weights leave:"
             f" lower max_batch_tokens or max_batch_items"
         ) from error
-    free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(model.device)
     # The rotations of all positions that fit the pages also need memory; the trial had those of a few.
-    positions = min(config.max_position_embeddings, free_bytes // _page_bytes(loaded) * PAGE_SIZE)
-    working_bytes += positions * loaded.rotation_bytes
+    positions = min(max_seq_len, free_bytes // page_bytes(model) * PAGE_SIZE)
+    working_bytes += positions * model.rotation_bytes
     memory = GpuMemory(total_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
-    num_pages = choose_num_gpu_pages(kv_pages, _page_bytes(loaded), memory)
+    num_pages = choose_num_gpu_pages(kv_pages, page_bytes(model), memory)
     try:
-        kv = _pages(loaded, num_pages)
+        kv = new_pages(model, num_pages)
     except torch.OutOfMemoryError as error:
-        needed_bytes = num_pages * _page_bytes(loaded)
+        needed_bytes = num_pages * page_bytes(model)
         raise KvSizingError(
             f"{num_pages} pages need {needed_bytes >> 20} MiB of GPU memory in one piece, which is not there"
         ) from error
-    if not (limits.cuda_graphs and loaded.graphable):
+    if not (limits.cuda_graphs and model.graphable):
         return kv, EagerRunner(model, kv)
-    return kv, CudaGraphRunner(
-        model, kv, max_rows=limits.max_items, max_seq_len=config.max_position_embeddings
-    )
-
-
-def _page_bytes(loaded: ServedModel) -> int:
-    return KvTensors.page_bytes(loaded.layers, page_size=PAGE_SIZE, dtype=loaded.dtype)
-
-
-def _pages(loaded: ServedModel, num_pages: int) -> KvTensors:
-    return KvTensors(
-        loaded.layers, num_pages=num_pages, page_size=PAGE_SIZE, dtype=loaded.dtype, device=loaded.device
-    )
+    return kv, CudaGraphRunner(model, kv, max_rows=limits.max_items, max_seq_len=max_seq_len)

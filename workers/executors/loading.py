@@ -7,21 +7,16 @@ all other models. With either backend a model is checked before it is served.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from workers.executors.describe import kv_layers
-from workers.executors.info import DescribedConfig
 from workers.kv.sizing import KvSizingError, available_bytes
-from workers.kv.tensors import LayerKv
 from workers.models.active_kernels import check_cuda_kernels
 from workers.models.config import CONFIG_FILE, ModelConfig
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.model import Model
-from workers.models.weights import LoadPlan, load_planned, plan_load
+from workers.models.model import Model, ModelDescription
+from workers.models.weights import LoadPlan, Progress, load_planned, plan_load
 
 _log = logging.getLogger(__name__)
 
@@ -33,47 +28,10 @@ _LIBRARY_CANNOT, _MAX_LIBRARY_CHARACTERS = "the transformers library cannot ", 3
 _NO_MEMORY = "can't allocate memory"
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A loaded model of either backend.
+def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> tuple[str, int]:
+    """The backend for a directory, "native" or "transformers", and the size of the model's vocabulary.
 
-    Attributes:
-        backend: "native" or "transformers".
-        layers: The shape of its pages.
-        rotation_bytes: The bytes for each position that fits the pages, allocated in the first step.
-        graphable: Whether its decodes may be captured as CUDA graphs.
-        takes_trees: Whether it supports token trees.
-    """
-
-    model: Model
-    backend: str
-    layers: tuple[LayerKv, ...]
-    rotation_bytes: int
-    dtype: torch.dtype
-    device: torch.device
-    config: DescribedConfig
-    fingerprint: str
-    num_parameters: int
-    weight_bytes: int
-    graphable: bool
-    takes_trees: bool
-
-
-@dataclass(frozen=True, slots=True)
-class BackendChoice:
-    """The backend for a directory, and the model's vocabulary size.
-
-    Attributes:
-        backend: "native" or "transformers".
-        vocab_size: The number of tokens.
-    """
-
-    backend: str
-    vocab_size: int
-
-
-def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> BackendChoice:
-    """The backend for a directory. With "auto" it is native code if that supports all settings of the config.
+    With "auto" it is native code if that supports all settings of the config.
 
     Raises:
         ModelError: config.json cannot be read, has invalid settings, or settings that the requested backend
@@ -84,7 +42,7 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Bac
             config = ModelConfig.from_directory(directory)
             if on_cuda:
                 check_cuda_kernels(config.head_dim)
-            return BackendChoice(NATIVE, config.vocab_size)
+            return NATIVE, config.vocab_size
         except UnsupportedError as error:
             if asked == NATIVE:
                 raise
@@ -93,7 +51,7 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Bac
     from workers.models.library.settings import read_settings  # noqa: PLC0415
 
     try:
-        return BackendChoice(TRANSFORMERS, read_settings(directory).vocab_size)
+        return TRANSFORMERS, read_settings(directory).vocab_size
     except ModelError as error:
         raise _explained(error, directory) from error
 
@@ -115,11 +73,11 @@ def load_served(
     directory: Path,
     dtype: str,
     device: torch.device,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
     *,
     backend: str,
     self_check: bool,
-) -> ServedModel:
+) -> tuple[Model, ModelDescription]:
     """Load a directory with the backend from `choose_backend`.
 
     Raises KvSizingError if memory is too small, and ModelError, also if the self-check finds wrong results.
@@ -127,7 +85,10 @@ def load_served(
     try:
         if backend == TRANSFORMERS:
             return _load_library(directory, dtype, device, progress, self_check=self_check)
-        return _load_native(directory, dtype, device, progress, self_check=self_check)
+        plan = plan_load(directory, dtype, device)
+        if self_check:
+            _check_native(directory, plan)
+        return load_planned(plan, progress, pack=True)
     except (ModelError, MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
             raise KvSizingError(
@@ -160,34 +121,6 @@ def _native_error(directory: Path) -> str:
     return ""
 
 
-def _load_native(
-    directory: Path,
-    dtype: str,
-    device: torch.device,
-    progress: Callable[[int, int], None] | None,
-    *,
-    self_check: bool,
-) -> ServedModel:
-    plan = plan_load(directory, dtype, device)
-    if self_check:
-        _check_native(directory, plan)
-    loaded = load_planned(plan, progress, pack=True)
-    return ServedModel(
-        model=loaded.decoder,
-        backend=NATIVE,
-        layers=kv_layers(loaded.config),
-        rotation_bytes=len(loaded.config.ropes) * loaded.config.rotary_dim * torch.float32.itemsize,
-        dtype=loaded.decoder.dtype,
-        device=loaded.decoder.device,
-        config=loaded.config,
-        fingerprint=loaded.fingerprint,
-        num_parameters=loaded.num_parameters,
-        weight_bytes=loaded.weight_bytes,
-        graphable=True,
-        takes_trees=True,
-    )
-
-
 def _check_native(directory: Path, plan: LoadPlan) -> None:
     """Raises ModelError if native code and the library disagree for this config."""
     try:
@@ -202,13 +135,8 @@ def _check_native(directory: Path, plan: LoadPlan) -> None:
 
 
 def _load_library(
-    directory: Path,
-    dtype: str,
-    device: torch.device,
-    progress: Callable[[int, int], None] | None,
-    *,
-    self_check: bool,
-) -> ServedModel:
+    directory: Path, dtype: str, device: torch.device, progress: Progress | None, *, self_check: bool
+) -> tuple[Model, ModelDescription]:
     # The library takes seconds to import, and native code does not need it.
     from workers.models.library.loading import load_library_model, plan_library_model  # noqa: PLC0415
     from workers.models.library.parity_check import check_loaded, check_scaled_down  # noqa: PLC0415
@@ -217,20 +145,7 @@ def _load_library(
     if self_check:
         # Before the weights are loaded, which takes longer: a scaled-down model shows most problems.
         check_scaled_down(directory, plan.settings)
-    loaded = load_library_model(plan, progress)
+    model, description = load_library_model(plan, progress)
     if self_check:
-        check_loaded(directory, loaded)
-    return ServedModel(
-        model=loaded.model,
-        backend=TRANSFORMERS,
-        layers=loaded.model.layers,
-        rotation_bytes=0,  # the library recomputes them in each step
-        dtype=loaded.model.dtype,
-        device=loaded.model.device,
-        config=loaded.config,
-        fingerprint=loaded.fingerprint,
-        num_parameters=loaded.num_parameters,
-        weight_bytes=loaded.weight_bytes,
-        graphable=False,
-        takes_trees=loaded.model.takes_trees,
-    )
+        check_loaded(directory, model, description)
+    return model, description

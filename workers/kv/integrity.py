@@ -87,5 +87,5 @@ class IntegrityCheck:
                 raise IntegrityError(f"sequence {key}: page {page} is indexed as holding other tokens")
         first_writable = full_pages if offset == 0 or seq.reserved_len_tokens > len(seq) else full_pages + 1
         for page in seq.pages[first_writable:]:
-            if self._pool.is_indexed(page):
+            if self._pool.digest_of(page) is not None:
                 raise IntegrityError(f"sequence {key}: page {page} may be written but is indexed")

@@ -1,4 +1,4 @@
-"""The accounting of the KV pool's pages: reference counts, a free list, and pages cached for reuse.
+"""The accounting of the KV pool's pages: reference counts, a free list, and the index of pages for reuse.
 
 A page is in one of three states:
 
@@ -6,14 +6,38 @@ A page is in one of three states:
     cached      no references, but it is full and indexed, so its tokens can be found again
     referenced  one or more sequences refer to it (indexed or not)
 
+A full page is indexed by its digest: a hash chain over its own tokens and, through the digest of the page
+before it, all tokens before them and the salt. Keys and values of a token depend on exactly these, so pages
+with equal digests are interchangeable. If a page in the middle of a chain is evicted, the pages after it are
+not found until it is computed again, and are still correct then.
+
 Pages are numbers. Their memory is in `tensors`, and the sequences are in `table`.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
 
-from workers.kv.prefix_index import PrefixIndex
+DIGEST_BYTES = 16
+
+# Separates root digests from page digests, for any salt.
+_ROOT_PERSON = b"quire-kv-root"
+
+
+def root_digest(salt: bytes) -> bytes:
+    """Return the parent digest of a sequence's first page. Sequences share pages only under equal salts."""
+    return blake2b(salt, digest_size=DIGEST_BYTES, person=_ROOT_PERSON).digest()
+
+
+def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Return the digest of a full page that holds `tokens` and follows the page of digest `parent`.
+
+    Raises struct.error for a token outside uint32.
+    """
+    return blake2b(parent + struct.pack(f"<{len(tokens)}I", *tokens), digest_size=DIGEST_BYTES).digest()
 
 
 class OutOfPages(Exception):
@@ -40,7 +64,9 @@ class PagePool:
             raise ValueError(f"num_pages must be at least 1, not {num_pages}")
         self.num_pages = num_pages
         self.evicted_pages = 0
-        self._index = PrefixIndex()
+        # One-to-one: each digest has one canonical page.
+        self._page_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
         self._refcounts = [0] * num_pages
         # A stack (the last freed page is likely in a CPU cache), as a dict for lookups. Low pages first.
         self._free = dict.fromkeys(range(num_pages - 1, -1, -1))
@@ -71,17 +97,13 @@ class PagePool:
         """Return how many references `page` has."""
         return self._refcounts[page]
 
-    def is_indexed(self, page: int) -> bool:
-        """Return whether `page` can be found by its digest."""
-        return page in self._index
-
     def digest_of(self, page: int) -> bytes | None:
         """Return the digest `page` can be found by, if any."""
-        return self._index.digest_of(page)
+        return self._digest_of.get(page)
 
     def lookup(self, digest: bytes) -> int | None:
         """Return the page known by `digest`. Take a reference before any `allocate`, which may evict it."""
-        return self._index.page_of(digest)
+        return self._page_of.get(digest)
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` pages with one reference each. Evicts cached pages if there are too few free ones.
@@ -112,7 +134,7 @@ class PagePool:
         self._refcounts[page] -= 1
         if self._refcounts[page] > 0:
             return
-        if page in self._index:
+        if page in self._digest_of:
             self._cached[page] = None
         else:
             self._free[page] = None
@@ -121,19 +143,27 @@ class PagePool:
         """Index the full, referenced `page` by `digest`. False if either is indexed already."""
         if self._refcounts[page] == 0:
             raise IntegrityError(f"page {page} is not referenced and cannot be indexed")
-        return self._index.insert(page, digest)
+        if page in self._digest_of or digest in self._page_of:
+            return False
+        self._page_of[digest], self._digest_of[page] = page, digest
+        return True
 
     def unpublish(self, page: int) -> None:
         """Remove the referenced `page` from the index, because it is about to be overwritten."""
         if self._refcounts[page] == 0:
             raise IntegrityError(f"page {page} is not referenced and cannot be overwritten")
-        self._index.discard(page)
+        if page in self._digest_of:
+            self._discard(page)
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
-        self._index.discard(page)
+        self._discard(page)
         self.evicted_pages += 1
         return page
+
+    def _discard(self, page: int) -> None:
+        """Remove an indexed page from the index."""
+        del self._page_of[self._digest_of.pop(page)]
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every page is in exactly one state and the index agrees. O(pages)."""
@@ -157,9 +187,11 @@ class PagePool:
         states = (count > 0) + is_free + is_cached
         if states != 1:
             raise IntegrityError(f"page {page} is in {states} of the states free, cached, referenced")
-        if is_free and page in self._index:
+        digest = self._digest_of.get(page)
+        if is_free and digest is not None:
             raise IntegrityError(f"page {page} is free but indexed")
-        if is_cached and page not in self._index:
+        if is_cached and digest is None:
             raise IntegrityError(f"page {page} is cached but not indexed")
-        if not self._index.is_one_to_one(page):
+        is_one_to_one = len(self._page_of) == len(self._digest_of)
+        if not is_one_to_one or (digest is not None and self._page_of.get(digest) != page):
             raise IntegrityError("digests and pages are not one to one")

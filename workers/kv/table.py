@@ -21,8 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from workers.kv.integrity import IntegrityCheck
-from workers.kv.page_pool import IntegrityError, PagePool
-from workers.kv.prefix_index import page_digest, root_digest
+from workers.kv.page_pool import IntegrityError, PagePool, page_digest, root_digest
 from workers.kv.shared_list import SharedList, TokenList
 
 
@@ -262,11 +261,7 @@ class KvTable:
         seq.token_ids.cut(new_len)
         seq.reserved_len_tokens = new_len
 
-    def fork(self, seq: KvSequence, child_key: int) -> KvSequence:
-        """Add and return one child. See `fork_all`."""
-        return self.fork_all(seq, [child_key])[0]
-
-    def fork_all(self, seq: KvSequence, child_keys: Sequence[int]) -> list[KvSequence]:
+    def fork(self, seq: KvSequence, child_keys: Sequence[int]) -> list[KvSequence]:
         """Add and return sequences with the same tokens in the same pages. Reserved slots are not shared.
 
         Costs a reference for each page, and a list of pages for each child. Tokens and digests are shared.

@@ -81,10 +81,10 @@ def choose_dtype(asked: torch.dtype | str, named: str | None, stored: str | None
     Raises:
         ModelError: Weights cannot have this dtype.
     """
-    allowed = {_name_of(known): known for known in DTYPES.values()}
-    name = asked if isinstance(asked, str) else _name_of(asked)
+    allowed = {name_of(known): known for known in DTYPES.values()}
+    name = asked if isinstance(asked, str) else name_of(asked)
     if name == AUTO:
-        name = named or _name_of(DTYPES.get(stored or "", torch.float32))
+        name = named or name_of(DTYPES.get(stored or "", torch.float32))
     if name not in allowed:
         raise ModelError(f"dtype: must be {AUTO} or one of {', '.join(sorted(allowed))}, got {name!r}")
     return allowed[name]
@@ -95,10 +95,11 @@ def check_finite(tensor: torch.Tensor, where: str) -> None:
     # If the sum is finite, all terms are; it takes a tenth of the time of checking each. A sum that is not
     # finite may be an overflow of finite terms.
     if not math.isfinite(tensor.sum().item()) and not tensor.isfinite().all():
-        raise ModelError(f"{where} is not finite as {_name_of(tensor.dtype)}")
+        raise ModelError(f"{where} is not finite as {name_of(tensor.dtype)}")
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype in configs: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from kernels.linear import Weight, linear, pack_weight
 from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec, rope_table
-from workers.kv.tensors import KvTensors
+from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.config import ModelConfig
 from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
@@ -36,6 +36,8 @@ class Decoder:
     """A decoder-only model. `workers.models.weights` fills its parameters."""
 
     has_hidden_states = True
+    takes_trees = True
+    graphable = True
 
     def __init__(
         self,
@@ -61,6 +63,10 @@ class Decoder:
         self.layers = list(layers)
         self.lm_head: Weight = lm_head
         self._final_norm = final_norm
+        self.kv_layers = (
+            LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim),
+        ) * config.num_hidden_layers
+        self.rotation_bytes = len(config.ropes) * config.rotary_dim * torch.float32.itemsize
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}  # each [positions of the pages in use, R]
         # In families that scale by the square root of the width, the factor is rounded to the model's dtype.
         self._embedding_scale = config.embedding_scale

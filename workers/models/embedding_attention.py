@@ -19,76 +19,41 @@ V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
 from kernels.kv_write import kv_write
 from kernels.paged_attention import paged_attention
-from workers.kv.tensors import KvTensors
-from workers.models.errors import ModelError
+from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingConfig:
-    """Sizes of the model without weights. Fields are named as in `ModelConfig`.
-
-    Raises:
-        ModelError: A size is invalid; the message names it.
-    """
-
-    vocab_size: int = 1024
-    num_attention_heads: int = 2
-    num_key_value_heads: int = 2
-    head_dim: int = 16
-    max_position_embeddings: int = 32768
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    model_type: str = "paged-attention"
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ModelError(f"head_dim: must be even and at least 2, got {self.head_dim}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ModelError(
-                f"num_attention_heads: must be a multiple of num_key_value_heads, "
-                f"got {self.num_attention_heads} and {self.num_key_value_heads}"
-            )
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Layers of KV: one."""
-        return 1
-
-    @property
-    def hidden_size(self) -> int:
-        """The width of the rows that `forward` returns."""
-        return self.num_attention_heads * self.head_dim
-
-
 class EmbeddingAttention:
-    """The model of the module's docstring, with the interface of `Decoder`."""
+    """The model of the module's docstring, as a `Model`. float32."""
 
+    dtype = torch.float32
     # With one layer and no norm or residual stream there are no hidden states.
     has_hidden_states = False
+    takes_trees = True
+    graphable = False
+    rotation_bytes = 0
 
     def __init__(
         self,
-        config: EmbeddingConfig | None = None,
-        dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        *,
+        vocab_size: int = 1024,
+        num_heads: int = 2,
+        num_kv_heads: int = 2,
+        head_dim: int = 16,
     ) -> None:
-        """Compute the table of embeddings: V * K * D elements."""
-        self.config = EmbeddingConfig() if config is None else config
-        self.dtype = dtype
+        """Compute the table of embeddings: V * K * D elements. The number of heads is a multiple of K."""
         self.device = torch.device(device)
-        self._embeddings = embedding_table(self.config).to(device=self.device, dtype=dtype)  # [V, K, D]
-        self._group_size = self.config.num_attention_heads // self.config.num_key_value_heads
+        self.vocab_size, self.num_heads = vocab_size, num_heads
+        self.kv_layers: tuple[LayerKv, ...] = (LayerKv(num_kv_heads, head_dim, head_dim),)
+        self._embeddings = embedding_table(vocab_size, num_kv_heads, head_dim).to(self.device)  # [V, K, D]
+        self._group_size = num_heads // num_kv_heads
         self._head = self._embeddings.repeat_interleave(self._group_size, dim=1).flatten(1)  # [V, H * D]
 
     @torch.inference_mode()
@@ -116,7 +81,7 @@ class EmbeddingAttention:
             k_pages,
             v_pages,
             inputs.attention,
-            scale=self.config.head_dim**-0.5,
+            scale=self.kv_layers[0].key_dim ** -0.5,
         )
         return attended.flatten(1).index_select(0, inputs.wanted_rows)
 
@@ -126,17 +91,12 @@ class EmbeddingAttention:
         return hidden @ self._head.T
 
 
-def embedding_table(config: EmbeddingConfig) -> torch.Tensor:
-    """The embeddings of all tokens.
-
-    Returns:
-        [V, K, D] float32.
-    """
-    vocab_size, half = config.vocab_size, config.head_dim // 2
-    pairs = config.num_key_value_heads * half
+def embedding_table(vocab_size: int, num_kv_heads: int, head_dim: int) -> torch.Tensor:
+    """The embeddings of all tokens: [V, K, D] float32."""
+    pairs = num_kv_heads * head_dim // 2
     multipliers = torch.tensor([pow(3, pair + 1, vocab_size) for pair in range(pairs)])  # [K * D / 2]
     # Reduced as integers, so that the angles of large ids are as exact as those of small ones.
     turns = torch.outer(torch.arange(vocab_size), multipliers).remainder(vocab_size)  # [V, K * D / 2]
     angles = turns.double() * (2 * math.pi / vocab_size)
     table = torch.stack((angles.cos(), angles.sin()), dim=-1)  # [V, K * D / 2, 2]
-    return table.float().view(vocab_size, config.num_key_value_heads, config.head_dim)
+    return table.float().view(vocab_size, num_kv_heads, head_dim)

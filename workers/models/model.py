@@ -1,21 +1,70 @@
-"""The interface of all models."""
+"""The interface of all models, their description, and the pages that they need.
+
+Dimension letters: R wanted rows; V vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from workers.kv.tensors import KvTensors
+from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
+
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """What clients read about a model, named as in the protos. Sizes in elements, tokens and bytes.
+
+    Attributes:
+        num_kv_heads: Of the first layer, as `head_dim`.
+        num_parameters: The number of weights; tied ones count once.
+        weight_bytes: The bytes of the parameters in memory.
+        fingerprint: 32 hexadecimal digits that distinguish models: a hash of the config and of the weights in
+            the files. It does not depend on the loaded dtype or on the sharding.
+        backend: "native" or "transformers".
+    """
+
+    architecture: str
+    vocab_size: int
+    max_seq_len: int
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    model_id: str = ""
+    num_parameters: int = 0
+    weight_bytes: int = 0
+    eos_token_ids: Sequence[int] = ()
+    bos_token_id: int | None = None
+    fingerprint: str = ""
+    backend: str = "native"
+    license: str = ""
 
 
 class Model(Protocol):
     """A model that reads and writes paged KV."""
 
+    dtype: torch.dtype
+    device: torch.device
+    # The shape of a token's keys and values in each layer.
+    kv_layers: tuple[LayerKv, ...]
     # Whether `forward` fills `capture`.
     has_hidden_states: bool
+    # Whether its attention supports token trees; see `AttentionBatch`.
+    takes_trees: bool
+    # Whether its decodes may be captured as CUDA graphs.
+    graphable: bool
+    # Memory for each position that fits the pages, allocated in the first step.
+    rotation_bytes: int
 
     def forward(
         self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
@@ -26,4 +75,16 @@ class Model(Protocol):
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocab] of the result of `forward`, in the model's dtype or float32."""
+        """Logits [R, V] of the result of `forward`, in the model's dtype or float32."""
+
+
+def page_bytes(model: Model) -> int:
+    """The bytes of one page: keys and values of all layers."""
+    return KvTensors.page_bytes(model.kv_layers, page_size=PAGE_SIZE, dtype=model.dtype)
+
+
+def new_pages(model: Model, num_pages: int) -> KvTensors:
+    """Allocate pages for a model, in its dtype and on its device."""
+    return KvTensors(
+        model.kv_layers, num_pages=num_pages, page_size=PAGE_SIZE, dtype=model.dtype, device=model.device
+    )

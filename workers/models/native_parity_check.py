@@ -19,8 +19,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from kernels.rope import rope_frequencies
-from workers.kv.tensors import LayerKv
 from workers.models.builder import build_decoder
+from workers.models.checkpoint import name_of
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
 from workers.models.library.errors import library_errors
@@ -127,15 +127,11 @@ def _check_logits(
         logits: torch.Tensor = module(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits
 
-    layer = LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim)
     with library_errors("run a scaled-down model"):
         return check_parity(
             decoder,
-            [layer] * config.num_hidden_layers,
             plain,
-            what=f"{directory}: native code for {config.model_type} in {str(dtype).removeprefix('torch.')}",
+            what=f"{directory}: native code for {config.model_type} in {name_of(dtype)}",
             vocab_size=config.vocab_size,
             max_seq_len=config.max_position_embeddings,
-            dtype=dtype,
-            device=device,
         )

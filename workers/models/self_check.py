@@ -23,15 +23,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.errors import ModelError
 from workers.models.inputs import AttentionBatch, ForwardInputs
-from workers.models.model import Model
+from workers.models.model import PAGE_SIZE, Model, new_pages
 
 PlainForward = Callable[[torch.Tensor], torch.Tensor]
 """Token ids [T] int64 on the model's device to logits [T, V], without pages."""
 
-_PAGE_SIZE = 16
 # The tokens of each of the two sequences in each step: a prefill of more than a page and a short one, a chunk
 # and a decode, a decode and a chunk, and decodes.
 _STEPS = ((21, 5), (9, 1), (1, 8), (1, 1), (1, 1))
@@ -44,39 +42,26 @@ def tolerance(dtype: torch.dtype) -> float:
     return _FLOAT32_TOLERANCE if dtype == torch.float32 else _ALLOWED_ROUNDINGS * torch.finfo(dtype).eps
 
 
-def check_parity(
-    model: Model,
-    layers: Sequence[LayerKv],
-    plain: PlainForward,
-    *,
-    what: str,
-    vocab_size: int,
-    max_seq_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> float:
+def check_parity(model: Model, plain: PlainForward, *, what: str, vocab_size: int, max_seq_len: int) -> float:
     """Compare a model over pages with its plain forward.
 
     Args:
         model: The model under test.
-        layers: The shape of its pages.
         plain: The plain forward, which gives the expected logits.
         what: The name of the model in messages.
         vocab_size: V; tokens are drawn from all of it.
         max_seq_len: The longest sequence that the model takes.
-        dtype: The dtype of weights, keys and values.
-        device: The device of the model.
 
     Returns:
         The relative error.
 
     Raises:
-        ModelError: The error is above `tolerance(dtype)`, or not a number.
+        ModelError: The error is above the `tolerance` of the model's dtype, or not a number.
     """
-    sequences = _random_sequences(vocab_size, max_seq_len)
+    sequences, dtype = _random_sequences(vocab_size, max_seq_len), model.dtype
     with torch.inference_mode():
-        found = torch.cat(_run_paged(model, layers, sequences, dtype, device))
-        expected = torch.cat([plain(torch.tensor(tokens, device=device)) for tokens in sequences])
+        found = torch.cat(_run_paged(model, sequences))
+        expected = torch.cat([plain(torch.tensor(tokens, device=model.device)) for tokens in sequences])
     row_errors = _row_errors(found, expected)
     # If any row is NaN, `max` and `median` are NaN, which is refused.
     error = (row_errors.max() if dtype == torch.float32 else row_errors.median()).item()
@@ -98,18 +83,12 @@ def _random_sequences(vocab_size: int, max_seq_len: int) -> list[list[int]]:
     return [[dice.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
-def _run_paged(
-    model: Model,
-    layers: Sequence[LayerKv],
-    sequences: list[list[int]],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[torch.Tensor]:
+def _run_paged(model: Model, sequences: list[list[int]]) -> list[torch.Tensor]:
     """The logits of all tokens of each sequence, [T, V] each."""
-    pages = [-(-len(tokens) // _PAGE_SIZE) for tokens in sequences]
+    pages = [-(-len(tokens) // PAGE_SIZE) for tokens in sequences]
     shuffled = random.Random(1).sample(range(1, sum(pages) + 2), sum(pages))  # page 0 is unused
     owned = [shuffled[: pages[0]], shuffled[pages[0] :]]
-    kv = KvTensors(layers, num_pages=sum(pages) + 2, page_size=_PAGE_SIZE, dtype=dtype, device=device)
+    kv = new_pages(model, sum(pages) + 2)
     for index in range(kv.num_layers):
         for half in kv.layer(index):
             half.fill_(torch.nan)
@@ -120,7 +99,7 @@ def _run_paged(
         if not taken:
             break
         ends = [lengths[i] + parts[i] for i in range(2)]
-        inputs = _pack([(sequences[i], owned[i], lengths[i], ends[i]) for i in taken]).to(device)
+        inputs = _pack([(sequences[i], owned[i], lengths[i], ends[i]) for i in taken]).to(model.device)
         logits = model.logits(model.forward(inputs, kv))  # [R, V]
         for i, part in zip(taken, torch.split(logits, [parts[i] for i in taken]), strict=True):
             rows[i].append(part)
@@ -134,7 +113,7 @@ def _pack(items: Sequence[tuple[list[int], list[int], int, int]]) -> ForwardInpu
     query_lens, contexts = [len(found) for found in positions], [end for *_, end in items]
     widest = max(len(pages) for _, pages, _, _ in items)
     slots = [
-        pages[position // _PAGE_SIZE] * _PAGE_SIZE + position % _PAGE_SIZE
+        pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
         for (_, pages, _, _), found in zip(items, positions, strict=True)
         for position in found
     ]

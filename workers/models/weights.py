@@ -22,6 +22,7 @@ from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
 from workers.models.linear import LoadTarget
+from workers.models.model import ModelDescription
 from workers.models.registry import WRAPPERS
 
 Progress = Callable[[int, int], None]
@@ -34,26 +35,6 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model that is ready to run.
-
-    Attributes:
-        decoder: The model.
-        config: Its config.
-        fingerprint: 32 hexadecimal digits that distinguish models: a hash of the config and of the weights in
-            the files. It does not depend on the loaded dtype or on the sharding.
-        num_parameters: The number of weights; tied ones count once.
-        weight_bytes: The bytes of the parameters in memory.
-    """
-
-    decoder: Decoder
-    config: ModelConfig
-    fingerprint: str
-    num_parameters: int
-    weight_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class LoadPlan:
     """A directory that passed all checks before its weights are read.
 
@@ -62,8 +43,8 @@ class LoadPlan:
         dtype: The dtype of the parameters.
         device: The device of the parameters.
         entries: The tensors of the files, by their names in a text model.
-        num_parameters: See `LoadedModel`.
-        weight_bytes: See `LoadedModel`.
+        num_parameters: See `ModelDescription`.
+        weight_bytes: See `ModelDescription`.
     """
 
     config: ModelConfig
@@ -72,18 +53,6 @@ class LoadPlan:
     entries: Mapping[str, TensorEntry]
     num_parameters: int
     weight_bytes: int
-
-
-def load_model(
-    directory: Path | str,
-    dtype: torch.dtype | str = AUTO,
-    device: torch.device | str = "cpu",
-    progress: Progress | None = None,
-    *,
-    pack: bool = False,
-) -> LoadedModel:
-    """Load config.json and the safetensors of a directory: see `plan_load` and `load_planned`."""
-    return load_planned(plan_load(directory, dtype, device), progress, pack=pack)
 
 
 def plan_load(
@@ -118,7 +87,9 @@ def plan_load(
     return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes)
 
 
-def load_planned(plan: LoadPlan, progress: Progress | None = None, *, pack: bool = False) -> LoadedModel:
+def load_planned(
+    plan: LoadPlan, progress: Progress | None = None, *, pack: bool = False
+) -> tuple[Decoder, ModelDescription]:
     """Load the weights of a plan.
 
     Args:
@@ -129,13 +100,29 @@ def load_planned(plan: LoadPlan, progress: Progress | None = None, *, pack: bool
     Raises:
         ModelError: A tensor cannot be read, or has a value that is not finite.
     """
-    decoder = build_decoder(plan.config, plan.dtype, plan.device)
+    config = plan.config
+    decoder = build_decoder(config, plan.dtype, plan.device)
     _load_weights(decoder, plan.entries, progress)
     # The hash of the parsed config: two spellings of a config give the same fingerprint.
-    digest = checkpoint.fingerprint(plan.entries, repr(plan.config))
+    digest = checkpoint.fingerprint(plan.entries, repr(config))
     if pack:
         decoder.pack()
-    return LoadedModel(decoder, plan.config, digest, plan.num_parameters, plan.weight_bytes)
+    return decoder, ModelDescription(
+        architecture=config.model_type,
+        vocab_size=config.vocab_size,
+        max_seq_len=config.max_position_embeddings,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=checkpoint.name_of(plan.dtype),
+        num_parameters=plan.num_parameters,
+        weight_bytes=plan.weight_bytes,
+        eos_token_ids=config.eos_token_ids,
+        bos_token_id=config.bos_token_id,
+        fingerprint=digest,
+    )
 
 
 @torch.inference_mode()

@@ -20,49 +20,56 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire._batches import PrefillItem, Scored, ScoreItem, checked
-    from quire._connection import Tls
-    from quire._items import item
-    from quire._masks import token_mask
-    from quire._options import draft_from_top, draft_probabilities, output_options, verify_rows
-    from quire._tensors import floats
-    from quire.aio import AsyncCache, AsyncClient, AsyncSession
-    from quire.client import Cache, Client, Session
-    from quire.errors import (
-        Aborted,
-        CacheNotFound,
-        Cancelled,
-        DeadlineExceeded,
-        InternalError,
-        InvalidRequest,
-        NotFound,
-        OutOfRange,
-        PermissionDenied,
-        PositionMismatch,
-        PreconditionFailed,
-        QuireError,
-        ResourceExhausted,
-        RuntimeNotFound,
-        SessionEnded,
-        Unauthenticated,
-        Unavailable,
-    )
-    from quire.executions import AsyncExecution, Execution
-    from quire.v1.types_pb2 import (
-        PRIORITY_HIGH,
-        PRIORITY_LOW,
-        PRIORITY_NORMAL,
-        VERIFY_ACCEPT_GREEDY,
-        VERIFY_ACCEPT_SAMPLED,
-        VERIFY_ACCEPT_SPECULATIVE,
-        DraftProbabilities,
-        OutputOptions,
-        SampledToken,
-        SamplingParams,
-        StepOutput,
-        TokenMask,
-        VerifyRow,
-    )
+    from quire._batches import PrefillItem as PrefillItem
+    from quire._batches import Scored as Scored
+    from quire._batches import ScoreItem as ScoreItem
+    from quire._batches import checked as checked
+    from quire._connection import Tls as Tls
+    from quire._items import item as item
+    from quire._masks import token_mask as token_mask
+    from quire._options import draft_from_top as draft_from_top
+    from quire._options import draft_probabilities as draft_probabilities
+    from quire._options import output_options as output_options
+    from quire._options import verify_rows as verify_rows
+    from quire._tensors import floats as floats
+    from quire.aio import AsyncCache as AsyncCache
+    from quire.aio import AsyncClient as AsyncClient
+    from quire.aio import AsyncSession as AsyncSession
+    from quire.client import Cache as Cache
+    from quire.client import Client as Client
+    from quire.client import Session as Session
+    from quire.errors import Aborted as Aborted
+    from quire.errors import CacheNotFound as CacheNotFound
+    from quire.errors import Cancelled as Cancelled
+    from quire.errors import DeadlineExceeded as DeadlineExceeded
+    from quire.errors import InternalError as InternalError
+    from quire.errors import InvalidRequest as InvalidRequest
+    from quire.errors import NotFound as NotFound
+    from quire.errors import OutOfRange as OutOfRange
+    from quire.errors import PermissionDenied as PermissionDenied
+    from quire.errors import PositionMismatch as PositionMismatch
+    from quire.errors import PreconditionFailed as PreconditionFailed
+    from quire.errors import QuireError as QuireError
+    from quire.errors import ResourceExhausted as ResourceExhausted
+    from quire.errors import RuntimeNotFound as RuntimeNotFound
+    from quire.errors import SessionEnded as SessionEnded
+    from quire.errors import Unauthenticated as Unauthenticated
+    from quire.errors import Unavailable as Unavailable
+    from quire.executions import AsyncExecution as AsyncExecution
+    from quire.executions import Execution as Execution
+    from quire.v1.types_pb2 import PRIORITY_HIGH as PRIORITY_HIGH
+    from quire.v1.types_pb2 import PRIORITY_LOW as PRIORITY_LOW
+    from quire.v1.types_pb2 import PRIORITY_NORMAL as PRIORITY_NORMAL
+    from quire.v1.types_pb2 import VERIFY_ACCEPT_GREEDY as VERIFY_ACCEPT_GREEDY
+    from quire.v1.types_pb2 import VERIFY_ACCEPT_SAMPLED as VERIFY_ACCEPT_SAMPLED
+    from quire.v1.types_pb2 import VERIFY_ACCEPT_SPECULATIVE as VERIFY_ACCEPT_SPECULATIVE
+    from quire.v1.types_pb2 import DraftProbabilities as DraftProbabilities
+    from quire.v1.types_pb2 import OutputOptions as OutputOptions
+    from quire.v1.types_pb2 import SampledToken as SampledToken
+    from quire.v1.types_pb2 import SamplingParams as SamplingParams
+    from quire.v1.types_pb2 import StepOutput as StepOutput
+    from quire.v1.types_pb2 import TokenMask as TokenMask
+    from quire.v1.types_pb2 import VerifyRow as VerifyRow
 
 _EXPORTS = {
     "quire._connection": ("Tls",),
@@ -111,58 +118,7 @@ _EXPORTS = {
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = [
-    "PRIORITY_HIGH",
-    "PRIORITY_LOW",
-    "PRIORITY_NORMAL",
-    "VERIFY_ACCEPT_GREEDY",
-    "VERIFY_ACCEPT_SAMPLED",
-    "VERIFY_ACCEPT_SPECULATIVE",
-    "Aborted",
-    "AsyncCache",
-    "AsyncClient",
-    "AsyncExecution",
-    "AsyncSession",
-    "Cache",
-    "CacheNotFound",
-    "Cancelled",
-    "Client",
-    "DeadlineExceeded",
-    "DraftProbabilities",
-    "Execution",
-    "InternalError",
-    "InvalidRequest",
-    "NotFound",
-    "OutOfRange",
-    "OutputOptions",
-    "PermissionDenied",
-    "PositionMismatch",
-    "PreconditionFailed",
-    "PrefillItem",
-    "QuireError",
-    "ResourceExhausted",
-    "RuntimeNotFound",
-    "SampledToken",
-    "SamplingParams",
-    "ScoreItem",
-    "Scored",
-    "Session",
-    "SessionEnded",
-    "StepOutput",
-    "Tls",
-    "TokenMask",
-    "Unauthenticated",
-    "Unavailable",
-    "VerifyRow",
-    "checked",
-    "draft_from_top",
-    "draft_probabilities",
-    "floats",
-    "item",
-    "output_options",
-    "token_mask",
-    "verify_rows",
-]
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - the imports above tell type checkers
 
 
 def __dir__() -> list[str]:

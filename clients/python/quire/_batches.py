@@ -1,9 +1,9 @@
-"""Requests and responses of prefills and scorings, single or in a batch."""
+"""Requests of prefills and scorings, and what a scoring returns."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -11,7 +11,6 @@ from quire import _calls
 from quire.errors import QuireError, from_status
 from quire.v1 import executor_pb2, types_pb2
 
-_Cache = TypeVar("_Cache")
 _Result = TypeVar("_Result")
 
 
@@ -81,11 +80,16 @@ Prompts: TypeAlias = Sequence[PrefillItem | Sequence[int]]
 Texts: TypeAlias = Sequence[ScoreItem | Sequence[int]]
 
 
-def prefill_request(item: PrefillItem) -> executor_pb2.PrefillRequest:
-    """A request for a new cache. It always has a request id, so that a retry returns the same cache."""
+def prefill_request(
+    item: PrefillItem, output: types_pb2.OutputOptions | None = None
+) -> executor_pb2.PrefillRequest:
+    """A request for a new cache. It always has a request id, so that a retry returns the same cache.
+
+    `output` applies to an item without its own.
+    """
     return executor_pb2.PrefillRequest(
         token_ids=item.token_ids,
-        output=item.output,
+        output=output if item.output is None else item.output,
         lease=_calls.duration(item.lease_s),
         adapter_id=item.adapter_id,
         request_id=item.request_id or _calls.new_request_id(),
@@ -95,33 +99,13 @@ def prefill_request(item: PrefillItem) -> executor_pb2.PrefillRequest:
     )
 
 
-def batch_prefill_request(
-    prompts: Prompts, output: types_pb2.OutputOptions | None
-) -> executor_pb2.BatchPrefillRequest:
-    """A request for several new caches. `output` applies to items without their own."""
-    request = executor_pb2.BatchPrefillRequest()
-    for prompt in prompts:
-        item = prompt if isinstance(prompt, PrefillItem) else PrefillItem(prompt)
-        made = request.items.add()
-        made.CopyFrom(prefill_request(item))
-        if item.output is None and output is not None:
-            made.output.CopyFrom(output)
-    return request
-
-
-def batch_prefilled(
-    response: executor_pb2.BatchPrefillResponse,
-    make: Callable[[executor_pb2.PrefillResponse], _Cache],
-) -> list[_Cache | QuireError]:
-    """A cache for each prompt. The exceptions of failed items are returned, not raised."""
-    return [_error(result) or make(result.response) for result in response.results]
-
-
-def forward_request(item: ScoreItem) -> executor_pb2.ForwardRequest:
-    """A request for a scoring."""
+def forward_request(
+    item: ScoreItem, output: types_pb2.OutputOptions | None = None
+) -> executor_pb2.ForwardRequest:
+    """A request for a scoring. `output` applies to an item without its own."""
     return executor_pb2.ForwardRequest(
         token_ids=item.token_ids,
-        output=item.output,
+        output=output if item.output is None else item.output,
         score_from=item.score_from,
         cache_salt=item.cache_salt,
     )
@@ -137,24 +121,6 @@ def scored(response: executor_pb2.ForwardResponse) -> Scored:
     )
 
 
-def batch_forward_request(
-    texts: Texts, output: types_pb2.OutputOptions | None
-) -> executor_pb2.BatchForwardRequest:
-    """A request for several scorings. `output` applies to items without their own."""
-    request = executor_pb2.BatchForwardRequest()
-    for text in texts:
-        item = text if isinstance(text, ScoreItem) else ScoreItem(text)
-        made = request.items.add()
-        made.CopyFrom(forward_request(item))
-        if item.output is None and output is not None:
-            made.output.CopyFrom(output)
-    return request
-
-
-def batch_scored(response: executor_pb2.BatchForwardResponse) -> list[Scored | QuireError]:
-    """The result for each text. The exceptions of failed items are returned, not raised."""
-    return [_error(result) or scored(result.response) for result in response.results]
-
-
-def _error(result: Any) -> QuireError | None:
-    return from_status(result.error) if result.HasField("error") else None
+def result_of(result: Any) -> Any:
+    """The response in a result of a batch, or the exception for its error."""
+    return from_status(result.error) if result.HasField("error") else result.response

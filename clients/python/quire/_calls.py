@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
-from quire.errors import QuireError, from_status
 from quire.v1 import executor_pb2, types_pb2
 
 # Requests with a request id that create caches, except batches.
@@ -119,59 +118,6 @@ class CacheState:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.cache_id} of {self.seq_len} tokens>"
 
-    def _extend_request(
-        self,
-        token_ids: Sequence[int],
-        output: types_pb2.OutputOptions | None,
-        score_from: int | None,
-        sample_seeds: Sequence[int],
-    ) -> executor_pb2.PrefillRequest:
-        return executor_pb2.PrefillRequest(
-            cache_id=self.cache_id,
-            token_ids=token_ids,
-            position=self.seq_len,
-            output=output,
-            score_from=score_from,
-            sample_seeds=sample_seeds,
-        )
-
-    def _verify_request(
-        self,
-        token_ids: Sequence[int],
-        output: types_pb2.OutputOptions | None,
-        accept: types_pb2.VerifyAccept,
-        score: bool,
-        rows: Sequence[types_pb2.VerifyRow],
-        parents: Sequence[int],
-    ) -> executor_pb2.ForwardVerifyRequest:
-        return executor_pb2.ForwardVerifyRequest(
-            cache_id=self.cache_id,
-            token_ids=token_ids,
-            position=self.seq_len,
-            output=output,
-            accept=accept,
-            score=score,
-            rows=rows,
-            parents=parents,
-        )
-
-    def _truncate_request(self, new_len: int) -> executor_pb2.TruncateKVRequest:
-        check_given("new_len", new_len)
-        # No position when truncating to the known length, which undoes an abandoned append that was applied.
-        position = None if new_len == self.seq_len else self.seq_len
-        return executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len, position=position)
-
-    def _fork_request(
-        self, count: int, release: Iterable[CacheState], request_id: str
-    ) -> executor_pb2.ForkCacheRequest:
-        """Always has a request id, so that a retry returns the same copies."""
-        return executor_pb2.ForkCacheRequest(
-            cache_id=self.cache_id,
-            count=count,
-            release=[cache.cache_id for cache in release],
-            request_id=request_id or new_request_id(),
-        )
-
     def _appended(
         self, response: executor_pb2.PrefillResponse | executor_pb2.DecodeResponse
     ) -> types_pb2.StepOutput:
@@ -213,32 +159,6 @@ class CacheState:
 Forks: TypeAlias = Sequence[tuple[_State, int]]
 
 
-def fork_caches_request(
-    forks: Forks[_State], release: Iterable[CacheState], request_id: str
-) -> executor_pb2.ForkCachesRequest:
-    """Fenced by lengths. Has a request id, so that a retry returns the same copies."""
-    return executor_pb2.ForkCachesRequest(
-        forks=[
-            executor_pb2.ForkSource(cache_id=cache.cache_id, count=count, position=cache.seq_len)
-            for cache, count in forks
-        ],
-        release=[cache.cache_id for cache in release],
-        request_id=request_id or new_request_id(),
-    )
-
-
-def forked_caches(
-    forks: Forks[_State],
-    response: executor_pb2.ForkCachesResponse,
-    make: Callable[[executor_pb2.PrefillResponse], _State],
-) -> list[list[_State]]:
-    """The copies of each cache."""
-    return [
-        [make(copy) for copy in cache._forked(forked)]  # noqa: SLF001 - the module's own class
-        for (cache, _), forked in zip(forks, response.results, strict=True)
-    ]
-
-
 def decode_request(
     cache: CacheState, token_id: int, output: types_pb2.OutputOptions | None
 ) -> executor_pb2.DecodeRequest:
@@ -251,28 +171,3 @@ def decode_request(
 
 # Caches with the token to append, and optionally with their own output options.
 Decodes: TypeAlias = Sequence[tuple[_State, int] | tuple[_State, int, types_pb2.OutputOptions | None]]
-
-
-def batch_decode_request(
-    decodes: Decodes[_State], output: types_pb2.OutputOptions | None
-) -> executor_pb2.BatchDecodeRequest:
-    """A request that appends a token to each cache. `output` applies to items without their own."""
-    return executor_pb2.BatchDecodeRequest(
-        items=[
-            decode_request(cache, token_id, own[0] if own and own[0] is not None else output)
-            for cache, token_id, *own in decodes
-        ]
-    )
-
-
-def batch_decoded(
-    decodes: Decodes[_State], response: executor_pb2.BatchDecodeResponse
-) -> list[types_pb2.StepOutput | QuireError]:
-    """Updates the caches. The exceptions of failed items are returned, not raised."""
-    results: list[types_pb2.StepOutput | QuireError] = []
-    for (cache, *_), result in zip(decodes, response.results, strict=True):
-        if result.HasField("error"):
-            results.append(from_status(result.error))
-        else:
-            results.append(cache._appended(result.response))  # noqa: SLF001 - the module's own class
-    return results

@@ -23,7 +23,6 @@ from quire._connection import (
     Tls,
     connection,
 )
-from quire._executions import Progress
 from quire._items import Prompt, items_of
 from quire._methods import Method
 from quire.errors import QuireError, from_rpc_error
@@ -88,9 +87,12 @@ class _Caller(ABC):
         A prompt is its token ids, or a `PrefillItem` with its own settings. Common prefixes are computed
         once. The exceptions of failed items are returned in their places.
         """
-        request = _batches.batch_prefill_request(prompts, output)
+        items = (prompt if isinstance(prompt, PrefillItem) else PrefillItem(prompt) for prompt in prompts)
+        requests = [_batches.prefill_request(item, output) for item in items]
+        request = executor_pb2.BatchPrefillRequest(items=requests)
         response = self._call(_methods.BATCH_PREFILL, request)
-        return _batches.batch_prefilled(response, lambda made: Cache(self._call, made))
+        made = map(_batches.result_of, response.results)
+        return [one if isinstance(one, QuireError) else Cache(self._call, one) for one in made]
 
     def cache(self, cache_id: str) -> Cache:
         """An existing cache, which another process may have created, with its current length.
@@ -109,8 +111,17 @@ class _Caller(ABC):
         An item is (cache, token), or (cache, token, output) with its own output options. The exceptions of
         failed items are returned in their places.
         """
-        request = _calls.batch_decode_request(decodes, output)
-        return _calls.batch_decoded(decodes, self._call(_methods.BATCH_DECODE, request))
+        requests = [
+            _calls.decode_request(cache, token_id, own[0] if own and own[0] is not None else output)
+            for cache, token_id, *own in decodes
+        ]
+        request = executor_pb2.BatchDecodeRequest(items=requests)
+        response = self._call(_methods.BATCH_DECODE, request)
+        results = zip(decodes, map(_batches.result_of, response.results), strict=True)
+        return [
+            one if isinstance(one, QuireError) else cache._appended(one)  # noqa: SLF001 - a class of this module
+            for (cache, *_), one in results
+        ]
 
     def fork_caches(
         self, forks: Forks[Cache], *, release: Iterable[Cache] = (), request_id: str = ""
@@ -122,9 +133,20 @@ class _Caller(ABC):
         copied. Returns the copies of each cache, which the caller releases. Raises PositionMismatch if a
         cache has another length than its `seq_len`, and CacheNotFound if a cache does not exist.
         """
-        request = _calls.fork_caches_request(forks, release, request_id)
+        request = executor_pb2.ForkCachesRequest(
+            forks=[
+                executor_pb2.ForkSource(cache_id=cache.cache_id, count=count, position=cache.seq_len)
+                for cache, count in forks
+            ],
+            release=[cache.cache_id for cache in release],
+            # So that a retry returns the same copies.
+            request_id=request_id or _calls.new_request_id(),
+        )
         response = self._call(_methods.FORK_CACHES, request)
-        return _calls.forked_caches(forks, response, lambda copy: Cache(self._call, copy))
+        return [
+            [Cache(self._call, copy) for copy in cache._forked(forked)]  # noqa: SLF001 - of this module
+            for (cache, _), forked in zip(forks, response.results, strict=True)
+        ]
 
     def forward(
         self,
@@ -163,8 +185,12 @@ class _Caller(ABC):
         A text is its token ids, or a `ScoreItem` with its own settings. The exceptions of failed items are
         returned in their places.
         """
-        request = _batches.batch_forward_request(texts, output)
-        return _batches.batch_scored(self._call(_methods.BATCH_FORWARD, request))
+        items = (text if isinstance(text, ScoreItem) else ScoreItem(text) for text in texts)
+        requests = [_batches.forward_request(item, output) for item in items]
+        request = executor_pb2.BatchForwardRequest(items=requests)
+        response = self._call(_methods.BATCH_FORWARD, request)
+        found = map(_batches.result_of, response.results)
+        return [one if isinstance(one, QuireError) else _batches.scored(one) for one in found]
 
     def adopt(self, cache: Cache) -> None:
         """Makes `cache` use this client or session for its calls from now on. Sends nothing."""
@@ -278,18 +304,18 @@ class Client(_Caller):
             timeout_s: The timeout of the call. None: the client's.
             settings: Fields of ExecuteItem, such as max_tokens, sampling, stop, n. For prompts only.
         """
-        progress = Progress(
-            items_of(items, settings),
+        request = runner_pb2.ExecuteRequest(
+            items=items_of(items, settings),
             runtime=runtime,
             request_id=request_id,
             policy=policy,
-            keep_s=keep_s,
+            keep=_calls.duration(keep_s),
             max_cost_usd=max_cost_usd,
             priority=self._priority,
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         start_call = functools.partial(self.runner_stub.Execute, timeout=limit_s, metadata=self.metadata)
-        return Execution(start_call, progress, keep_s or 0.0, self.cancel_execution)
+        return Execution(start_call, request, self.cancel_execution)
 
     def cancel_execution(self, request_id: str) -> bool:
         """Ends a kept execution (`keep_s`), also of another client. Returns whether there was one.
@@ -410,7 +436,14 @@ class Cache(CacheState):
         sample_seeds: Sequence[int] = (),
     ) -> types_pb2.StepOutput:
         """Appends several tokens and predicts the next one. The options are those of `prefill`."""
-        request = self._extend_request(token_ids, output, score_from, sample_seeds)
+        request = executor_pb2.PrefillRequest(
+            cache_id=self.cache_id,
+            token_ids=token_ids,
+            position=self.seq_len,
+            output=output,
+            score_from=score_from,
+            sample_seeds=sample_seeds,
+        )
         response = self._call(_methods.PREFILL, request)
         return self._appended(response)
 
@@ -431,7 +464,16 @@ class Cache(CacheState):
         from. With `parents` the tokens are a tree, of which one path is kept; it has the index of each
         token's parent, except for the first token.
         """
-        request = self._verify_request(token_ids, output, accept, score, rows, parents)
+        request = executor_pb2.ForwardVerifyRequest(
+            cache_id=self.cache_id,
+            token_ids=token_ids,
+            position=self.seq_len,
+            output=output,
+            accept=accept,
+            score=score,
+            rows=rows,
+            parents=parents,
+        )
         return self._verified(self._call(_methods.FORWARD_VERIFY, request))
 
     def truncate(self, new_len: int) -> None:
@@ -440,7 +482,10 @@ class Cache(CacheState):
         With `seq_len` it undoes an abandoned append that may have been applied. With a shorter length it
         raises PositionMismatch if the length of the cache is not `seq_len`.
         """
-        request = self._truncate_request(new_len)
+        _calls.check_given("new_len", new_len)
+        # No position when truncating to the known length, which undoes an abandoned append that was applied.
+        position = None if new_len == self.seq_len else self.seq_len
+        request = executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len, position=position)
         response = self._call(_methods.TRUNCATE_KV, request)
         self.seq_len = response.kv_cache.seq_len
 
@@ -449,7 +494,13 @@ class Cache(CacheState):
 
         The caches in `release`, which may include this one, are released afterwards in the same call.
         """
-        request = self._fork_request(count, release, request_id)
+        request = executor_pb2.ForkCacheRequest(
+            cache_id=self.cache_id,
+            count=count,
+            release=[cache.cache_id for cache in release],
+            # So that a retry returns the same copies.
+            request_id=request_id or _calls.new_request_id(),
+        )
         response = self._call(_methods.FORK_CACHE, request)
         return [Cache(self._call, copy) for copy in self._forked(response)]
 

@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from quire._executions import Progress
 from quire.errors import Cancelled, from_rpc_error
 from quire.v1 import runner_pb2
 
 # Starts the call with a request.
 StartCall = Callable[[runner_pb2.ExecuteRequest], Any]
+# The delay between two attempts to resume: the first, and the maximum.
+_INITIAL_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
 
 
 class _ResumableStream:
     """A stream of chunks that resumes where it was after it breaks."""
 
     def __init__(
-        self, start_call: StartCall, progress: Progress, keep_s: float, cancel_kept: Callable[[str], Any]
+        self, start_call: StartCall, request: runner_pb2.ExecuteRequest, cancel_kept: Callable[[str], Any]
     ) -> None:
-        """Created by `execute`. `cancel_kept` cancels a kept execution by its request_id."""
+        """Created by `execute`. Sets the request_id if it is empty, and mutates the request when it resumes.
+
+        `cancel_kept` cancels a kept execution by its request_id.
+        """
+        request.request_id = request.request_id or uuid.uuid4().hex
+        self._request = request
         self._start_call = start_call
-        self._progress = progress
-        # How long the server keeps the execution, and how long this client tries to resume it.
-        self._keep_s = keep_s
         self._cancel_kept = cancel_kept
-        self._call: Any = start_call(progress.request())
+        # How long the server keeps the execution, and this client tries to resume it. 0: not.
+        self._keep_s = request.keep.ToNanoseconds() / 1e9
+        # How much of each sample has been received, by item_id and index.
+        self._position: dict[tuple[str, int], int] = {}
+        self._backoff_s = 0.0
         # When the stream broke without a chunk since then. None: it is connected.
         self._disconnected_at_s: float | None = None
         # The runtime and why it was chosen. None until the first message.
@@ -38,11 +48,12 @@ class _ResumableStream:
         self._cancelled = threading.Event()
         # Guards `_call`, so that `_stop` cancels the latest one.
         self._lock = threading.Lock()
+        self._call: Any = start_call(request)
 
     @property
     def request_id(self) -> str:
         """The key to resume or cancel the execution with."""
-        return self._progress.request_id
+        return self._request.request_id
 
     def _stop(self) -> None:
         """Cancels the call and does not resume it."""
@@ -52,27 +63,36 @@ class _ResumableStream:
 
     def _resume(self) -> None:
         """Starts the call again. Raises Cancelled if it was cancelled meanwhile."""
+        del self._request.resume_after[:]
+        for (item_id, sample), position in self._position.items():
+            self._request.resume_after.add(item_id=item_id, sample=sample, position=position)
         with self._lock:
             if self._cancelled.is_set():
                 raise Cancelled(grpc.StatusCode.CANCELLED, "", "the execution was left")
-            self._call = self._start_call(self._progress.request())
+            self._call = self._start_call(self._request)
 
     def _received(self, response: runner_pb2.ExecuteResponse) -> Sequence[runner_pb2.SampleChunk]:
+        """Records that the chunks of a message were received, and returns them."""
         if response.chunks:
             # Accepting the call again is not progress: it may break before the first chunk each time.
-            self._disconnected_at_s = None
+            self._disconnected_at_s, self._backoff_s = None, 0.0
         if response.HasField("started"):
             self.started = response.started
-        return self._progress.received(response)
+        for chunk in response.chunks:
+            self._position[chunk.item_id, chunk.sample] = chunk.position + max(1, len(chunk.token_ids))
+        return response.chunks
 
-    def _backoff_s(self, error: grpc.RpcError) -> float:
+    def _pause_s(self, error: grpc.RpcError) -> float:
         """The delay before resuming. Raises QuireError if the stream cannot be resumed."""
-        backoff_s = None if self._cancelled.is_set() else self._progress.backoff_s(error)
+        self._backoff_s = min(_MAX_BACKOFF_S, 2 * self._backoff_s or _INITIAL_BACKOFF_S)
+        # Jitter spreads the attempts of many clients.
+        pause_s = self._backoff_s * random.uniform(0.5, 1.0)
         now_s = time.monotonic()
         self._disconnected_at_s = now_s if self._disconnected_at_s is None else self._disconnected_at_s
-        if backoff_s is None or now_s + backoff_s > self._disconnected_at_s + self._keep_s:
+        can_resume = error.code() is grpc.StatusCode.UNAVAILABLE and not self._cancelled.is_set()
+        if not can_resume or now_s + pause_s > self._disconnected_at_s + self._keep_s:
             raise from_rpc_error(error) from None
-        return backoff_s
+        return pause_s
 
 
 class Execution(_ResumableStream):
@@ -91,8 +111,8 @@ class Execution(_ResumableStream):
                     yield from self._received(response)
                 return
             except grpc.RpcError as error:
-                backoff_s = self._backoff_s(error)
-            self._cancelled.wait(backoff_s)
+                pause_s = self._pause_s(error)
+            self._cancelled.wait(pause_s)
             self._resume()
 
     def cancel(self) -> None:
@@ -128,8 +148,8 @@ class AsyncExecution(_ResumableStream):
                         yield chunk
                 return
             except grpc.RpcError as error:
-                backoff_s = self._backoff_s(error)
-            await asyncio.sleep(backoff_s)
+                pause_s = self._pause_s(error)
+            await asyncio.sleep(pause_s)
             self._resume()
 
     async def cancel(self) -> None:

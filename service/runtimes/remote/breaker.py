@@ -16,72 +16,64 @@ class Result(enum.Enum):
     NEUTRAL = enum.auto()
 
 
-class _State(enum.Enum):
-    CLOSED = enum.auto()
-    OPEN = enum.auto()
-    PROBING = enum.auto()
-
-
 class Breaker:
     """Opens after `failures` consecutive failures. After `open_s` it sends one probe, which closes it or not.
 
-    The generation grows with each change to another state. Results of an earlier generation are ignored.
+    The generation grows when it opens and with each probe. Results of an earlier generation are ignored.
     """
 
     def __init__(self, failures: int, open_s: float) -> None:
         self._threshold = failures
         self._open_s = open_s
-        self._state = _State.CLOSED
         self._failures = 0
-        self._open_until_s = 0.0
+        # When the next probe may be sent. None: it is closed.
+        self._open_until_s: float | None = None
+        self._is_probing = False
         self._generation = 0
 
     def begin(self, now_s: float) -> int | None:
         """The generation of a new request, whose end must be recorded. None: no request may be sent now."""
-        if self._state is _State.PROBING or self.left_s(now_s) > 0:
+        if self._is_probing or self.left_s(now_s) > 0:
             return None
-        if self._state is _State.OPEN:
-            self._change(_State.PROBING)
+        if self._open_until_s is not None:
+            self._is_probing = True
+            self._generation += 1
         return self._generation
 
     def response_started(self, generation: int) -> None:
         """The first bytes arrived. A probe closes the breaker now: its response may take long."""
-        if generation == self._generation and self._state is _State.PROBING:
+        if generation == self._generation and self._is_probing:
             self._close()
 
     def record(self, generation: int, result: Result, now_s: float) -> None:
         """Records the end of a request. Called once for each that `begin` allowed."""
         if generation != self._generation:
             return
-        was_probe = self._state is _State.PROBING
         if result is Result.SUCCESS:
             self._close()
         elif result is Result.FAILURE:
             self._failures += 1
-            if was_probe or self._failures >= self._threshold:
+            if self._is_probing or self._failures >= self._threshold:
+                self._close()
                 self._open_until_s = now_s + self._open_s
-                self._change(_State.OPEN)
-        elif was_probe:
-            # The next request is a probe at once.
-            self._change(_State.OPEN)
+                self._generation += 1
+        else:
+            # If it was a probe, the next request is a probe at once.
+            self._is_probing = False
 
     def left_s(self, now_s: float) -> float:
         """How long the breaker stays open. 0: a request may be sent."""
-        return max(0.0, self._open_until_s - now_s) if self._state is _State.OPEN else 0.0
+        return max(0.0, (self._open_until_s or now_s) - now_s)
 
     def state(self, now_s: float) -> runner_pb2.BreakerState:
         """The state as clients see it."""
-        if self._state is _State.CLOSED:
+        if self._open_until_s is None:
             return runner_pb2.BREAKER_STATE_CLOSED
         if self.left_s(now_s) > 0:
             return runner_pb2.BREAKER_STATE_OPEN
         return runner_pb2.BREAKER_STATE_HALF_OPEN
 
     def _close(self) -> None:
-        self._state = _State.CLOSED
+        self._open_until_s = None
+        self._is_probing = False
         self._failures = 0
-
-    def _change(self, state: _State) -> None:
-        self._state = state
-        self._failures = 0
-        self._generation += 1

@@ -37,44 +37,33 @@ class Provider:
     """The parts of one provider that all its calls share."""
 
     config: ProviderConfig
-    dialect: Dialect
+    dialect: type[Dialect]
     sessions: SessionPool
     limiter: Limiter
     breaker: Breaker
     clock: Clock
 
 
-@dataclass(frozen=True, slots=True)
-class ItemRequest:
-    """The request body of an item, shared by all its calls: a prompt may be large."""
-
-    body: bytes
-    # The most that one call is expected to use.
-    expected: runner_pb2.Usage
-
-
+@dataclass(eq=False)
 class ProviderCall:
     """A request for some samples of one item."""
 
-    def __init__(
-        self,
-        provider: Provider,
-        batch: Batch,
-        item: runner_pb2.ExecuteItem,
-        request: ItemRequest,
-        indexes: Sequence[int],
-        deadline_s: float | None,
-        sink: ChunkSink,
-    ) -> None:
-        """`indexes`: of the item's samples. `deadline_s` is on the provider's `clock`."""
-        self._provider = provider
-        self._clock = provider.clock
-        self._batch = batch
-        self._item = item
-        self._request = request
-        self._indexes = indexes
-        self._deadline_s = math.inf if deadline_s is None else deadline_s
-        self._sink = sink
+    provider: Provider
+    batch: Batch
+    item: runner_pb2.ExecuteItem
+    # All calls of an item share the body: a prompt may be large.
+    body: bytes
+    # The most that the call is expected to use.
+    expected: runner_pb2.Usage
+    # The indexes of the samples in the item.
+    indexes: Sequence[int]
+    # On the provider's `clock`.
+    deadline_s: float
+    sink: ChunkSink
+
+    def __post_init__(self) -> None:
+        """Nothing has been sent."""
+        self._clock = self.provider.clock
         self._samples = self._new_samples()
         # The session of the last attempt.
         self._session: HttpSession | None = None
@@ -82,7 +71,7 @@ class ProviderCall:
     async def run(self) -> None:
         """Puts out chunks up to the last of each sample. Raises nothing but CancelledError."""
         error: QuireError | None = None
-        tenant, left_s = self._batch.tenant, self._time_left_s()
+        tenant, left_s = self.batch.tenant, self._time_left_s()
         until = asyncio.timeout(None if math.isinf(left_s) else left_s)
         try:
             with contextlib.nullcontext() if tenant is None else tenant.remote_call(self._clock.now_s()):
@@ -107,7 +96,7 @@ class ProviderCall:
                 raise error
             if error.reason == "UNAUTHORIZED" and self._session is not None and not has_renewed:
                 has_renewed = True
-                await self._provider.sessions.renew(self._session)
+                await self.provider.sessions.renew(self._session)
             else:
                 await self._back_off(error, tries)
                 tries += 1
@@ -115,7 +104,7 @@ class ProviderCall:
 
     async def _back_off(self, error: ProviderFailure, tries: int) -> None:
         """Waits before the next retry. Raises the failure if there is none."""
-        config = self._provider.config
+        config = self.provider.config
         delay_s = retries.delay_s(error, tries, self._time_left_s(), config, self._clock.uniform)
         if delay_s is None:
             raise error
@@ -124,13 +113,13 @@ class ProviderCall:
 
     async def _attempt(self) -> ProviderFailure | None:
         """Sends the request once; returns its failure, if any."""
-        if self._sink.is_full:
+        if self.sink.is_full:
             # Before `acquire`, so that a slow reader does not hold a permit.
-            await self._sink.wait_for_room()
-        limiter, batch = self._provider.limiter, self._batch
-        tokens, cost_usd = _tokens(self._request.expected), self._cost_usd(self._request.expected)
+            await self.sink.wait_for_room()
+        limiter, batch = self.provider.limiter, self.batch
+        tokens, cost_usd = _tokens(self.expected), self._cost_usd(self.expected)
         try:
-            permit = await limiter.acquire(tokens, cost_usd, self._deadline_s, batch.tenant, batch.priority)
+            permit = await limiter.acquire(tokens, cost_usd, self.deadline_s, batch.tenant, batch.priority)
             try:
                 await limiter.wait_until_saved()
                 with self._guarded() as generation:
@@ -147,7 +136,7 @@ class ProviderCall:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[int]:
         """Reports the end of a request to the circuit breaker. Raises ProviderFailure if it is open."""
-        breaker, now_s = self._provider.breaker, self._clock.now_s()
+        breaker, now_s = self.provider.breaker, self._clock.now_s()
         generation = breaker.begin(now_s)
         if generation is None:
             left_s = breaker.left_s(now_s) or _PROBE_S
@@ -165,20 +154,19 @@ class ProviderCall:
             was_closed = not breaker.left_s(now_s)
             breaker.record(generation, result, now_s)
             if was_closed and breaker.left_s(now_s):
-                runtime = self._provider.config.name
+                runtime = self.provider.config.name
                 _log.warning("a provider keeps failing: its circuit breaker opens", runtime=runtime)
 
     async def _send(self, generation: int) -> None:
-        provider = self._provider
+        provider = self.provider
         self._session = None
         async with provider.sessions.acquire() as session:
             self._session = session
-            secret = "" if session.secret is None else session.secret.reveal()
             sending = exchange.post(
                 session.client,
                 provider.config.base_url.rstrip("/") + provider.dialect.path,
-                provider.dialect.headers(secret),
-                self._request.body,
+                provider.dialect.headers(session.secret),
+                self.body,
                 provider.config,
                 self._clock,
             )
@@ -186,11 +174,11 @@ class ProviderCall:
                 await self._read(response, generation)
 
     async def _read(self, response: exchange.ResponseStream, generation: int) -> None:
-        config = self._provider.config
-        parser, reader = EventParser(config.max_line_bytes), self._provider.dialect.reader(config.name)
+        config = self.provider.config
+        parser, reader = EventParser(config.max_line_bytes), self.provider.dialect(config.name)
         by_s = asyncio.get_running_loop().time() + config.answer_timeout_s
         while data := await response.read():
-            self._provider.breaker.response_started(generation)
+            self.provider.breaker.response_started(generation)
             for event in parser.push(data):
                 for update in reader.read(event):
                     self._samples.take(update)
@@ -199,7 +187,7 @@ class ProviderCall:
                 return
             if reader.is_done:
                 break
-            if self._sink.is_full:
+            if self.sink.is_full:
                 await self._wait_for_room(by_s)
             if asyncio.get_running_loop().time() > by_s:
                 raise failure("TIMEOUT", "the provider's answer takes too long")
@@ -217,7 +205,7 @@ class ProviderCall:
         until = asyncio.timeout_at(by_s)
         try:
             async with until:
-                await self._sink.wait_for_room()
+                await self.sink.wait_for_room()
         except TimeoutError:
             if not until.expired():
                 raise
@@ -225,10 +213,10 @@ class ProviderCall:
             raise ReaderStalled
 
     def _new_samples(self) -> Samples:
-        return Samples(self._item, self._indexes, self._provider.config.price, self._sink)
+        return Samples(self.item, self.indexes, self.provider.config.price, self.sink)
 
     def _time_left_s(self) -> float:
-        return self._deadline_s - self._clock.now_s()
+        return self.deadline_s - self._clock.now_s()
 
     def _used(self) -> runner_pb2.Usage:
         """What the last attempt used, as far as it is known. One without a response used nothing."""
@@ -238,11 +226,11 @@ class ProviderCall:
         if not samples.estimated_tokens:
             return runner_pb2.Usage()
         return runner_pb2.Usage(
-            input_tokens=self._request.expected.input_tokens, output_tokens=samples.estimated_tokens
+            input_tokens=self.expected.input_tokens, output_tokens=samples.estimated_tokens
         )
 
     def _cost_usd(self, usage: runner_pb2.Usage) -> float:
-        price = self._provider.config.price
+        price = self.provider.config.price
         return 0.0 if price is None else price.cost_usd(usage)
 
 

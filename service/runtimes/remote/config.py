@@ -11,7 +11,9 @@ from urllib.parse import urlsplit
 
 from service.runtimes.remote.prices import Prices
 
-DIALECTS = ("openai-chat", "openai-completions", "anthropic-messages")
+DialectName = Literal["openai-chat", "openai-completions", "anthropic-messages"]
+# Names of the server's own workers.
+_TAKEN_NAMES = ("", "local")
 _MAY_BE_0 = ("max_retries", "retry_min_s", "max_retry_after_s")
 # What happens to a request beyond the hourly budget: it is refused; or sent with a warning in the log; or
 # queued until the budget allows it.
@@ -26,8 +28,7 @@ class ProviderConfig:
     name: str
     # The provider's usual name, such as "openai". Empty: as `name`.
     provider: str = ""
-    # One of DIALECTS.
-    dialect: str
+    dialect: DialectName
     # The URL without the dialect's path, such as https://api.openai.com/v1.
     base_url: str
     model: str
@@ -40,7 +41,7 @@ class ProviderConfig:
     # stop_token_ids, ignore_eos.
     extensions: bool = False
     # The chat dialect's field for the token limit. Some models take max_completion_tokens only.
-    max_tokens_field: str = "max_tokens"
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     # The token limit of an item without max_tokens.
     max_output_tokens: int = 4096
     # By model.
@@ -73,23 +74,21 @@ class ProviderConfig:
     max_answer_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        """Validates all settings."""
+        """Checks what the types of the settings leave open."""
         self._check_address()
-        if not self.name or not self.model:
-            raise ValueError("name and model: must not be empty")
+        if self.name in _TAKEN_NAMES:
+            raise ValueError("the name is that of the server's own workers")
+        if not self.model:
+            raise ValueError("model: must not be empty")
         if self.api_key_env and self.api_key_file:
             raise ValueError("api_key_env and api_key_file: only one of them can be given")
-        if self.dialect not in DIALECTS:
-            raise ValueError(f"dialect: must be one of {', '.join(DIALECTS)}")
-        if self.max_tokens_field not in ("max_tokens", "max_completion_tokens"):
-            raise ValueError("max_tokens_field: must be max_tokens or max_completion_tokens")
         for setting in fields(self):
             value = getattr(self, setting.name)
-            # Written so that a NaN fails.
-            if type(value) in (int, float) and not 0 <= value < math.inf:
-                raise ValueError(f"{setting.name}: must be a number from 0")
-            if type(value) in (int, float) and not value and setting.name not in _MAY_BE_0:
-                raise ValueError(f"{setting.name}: must be more than 0")
+            if type(value) in (int, float):
+                if value == math.inf:
+                    raise ValueError(f"{setting.name}: must be finite")
+                if not value and setting.name not in _MAY_BE_0:
+                    raise ValueError(f"{setting.name}: must be more than 0")
         if self.budget_usd_per_hour is not None and self.model not in self.prices:
             raise ValueError("budget_usd_per_hour: needs a price of the model")
 

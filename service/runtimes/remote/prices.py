@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from quire.v1 import runner_pb2
@@ -24,9 +25,8 @@ class Prices:
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
-        for price in (self.input_usd, self.output_usd, self.cached_input_usd or 0.0):
-            if not 0.0 <= price < float("inf"):
-                raise ValueError("prices: must be at least 0")
+        if math.inf in (self.input_usd, self.output_usd, self.cached_input_usd):
+            raise ValueError("must be finite")
 
     def cost_usd(self, usage: runner_pb2.Usage) -> float:
         """The cost of the tokens used."""

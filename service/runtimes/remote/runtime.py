@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from quire.v1 import runner_pb2, types_pb2
 
@@ -14,20 +15,21 @@ from service.runtimes import items
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.remote import exchange, failures, prices
 from service.runtimes.remote.breaker import Breaker
-from service.runtimes.remote.call import ItemRequest, Provider, ProviderCall
+from service.runtimes.remote.call import Provider, ProviderCall
 from service.runtimes.remote.clock import Clock
-from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.dialects import anthropic, openai
+from service.runtimes.remote.config import DialectName, ProviderConfig
+from service.runtimes.remote.dialects.anthropic import Messages
 from service.runtimes.remote.dialects.base import Dialect, unsupported
+from service.runtimes.remote.dialects.openai import ChatCompletions, Completions
 from service.runtimes.remote.limiter import Limiter
 from service.runtimes.remote.sessions import SessionPool
 from service.runtimes.remote.spending import Spending
 from service.text import bounded_json
 
-DIALECTS: dict[str, Dialect] = {
-    "openai-chat": openai.CHAT,
-    "openai-completions": openai.COMPLETIONS,
-    "anthropic-messages": anthropic.MESSAGES,
+DIALECTS: dict[DialectName, type[Dialect]] = {
+    "openai-chat": ChatCompletions,
+    "openai-completions": Completions,
+    "anthropic-messages": Messages,
 }
 # A provider's vocabulary is unknown here.
 _LIMITS = validation.RequestLimits(vocab_size=1 << 32, max_response_bytes=1 << 32)
@@ -106,13 +108,11 @@ class RemoteRuntime:
         for item in items:
             if time_slice.due:
                 await time_slice.yield_to_others()
-            expected = await self._expected(item)
-            self._provider.dialect.body(item, 1, self.config)
-            expected = self._total(item, expected)
-            estimate.input_tokens += expected.input_tokens
-            estimate.max_output_tokens += expected.output_tokens
+            _, _, total = await self._planned(item)
+            estimate.input_tokens += total.input_tokens
+            estimate.max_output_tokens += total.output_tokens
             if price is not None:
-                estimate.max_cost_usd += price.cost_usd(expected)
+                estimate.max_cost_usd += price.cost_usd(total)
         return estimate
 
     async def load_weights(
@@ -138,10 +138,12 @@ class RemoteRuntime:
 
     async def _calls(self, item: runner_pb2.ExecuteItem, batch: Batch, sink: ChunkSink) -> list[ProviderCall]:
         """The calls for an item. If it cannot run, puts its last chunks instead."""
-        provider = self._provider
-        deadline_s = items.deadline_s(item, batch.deadline_s, provider.clock.now_s())
+        deadline_s = items.deadline_s(item, batch.deadline_s, self._provider.clock.now_s())
+        by_s = math.inf if deadline_s is None else deadline_s
         try:
-            request = await self._request(item)
+            body, expected, total = await self._planned(item)
+            self._check_cost(item, total)
+            data = exchange.encode_body(body)
         except QuireError as error:
             sink.put(items.failures(item, error.without_traceback()))
             return []
@@ -149,21 +151,22 @@ class RemoteRuntime:
             sink.put(items.failures(item, failures.internal(bug)))
             return []
         return [
-            ProviderCall(provider, batch, item, request, indexes, deadline_s, sink)
-            for indexes in self._sample_groups(item)
+            ProviderCall(self._provider, batch, item, data, expected, group, by_s, sink)
+            for group in self._sample_groups(item)
         ]
 
-    async def _request(self, item: runner_pb2.ExecuteItem) -> ItemRequest:
-        """The request that all calls of an item share. Raises QuireError if the item cannot run."""
-        expected = await self._expected(item)
-        self._check_cost(item, expected)
-        body = self._provider.dialect.body(item, len(self._sample_groups(item)[0]), self.config)
-        return ItemRequest(exchange.encode_body(body), expected)
-
-    async def _expected(self, item: runner_pb2.ExecuteItem) -> runner_pb2.Usage:
-        """The most that one call of an item uses. Raises QuireError if no provider can run the item."""
+    async def _planned(
+        self, item: runner_pb2.ExecuteItem
+    ) -> tuple[Mapping[str, object], runner_pb2.Usage, runner_pb2.Usage]:
+        """The body of each call for an item, and the most that one call and all use. Raises QuireError."""
         await check(item)
-        return prices.expected(item, len(self._sample_groups(item)[0]), self.config.max_output_tokens)
+        calls = self._sample_groups(item)
+        expected = prices.expected(item, len(calls[0]), self.config.max_output_tokens)
+        total = runner_pb2.Usage(
+            input_tokens=min(expected.input_tokens * len(calls), prices.MAX_TOKENS),
+            output_tokens=min(expected.output_tokens * len(calls), prices.MAX_TOKENS),
+        )
+        return self._provider.dialect.body(item, len(calls[0]), self.config), expected, total
 
     def _sample_groups(self, item: runner_pb2.ExecuteItem) -> list[range]:
         """The sample indexes of each call. All calls have the same number of samples."""
@@ -172,24 +175,14 @@ class RemoteRuntime:
             return [range(samples)]
         return [range(index, index + 1) for index in range(samples)]
 
-    def _total(self, item: runner_pb2.ExecuteItem, expected: runner_pb2.Usage) -> runner_pb2.Usage:
-        """The most that all calls of an item use, if each uses `expected`."""
-        requests = len(self._sample_groups(item))
-        return runner_pb2.Usage(
-            input_tokens=min(expected.input_tokens * requests, prices.MAX_TOKENS),
-            output_tokens=min(expected.output_tokens * requests, prices.MAX_TOKENS),
-        )
-
-    def _check_cost(self, item: runner_pb2.ExecuteItem, expected: runner_pb2.Usage) -> None:
+    def _check_cost(self, item: runner_pb2.ExecuteItem, total: runner_pb2.Usage) -> None:
         """Raises ProviderFailure if the item could exceed its max_cost_usd."""
         if not item.HasField("max_cost_usd"):
             return
-        price = self.config.price
-        if price is None:
-            raise ProviderFailure(
-                "BUDGET_EXCEEDED", "what the model costs is not known, so it cannot be bounded"
-            )
-        most_usd = price.cost_usd(self._total(item, expected))
+        if self.config.price is None:
+            text = "what the model costs is not known, so it cannot be bounded"
+            raise ProviderFailure("BUDGET_EXCEEDED", text)
+        most_usd = self.config.price.cost_usd(total)
         if most_usd > item.max_cost_usd:
             text = f"it could cost {most_usd:.6f} US dollars, and may cost {item.max_cost_usd:.6f}"
             raise ProviderFailure("BUDGET_EXCEEDED", text)

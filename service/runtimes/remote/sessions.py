@@ -25,33 +25,12 @@ _log = get_logger(__name__)
 _MAX_SECRET_BYTES = 1 << 16
 
 
-class Secret:
-    """A string that its repr does not show."""
-
-    __slots__ = ("_text",)
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return "Secret(...)"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and other._text == self._text
-
-    __hash__ = None  # type: ignore[assignment]  # no dict has a secret as its key
-
-    def reveal(self) -> str:
-        """The string. Only for the header of a request."""
-        return self._text
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class HttpSession:
-    """An HTTP client and the credentials of its requests."""
+    """An HTTP client and the credentials of its requests (empty: none), which its repr does not show."""
 
     client: httpx2.AsyncClient
-    secret: Secret | None
+    secret: str
     users: int = 0
     is_retired: bool = False
 
@@ -114,7 +93,7 @@ class SessionPool:
         async with self._lock:
             await self._retire()
 
-    async def _read(self) -> Secret | None:
+    async def _read(self) -> str:
         try:
             secret = await read_secret(self._config)
         except ProviderFailure as error:
@@ -123,7 +102,7 @@ class SessionPool:
         self.trouble = ""
         return secret
 
-    async def _replace(self, secret: Secret | None) -> HttpSession:
+    async def _replace(self, secret: str) -> HttpSession:
         client = await self._new_client()
         await self._retire()
         self._current = HttpSession(client, secret)
@@ -154,17 +133,17 @@ class SessionPool:
         )
 
 
-async def read_secret(config: ProviderConfig) -> Secret | None:
-    """Reads the credentials. None: none are configured. Raises ProviderFailure if they are unusable."""
+async def read_secret(config: ProviderConfig) -> str:
+    """Reads the credentials. Empty: none are configured. Raises ProviderFailure if they are unusable."""
     if not config.api_key_env and not config.api_key_file:
-        return None
-    text = await asyncio.to_thread(_text, config)
+        return ""
+    secret = await asyncio.to_thread(_text, config)
     # Other characters are invalid in a header, and HTTP libraries quote an invalid header in their errors.
-    if not text or not text.isascii() or not text.isprintable() or " " in text:
+    if not secret or not secret.isascii() or not secret.isprintable() or " " in secret:
         place = config.api_key_env or config.api_key_file
         _log.error("a provider's credentials cannot be used", runtime=config.name, place=place)
         raise ProviderFailure("UNAUTHORIZED", "this server has no usable credentials for the provider")
-    return Secret(text)
+    return secret
 
 
 def _text(config: ProviderConfig) -> str:

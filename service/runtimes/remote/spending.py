@@ -85,7 +85,7 @@ class Spending:
         self._clock = clock or Clock()
         self._budgets: dict[str, HourlyBudget] = {}
         # At most one write is running, and one waits for it, which writes the state as it is by then.
-        self._writing: asyncio.Task[None] | None = None
+        self._is_writing = asyncio.Lock()
         self._next: asyncio.Task[None] | None = None
         self._has_failed = False
         self._read()
@@ -99,7 +99,7 @@ class Spending:
     def save(self) -> None:
         """Starts to store the current use."""
         if self._path is not None and self._next is None:
-            self._next = asyncio.create_task(self._write(self._path, self._writing), name="spending")
+            self._next = asyncio.create_task(self._write(self._path), name="spending")
 
     async def flush(self) -> None:
         """Returns when the current use is stored. A failure is logged; the budgets in memory still apply."""
@@ -107,24 +107,23 @@ class Spending:
         if self._next is not None:
             await asyncio.shield(self._next)
 
-    async def _write(self, path: Path, before: asyncio.Task[None] | None) -> None:
-        if before is not None:
-            await asyncio.wait({before})
-        self._writing, self._next = self._next, None
-        now_s, wall_s = self._clock.now_s(), self._clock.wall_s()
-        used = {
-            runtime: [(wall_s + left_s, usd) for left_s, usd in remaining_usage]
-            for runtime, budget in self._budgets.items()
-            if (remaining_usage := budget.remaining_usage(now_s))
-        }
-        try:
-            await asyncio.to_thread(durable_file.write, path, json.dumps(used))
-        except OSError as error:
-            if not self._has_failed:
-                _log.warning("a restart will forget what providers have cost", error=error.strerror)
-            self._has_failed = True
-        else:
-            self._has_failed = False
+    async def _write(self, path: Path) -> None:
+        async with self._is_writing:
+            self._next = None
+            now_s, wall_s = self._clock.now_s(), self._clock.wall_s()
+            used = {
+                runtime: [(wall_s + left_s, usd) for left_s, usd in remaining_usage]
+                for runtime, budget in self._budgets.items()
+                if (remaining_usage := budget.remaining_usage(now_s))
+            }
+            try:
+                await asyncio.to_thread(durable_file.write, path, json.dumps(used))
+            except OSError as error:
+                if not self._has_failed:
+                    _log.warning("a restart will forget what providers have cost", error=error.strerror)
+                self._has_failed = True
+            else:
+                self._has_failed = False
 
     def _read(self) -> None:
         if self._path is None:

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from quire.cli import generate
 from quire.cli.main import main
-from quire.cli.status import Reading, render
+from quire.cli.status import _COLUMNS, Reading, render
 from quire.v1 import executor_pb2, types_pb2
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -162,6 +162,13 @@ def test_the_help_says_where_a_draw_comes_from(capsys: pytest.CaptureFixture[str
     said = " ".join(capsys.readouterr().out.split())
     assert "are those of the model's generation_config.json; flags override them" in said
     assert "(default: the model's own, else 0)" in said
+
+
+def test_the_help_of_status_explains_each_column(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["status", "--help"])
+    explained = capsys.readouterr().out.partition("each worker:")[2]
+    assert not [name for name in _COLUMNS if name not in explained and name not in ("worker", "state")]
 
 
 USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -388,7 +395,7 @@ def test_what_only_the_server_can_tell_exits_with_2_too(
     assert "--seed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["status"], ["generate", "x"]])
+@pytest.mark.parametrize("command", [["status"], ["generate", "x"], ["load", "--callers", "1"]])
 def test_nobody_there(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--target", "127.0.0.1:1"]) == 1
     failure, hint = capsys.readouterr().err.splitlines()

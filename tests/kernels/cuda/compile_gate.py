@@ -15,6 +15,7 @@ memory.
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import functools
 import hashlib
@@ -31,6 +32,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from kernels.cuda.compile_spec import SHARED_BYTES, CompileSpec
 
@@ -91,12 +97,30 @@ def signature_faults(spec: CompileSpec) -> list[str]:
 
 def digest_of(spec: CompileSpec, architecture: int) -> str:
     """A digest of all that the compiler reads: the kernel, what it calls, its configuration, and Triton."""
-    import triton
-
     variant = spec.variant
     options = (spec.signature, spec.constexprs, spec.divisible_by_16, variant.num_warps, variant.num_stages)
-    inputs = repr((triton.__version__, variant.kernel.cache_key, options, architecture))
+    inputs = repr((triton.__version__, _code_of(variant.kernel), options, architecture))
     return hashlib.sha256(inputs.encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _code_of(kernel: Any) -> tuple[str, ...]:
+    """The code of a kernel, and that of the kernels and the values of the constants that it uses.
+
+    Without comments, docstrings and line numbers, which Triton's own key contains.
+    """
+    tree = kernel.parse()
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    if ast.get_docstring(tree.body[0]) is not None:
+        del tree.body[0].body[0]
+    code = [ast.unparse(tree)]
+    for name in sorted(names):
+        value = kernel.__globals__.get(name)
+        if isinstance(value, tl.constexpr):
+            code.append(f"{name} = {value.value!r}")
+        elif isinstance(value, triton.JITFunction):
+            code += _code_of(value)
+    return tuple(code)
 
 
 @functools.cache
@@ -109,8 +133,6 @@ def recorded() -> dict[str, Compiled]:
 def compile_for(spec: CompileSpec, architecture: int) -> Any:
     """The compiled kernel: `asm` by stage, and `metadata`."""
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     position = {name: (index,) for index, name in enumerate(spec.signature)}
     source = ASTSource(
@@ -125,8 +147,6 @@ def compile_for(spec: CompileSpec, architecture: int) -> Any:
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and bytes of its stack: where registers are spilled to."""
-    import triton
-
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

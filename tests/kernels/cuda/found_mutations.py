@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import importlib
 import json
 import shutil
 import sys
@@ -20,20 +19,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests.kernels.cuda.forked_tests import NOTICED, ROOT, ForkedTests, Outcome
-from tests.kernels.cuda.mutation import Mutation
+from tests.kernels.cuda.mutations import MUTATIONS, Mutation
 
 HERE = Path(__file__).parent
 RECORD = HERE / "found.json"
-
-
-@functools.cache
-def mutations() -> list[Mutation]:
-    """What all mutations_*.py list."""
-    modules = sorted(path.stem for path in HERE.glob("mutations_*.py"))
-    found: list[Mutation] = []
-    for module in modules:
-        found += importlib.import_module(f"tests.kernels.cuda.{module}").MUTATIONS
-    return found
 
 
 def digest_of(mutation: Mutation) -> str:
@@ -48,7 +37,7 @@ def _shared_digest() -> str:
     import triton
 
     used = [*HERE.parent.glob("*.py"), *HERE.glob("*.py")]
-    used = [path for path in used if not path.name.startswith(("test_", "mutations_"))]
+    used = [path for path in used if not path.name.startswith(("test_", "mutations"))]
     kernels = [*(ROOT / "kernels").glob("*.py"), *(ROOT / "kernels" / "cuda").glob("*.py")]
     # Of wrong arguments nothing is computed.
     kernels.remove(ROOT / "kernels" / "checks.py")
@@ -112,9 +101,9 @@ def write_record(noticed: Iterable[Mutation]) -> None:
 
 def main() -> None:
     """See the module's docstring."""
-    noticed = [mutation for mutation in mutations() if is_known(mutation)]
+    noticed = [mutation for mutation in MUTATIONS if is_known(mutation)]
     with ForkedTests() as forked:
-        for mutation in mutations():
+        for mutation in MUTATIONS:
             if mutation in noticed:
                 continue
             with tempfile.TemporaryDirectory() as directory:

@@ -68,7 +68,7 @@ def test_all_settings_and_combinations(device: str) -> None:
 
     # Derandomised: what rounding may decide, a new example in each run would meet some day.
     @settings(
-        max_examples=60,
+        max_examples=30,
         deadline=None,
         derandomize=True,
         database=None,
@@ -97,15 +97,14 @@ SPECS = [
 @pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
 def test_a_large_vocabulary(spread: float, device: str) -> None:
     generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(2 * len(SPECS), 5006, generator=generator) * spread
+    logits = torch.randn(len(SPECS), 5006, generator=generator) * spread
     history = torch.randint(5006, (500,), generator=generator).tolist()
     some = np.packbits(np.random.default_rng(5).random(5006) < 0.3, bitorder="little").tobytes()
     rows = []
+    mask = TokenMask(packed=some) if spread == 1.0 else None
     for seed, spec in enumerate(SPECS):
-        rows.append(SamplingRow(replace(spec, seed=2**64 - 1 - seed), None, 2**63 - seed, history, 100))
-        if spread == 1.0:
-            rows.append(replace(rows[-1], mask=TokenMask(packed=some)))
-    assert_as_on_cpu(logits[: len(rows)], rows, device)
+        rows.append(SamplingRow(replace(spec, seed=2**64 - 1 - seed), mask, 2**63 - seed, history, 100))
+    assert_as_on_cpu(logits, rows, device)
 
 
 def test_more_rows_than_are_copied_at_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import pytest
 from quire.v1 import runner_pb2
 
-from service.api.budget import AnswerBudget, ReplayBudget
+from service.api.budget import AnswerBudget
 from service.errors import Draining, ExecutionLost, NoWorker, ResumedElsewhere
-from service.runtimes.execution import Execution, State
+from service.runtimes.execution import Execution, Run, State
+from service.runtimes.replay_buffer import ReplayBudget
 from tests.error_details import status_reason
 
 LARGE = "x" * 100_000
@@ -26,14 +27,15 @@ def chunk(position: int, text: str = "x", *, last: bool = False) -> runner_pb2.S
 class Played:
     """An execution. The test acts as its runtime."""
 
-    def __init__(self, keep_s: float = 0.0, kept_bytes: int = 1 << 40) -> None:
+    def __init__(self, keep_s: float = 0.0, kept_bytes: int = 1 << 40, run: Run | None = None) -> None:
         self.budget = AnswerBudget(1 << 40)
         self.was_cancelled = False
         self.is_done = asyncio.Event()
         self.kept = ReplayBudget(kept_bytes)
         self.states: list[State] = []
-        self.execution = Execution("id", [("a", 0)], keep_s, self._on_state, self.budget, self.kept)
-        self.execution.start(self._run)
+        samples = [("a", 0), ("b", 1)] if run else [("a", 0)]
+        self.execution = Execution("id", samples, keep_s, self._on_state, self.budget, self.kept)
+        self.execution.start(run or self._run)
 
     def _on_state(self, execution: Execution) -> None:
         self.states.append(execution.state)
@@ -96,16 +98,6 @@ async def test_a_kept_one_continues_without_a_reader_for_its_keep_time() -> None
     assert played.was_cancelled
 
 
-async def test_unread_bytes_are_limited() -> None:
-    execution = Played(keep_s=60).execution
-    execution.detach(execution.attach({}))
-    sent = 0
-    while not execution.is_full:
-        execution.put([chunk(sent, LARGE)])
-        sent += 1
-    assert 100 < sent < 400
-
-
 async def test_unread_bytes_of_all_executions_are_limited() -> None:
     played = Played(keep_s=60)
     execution = played.execution
@@ -165,16 +157,6 @@ async def test_a_reader_that_claims_more_than_there_is_gets_the_end() -> None:
     assert positions(await execution.read(execution.attach({("a", 0): 7}))) == [1]
 
 
-async def test_a_run_that_is_cancelled_from_within_fails_for_its_reader() -> None:
-    async def run(_execution: Execution) -> None:
-        raise asyncio.CancelledError
-
-    execution = Execution("id", [("a", 0)], 0.0, lambda _: None, AnswerBudget(1 << 40), ReplayBudget(1 << 40))
-    execution.start(run)
-    (ended,) = await asyncio.wait_for(execution.read(execution.attach({})), 30)
-    assert status_reason(ended.error) == "INTERNAL"
-
-
 async def test_resources_are_released_when_it_was_read_to_its_end() -> None:
     execution = Played(keep_s=60).execution
     released: list[str] = []
@@ -216,23 +198,20 @@ async def test_a_reader_is_told_when_the_server_stops() -> None:
 
 
 @pytest.mark.parametrize(
-    # A panic of a Rust library is not an Exception.
+    # A panic of a Rust library is not an Exception. Something that was awaited may have been cancelled.
     ("error", "reason"),
-    [(NoWorker(), "NO_WORKER"), (BaseException("panic"), "INTERNAL")],
-    ids=["error", "panic"],
+    [(NoWorker(), "NO_WORKER"), (BaseException("panic"), "INTERNAL"), (asyncio.CancelledError(), "INTERNAL")],
+    ids=["error", "panic", "cancelled"],
 )
 async def test_a_failed_run_fails_each_sample_after_its_chunks(error: BaseException, reason: str) -> None:
     async def run(execution: Execution) -> None:
         execution.put([chunk(0)])
         raise error
 
-    execution = Execution(
-        "id", [("a", 0), ("b", 1)], 0.0, lambda _: None, AnswerBudget(1 << 40), ReplayBudget(1 << 40)
-    )
-    execution.start(run)
+    execution = Played(run=run).execution
     reader = execution.attach({})
     found: dict[tuple[str, int], runner_pb2.SampleChunk] = {}
-    while chunks := await execution.read(reader):
+    while chunks := await asyncio.wait_for(execution.read(reader), 30):
         found |= {(c.item_id, c.sample): c for c in chunks}
     assert {key: (c.position, status_reason(c.error)) for key, c in found.items()} == {
         ("a", 0): (1, reason),
@@ -262,13 +241,14 @@ async def test_chunks_kept_after_reading_are_limited() -> None:
     assert not played.kept.used_bytes and not played.budget.used_bytes
 
 
-async def test_the_last_read_chunks_are_kept_while_much_is_unread() -> None:
+async def test_unread_chunks_are_limited_and_the_last_read_ones_kept_meanwhile() -> None:
     execution = Played(keep_s=60).execution
     await read_all(execution, 20)
     sent = 20
     while not execution.is_full:
         execution.put([chunk(sent, LARGE)])
         sent += 1
+    assert 100 < sent < 400
     assert positions(await execution.read(execution.attach({("a", 0): 15})))[0] == 15
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 from quire.v1 import runner_pb2
 
-from service.api.time_slice import TimeSlice
 from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
@@ -49,10 +48,14 @@ class KeptBatch:
         run = LocalRun(self.gateway.dispatcher, self.batch, reader, least_lease_s=least_lease_s)
         return reader, asyncio.create_task(run.run(items or self.items))
 
+    async def settle(self) -> None:
+        """Lets the run go on until it waits for the gateway."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
     async def step(self) -> None:
         self.gateway.work()
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await self.settle()
 
     async def finish(self, task: asyncio.Task[None]) -> None:
         while not task.done():
@@ -71,82 +74,6 @@ class KeptBatch:
 
 ONE = prepared("one", [1, 2, 4], 12, 1)
 MANY = prepared("many", [1, 2, 4], 12, 4)
-
-
-async def test_a_fork_cancelled_while_it_is_committed_leaves_no_cache() -> None:
-    world = KeptBatch(MANY)
-    reader, task = world.begin()
-    await asyncio.sleep(0)
-    # The prompt is computed and committed; then the fork waits for the journal.
-    world.gateway.work()
-    world.journal.is_slow = True
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert world.gateway.dispatcher.operations_in_flight == 1 and len(world.gateway.machine) == 1
-    reader.cancel()
-    await world.end(task)
-    world.journal.write()
-    assert await world.caches_after() == 0
-
-
-async def test_a_creation_cancelled_while_it_is_committed_leaves_no_cache() -> None:
-    world = KeptBatch(ONE)
-    reader, task = world.begin()
-    await asyncio.sleep(0)
-    world.journal.is_slow = True
-    world.gateway.work()
-    reader.cancel()
-    await world.end(task)
-    world.journal.write()
-    assert await world.caches_after() == 0
-
-
-async def test_caches_of_an_earlier_run_are_released_before_this_run_reaches_them() -> None:
-    world = KeptBatch(ONE, MANY)
-    _, first = world.begin()
-    for _ in range(4):
-        await world.step()
-    await world.end(first)
-    assert len(world.gateway.machine) == 5
-    reader, second = world.begin(ONE)
-    await asyncio.sleep(0)
-    reader.cancel()
-    await world.end(second)
-    assert await world.caches_after() == 0
-
-
-@pytest.mark.parametrize("is_cancelled", [True, False])
-async def test_a_release_after_the_end_covers_items_that_this_run_never_started(
-    monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
-) -> None:
-    world = KeptBatch(ONE, MANY)
-    _, first = world.begin()
-    for _ in range(4):
-        await world.step()
-    await world.end(first)
-    assert len(world.gateway.machine) == 5
-    if is_cancelled:
-        # The run yields after each sample that it starts, and is cancelled after the first.
-        monkeypatch.setattr(TimeSlice, "due", True)
-        reader, second = world.begin()
-        await asyncio.sleep(0)
-        await world.end(second)
-    else:
-        # The other item could not be prepared.
-        reader, second = world.begin(ONE)
-        await world.finish(second)
-    assert len(world.gateway.machine) == 5
-    reader.cancel()
-    assert await world.caches_after() == 0
-
-
-async def test_a_finished_batch_releases_its_caches_when_it_is_not_kept_longer() -> None:
-    world = KeptBatch(ONE, MANY)
-    reader, task = world.begin()
-    await world.finish(task)
-    assert len(world.gateway.machine) == 5
-    reader.cancel()
-    assert await world.caches_after() == 0
 
 
 async def test_a_finished_batch_holds_no_reference_to_its_request() -> None:
@@ -176,6 +103,18 @@ async def test_a_different_prompt_under_the_same_key_is_refused() -> None:
     assert (
         reader.reasons("one") == ["REQUEST_ID_REUSED"] and reader.reasons("many") == ["REQUEST_ID_REUSED"] * 4
     )
+
+
+async def test_a_batch_may_be_resumed_with_more_samples() -> None:
+    world = KeptBatch(MANY)
+    _, first = world.begin()
+    for _ in range(4):
+        await world.step()
+    await world.end(first)
+    more = prepared("many", [1, 2, 4], 12, 6)
+    reader, second = world.begin(more)
+    await world.finish(second)
+    assert [reader.tokens("many", sample) for sample in range(6)] == [whole_text(more)] * 6
 
 
 async def test_a_batch_is_not_resumed_with_other_weights() -> None:

@@ -21,7 +21,7 @@ from service.caches.records import Record
 from service.caches.requests import Append, Appended, Fork, Handle, Handles, Release, Request
 from service.dispatcher import Dispatcher, OnOutcome, Outcome
 from service.errors import QuotaExceeded
-from service.journal.base import MemoryJournal, OnCommitted
+from service.journal.base import Journal, OnCommitted
 from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
@@ -96,7 +96,7 @@ def whole_text(item: PreparedItem) -> list[int]:
     return found
 
 
-class SlowJournal(MemoryJournal):
+class SlowJournal(Journal):
     """While it is slow, holds back commits until `write`."""
 
     def __init__(self) -> None:
@@ -290,6 +290,9 @@ class FakeDispatcher:
         for index, request in enumerate(requests):
             on_outcome(index, self._outcome(index, request))
         return [0] * len(requests)
+
+    def release(self, cache_ids: Sequence[str], *_: object) -> None:
+        self.requests += [Release(cache_id) for cache_id in cache_ids]
 
     def cancel(self, _tickets: object) -> None:
         """No request is in flight."""

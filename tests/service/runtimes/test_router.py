@@ -12,7 +12,7 @@ import pytest
 from google.rpc import error_details_pb2
 from quire.v1 import executor_pb2, runner_pb2, types_pb2, worker_pb2
 
-from service.api.budget import AnswerBudget, ReplayBudget
+from service.api.budget import AnswerBudget
 from service.api.status import to_status
 from service.api.validation import RequestLimits
 from service.config import Config
@@ -30,6 +30,7 @@ from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
 from service.runtimes.local import LocalRuntime
 from service.runtimes.remote import failures
+from service.runtimes.replay_buffer import ReplayBudget
 from service.runtimes.router import Router, Routing
 from service.runtimes.servicer import RunnerApi
 from tests.error_details import status_reason

@@ -51,32 +51,50 @@ def written(tmp_path: Path, text: str) -> Path:
 def test_a_file(tmp_path: Path) -> None:
     found = load(written(tmp_path, GOOD))
     assert (found.routing.policy, found.routing.when_full) == ("local-first", "queue")
-    gpt, other = found.providers
+    gpt, other = found.runtimes.values()
     assert (gpt.name, gpt.budget_policy, gpt.price) == ("gpt", "throttle", gpt.prices["m"])
     assert other.model == "c"
 
 
 def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
-    assert load(written(tmp_path, "")).providers == ()
+    assert load(written(tmp_path, "")).runtimes == {}
 
 
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("[routing]", "[routes]", "[routes]: is not known"),
+        ("[routing]", "[routes]", "routes is not known; there are routing, runtimes"),
         ('"local-first"', '"best"', "routing.policy: must be one of order, local-first, cheapest"),
         ("local_max_wait_s = 2", "local_max_wait_s = -1", "routing.local_max_wait_s"),
         ("local_max_wait_s = 2", "local_max_wait_s = nan", "routing.local_max_wait_s"),
-        ('when_full = "queue"', 'when = "queue"', "routing: when is not known"),
+        ('when_full = "queue"', 'when = "queue"', "[routing]: when is not known"),
         ("[runtimes.other]", "[runtimes.local]", "the name is that of the server's own workers"),
         ('dialect = "anthropic-messages"\n', "", "[runtimes.other]: dialect is needed"),
         ('"anthropic-messages"', '"telepathy"', "dialect"),
         ('model = "c"', "model = 3", "runtimes.other.model: must be a str"),
         ('model = "c"', 'model = "c"\nmax_concurrent = 1.5', "runtimes.other.max_concurrent: must be a int"),
-        ('model = "c"', 'model = "c"\nkey = "sk-secret"', "runtimes.other: key is not known"),
+        ('model = "c"', 'model = "c"\nkey = "sk-secret"', "[runtimes.other]: key is not known"),
         ("http://127.0.0.1:9/v1", "http://example.com/v1", "base_url"),
-        ("output_usd = 2.5", "output_usd = -1", "output_usd must be a number"),
-        ("output_usd = 2.5", "", "needs input_usd and output_usd"),
+        ("output_usd = 2.5", "output_usd = -1", "runtimes.gpt.prices.m.output_usd: must be a number"),
+        ("output_usd = 2.5", "", "[runtimes.gpt.prices.m]: output_usd is needed"),
+        ("output_usd = 2.5", "output_usd = inf", "[runtimes.gpt.prices.m]: must be finite"),
+        ("prices.m]", "prices.n]", "budget_usd_per_hour"),
+        ("http://127.0.0.1:9/v1", "https://user:sk-secret@example.com/v1", "base_url"),
+        ("http://127.0.0.1:9/v1", "https://example.com/v1?key=sk-secret", "base_url"),
+        ("http://127.0.0.1:9/v1", "https://example.com:sk-secret/v1", "base_url"),
+        ("http://127.0.0.1:9/v1", "ftp://example.com", "base_url"),
+        ('"SOME_KEY"', '"sk-secret"\napi_key_file = "x"', "api_key_env and api_key_file"),
+        ('model = "c"', 'model = ""', "model: must not be empty"),
+        ('model = "c"', 'model = "c"\nmax_concurrent = 0', "max_concurrent: must be more than 0"),
+        ('model = "c"', 'model = "c"\nidle_timeout_s = nan', "idle_timeout_s: must be a number from 0"),
+        ('model = "c"', 'model = "c"\nrequests_per_minute = inf', "requests_per_minute: must be finite"),
+        ('model = "c"', 'model = "c"\nmax_tokens_field = "tokens"', "max_tokens_field: must be one of"),
+        ('model = "c"', 'model = "c"\nname = "d"', "[runtimes.other]: name is not known"),
+        (
+            "[runtimes.gpt.prices.m]",
+            "[runtimes.gpt.prices]",
+            "runtimes.gpt.prices.input_usd: must be a table",
+        ),
         ('"throttle"', '"pray"', "budget_policy: must be one of"),
         ("[routing]", "[routing", "line 2: is not TOML"),
         ("[runtimes.gpt]", 'key = "sk-secret', "line 7: is not TOML"),
@@ -127,7 +145,7 @@ async def test_reloading_a_bad_file_changes_nothing(tmp_path: Path) -> None:
     before = file.router.runtimes
     for text, says in (
         (GOOD + 'key = "sk-secret\n', "line 23: is not TOML"),
-        (GOOD + 'key = "sk-secret"', "runtimes.other: key is not known"),
+        (GOOD + 'key = "sk-secret"', "[runtimes.other]: key is not known"),
     ):
         written(tmp_path, text)
         with pytest.raises(BadRuntimes) as raised:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from quire.v1 import types_pb2
 from transformers import PreTrainedTokenizerFast
 
-from service.text import chat_template, task_process
+from service.text import chat_template
 from service.text.chat_template import TemplateError
 from service.text.template_process import render
 from tests.chat_templates import TEMPLATES, byte_tokenizer, render_chat
@@ -81,12 +80,6 @@ def template(source: str) -> types_pb2.ChatTemplate:
     return types_pb2.ChatTemplate(sources={"default": source}, special_tokens=SPECIAL)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_process_renders_as_transformers(name: str) -> None:
-    messages = [{"role": "system", "content": "Be \u20ac."}, {"role": "user", "content": "<b>\n{{ x }}"}]
-    assert render_chat(template(TEMPLATES[name]), messages) == expected(TEMPLATES[name], messages)
-
-
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -119,8 +112,8 @@ REACHING = [
     "{{ strftime_now.__func__.__globals__['sys'].modules }}",
     "{{ cycler.__init__.__globals__.os.popen('true').read() }}",
     "{{ namespace.__init__.__globals__ }}",
-    "{% set ns = namespace(__class__=1) %}",
-    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "{% set ns = namespace(__class__=1) %}reached",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}reached",
     "{{ messages.append(1) }}",
     "{{ messages[0].update(role='x') }}",
 ]
@@ -128,19 +121,9 @@ REACHING = [
 
 @pytest.mark.parametrize("source", REACHING)
 def test_a_template_accesses_only_its_variables(source: str) -> None:
-    try:
-        text = render_chat(template(source), USER)
-    except TemplateError as error:
-        text = str(error)
+    _, text = outcome(lambda: render(source, variables(USER), PLENTY))
     # A forbidden value is undefined, or an error.
     assert text == "" or re.search("unsafe|undefined|no attribute|underscore", text)
-
-
-def test_the_environment_of_the_process_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_TOKEN", "secret")
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    assert "secret" not in task_process.environment().values()
-    assert set(task_process.environment()) - set(os.environ) <= {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}
 
 
 def test_the_process_imports_nothing_from_its_current_directory(
@@ -157,9 +140,7 @@ def test_the_process_imports_nothing_from_its_current_directory(
     "source",
     [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro m(n) %}{% for i in range(99) %}{{ m(n - 1) if n }}{% endfor %}{% endmacro %}{{ m(90) }}",
         "{{ (9 ** (9 ** 9)) is even }}",
-        "{% for a in range(99999) %}{% set x = ((messages | string) * 999) | sort %}{% endfor %}",
     ],
 )
 def test_an_endless_template_is_ended(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
@@ -174,8 +155,6 @@ def test_an_endless_template_is_ended(monkeypatch: pytest.MonkeyPatch, source: s
         ("{% for a in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", "wrote more than 1000000 characters"),
         ("{{ 'a' * 1000001 }}", "wrote more than 1000000 characters"),
         ("{{ 'a' * 10 ** 12 }}", "needs too much memory"),
-        ("{{ '%1000000000000d' % 1 }}", "failed: "),
-        ("{{ 'a' | center(10 ** 12) }}", "needs too much memory"),
         ("{% set a = ['a' * 10 ** 8] * 99 %}{% set b = a | join %}", "needs too much memory"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "nested too deeply"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "failed|ended its process|crashed"),
@@ -184,6 +163,7 @@ def test_an_endless_template_is_ended(monkeypatch: pytest.MonkeyPatch, source: s
 def test_a_template_that_exceeds_a_limit_is_refused(
     monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
+    monkeypatch.setattr(chat_template, "MAX_MEMORY_BYTES", 1 << 28)
     monkeypatch.setattr(chat_template, "MAX_OUTPUT_CHARACTERS", 1_000_000)
     with pytest.raises(TemplateError, match=message) as caught:
         render_chat(template(source), USER)

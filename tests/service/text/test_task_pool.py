@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -14,59 +16,52 @@ from quire.v1 import types_pb2
 
 from service.errors import Draining
 from service.text import chat_template, template_process
-from service.text.chat_template import TemplateError, make_task, new_pool, render
-from service.text.task_pool import TaskPool
-from tests.chat_templates import TEMPLATES, render_chat
+from service.text.chat_template import ChatTemplates, TemplateError
 
 PLAIN = "{{ messages[0].content }}"
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[TaskPool]:
-    pool = new_pool()
-    yield pool
-    pool.close()
+async def templates() -> AsyncIterator[ChatTemplates]:
+    templates = ChatTemplates()
+    yield templates
+    templates.close()
     assert not children()
 
 
 def children() -> list[int]:
-    processes = psutil.Process().children(recursive=True)
-    return [process.pid for process in processes if "template_process" in " ".join(process.cmdline())]
+    """The running processes: one that has ended itself is not reaped before the next task."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.ZombieProcess):
+            if "template_process" in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return found
 
 
-async def write(pool: TaskPool, source: str, content: str = "hi") -> str:
-    return await render(pool, source, task(source, content))
+def pids(templates: ChatTemplates) -> list[int]:
+    """Of the idle processes."""
+    return [process.pid for process in templates._pool.idle if process.pid is not None]
 
 
-def task(source: str, content: str) -> bytes:
-    return make_task(template(source), [{"role": "user", "content": content}])
+async def write(templates: ChatTemplates, source: str, content: str = "hi") -> str:
+    template = types_pb2.ChatTemplate(sources={"default": source}, special_tokens={"bos_token": "<s>"})
+    return await templates.render(template, [{"role": "user", "content": content}])
 
 
-def template(source: str) -> types_pb2.ChatTemplate:
-    return types_pb2.ChatTemplate(sources={"default": source}, special_tokens={"bos_token": "<s>"})
-
-
-async def test_a_reused_process_renders_as_a_new_one(pool: TaskPool) -> None:
-    messages = [{"role": "user", "content": "<b>\u20ac\n{{ x }}"}]
-    source = TEMPLATES["qwen"]
-    alone = render_chat(template(source), messages)
-    for _ in range(2):
-        assert await render(pool, source, make_task(template(source), messages)) == alone
-
-
-async def test_a_process_is_reused(pool: TaskPool) -> None:
-    assert await write(pool, PLAIN, "a") == "a"
-    pids = pool.pids
+async def test_a_process_is_reused(templates: ChatTemplates) -> None:
+    assert await write(templates, PLAIN, "a") == "a"
+    (pid,) = pids(templates)
     for content in ("b", "\u20ac" * 100_000, ""):
-        assert await write(pool, PLAIN, content) == content
+        assert await write(templates, PLAIN, content) == content
     # A failed template does not end its process.
     with pytest.raises(TemplateError, match="failed: no"):
-        await write(pool, "{{ raise_exception('no') }}")
+        await write(templates, "{{ raise_exception('no') }}")
     with pytest.raises(TemplateError, match="failed: no"):
-        await write(pool, "{{ raise_exception('no') }}")
-    assert await write(pool, PLAIN, "c") == "c"
-    assert set(pids) < set(pool.pids)
+        await write(templates, "{{ raise_exception('no') }}")
+    assert await write(templates, PLAIN, "c") == "c"
+    assert pids(templates) == [pid]
 
 
 # Each tries to store the content somewhere, and to read what an earlier prompt stored.
@@ -92,63 +87,60 @@ STORING = [
 @pytest.mark.parametrize("source", STORING)
 def test_prompts_do_not_affect_each_other(source: str) -> None:
     # As the process does with successive tasks.
-    results = [
-        template_process.run(task(source, content)).decode() for content in ("planted secret", "another")
-    ]
+    results = []
+    for content in ("planted secret", "another"):
+        variables = {"messages": [{"role": "user", "content": content}], "bos_token": "<s>"}
+        task = {"source": source, "variables": variables, "max_characters": 1000}
+        results.append(template_process.run(json.dumps(task).encode()).decode())
     assert "planted" not in results[1]
     assert results[1] == results[0].replace("planted secret", "another")
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (ENDLESS, "used more than 0.5 s of CPU time"),
-        ("{{ 'a' * 10 ** 12 }}", "needs too much memory"),
-        ("{% for a in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", "wrote more than 1000000 characters"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "nested too deeply"),
-    ],
-)
+@pytest.mark.parametrize("source", [ENDLESS, "{{ 'a' * 10 ** 12 }}"])
 async def test_a_template_that_exceeds_a_limit_does_not_affect_others(
-    pool: TaskPool, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+    templates: ChatTemplates, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.5)
-    monkeypatch.setattr(chat_template, "MAX_OUTPUT_CHARACTERS", 1_000_000)
-    hostile = asyncio.create_task(write(pool, source))
+    hostile = asyncio.create_task(write(templates, source))
     # Others get their prompts meanwhile.
-    assert await write(pool, PLAIN, "a") == "a"
-    with pytest.raises(TemplateError, match=message):
+    assert await write(templates, PLAIN, "a") == "a"
+    with pytest.raises(TemplateError, match=r"used more than|too much memory"):
         await hostile
-    assert await write(pool, PLAIN, "b") == "b"
+    assert await write(templates, PLAIN, "b") == "b"
     # Only the process of the good template is left.
     assert len(children()) == 1
 
 
-async def test_more_callers_than_processes_take_turns(pool: TaskPool) -> None:
+async def test_more_callers_than_processes_take_turns(templates: ChatTemplates) -> None:
     sources = [PLAIN, PLAIN + " ", PLAIN + "."]
     contents = [str(number) for number in range(12)]
     pairs = list(zip(itertools.cycle(sources), contents, strict=False))
-    texts = await asyncio.gather(*(write(pool, source, content) for source, content in pairs))
+    texts = await asyncio.gather(*(write(templates, source, content) for source, content in pairs))
     assert texts == [source.replace(PLAIN, content) for source, content in pairs]
     assert len(children()) <= chat_template.MAX_PROCESSES
 
 
-async def test_cancelling_ends_the_process_at_once(pool: TaskPool) -> None:
-    hostile = [asyncio.create_task(write(pool, ENDLESS)) for _ in range(3)]
+async def test_cancelling_ends_the_process_at_once(
+    templates: ChatTemplates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 1000)
+    hostile = [asyncio.create_task(write(templates, ENDLESS)) for _ in range(3)]
     while len(children()) < 2:
         await asyncio.sleep(0.01)
     for one in hostile:
         one.cancel()
-    await asyncio.gather(*hostile, return_exceptions=True)
-    assert await write(pool, PLAIN, "a") == "a"
+    async with asyncio.timeout(60):
+        await asyncio.gather(*hostile, return_exceptions=True)
+    assert await write(templates, PLAIN, "a") == "a"
     assert len(children()) == 1
 
 
-async def test_a_dead_process_is_replaced(pool: TaskPool) -> None:
-    assert await write(pool, PLAIN, "a") == "a"
-    (pid,) = pool.pids
+async def test_a_dead_process_is_replaced(templates: ChatTemplates) -> None:
+    assert await write(templates, PLAIN, "a") == "a"
+    (pid,) = pids(templates)
     os.kill(pid, signal.SIGKILL)
-    assert await write(pool, PLAIN, "b") == "b"
-    assert pool.pids != [pid]
+    assert await write(templates, PLAIN, "b") == "b"
+    assert pids(templates) != [pid]
 
 
 async def test_a_process_is_replaced_after_max_tasks_and_ended_when_idle(
@@ -156,20 +148,22 @@ async def test_a_process_is_replaced_after_max_tasks_and_ended_when_idle(
 ) -> None:
     monkeypatch.setattr(chat_template, "MAX_TASKS", 2)
     monkeypatch.setattr(chat_template, "IDLE_S", 0.05)
-    pool = new_pool()
-    await write(pool, PLAIN)
-    assert len(pool.pids) == 1
-    await write(pool, PLAIN)
+    templates = ChatTemplates()
+    await write(templates, PLAIN)
+    assert len(pids(templates)) == 1
+    await write(templates, PLAIN)
     assert not children()
-    await write(pool, PLAIN)
+    await write(templates, PLAIN)
     while children():
         await asyncio.sleep(0.01)
-    assert await write(pool, PLAIN, "a") == "a"
-    pool.close()
+    assert await write(templates, PLAIN, "a") == "a"
+    templates.close()
     assert not children()
 
 
-async def test_a_missing_thread_leaks_no_permit(pool: TaskPool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_thread_leaks_no_permit(
+    templates: ChatTemplates, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_thread(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -178,16 +172,16 @@ async def test_a_missing_thread_leaks_no_permit(pool: TaskPool, monkeypatch: pyt
         patched.setattr(loop, "run_in_executor", no_thread)
         for _ in range(chat_template.MAX_PROCESSES + 1):
             with pytest.raises(RuntimeError):
-                await write(pool, PLAIN)
-    assert await write(pool, PLAIN, "a") == "a"
+                await write(templates, PLAIN)
+    assert await write(templates, PLAIN, "a") == "a"
 
 
-async def test_closing_fails_running_and_waiting_tasks(pool: TaskPool) -> None:
-    hostile = [asyncio.create_task(write(pool, ENDLESS)) for _ in range(chat_template.MAX_PROCESSES + 1)]
+async def test_closing_fails_running_and_waiting_tasks(templates: ChatTemplates) -> None:
+    hostile = [asyncio.create_task(write(templates, ENDLESS)) for _ in range(chat_template.MAX_PROCESSES + 1)]
     while len(children()) < chat_template.MAX_PROCESSES:
         await asyncio.sleep(0.01)
-    pool.close()
-    for task in (*hostile, asyncio.create_task(write(pool, PLAIN))):
+    templates.close()
+    for task in (*hostile, asyncio.create_task(write(templates, PLAIN))):
         with pytest.raises(Draining):
             await task
     assert not children()

@@ -134,20 +134,20 @@ def hostile(split: str = "") -> Tokenizer:
     return tokenizer
 
 
-async def test_encoding_that_needs_too_much_memory_is_ended(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+SLOW_TEXT = ("a" * 20 + "b") * 10_000
+
+
+@pytest.mark.parametrize(
+    ("split", "text", "message"), [("", "aaa", "too much memory"), ("(a+)+c", SLOW_TEXT, "used more than")]
+)
+async def test_encoding_that_exceeds_a_limit_is_ended(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, split: str, text: str, message: str
 ) -> None:
     monkeypatch.setattr(bounded_encoder, "MAX_MEMORY_BYTES", 1 << 29)
-    served.serve(hostile())
-    assert "too much memory" in (await refused(served, "aaa")).message
-    # The next text works.
-    assert list(await served.text.encode("b")) == byte_level().encode("b").ids
-
-
-async def test_slow_encoding_is_ended(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_encoder, "MAX_CPU_S", 0.5)
-    served.serve(hostile("(a+)+c"))
-    assert "used more than" in (await refused(served, ("a" * 20 + "b") * 10_000)).message
+    served.serve(hostile(split))
+    assert message in (await refused(served, text)).message
+    # The next text works.
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
 
 
@@ -156,10 +156,11 @@ async def test_a_tokenizer_that_needs_too_much_memory_to_load_is_not_used(
 ) -> None:
     monkeypatch.setattr(bounded_encoder, "MAX_MEMORY_BYTES", 1 << 28)
     tokenizer = byte_level()
-    # Added tokens are normalized when the tokenizer is loaded.
     tokenizer.add_tokens(["aaa"])
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 3000)] * 2)
-    served.serve(tokenizer)
+    settings = json.loads(tokenizer.to_str())
+    # Added tokens are normalized when the tokenizer is loaded.
+    settings["normalizer"] = json.loads(hostile().to_str())["normalizer"]
+    served.ready = worker_pb2.WorkerReady(tokenizer_json=json.dumps(settings).encode())
     with pytest.raises(NoTokenizer):
         await served.text.encode("b")
 
@@ -175,15 +176,20 @@ def test_encoding_uses_one_thread_of_the_process() -> None:
         process.close()
 
 
-async def test_a_cancelled_call_ends_its_encoding(served: ServedModel) -> None:
+async def test_a_cancelled_or_closed_encoding_ends(served: ServedModel) -> None:
     served.serve(hostile("(a+)+c"))
     await served.text.encode("b")
-    leaving = asyncio.create_task(served.text.encode(("a" * 20 + "b") * 10_000))
+    encoding = asyncio.create_task(served.text.encode(SLOW_TEXT))
     await asyncio.sleep(0)
-    leaving.cancel()
+    encoding.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await leaving
+        await encoding
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
+    encoding = asyncio.create_task(served.text.encode(SLOW_TEXT))
+    await asyncio.sleep(0)
+    served.text.close()
+    with pytest.raises(Draining):
+        await encoding
 
 
 async def test_tenants_take_turns_however_many_texts_one_sends(
@@ -200,19 +206,8 @@ async def test_tenants_take_turns_however_many_texts_one_sends(
             await served.text.encode(text)
         ended.append(name)
 
-    long = ("a" * 20 + "b") * 10_000
-    await asyncio.gather(*(encode("first", long) for _ in range(3)), encode("second", "b"))
+    await asyncio.gather(*(encode("first", SLOW_TEXT) for _ in range(3)), encode("second", "b"))
     assert ended == ["first", "second", "first", "first"]
-
-
-async def test_closing_fails_a_running_encoding_with_draining(served: ServedModel) -> None:
-    served.serve(hostile("(a+)+c"))
-    await served.text.encode("b")
-    encoding = asyncio.create_task(served.text.encode(("a" * 20 + "b") * 10_000))
-    await asyncio.sleep(0)
-    served.text.close()
-    with pytest.raises(Draining):
-        await encoding
 
 
 PANICS = "(a+)+$|(x+x+)+y"
@@ -246,14 +241,10 @@ async def test_a_tokenizer_that_cannot_be_constrained_is_unsupported(served: Ser
             await served.text.constraint(REGEX, frozenset(), 300)
 
 
-@pytest.mark.parametrize(
-    "constraint", [runner_pb2.Constraint(), runner_pb2.Constraint(mask=types_pb2.TokenMask())]
-)
-async def test_a_constraint_without_a_grammar_is_refused(
-    served: ServedModel, constraint: runner_pb2.Constraint
-) -> None:
-    with pytest.raises(InvalidArgument, match="is needed"):
-        await served.text.constraint(constraint, frozenset(), 300)
+async def test_a_constraint_without_a_grammar_is_refused(served: ServedModel) -> None:
+    for constraint in (runner_pb2.Constraint(), runner_pb2.Constraint(mask=types_pb2.TokenMask())):
+        with pytest.raises(InvalidArgument, match="is needed"):
+            await served.text.constraint(constraint, frozenset(), 300)
 
 
 async def test_constraints_belong_to_the_served_model(served: ServedModel) -> None:

@@ -63,12 +63,7 @@ class GatheredModel(LibraryModel):
         """
         super().__init__(module)
         self._set_attention(EAGER)
-        self._layers = self._probe()
-
-    @property
-    def layers(self) -> tuple[LayerKv, ...]:
-        """See `LibraryModel`."""
-        return self._layers
+        self.kv_layers = self._probe()
 
     @torch.inference_mode()
     def forward(
@@ -130,7 +125,7 @@ class GatheredModel(LibraryModel):
             return extend
 
         before = length - (end - begin)
-        cache = Cache([_Layer(before, extend_layer(index)) for index in range(len(self._layers))])
+        cache = Cache([_Layer(before, extend_layer(index)) for index in range(len(self.kv_layers))])
         index = torch.tensor([row - begin for row in rows], dtype=torch.int64, device=self.device)
         positions = {"position_ids": inputs.positions[None, begin:end]} if self._takes_positions else {}
         answer = self.module(

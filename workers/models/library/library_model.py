@@ -25,13 +25,11 @@ EAGER = "eager"
 
 
 class LibraryModel(ABC):
-    """Implements `workers.models.model.Model` with a model of the library. Runs one forward at a time.
-
-    Attributes:
-        takes_trees: Its attention supports token trees; see `AttentionBatch`.
-    """
+    """Implements `workers.models.model.Model` with a model of the library. Runs one forward at a time."""
 
     takes_trees = True
+    graphable = False
+    rotation_bytes = 0  # the library recomputes them in each step
 
     def __init__(self, module: PreTrainedModel) -> None:
         """Take ownership of a loaded model. It must not share its config with another model."""
@@ -45,13 +43,9 @@ class LibraryModel(ABC):
         parameters = inspect.signature(module.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._takes_rows = "logits_to_keep" in parameters
-        # Set by the probe of the subclass.
+        # Both are set by the probe of the subclass.
+        self.kv_layers: tuple[LayerKv, ...] = ()
         self.has_hidden_states = False
-
-    @property
-    @abstractmethod
-    def layers(self) -> tuple[LayerKv, ...]:
-        """The shapes of a token's key and value in each layer."""
 
     @abstractmethod
     def forward(
@@ -63,7 +57,7 @@ class LibraryModel(ABC):
 
         Args:
             inputs: The batch, on the model's device.
-            kv: Pages of `layers`, in the model's dtype.
+            kv: Pages of `kv_layers`, in the model's dtype.
             capture: The hidden states to copy; None: none. With any, the library keeps all hidden states
                 until the end of the forward.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ from workers.models.library.library_model import LibraryModel, build
 from workers.models.library.packed_linear import pack_linears
 from workers.models.library.packed_model import PackedModel
 from workers.models.library.settings import LibrarySettings, read_settings
+from workers.models.model import ModelDescription
+from workers.models.weights import Progress
 
 _log = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
 
 # The library splits a tensor of a file into at most a few parameters.
 _PARAMETERS_PER_TENSOR, _EXTRA_PARAMETERS = 8, 256
@@ -41,33 +41,6 @@ _NAMES_SHOWN = 3
 # The most weights of the model, relative to those in the files. Below this, loading names the missing
 # tensors.
 _MAX_WEIGHTS_RATIO = 2
-
-
-@dataclass(frozen=True, slots=True)
-class LibraryConfig:
-    """The config of a loaded model. Fields are as in `ModelConfig`; those of heads are of the first layer."""
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedLibraryModel:
-    """A model that is ready to run. Fields are as in `weights.LoadedModel`."""
-
-    model: LibraryModel
-    config: LibraryConfig
-    fingerprint: str
-    num_parameters: int
-    weight_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +88,9 @@ def plan_library_model(
     return LibraryPlan(directory, settings, entries, chosen, device, weight_bytes, num_parameters)
 
 
-def load_library_model(plan: LibraryPlan, progress: Progress | None = None) -> LoadedLibraryModel:
+def load_library_model(
+    plan: LibraryPlan, progress: Progress | None = None
+) -> tuple[LibraryModel, ModelDescription]:
     """Load the weights of a plan. Does not use the network, and runs no code of the directory.
 
     Args:
@@ -132,12 +107,24 @@ def load_library_model(plan: LibraryPlan, progress: Progress | None = None) -> L
         module.to(device=plan.device)  # type: ignore[call-arg]  # the library wraps a method as a function
         pack_linears(module)
         model = make_library_model(module)
-    return LoadedLibraryModel(
-        model=model,
-        config=_config_of(plan.settings, model),
-        fingerprint=checkpoint.fingerprint(plan.entries, plan.settings.digest),
+    settings, first = plan.settings, model.kv_layers[0]
+    text = settings.config.get_text_config(decoder=True)
+    return model, ModelDescription(
+        architecture=settings.config.model_type,
+        vocab_size=settings.vocab_size,
+        max_seq_len=settings.max_position_embeddings,
+        num_layers=len(model.kv_layers),
+        hidden_size=text.hidden_size,
+        num_attention_heads=text.num_attention_heads,
+        num_kv_heads=first.kv_heads,
+        head_dim=first.key_dim,
+        dtype=checkpoint.name_of(model.dtype),
         num_parameters=plan.num_parameters,
         weight_bytes=plan.weight_bytes,
+        eos_token_ids=settings.eos_token_ids,
+        bos_token_id=settings.bos_token_id,
+        fingerprint=checkpoint.fingerprint(plan.entries, settings.digest),
+        backend="transformers",
     )
 
 
@@ -161,22 +148,6 @@ def make_library_model(module: PreTrainedModel) -> LibraryModel:
         raise ModelError(f"the model cannot run over pages: {why_not_packed}; and {error}") from None
     _log.info("each sequence of a step runs by itself, which is slow: %s", why_not_packed)
     return model
-
-
-def _config_of(settings: LibrarySettings, model: LibraryModel) -> LibraryConfig:
-    text, first = settings.config.get_text_config(decoder=True), model.layers[0]
-    return LibraryConfig(
-        model_type=settings.config.model_type,
-        vocab_size=settings.vocab_size,
-        hidden_size=text.hidden_size,
-        num_hidden_layers=len(model.layers),
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=first.kv_heads,
-        head_dim=first.key_dim,
-        max_position_embeddings=settings.max_position_embeddings,
-        eos_token_ids=settings.eos_token_ids,
-        bos_token_id=settings.bos_token_id,
-    )
 
 
 def _choose_dtype(

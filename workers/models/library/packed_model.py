@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from workers.kv.tensors import KvTensors, LayerKv
+from workers.kv.tensors import KvTensors
 from workers.models.errors import ModelError
 from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
@@ -50,17 +50,8 @@ class PackedModel(LibraryModel):
                 " so sequences cannot be packed"
             )
         self._calls = self._probe()
+        self.kv_layers = tuple(call.kv for call in self._calls)
         self._set_attention(PAGED)
-
-    @property
-    def layers(self) -> tuple[LayerKv, ...]:
-        """See `LibraryModel`."""
-        return tuple(call.kv for call in self._calls)
-
-    @property
-    def sliding_windows(self) -> tuple[int | None, ...]:
-        """The number of positions that a token attends to in each layer; None: all."""
-        return tuple(call.sliding_window for call in self._calls)
 
     @torch.inference_mode()
     def forward(

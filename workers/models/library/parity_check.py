@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import torch
-
 from workers.models.library.errors import library_errors
-from workers.models.library.loading import LoadedLibraryModel, make_library_model
+from workers.models.library.library_model import LibraryModel
+from workers.models.library.loading import make_library_model
 from workers.models.library.scaled_down_model import scaled_down_model
 from workers.models.library.settings import LibrarySettings
+from workers.models.model import ModelDescription
 from workers.models.self_check import check_parity
 
 _log = logging.getLogger(__name__)
@@ -36,17 +36,14 @@ def check_scaled_down(directory: Path, settings: LibrarySettings) -> float | Non
         model = make_library_model(module)
         return check_parity(
             model,
-            model.layers,
             model.plain_logits,
             what=f"{directory}: a scaled-down {settings.config.model_type} model in float32",
             vocab_size=module.config.get_text_config(decoder=True).vocab_size,
             max_seq_len=settings.max_position_embeddings,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
         )
 
 
-def check_loaded(directory: Path, loaded: LoadedLibraryModel) -> float:
+def check_loaded(directory: Path, model: LibraryModel, description: ModelDescription) -> float:
     """The relative error of a loaded model in its dtype.
 
     Raises:
@@ -54,12 +51,9 @@ def check_loaded(directory: Path, loaded: LoadedLibraryModel) -> float:
     """
     with library_errors("run the model"):
         return check_parity(
-            loaded.model,
-            loaded.model.layers,
-            loaded.model.plain_logits,
-            what=f"{directory}: this {loaded.config.model_type} model",
-            vocab_size=loaded.config.vocab_size,
-            max_seq_len=loaded.config.max_position_embeddings,
-            dtype=loaded.model.dtype,
-            device=loaded.model.device,
+            model,
+            model.plain_logits,
+            what=f"{directory}: this {description.architecture} model",
+            vocab_size=description.vocab_size,
+            max_seq_len=description.max_seq_len,
         )

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
+import tokenizers  # noqa: F401 - so that it is missed before a server is asked
 from quire import Client, QuireError, item
 from quire.cli.connecting import NO_WORKER, POLL_INTERVAL_S, WORKER_TIMEOUT_S, connected
 from quire.cli.terminal import CommandFailed, WrongUsage, stripped, tell

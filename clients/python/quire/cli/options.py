@@ -86,9 +86,34 @@ def _target(text: str) -> str:
     return f"{text}:{_DEFAULT_PORT}" if _HOST_ALONE.fullmatch(text) else text
 
 
+_STATUS_WORDS = """\
+the server:
+  operations in flight  requests that wait or run
+  of tokens             what the tokens of all caches take (limit: --max-journal-bytes)
+  of answers unread     what is computed, but not read by its caller (limit: --max-unread-bytes)
+  longest stall         the longest time since the start in which the server could answer nobody
+  refused               calls since the start that were answered with an error; --json has the reasons
+
+each worker:
+  pid, epoch            its process; the epoch grows with each start of a worker
+  device, runner        what it computes on; how steps are launched: eager, or as graphs on a GPU
+  seqs                  sequences whose KV it holds
+  used, cached, free    KV pages in use, kept for prompts that begin alike, and empty; together: pages
+  running               requests that wait for it or run
+  prefills, decodes     requests since its start; `prefill ms` and `decode ms`: what one takes on average
+  batch                 how many requests share a step on average
+  memory                resident memory; of its process, without that of a GPU
+"""
+
+
 def add_status(commands: Commands) -> None:
     """Adds `quire status`."""
-    parser = commands.add_parser("status", help="show a server's workers")
+    parser = commands.add_parser(
+        "status",
+        help="show a server's workers",
+        epilog=_STATUS_WORDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.set_defaults(run="quire.cli.status:show_status")
     add_target(parser)
     flag, switch = flags(parser), parser.add_argument

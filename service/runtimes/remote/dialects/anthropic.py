@@ -12,7 +12,6 @@ from service.runtimes.remote.dialects.base import (
     Delta,
     Dialect,
     Fields,
-    ResponseReader,
     StreamUpdate,
     ToolCallDelta,
     chat_role,
@@ -21,7 +20,6 @@ from service.runtimes.remote.dialects.base import (
     unsupported,
 )
 from service.runtimes.remote.failures import stream_error
-from service.runtimes.remote.sse import ServerEvent
 
 _VERSION = "2023-06-01"
 _FINISHES = {
@@ -33,38 +31,13 @@ _FINISHES = {
 _UNSUPPORTED_SAMPLING = ("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed")
 
 
-def _headers(secret: str) -> Mapping[str, str]:
-    return {"anthropic-version": _VERSION} | ({"x-api-key": secret} if secret else {})
+class Messages(Dialect):
+    """The API's only kind of request."""
 
+    kind = runner_pb2.RUNTIME_KIND_ANTHROPIC_MESSAGES
+    path = "/messages"
+    takes_n = False
 
-def _body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
-    assert samples == 1
-    _check(item)
-    system, messages = _messages(item)
-    body: dict[str, object] = {
-        "model": config.model,
-        "stream": True,
-        "max_tokens": item.max_tokens or config.max_output_tokens,
-        "temperature": round(item.sampling.temperature, 6),
-        "messages": messages,
-    }
-    if system:
-        body["system"] = system
-    if item.sampling.HasField("top_p"):
-        body["top_p"] = round(item.sampling.top_p, 6)
-    if item.sampling.top_k:
-        body["top_k"] = item.sampling.top_k
-    # The API refuses whitespace-only stop texts. The gateway itself looks for all stop texts.
-    stops = [stop for stop in item.stop if stop.strip()]
-    if stops:
-        body["stop_sequences"] = stops
-    tools = [_tool(tool) for tool in tools_of(item.chat)]
-    if tools:
-        body["tools"] = tools
-    return body
-
-
-class _MessagesReader(ResponseReader):
     def __init__(self, runtime: str) -> None:
         super().__init__(runtime)
         self._usage = runner_pb2.Usage()
@@ -72,22 +45,53 @@ class _MessagesReader(ResponseReader):
         # The index of the tool call of each content block.
         self._tool_of_block: dict[int, int] = {}
 
-    def read(self, event: ServerEvent) -> Sequence[StreamUpdate]:
+    @staticmethod
+    def headers(secret: str) -> Mapping[str, str]:
+        return {"anthropic-version": _VERSION} | ({"x-api-key": secret} if secret else {})
+
+    @staticmethod
+    def body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
+        assert samples == 1
+        _check(item)
+        system, messages = _messages(item)
+        body: dict[str, object] = {
+            "model": config.model,
+            "stream": True,
+            "max_tokens": item.max_tokens or config.max_output_tokens,
+            "temperature": round(item.sampling.temperature, 6),
+            "messages": messages,
+        }
+        if system:
+            body["system"] = system
+        if item.sampling.HasField("top_p"):
+            body["top_p"] = round(item.sampling.top_p, 6)
+        if item.sampling.top_k:
+            body["top_k"] = item.sampling.top_k
+        # The API refuses whitespace-only stop texts. The gateway itself looks for all stop texts.
+        stops = [stop for stop in item.stop if stop.strip()]
+        if stops:
+            body["stop_sequences"] = stops
+        tools = [_tool(tool) for tool in tools_of(item.chat)]
+        if tools:
+            body["tools"] = tools
+        return body
+
+    def read(self, data: str) -> Sequence[StreamUpdate]:
+        event = Fields.of_event(data)
         # The API requires clients to ignore unknown events.
-        data = Fields.of_event(event)
-        match data.text("type"):
+        match event.text("type"):
             case "message_start":
-                return [self._count(data.fields("message").fields("usage"))]
+                return [self._count(event.fields("message").fields("usage"))]
             case "content_block_start":
-                return self._block(data.count("index"), data.fields("content_block"))
+                return self._block(event.count("index"), event.fields("content_block"))
             case "content_block_delta":
-                return self._delta(data.count("index"), data.fields("delta"))
+                return self._delta(event.count("index"), event.fields("delta"))
             case "message_delta":
-                return [_end(data.fields("delta")), self._count(data.fields("usage"))]
+                return [_end(event.fields("delta")), self._count(event.fields("usage"))]
             case "message_stop":
                 self.is_done = True
             case "error":
-                raise stream_error(self._runtime, {"error": data.value("error")})
+                raise stream_error(self._runtime, {"error": event.value("error")})
         return ()
 
     def _block(self, index: int, block: Fields) -> Sequence[StreamUpdate]:
@@ -188,13 +192,3 @@ def _tool(tool: object) -> dict[str, object]:
     if "description" in function:
         written["description"] = function["description"]
     return written
-
-
-MESSAGES = Dialect(
-    kind=runner_pb2.RUNTIME_KIND_ANTHROPIC_MESSAGES,
-    path="/messages",
-    takes_n=False,
-    headers=_headers,
-    body=_body,
-    reader=_MessagesReader,
-)

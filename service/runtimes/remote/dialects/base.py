@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
 from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument, ProviderFailure
 from service.runtimes.remote.config import ProviderConfig
 from service.runtimes.remote.failures import malformed
-from service.runtimes.remote.sse import ServerEvent
 from service.text import bounded_json
 
 _T = TypeVar("_T")
@@ -56,8 +55,14 @@ class Delta:
 StreamUpdate: TypeAlias = Delta | runner_pb2.Usage
 
 
-class ResponseReader(ABC):
-    """Reads the events of one response, in order."""
+class Dialect(ABC):
+    """A provider's API. An instance reads the events of one response, in order."""
+
+    kind: ClassVar[runner_pb2.RuntimeKind]
+    # Appended to the provider's base_url.
+    path: ClassVar[str]
+    # Whether one request can ask for several samples.
+    takes_n: ClassVar[bool]
 
     def __init__(self, runtime: str) -> None:
         """`runtime`: its name, for the log."""
@@ -65,27 +70,22 @@ class ResponseReader(ABC):
         # Whether the event that ends the stream has come.
         self.is_done = False
 
+    @staticmethod
     @abstractmethod
-    def read(self, event: ServerEvent) -> Sequence[StreamUpdate]:
-        """The updates of an event. Raises ProviderFailure."""
+    def headers(secret: str) -> Mapping[str, str]:
+        """The headers of a request with these credentials (empty: none)."""
 
+    @staticmethod
+    @abstractmethod
+    def body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
+        """The body of a request for a number of samples of a checked item.
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """A provider's API."""
+        Raises InvalidArgument, and ProviderFailure for features that the dialect lacks.
+        """
 
-    kind: runner_pb2.RuntimeKind
-    # Appended to the provider's base_url.
-    path: str
-    # Whether one request can ask for several samples.
-    takes_n: bool
-    # The headers of a request with these credentials (empty: none).
-    headers: Callable[[str], Mapping[str, str]]
-    # The body of a request for a number of samples of a checked item. Raises InvalidArgument, and
-    # ProviderFailure for features that the dialect lacks.
-    body: Callable[[runner_pb2.ExecuteItem, int, ProviderConfig], Mapping[str, object]]
-    # A reader for a new response. The argument is the runtime's name.
-    reader: Callable[[str], ResponseReader]
+    @abstractmethod
+    def read(self, data: str) -> Sequence[StreamUpdate]:
+        """The updates in the data of an event. Raises ProviderFailure."""
 
 
 def unsupported(field: str) -> NoReturn:
@@ -132,10 +132,10 @@ class Fields:
         self._values = value
 
     @classmethod
-    def of_event(cls, event: ServerEvent) -> Fields:
+    def of_event(cls, data: str) -> Fields:
         """Parses the data of an event."""
         try:
-            return cls(json.loads(event.data))
+            return cls(json.loads(data))
         except (ValueError, RecursionError):
             pass
         raise malformed()

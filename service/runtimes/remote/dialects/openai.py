@@ -14,7 +14,6 @@ from service.runtimes.remote.dialects.base import (
     Delta,
     Dialect,
     Fields,
-    ResponseReader,
     StreamUpdate,
     ToolCallDelta,
     chat_role,
@@ -24,7 +23,6 @@ from service.runtimes.remote.dialects.base import (
     unsupported,
 )
 from service.runtimes.remote.failures import stream_error
-from service.runtimes.remote.sse import ServerEvent
 
 # OpenAI's limit. The gateway itself looks for all stop texts.
 MAX_STOPS = 4
@@ -36,10 +34,6 @@ _FINISHES = {
     "tool_calls": runner_pb2.FINISH_REASON_TOOL_CALLS,
     "function_call": runner_pb2.FINISH_REASON_TOOL_CALLS,
 }
-
-
-def _headers(secret: str) -> Mapping[str, str]:
-    return {"authorization": f"Bearer {secret}"} if secret else {}
 
 
 def _common_fields(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> dict[str, object]:
@@ -77,38 +71,18 @@ def _bias(bias: float) -> float:
 def _extensions(item: runner_pb2.ExecuteItem, config: ProviderConfig) -> dict[str, object]:
     """Fields that only some providers have. Values that change nothing are left out."""
     sampling = item.sampling
-    wanted: dict[str, object] = {}
-    if sampling.top_k:
-        wanted["sampling.top_k"] = sampling.top_k
-    if sampling.min_p:
-        wanted["sampling.min_p"] = round(sampling.min_p, 6)
-    if sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1.0:
-        wanted["sampling.repetition_penalty"] = round(sampling.repetition_penalty, 6)
-    if item.stop_token_ids:
-        wanted["stop_token_ids"] = list(item.stop_token_ids)
-    if item.ignore_eos:
-        wanted["ignore_eos"] = True
+    penalty = round(sampling.repetition_penalty, 6)
+    settings: dict[str, object] = {
+        "sampling.top_k": sampling.top_k,
+        "sampling.min_p": round(sampling.min_p, 6),
+        "sampling.repetition_penalty": penalty if penalty != 1.0 else 0.0,
+        "stop_token_ids": list(item.stop_token_ids),
+        "ignore_eos": item.ignore_eos,
+    }
+    wanted = {field: value for field, value in settings.items() if value}
     if wanted and not config.extensions:
         unsupported(next(iter(wanted)))
     return {field.removeprefix("sampling."): value for field, value in wanted.items()}
-
-
-def _chat_body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
-    if item.HasField("tokens"):
-        unsupported("tokens")
-    body = _common_fields(item, samples, config)
-    body["messages"] = _messages(item)
-    body[config.max_tokens_field] = item.max_tokens or config.max_output_tokens
-    tools = tools_of(item.chat)
-    if tools:
-        body["tools"] = tools
-    if item.logprobs:
-        body["logprobs"] = True
-    if item.constraint.HasField("json_schema"):
-        schema = parsed_json(item.constraint.json_schema, "BAD_CONSTRAINT", "constraint.json_schema")
-        named = {"name": "answer", "schema": schema, "strict": True}
-        body["response_format"] = {"type": "json_schema", "json_schema": named}
-    return body
 
 
 def _messages(item: runner_pb2.ExecuteItem) -> list[dict[str, Any]]:
@@ -133,36 +107,25 @@ def _messages(item: runner_pb2.ExecuteItem) -> list[dict[str, Any]]:
     return messages
 
 
-def _completions_body(
-    item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig
-) -> Mapping[str, object]:
-    """Continues a prompt without a chat template."""
-    if item.HasField("chat"):
-        unsupported("chat")
-    if item.constraint.HasField("json_schema"):
-        unsupported("constraint.json_schema")
-    body = _common_fields(item, samples, config)
-    body["prompt"] = list(item.tokens.token_ids) if item.HasField("tokens") else item.text
-    body["max_tokens"] = item.max_tokens or config.max_output_tokens
-    if item.logprobs:
-        # 0 alternatives: only those of the chosen tokens.
-        body["logprobs"] = 0
-    return body
+class _OpenAI(Dialect):
+    """Either API. A subclass reads a choice."""
 
+    takes_n = True
 
-class _OpenAIReader(ResponseReader):
-    """Reads a response of either API. A subclass reads a choice."""
+    @staticmethod
+    def headers(secret: str) -> Mapping[str, str]:
+        return {"authorization": f"Bearer {secret}"} if secret else {}
 
-    def read(self, event: ServerEvent) -> Sequence[StreamUpdate]:
-        if event.data == "[DONE]":
+    def read(self, data: str) -> Sequence[StreamUpdate]:
+        if data == "[DONE]":
             self.is_done = True
             return ()
-        data = Fields.of_event(event)
-        if data.has("error"):
-            raise stream_error(self._runtime, {"error": data.value("error")})
-        deltas: list[StreamUpdate] = [self._delta(choice) for choice in data.objects("choices")]
-        if data.has("usage"):
-            deltas.append(_usage(data.fields("usage")))
+        event = Fields.of_event(data)
+        if event.has("error"):
+            raise stream_error(self._runtime, {"error": event.value("error")})
+        deltas: list[StreamUpdate] = [self._delta(choice) for choice in event.objects("choices")]
+        if event.has("usage"):
+            deltas.append(_usage(event.fields("usage")))
         return deltas
 
     def _delta(self, choice: Fields) -> Delta:
@@ -170,11 +133,34 @@ class _OpenAIReader(ResponseReader):
         raise NotImplementedError
 
 
-class _ChatReader(_OpenAIReader):
+class ChatCompletions(_OpenAI):
+    """POST /chat/completions."""
+
+    kind = runner_pb2.RUNTIME_KIND_OPENAI_CHAT
+    path = "/chat/completions"
+
     def __init__(self, runtime: str) -> None:
         super().__init__(runtime)
         # Samples with a refusal.
         self._refusals: set[int] = set()
+
+    @staticmethod
+    def body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
+        if item.HasField("tokens"):
+            unsupported("tokens")
+        body = _common_fields(item, samples, config)
+        body["messages"] = _messages(item)
+        body[config.max_tokens_field] = item.max_tokens or config.max_output_tokens
+        tools = tools_of(item.chat)
+        if tools:
+            body["tools"] = tools
+        if item.logprobs:
+            body["logprobs"] = True
+        if item.constraint.HasField("json_schema"):
+            schema = parsed_json(item.constraint.json_schema, "BAD_CONSTRAINT", "constraint.json_schema")
+            named = {"name": "answer", "schema": schema, "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": named}
+        return body
 
     def _delta(self, choice: Fields) -> Delta:
         sample, data = choice.count("index"), choice.fields("delta")
@@ -204,7 +190,26 @@ def _tool_call(call: Fields) -> ToolCallDelta:
     )
 
 
-class _CompletionsReader(_OpenAIReader):
+class Completions(_OpenAI):
+    """POST /completions: continues a prompt without a chat template."""
+
+    kind = runner_pb2.RUNTIME_KIND_OPENAI_COMPLETIONS
+    path = "/completions"
+
+    @staticmethod
+    def body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
+        if item.HasField("chat"):
+            unsupported("chat")
+        if item.constraint.HasField("json_schema"):
+            unsupported("constraint.json_schema")
+        body = _common_fields(item, samples, config)
+        body["prompt"] = list(item.tokens.token_ids) if item.HasField("tokens") else item.text
+        body["max_tokens"] = item.max_tokens or config.max_output_tokens
+        if item.logprobs:
+            # 0 alternatives: only those of the chosen tokens.
+            body["logprobs"] = 0
+        return body
+
     def _delta(self, choice: Fields) -> Delta:
         return Delta(
             sample=choice.count("index"),
@@ -229,21 +234,3 @@ def _usage(data: Fields) -> runner_pb2.Usage:
         reasoning_tokens=data.fields("completion_tokens_details").count("reasoning_tokens"),
         cached_tokens=data.fields("prompt_tokens_details").count("cached_tokens"),
     )
-
-
-CHAT = Dialect(
-    kind=runner_pb2.RUNTIME_KIND_OPENAI_CHAT,
-    path="/chat/completions",
-    takes_n=True,
-    headers=_headers,
-    body=_chat_body,
-    reader=_ChatReader,
-)
-COMPLETIONS = Dialect(
-    kind=runner_pb2.RUNTIME_KIND_OPENAI_COMPLETIONS,
-    path="/completions",
-    takes_n=True,
-    headers=_headers,
-    body=_completions_body,
-    reader=_CompletionsReader,
-)

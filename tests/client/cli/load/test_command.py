@@ -3,44 +3,41 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from quire.cli.main import main
 
-from tests.gateway_process import ROOT, GatewayProcess
+from tests import quire_command
+from tests.gateway_process import GatewayProcess
 
 SHORT = ("--warm-up", "0.2", "--duration", "1")
-
-
-@pytest.fixture(scope="module")
-def gateway() -> Iterator[GatewayProcess]:
-    with GatewayProcess(model="paged-attention") as running:
-        yield running
 
 
 @pytest.fixture
 def load(gateway: GatewayProcess, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Runs the command, and returns what it wrote."""
 
-    def run(*arguments: str) -> dict[str, Any]:
+    def loaded(*arguments: str) -> dict[str, Any]:
         out = tmp_path / "out.json"
         assert main(["load", "--target", gateway.address, "--out", str(out), *arguments]) == 0
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
-    return run
+    return loaded
 
 
-@pytest.mark.parametrize("mode", ["unary", "batch", "session", "execute"])
-@pytest.mark.parametrize("pace", [("--rate", "20", "--arrivals", "constant"), ("--callers", "3")])
+RATE, CALLERS = ("--rate", "20", "--arrivals", "constant"), ("--callers", "3")
+
+
+@pytest.mark.parametrize(
+    ("mode", "pace"),
+    [("unary", RATE), ("batch", RATE), ("batch", CALLERS), ("session", RATE), ("execute", CALLERS)],
+)
 def test_every_mode_runs_what_was_asked_and_leaves_nothing(
     gateway: GatewayProcess, load: Callable[..., dict[str, Any]], mode: str, pace: tuple[str, ...]
 ) -> None:
@@ -62,11 +59,6 @@ def test_every_mode_runs_what_was_asked_and_leaves_nothing(
     gateway.assert_pools_are_whole()
 
 
-def test_outputs_have_the_length_that_was_asked_for(load: Callable[..., dict[str, Any]]) -> None:
-    [run] = load("--callers", "1", "--output-tokens", "6", *SHORT)["runs"]
-    assert run["tbt_ms"]["count"] == 5 * run["requests"]["done"]
-
-
 def test_a_trace_runs_at_its_times(load: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = [
@@ -77,23 +69,17 @@ def test_a_trace_runs_at_its_times(load: Callable[..., dict[str, Any]], tmp_path
     assert run["requests"] == {"begun": 20, "done": 20, "failed": 0, "unfinished": 0, "cut_off": 0}
 
 
-def test_a_second_run_is_not_answered_from_the_prompts_of_the_first(
-    load: Callable[..., dict[str, Any]],
-) -> None:
-    for _ in range(2):
-        [run] = load("--callers", "1", "--prompt-tokens", "64", "--output-tokens", "1", *SHORT)["runs"]
-        assert not run["server"]["prefix_hit_share"]
-
-
 def test_a_sweep_is_a_run_for_each_rate_and_a_page(
     load: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.html"
-    document = load(
-        "--sweep", "5,20", "--output-tokens", "2", "--slo-ttft-ms", "60000", "--report", str(page), *SHORT
-    )
+    lengths = ("--prompt-tokens", "64", "--output-tokens", "3")
+    document = load("--sweep", "5,20", *lengths, "--slo-ttft-ms", "60000", "--report", str(page), *SHORT)
     assert [run["pace"]["rate"] for run in document["runs"]] == [5, 20]
-    assert all(run["goodput"]["share"] == 1 for run in document["runs"])
+    for run in document["runs"]:
+        assert run["goodput"]["share"] == 1
+        assert run["tbt_ms"]["count"] == 2 * run["requests"]["done"], "outputs have the length"
+        assert not run["server"]["prefix_hit_share"], "prompts are not those of another run"
     assert "requests/s asked" in page.read_text()
     printed = capsys.readouterr()
     assert "20 requests/s, poisson" in printed.out and "to first token" in printed.out
@@ -109,53 +95,22 @@ def test_errors_are_counted_by_reason(gateway: GatewayProcess, tmp_path: Path) -
     assert run["requests"]["failed"] == run["requests"]["begun"]
 
 
-@pytest.mark.parametrize("mode", ["unary", "session", "execute"])
+@pytest.mark.parametrize("mode", ["session", "execute"])
 def test_ctrl_c_ends_it_with_the_report_of_what_there_is(
     gateway: GatewayProcess, tmp_path: Path, mode: str
 ) -> None:
     out = tmp_path / "out.json"
-    command = [
-        sys.executable,
-        "-m",
-        "quire.cli",
-        "load",
-        "--target",
-        gateway.address,
-        "--out",
-        str(out),
-    ]
-    command += [
-        "--callers",
-        "2",
-        "--mode",
-        mode,
-        "--output-tokens",
-        "1000",
-        "--warm-up",
-        "0",
-        "--duration",
-        "600",
-    ]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "clients" / "python")])
-    process = subprocess.Popen(
-        command,
-        env=os.environ | {"PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
+    endless = ("--output-tokens", "1000", "--warm-up", "0", "--duration", "600")
+    arguments = ("--target", gateway.address, "--out", str(out), "--callers", "2", "--mode", mode, *endless)
+    with quire_command.run("load", *arguments) as process:
         gateway.wait_until_in_flight(1)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         printed, complaints = process.communicate(timeout=60)
     assert process.returncode == 1 and "Traceback" not in complaints
-    [run] = json.loads(out.read_text())["runs"]
-    assert (
-        run["interrupted"]
-        and run["ttft_ms"]["count"] > 0
-        and run["throughput"]["output_tokens_per_s"]["value"] > 0
-    )
+    [found] = json.loads(out.read_text())["runs"]
+    assert found["interrupted"] and found["ttft_ms"]["count"] > 0
+    assert found["throughput"]["output_tokens_per_s"]["value"] > 0
     assert "interrupted" in printed
     gateway.wait_until(lambda: gateway.status().caches == 0)
 
@@ -177,18 +132,14 @@ def test_what_cannot_be_done_is_refused_in_one_line(
     assert says in complaint and complaint.count("\n") == 1
 
 
-def test_where_nobody_says_how_long_requests_are_they_fit(tmp_path: Path) -> None:
+def test_where_nobody_says_how_long_requests_are_they_fit(
+    shipped_gateway: GatewayProcess, tmp_path: Path
+) -> None:
     """The shipped model has less room than the usual lengths take."""
     out = tmp_path / "out.json"
-    with GatewayProcess(model="adder") as adder:
-        assert main(["load", "--target", adder.address, "--rate", "10", "--out", str(out), *SHORT]) == 0
+    assert main(["load", "--target", shipped_gateway.address, "--rate", "10", "--out", str(out), *SHORT]) == 0
     document = json.loads(out.read_text())
     assert document["runs"][0]["errors"] == {} and document["about"]["model"]
-
-
-def test_nobody_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["load", "--target", "127.0.0.1:1", "--callers", "1"]) == 1
-    assert "UNAVAILABLE" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_said_before_the_run(

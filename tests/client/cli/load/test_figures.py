@@ -55,7 +55,7 @@ def plain_quantile(values: list[float], quantile: float) -> float:
 def test_figures_are_those_of_a_plain_computation(seed: int, count: int) -> None:
     draws = random.Random(seed)
     records = [record_of(draws, index) for index in range(count)]
-    bounds = Bounds(ttft_s=0.05, tbt_s=0.09, tpot_s=0.06)
+    bounds = Bounds(ttft_ms=50, tbt_ms=90, tpot_ms=60)
     found = figures(Measured(BEGIN_S, END_S, records, [ProcessLoad()]), bounds)
     counted = [record for record in records if BEGIN_S <= record.intended_s < END_S]
 
@@ -125,7 +125,7 @@ def served(start_s: float, *times_s: float) -> Record:
 def test_goodput_is_of_the_requests_that_throughput_counts() -> None:
     # All are good, and half of them end behind the window.
     records = [served(float(second), 0.01, 5.0) for second in range(10)]
-    found = figures(Measured(0, 10, records, [ProcessLoad()]), Bounds(ttft_s=1.0))
+    found = figures(Measured(0, 10, records, [ProcessLoad()]), Bounds(ttft_ms=1000))
     done = found["throughput"]["requests_per_s"]["value"]
     assert found["goodput"]["good_requests_per_s"]["value"] == done == 0.5
     assert found["goodput"]["share"] == 1
@@ -134,8 +134,8 @@ def test_goodput_is_of_the_requests_that_throughput_counts() -> None:
 def test_one_long_gap_breaks_the_bound_between_tokens_and_not_that_of_the_mean() -> None:
     stalled = [served(0.0, 0.01, *(0.5 + index / 100 for index in range(20)))]
     measured = Measured(0, 10, stalled, [ProcessLoad()])
-    assert figures(measured, Bounds(tbt_s=0.05))["goodput"]["share"] == 0
-    assert figures(measured, Bounds(tpot_s=0.05))["goodput"]["share"] == 1
+    assert figures(measured, Bounds(tbt_ms=50))["goodput"]["share"] == 0
+    assert figures(measured, Bounds(tpot_ms=50))["goodput"]["share"] == 1
 
 
 def test_time_per_token_counts_all_tokens_but_the_first() -> None:
@@ -175,7 +175,7 @@ def test_the_servers_figures_are_differences_of_its_counters() -> None:
 
 
 def test_a_run_without_anything_has_figures_too() -> None:
-    found = figures(Measured(0, 10, [], [ProcessLoad()]), Bounds(1, 1))
+    found = figures(Measured(0, 10, [], [ProcessLoad()]), Bounds(1000, 1000))
     assert found["ttft_ms"] == {"count": 0}
     assert found["goodput"]["share"] is None
     said = remarks(found, max_lateness_ms=10, is_open=True, is_local=True)

@@ -266,6 +266,19 @@ async def remote(
         await runtime.close()
 
 
+async def answered(
+    at: FakeProvider,
+    *items: runner_pb2.ExecuteItem,
+    time: VirtualTime | None = None,
+    deadline_s: float | None = None,
+    tenant: Tenant | None = None,
+    **settings: Any,
+) -> Collected:
+    """Runs a batch on a new runtime."""
+    async with remote(config(at, **settings), time) as runtime:
+        return await run(runtime, *items, deadline_s=deadline_s, tenant=tenant)
+
+
 def reason(chunk: runner_pb2.SampleChunk) -> str:
     """The reason why a sample failed; empty: it did not."""
     if chunk.finish_reason != runner_pb2.FINISH_REASON_ERROR:

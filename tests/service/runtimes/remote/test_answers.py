@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import tracemalloc
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -25,10 +23,10 @@ from tests.service.runtimes.remote.fake_provider import (
     Collected,
     FakeProvider,
     VirtualTime,
+    answered,
     config,
     delta,
     event,
-    fake_provider,
     item,
     raw,
     reason,
@@ -45,18 +43,9 @@ FILTERED = runner_pb2.FINISH_REASON_CONTENT_FILTER
 PRICES = {"m": Prices(input_usd=2.0, output_usd=10.0, cached_input_usd=1.0)}
 
 
-@pytest.fixture
-async def provider() -> AsyncIterator[FakeProvider]:
-    async with fake_provider() as made:
-        yield made
-
-
 async def test_text_is_streamed_with_the_usage_at_the_end(provider: FakeProvider) -> None:
     provider.script.append(said("Hel", "lo"))
-
-    async with remote(config(provider, prices=PRICES)) as runtime:
-        out = await run(runtime, item())
-
+    out = await answered(provider, item(), prices=PRICES)
     assert provider.asked[0].headers["accept-encoding"] == "identity"
     assert [chunk.text for chunk in out.of()] == ["Hel", "lo", ""]
     last = out.last()
@@ -91,10 +80,7 @@ async def test_without_usage_from_the_provider_none_is_reported(provider: FakePr
 async def test_samples_of_one_request_are_separated(provider: FakeProvider) -> None:
     events = [delta("a", 0), delta("b", 1), delta("A", 0, "stop"), delta("B", 1, "length"), USAGE]
     provider.script.append(stream(*events))
-
-    async with remote(config(provider)) as runtime:
-        out = await run(runtime, item(n=2))
-
+    out = await answered(provider, item(n=2))
     assert provider.asked[0].body["n"] == 2
     assert (out.text(sample=0), out.text(sample=1)) == ("aA", "bB")
     assert (out.last(sample=0).finish_reason, out.last(sample=1).finish_reason) == (STOP, LENGTH)
@@ -108,10 +94,7 @@ async def test_tool_calls_are_streamed(provider: FakeProvider) -> None:
     provider.script.append(
         stream(delta(tool_calls=[first]), delta(tool_calls=[more]), delta(finish="tool_calls"))
     )
-
-    async with remote(config(provider)) as runtime:
-        out = await run(runtime, item())
-
+    out = await answered(provider, item())
     calls = [call for chunk in out.of() for call in chunk.tool_calls]
     assert [(c.index, c.id, c.name, c.arguments_json) for c in calls] == [
         (0, "c1", "look", ""),
@@ -124,39 +107,25 @@ async def test_logprobs_and_refusals(provider: FakeProvider) -> None:
     choice: dict[str, Any] = delta("x")["choices"][0]  # type: ignore[index]
     choice["logprobs"] = {"content": [{"token": "x", "logprob": -0.5}]}
     provider.script.append(stream({"choices": [choice]}, delta(refusal="no"), delta(finish="stop")))
-
-    async with remote(config(provider)) as runtime:
-        out = await run(runtime, item(logprobs=True))
-
+    out = await answered(provider, item(logprobs=True))
     assert provider.asked[0].body["logprobs"] is True
     assert [entry.logprob for entry in out.of()[0].logprobs] == [-0.5]
     assert (out.text(), out.last().finish_reason) == ("x", FILTERED)
 
 
-async def test_surrogate_pairs_are_joined(provider: FakeProvider) -> None:
-    whole = json.dumps(delta("\N{GRINNING FACE}"))
-    high, low = whole.replace("\\ude00", ""), whole.replace("\\ud83d", "")
-    alone = json.dumps(delta("\ude00"))
-    provider.script.append(stream(high, low, alone, delta(finish="stop")))
-
-    async with remote(config(provider)) as runtime:
-        out = await run(runtime, item())
-
-    assert [chunk.text for chunk in out.of()][:-1] == ["\N{GRINNING FACE}", "\N{REPLACEMENT CHARACTER}"]
-
-
 @pytest.mark.parametrize("dialect", ["openai-chat", "anthropic-messages"])
-async def test_surrogate_pairs_are_joined_in_tool_calls(provider: FakeProvider, dialect: str) -> None:
-    """Also for two interleaved calls. Unpaired surrogates are replaced, also in names."""
+async def test_surrogate_pairs_are_joined(provider: FakeProvider, dialect: str) -> None:
+    """In texts and in two interleaved calls. Unpaired surrogates are replaced, also in names."""
     pieces = [(0, '"\ud83d'), (1, "\ud83d"), (0, "\ude00"), (0, '"'), (1, "x")]
     if dialect == "openai-chat":
         calls = [{"index": i, "id": f"\ude00{i}", "function": {"name": "\ud83d"}} for i in (0, 1)]
-        events = [delta(tool_calls=calls)]
+        events = [delta("\ud83d"), delta("\ude00"), delta("\ude00"), delta(tool_calls=calls)]
         for index, text in pieces:
             events.append(delta(tool_calls=[{"index": index, "function": {"arguments": text}}]))
         events.append(delta(finish="tool_calls"))
     else:
-        events = []
+        halves = [{"type": "text_delta", "text": half} for half in ("\ud83d", "\ude00", "\ude00")]
+        events = [{"type": "content_block_delta", "index": 2, "delta": half} for half in halves]
         for index in (0, 1):
             block = {"type": "tool_use", "id": f"\ude00{index}", "name": "\ud83d"}
             events.append({"type": "content_block_start", "index": index, "content_block": block})
@@ -167,13 +136,11 @@ async def test_surrogate_pairs_are_joined_in_tool_calls(provider: FakeProvider, 
         events += [{"type": "message_delta", "delta": end}, {"type": "message_stop"}]
     # Escaped as in JSON: an unpaired surrogate cannot be encoded otherwise.
     provider.script.append(stream(*events))
-
-    async with remote(config(provider, dialect=dialect)) as runtime:
-        out = await run(runtime, item())
-
+    out = await answered(provider, item(), dialect=dialect)
     assert (reason(out.last()), out.last().finish_reason) == ("", TOOL_CALLS)
     calls_made = [call for chunk in out.of() for call in chunk.tool_calls]
     bad = "\N{REPLACEMENT CHARACTER}"
+    assert out.text() == f"\N{GRINNING FACE}{bad}"
     assert [(call.id, call.name) for call in calls_made if call.id] == [(f"{bad}0", bad), (f"{bad}1", bad)]
     texts = ["".join(c.arguments_json for c in calls_made if c.index == index) for index in (0, 1)]
     assert texts == ['"\N{GRINNING FACE}"', f"{bad}x"]
@@ -182,10 +149,7 @@ async def test_surrogate_pairs_are_joined_in_tool_calls(provider: FakeProvider, 
 async def test_stop_texts_beyond_the_providers_limit_end_the_stream_here(provider: FakeProvider) -> None:
     stops = ["1", "2", "3", "4", "END"]
     provider.script.append(stream(delta("one E"), delta("ND two"), delta("three"), delta(finish="stop")))
-
-    async with remote(config(provider)) as runtime:
-        out = await run(runtime, item(stop=stops))
-
+    out = await answered(provider, item(stop=stops))
     assert provider.asked[0].body["stop"] == stops[:4]
     assert out.text() == "one "
     assert (out.last().finish_reason, out.last().stop) == (STOP, "END")
@@ -193,10 +157,7 @@ async def test_stop_texts_beyond_the_providers_limit_end_the_stream_here(provide
 
 async def test_a_partial_stop_text_is_put_out_at_the_end(provider: FakeProvider) -> None:
     provider.script.append(stream(delta("a E"), delta(finish="length")))
-
-    async with remote(config(provider)) as runtime:
-        out = await run(runtime, item(stop=["END"]))
-
+    out = await answered(provider, item(stop=["END"]))
     assert [chunk.text for chunk in out.of()] == ["a ", "E"]
 
 
@@ -341,10 +302,7 @@ def test_a_complete_sample_cannot_fail_later() -> None:
 
 async def test_an_item_fails_without_the_others(provider: FakeProvider) -> None:
     provider.script.append(said("x"))
-
-    async with remote(config(provider)) as runtime:
-        out = await run(runtime, item(item_id="bad", n=3, tokens_only=True), item(item_id="good"))
-
+    out = await answered(provider, item(item_id="bad", n=3, tokens_only=True), item(item_id="good"))
     assert [reason(out.last("bad", sample)) for sample in range(3)] == ["UNSUPPORTED"] * 3
     assert out.text("good") == "x"
 

@@ -124,38 +124,6 @@ def order(queue: FairQueue) -> list[Ticket]:
     return found
 
 
-def test_a_flood_delays_others_by_one_turn() -> None:
-    queue, (alice, bob, carol, _) = FairQueue(), TENANTS
-    for _ in range(100):
-        queue.add(alice, NORMAL)
-    for _ in range(10):
-        ticket = queue.first
-        assert ticket is not None
-        queue.take(ticket)
-    for tenant in (bob, carol, bob):
-        queue.add(tenant, NORMAL)
-    names = [ticket.tenant.name for ticket in order(queue) if ticket.tenant is not None]
-    assert names[:6] == ["bob", "carol", "alice", "bob", "alice", "alice"]
-
-
-def test_sending_one_by_one_earns_no_more_turns() -> None:
-    queue, (alice, bob, *_) = FairQueue(), TENANTS
-    for _ in range(40):
-        queue.add(alice, NORMAL)
-    queue.add(bob, NORMAL)
-    taken: Counter[Tenant | None] = Counter()
-    for _ in range(40):
-        ticket = queue.first
-        assert ticket is not None
-        queue.take(ticket)
-        taken[ticket.tenant] += 1
-        # A new tenant must not reset the others.
-        queue.remove(queue.add(Tenant("new"), NORMAL))
-        if ticket.tenant is bob:
-            queue.add(bob, NORMAL)
-    assert taken[alice] == taken[bob] == 20
-
-
 def test_urgent_requests_go_first() -> None:
     queue, (alice, bob, *_) = FairQueue(), TENANTS
     for tenant, priority in [

@@ -8,6 +8,7 @@ includes the events in the window.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -178,8 +179,10 @@ def is_good(record: Record, bounds: Bounds) -> bool:
     """Whether a request is done and within all bounds, each gap between tokens included."""
     if not record.is_done or not record.times_s:
         return False
-    pairs = ((bounds.ttft_s, _to_first), (bounds.tbt_s, _gaps), (bounds.tpot_s, _time_per_token))
-    return all(took_s <= bound_s for bound_s, of in pairs if bound_s is not None for _, took_s in of(record))
+    pairs = ((bounds.ttft_ms, _to_first), (bounds.tbt_ms, _gaps), (bounds.tpot_ms, _time_per_token))
+    return all(
+        1e3 * took_s <= most_ms for most_ms, of in pairs if most_ms is not None for _, took_s in of(record)
+    )
 
 
 def _goodput(measured: Measured, slices: Slices, bounds: Bounds) -> Figures:
@@ -187,7 +190,7 @@ def _goodput(measured: Measured, slices: Slices, bounds: Bounds) -> Figures:
     good_s = [record.end_s for record in measured.records if is_good(record, bounds)]
     # Requests that were cut off are not counted.
     asked = [record for record in measured.counted if record.error != CUT_OFF]
-    return bounds.in_ms | {
+    return dataclasses.asdict(bounds) | {
         "good_requests_per_s": _rate(good_s, slices),
         "share": sum(is_good(record, bounds) for record in asked) / len(asked) if asked else None,
     }

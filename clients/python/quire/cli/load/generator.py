@@ -31,17 +31,11 @@ def arrivals(kind: Kind, rate: float, seed: int) -> Iterator[float]:
 
     Either a Poisson process, as of independent callers, or constant intervals from 0 on.
     """
-    # A running sum would accumulate rounding errors.
-    return poisson(rate, seed) if kind == "poisson" else (index / rate for index in itertools.count())
-
-
-def poisson(rate: float, seed: int) -> Iterator[float]:
-    """Times of a Poisson process: the gaps have an exponential distribution."""
+    if kind == "constant":
+        # A running sum would accumulate rounding errors.
+        yield from (index / rate for index in itertools.count())
     draws = random.Random(f"arrivals {seed}")
-    at_s = 0.0
-    while True:
-        at_s += draws.expovariate(rate)
-        yield at_s
+    yield from itertools.accumulate(draws.expovariate(rate) for _ in itertools.repeat(None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import contextlib
 import gc
 import multiprocessing
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -155,7 +154,7 @@ def _process_main(connection: Connection[Any, Any], spec: RunSpec, max_calls: in
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with (
         # The main process has exited.
-        contextlib.suppress(BrokenPipeError),
+        contextlib.suppress(OSError),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         runner.run(_serve(connection, spec, max_calls))
@@ -163,19 +162,6 @@ def _process_main(connection: Connection[Any, Any], spec: RunSpec, max_calls: in
 
 async def _serve(connection: Connection[Any, Any], spec: RunSpec, max_calls: int) -> None:
     """Runs the plans that it receives until the connection closes."""
-    orders: asyncio.Queue[Any] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def read() -> None:
-        message: Any = ""
-        while message is not None:
-            try:
-                message = connection.recv()
-            except (EOFError, OSError):
-                message = None
-            with contextlib.suppress(RuntimeError):  # The loop is closed.
-                loop.call_soon_threadsafe(orders.put_nowait, message)
-
     limits = {"timeout_s": spec.timeout_s, "max_request_bytes": _MAX_REQUEST_BYTES}
     async with new_client(AsyncClient, spec.connection, **limits) as client:
         try:
@@ -190,24 +176,34 @@ async def _serve(connection: Connection[Any, Any], spec: RunSpec, max_calls: int
             connection.send(CommandFailed(f"no connection to {target} in {_CONNECT_TIMEOUT_S:.0f} s"))
             return
         driver = new_driver(spec.mode, client, max(1, max_calls))
-        # In a thread: an event loop would make the connection non-blocking, and large messages would fail.
-        threading.Thread(target=read, name="quire-load-orders", daemon=True).start()
         # Loaded modules are permanent. Exclude them from garbage collections, which would delay requests.
         gc.collect()
         gc.freeze()
         connection.send(_READY)
-        while (message := await orders.get()) is not None:
+        order = _next_order(connection)
+        while (message := await order) is not None:
+            order = _next_order(connection)
             # Ignore a stop for a run that has already ended.
             if isinstance(message, _Run):
                 generator = Generator(message.plan, message.process, driver, message.clock)
-                if not await _run(generator, connection, orders, message):
-                    return
+                await _run(generator, connection, order, message)
+
+
+def _next_order(connection: Connection[Any, Any]) -> asyncio.Future[Any]:
+    """The next message of the main process; None when it has closed the connection."""
+
+    def receive() -> Any:
+        with contextlib.suppress(EOFError, OSError):
+            return connection.recv()
+
+    # In a thread: an event loop would make the connection non-blocking, and large messages would fail.
+    return asyncio.ensure_future(asyncio.to_thread(receive))
 
 
 async def _run(
-    generator: Generator, connection: Connection[Any, Any], orders: asyncio.Queue[Any], run: _Run
-) -> bool:
-    """Performs a run and sends its results. Returns False if the main process has exited."""
+    generator: Generator, connection: Connection[Any, Any], order: asyncio.Future[Any], run: _Run
+) -> None:
+    """Performs a run, until its end or the next order, and sends its results."""
 
     async def report() -> None:
         while True:
@@ -220,7 +216,6 @@ async def _run(
         await asyncio.wait({work, order}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
     work = asyncio.create_task(generator.run())
-    order = asyncio.create_task(orders.get())
     reporting = asyncio.create_task(report())
     try:
         await wait_until(run.plan.warm_up_s)
@@ -232,13 +227,7 @@ async def _run(
         if order.done():
             generator.stop()
         await work
-        if order.done() and order.result() is None:
-            return False
         connection.send(Outcome(generator.records, [load]))
-    except OSError:
-        # The main process has exited.
-        return False
     finally:
-        for task in (reporting, order, work):
-            task.cancel()
-    return True
+        reporting.cancel()
+        work.cancel()

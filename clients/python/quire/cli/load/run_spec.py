@@ -22,17 +22,11 @@ _DEFAULT_LENGTHS = {"prompt_tokens": 128, "output_tokens": 32, "shared_prefix_to
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The latency limits of a good request, in seconds. None: no limit."""
+    """The latency limits of a good request, by the names of their figures. None: no limit."""
 
-    ttft_s: float | None = None
-    tbt_s: float | None = None
-    tpot_s: float | None = None
-
-    @property
-    def in_ms(self) -> dict[str, Any]:
-        """The bounds in milliseconds, by the names of their figures."""
-        bounds = {"ttft_ms": self.ttft_s, "tbt_ms": self.tbt_s, "tpot_ms": self.tpot_s}
-        return {name: None if bound is None else bound * 1e3 for name, bound in bounds.items()}
+    ttft_ms: float | None = None
+    tbt_ms: float | None = None
+    tpot_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +62,6 @@ class RunSpec:
         processes = options.processes or max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // 2))
         # At most one process per caller, because others would be idle.
         processes = min(processes, max(pace.callers or processes for pace in paces))
-        slo = (options.slo_ttft_ms, options.slo_tbt_ms, options.slo_tpot_ms)
         return cls(
             connection=connection(options),
             mode=options.mode,
@@ -79,7 +72,7 @@ class RunSpec:
             has_default_lengths=not (options.prompt_tokens or options.output_tokens or options.trace),
             timeout_s=options.timeout,
             max_lateness_ms=options.max_lateness_ms,
-            bounds=Bounds(*(None if bound is None else bound / 1e3 for bound in slo)),
+            bounds=Bounds(options.slo_ttft_ms, options.slo_tbt_ms, options.slo_tpot_ms),
             out=Path(options.out) if options.out else None,
             report=Path(options.report) if options.report else None,
         )

@@ -1,9 +1,10 @@
-"""Runs the kernels of `kernels.cuda`: on the GPU where there is one, else in Triton's interpreter on the CPU.
+"""What the kernels' tests run on, and what they find in new memory.
 
+The kernels of `kernels.cuda` run on the GPU where there is one, else in Triton's interpreter on the CPU.
 Whether a kernel is interpreted is decided when its module is imported, so this file decides it first. On a
-machine with a GPU, TRITON_INTERPRET=1 in the environment of pytest chooses the interpreter. Without a GPU
-nothing needs to be set, and nothing is set that processes started by other tests would inherit. There are no
-tests here without Triton, as on a Mac.
+machine with a GPU, TRITON_INTERPRET=1 in the environment of pytest selects the interpreter. Without a GPU
+nothing needs to be set, and nothing is set that processes started by other tests would inherit. Without
+Triton, as on a Mac, these kernels are not tested.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _interpret() -> None:
     import triton
 
     compiled = [name for name in sys.modules if name.startswith("kernels.cuda.")]
-    assert not compiled, f"imported before tests/kernels/cuda/conftest.py, and not interpreted: {compiled}"
+    assert not compiled, f"imported before tests/kernels/conftest.py, and not interpreted: {compiled}"
     triton.knobs.propagate_env = False
     triton.knobs.runtime.interpret = True
     _interpret_library()
@@ -53,35 +54,41 @@ def _interpret() -> None:
 
 
 if not HAS_TRITON:
-    collect_ignore_glob = ["*.py"]
+    collect_ignore_glob = ["cuda/*.py"]
 elif INTERPRETED:
     _interpret()
+
+torch.set_num_threads(1)
 
 
 @pytest.fixture
 def device() -> str:
-    """Where tensors that a kernel is given have to be: "cuda", or "cpu" for the interpreter."""
+    """Where the tensors for kernels of `kernels.cuda` have to be: "cuda", or "cpu" for the interpreter."""
     return "cpu" if INTERPRETED else "cuda"
 
 
 @pytest.fixture(autouse=True)
-def _nan_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel does not write stays NaN. `torch.empty_strided` is left as it is, for huge tensors."""
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, _filled_with_nan(getattr(torch, name)))
+def _useless_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory holds NaN, or the largest integer; except for `torch.empty_strided`, for huge tensors."""
+    for where, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(where, name, _filled(getattr(where, name)))
 
 
-def _filled_with_nan(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def allocate_nan(*args: Any, **kwargs: Any) -> torch.Tensor:
+def _filled(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def allocate_filled(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = allocate(*args, **kwargs)
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+        if tensor.dtype is torch.bool:
+            return tensor
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
-    return allocate_nan
+    return allocate_filled
 
 
 @pytest.fixture(autouse=True)
 def _launched_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel fails that is launched with options which the compile gate does not compile it for."""
+    if not HAS_TRITON:
+        return
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 

@@ -1,0 +1,370 @@
+"""Workers and gateways that die, hang or pause: callers are answered, and nobody healthy is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import types_pb2
+
+from tests.e2e.unharmed import release_all
+from tests.error_details import reason_of
+from tests.gateway_process import GatewayProcess
+from tests.model_factory import TinyModel, make_model
+
+# Far more than it should take: an answer, not its speed, decides.
+ANSWER_TIMEOUT_S = 30
+PROMPT = list(range(1, 40))
+TOKENS = [7, 8, 9]
+TOP = types_pb2.OutputOptions(top_logprobs=3)
+HEARTBEAT_TIMEOUT_S = 1.5
+
+
+def serve(*flags: str, workers: int = 2) -> GatewayProcess:
+    return GatewayProcess(model="paged-attention", workers=workers, flags=["--kv-pages", "2048", *flags])
+
+
+@pytest.fixture(scope="module")
+def patient_gateway() -> Iterator[GatewayProcess]:
+    """Silence is no reason to replace a worker. Its sockets are removed in the end."""
+    with serve("--heartbeat-timeout-s", "60") as process:
+        place = socket_directory(process)
+        yield process
+    assert not place.parent.exists()
+
+
+@pytest.fixture(scope="module")
+def impatient_gateway() -> Iterator[GatewayProcess]:
+    with serve("--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S)) as process:
+        yield process
+
+
+@pytest.fixture
+def gateway(patient_gateway: GatewayProcess) -> Iterator[GatewayProcess]:
+    yield from healed(patient_gateway)
+
+
+@pytest.fixture
+def impatient(impatient_gateway: GatewayProcess) -> Iterator[GatewayProcess]:
+    yield from healed(impatient_gateway)
+
+
+def healed(process: GatewayProcess) -> Iterator[GatewayProcess]:
+    """Afterwards both workers serve and nothing is left."""
+    yield process
+    process.wait_until_ready()
+    release_all(process)
+    process.assert_pools_are_whole()
+
+
+def socket_directory(gateway: GatewayProcess) -> Path:
+    (listen,) = (arg for arg in psutil.Process(gateway.status().workers[0].pid).cmdline() if "unix:" in arg)
+    return Path(listen.removeprefix("unix:")).parent
+
+
+def cache_on_each_worker(gateway: GatewayProcess) -> dict[str, pb.PrefillResponse]:
+    """One cache on every worker, by worker id. Prompts differ, so that no prefix draws them together."""
+    caches: dict[str, pb.PrefillResponse] = {}
+    for first in range(200):
+        answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=[first, *PROMPT]), timeout=30)
+        if answer.kv_cache.worker_id in caches:
+            gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=answer.kv_cache.cache_id))
+        caches.setdefault(answer.kv_cache.worker_id, answer)
+        if len(caches) == 2:
+            return caches
+    raise AssertionError("placement never used the second worker")
+
+
+def pid_of(gateway: GatewayProcess, worker_id: str) -> int:
+    return next(w.pid for w in gateway.status().workers if w.worker_id == worker_id)
+
+
+def decode(
+    gateway: GatewayProcess, cache: pb.PrefillResponse, position: int | None = None
+) -> pb.DecodeResponse:
+    request = pb.DecodeRequest(cache_id=cache.kv_cache.cache_id, token_id=7, position=position)
+    return gateway.stub.Decode(request, timeout=ANSWER_TIMEOUT_S)
+
+
+def gone(gateway: GatewayProcess, pid: int) -> bool:
+    """Whether the gateway knows that a worker has ended."""
+    return any(r["event"] == "worker is gone" and r["pid"] == pid for r in gateway.records())
+
+
+def wait_for_new_worker(gateway: GatewayProcess, old_pid: int) -> None:
+    gateway.wait_until(lambda: gone(gateway, old_pid))
+    gateway.wait_until_ready()
+
+
+def release(gateway: GatewayProcess, cache_id: str) -> None:
+    assert gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=30).released
+
+
+def append(gateway: GatewayProcess, cache_id: str, position: int, token_id: int) -> pb.DecodeResponse:
+    request = pb.DecodeRequest(cache_id=cache_id, token_id=token_id, position=position, output=TOP)
+    return gateway.stub.Decode(request, timeout=ANSWER_TIMEOUT_S)
+
+
+def undisturbed(gateway: GatewayProcess, cache: pb.PrefillResponse) -> list[types_pb2.StepOutput]:
+    """What follows each of TOKENS, found on a copy that nothing happens to."""
+    fork = pb.ForkCacheRequest(cache_id=cache.kv_cache.cache_id, count=1)
+    (copy,) = gateway.stub.ForkCache(fork, timeout=ANSWER_TIMEOUT_S).kv_caches
+    answers = [append(gateway, copy.cache_id, copy.seq_len + n, t) for n, t in enumerate(TOKENS)]
+    release(gateway, copy.cache_id)
+    return [answer.output for answer in answers]
+
+
+def assert_alike(outputs: list[types_pb2.StepOutput], expected: list[types_pb2.StepOutput]) -> None:
+    """The same tokens, likeliest first; what is computed again in one go is so up to rounding."""
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.token_id == other.token_id
+        assert list(output.top.logprobs) == pytest.approx(list(other.top.logprobs), abs=1e-3)
+
+
+def test_a_killed_worker(gateway: GatewayProcess) -> None:
+    caches = cache_on_each_worker(gateway)
+    (victim, moved), (survivor, kept) = caches.items()
+    expected = undisturbed(gateway, moved)
+    cache_id, length = moved.kv_cache.cache_id, moved.kv_cache.seq_len
+    victim_pid = pid_of(gateway, victim)
+    # Stopped first, so that the calls are surely in flight when it dies.
+    os.kill(victim_pid, signal.SIGSTOP)
+    request = pb.DecodeRequest(cache_id=cache_id, token_id=TOKENS[0], position=length, output=TOP)
+    call = gateway.stub.Decode.future(request, timeout=ANSWER_TIMEOUT_S)
+    gateway.wait_until_in_flight(1)
+    batch = gateway.stub.BatchDecode.future(
+        pb.BatchDecodeRequest(
+            items=[
+                pb.DecodeRequest(cache_id=cache_id, token_id=TOKENS[1], position=length + 1, output=TOP),
+                pb.DecodeRequest(cache_id=kept.kv_cache.cache_id, token_id=4),
+            ]
+        ),
+        timeout=ANSWER_TIMEOUT_S,
+    )
+    gateway.wait_until_in_flight(2)
+    os.kill(victim_pid, signal.SIGKILL)
+
+    answer = call.result()
+    assert answer.kv_cache.epoch > moved.kv_cache.epoch and answer.kv_cache.seq_len == length + 1
+    assert answer.kv_cache.worker_id == survivor
+    assert answer.replayed_tokens == length
+    second, other = (result.response for result in batch.result().results)
+    assert second.replayed_tokens == 0, "it is there now"
+    assert other.kv_cache.epoch == kept.kv_cache.epoch and other.kv_cache.worker_id == survivor
+    last = append(gateway, cache_id, length + 2, TOKENS[2])
+    assert_alike([answer.output, second.output, last.output], expected)
+
+    wait_for_new_worker(gateway, victim_pid)
+    assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 2
+    assert {w.state for w in gateway.status().workers} == {pb.WORKER_STATE_READY}
+    # Both take new sequences.
+    cache_on_each_worker(gateway)
+
+
+def test_all_workers_are_killed(gateway: GatewayProcess) -> None:
+    """Calls wait for new ones; nothing is to be repeated, and whoever does is answered as before."""
+    cache = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=ANSWER_TIMEOUT_S)
+    expected = undisturbed(gateway, cache)
+    cache_id, length, home = cache.kv_cache.cache_id, cache.kv_cache.seq_len, cache.kv_cache.worker_id
+    pids = {w.worker_id: w.pid for w in gateway.status().workers}
+    os.kill(pids[home], signal.SIGSTOP)
+    request = pb.DecodeRequest(cache_id=cache_id, token_id=TOKENS[0], position=length, output=TOP)
+    running = gateway.stub.Decode.future(request, timeout=ANSWER_TIMEOUT_S)
+    gateway.wait_until_in_flight(1)
+    # The other first, so that nothing goes from one that dies to one that is about to.
+    for pid in (*(pid for worker_id, pid in pids.items() if worker_id != home), pids[home]):
+        os.kill(pid, signal.SIGKILL)
+        gateway.wait_until(lambda pid=pid: gone(gateway, pid))  # type: ignore[misc]
+    creation = pb.PrefillRequest(token_ids=PROMPT[::-1], request_id="once")
+    made = gateway.stub.Prefill(creation, timeout=ANSWER_TIMEOUT_S)
+    answers = [running.result()]
+    answers += [append(gateway, cache_id, length + n, TOKENS[n]) for n in range(1, len(TOKENS))]
+    assert_alike([answer.output for answer in answers], expected)
+    assert answers[-1].kv_cache.epoch > cache.kv_cache.epoch
+    again = gateway.stub.Prefill(creation, timeout=ANSWER_TIMEOUT_S)
+    assert (again.kv_cache.cache_id, again.output) == (made.kv_cache.cache_id, made.output)
+
+
+def test_a_worker_that_hangs_is_replaced(impatient: GatewayProcess) -> None:
+    gateway = impatient
+    caches = cache_on_each_worker(gateway)
+    (victim, moved), (survivor, kept) = caches.items()
+    expected = undisturbed(gateway, moved)
+    victim_pid = pid_of(gateway, victim)
+    os.kill(victim_pid, signal.SIGSTOP)
+    length = moved.kv_cache.seq_len
+    answers = [append(gateway, moved.kv_cache.cache_id, length + n, t) for n, t in enumerate(TOKENS)]
+    assert_alike([answer.output for answer in answers], expected)
+    assert answers[0].kv_cache.worker_id == survivor
+    wait_for_new_worker(gateway, victim_pid)
+    assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 1
+
+
+@contextlib.contextmanager
+def logging(gateway: GatewayProcess, event: str) -> Iterator[None]:
+    """Waits at its end until the gateway has logged the event since its begin."""
+
+    def times() -> int:
+        return sum(record["event"] == event for record in gateway.records())
+
+    before = times()
+    yield
+    gateway.wait_until(lambda: times() > before)
+
+
+def worker_pids(gateway: GatewayProcess) -> dict[str, int]:
+    return {worker.worker_id: worker.pid for worker in gateway.status().workers}
+
+
+@contextlib.contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def test_a_pause_of_gateway_and_workers_costs_no_worker(impatient: GatewayProcess) -> None:
+    """As of the whole machine."""
+    caches = cache_on_each_worker(impatient)
+    before = worker_pids(impatient)
+    with stopped(impatient.process.pid, *before.values()):
+        time.sleep(3 * HEARTBEAT_TIMEOUT_S)
+    for cache in caches.values():
+        assert decode(impatient, cache).kv_cache.seq_len == cache.kv_cache.seq_len + 1
+    # A verdict would come with the next beats.
+    time.sleep(HEARTBEAT_TIMEOUT_S)
+    assert worker_pids(impatient) == before
+    assert not any(gone(impatient, pid) for pid in before.values())
+
+
+def test_a_silent_worker_gets_nothing_new_and_keeps_what_it_has(gateway: GatewayProcess) -> None:
+    caches = cache_on_each_worker(gateway)
+    (victim, held), (other, _) = caches.items()
+    before = worker_pids(gateway)
+    with logging(gateway, "worker is heard again"), contextlib.ExitStack() as stack:
+        with logging(gateway, "worker is silent"):
+            stack.enter_context(stopped(before[victim]))
+        request = pb.DecodeRequest(cache_id=held.kv_cache.cache_id, token_id=7)
+        waiting = gateway.stub.Decode.future(request, timeout=ANSWER_TIMEOUT_S)
+        for first in range(200, 232):
+            # Half of them begin as what the silent worker has computed.
+            prompt = [first, *range(1, 40)] if first % 2 else [*range(200), first]
+            answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=ANSWER_TIMEOUT_S)
+            assert answer.kv_cache.worker_id == other
+    assert waiting.result().kv_cache.seq_len == held.kv_cache.seq_len + 1
+    cache_on_each_worker(gateway)
+    assert worker_pids(gateway) == before
+
+
+def test_no_descriptors_left_costs_no_other_worker(gateway: GatewayProcess) -> None:
+    caches = cache_on_each_worker(gateway)
+    (victim, _), (_, kept) = caches.items()
+    process = psutil.Process(gateway.process.pid)
+    limits = process.rlimit(resource.RLIMIT_NOFILE)
+    victim_pid = pid_of(gateway, victim)
+    # The lowest free ones are taken first: few enough that the pipes of a process do not fit.
+    process.rlimit(resource.RLIMIT_NOFILE, (process.num_fds() - 8, limits[1]))
+    with logging(gateway, "worker cannot be started"):
+        os.kill(victim_pid, signal.SIGKILL)
+    assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 1
+    process.rlimit(resource.RLIMIT_NOFILE, limits)
+    gateway.wait_until_ready()
+    assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 2
+    cache_on_each_worker(gateway)
+
+
+def test_sockets_go_with_their_workers_and_the_directory_comes_back(gateway: GatewayProcess) -> None:
+    caches = cache_on_each_worker(gateway)
+    (victim, _), (_, kept) = caches.items()
+    place = socket_directory(gateway)
+
+    def sockets() -> set[Path]:
+        return set(place.glob("*.sock"))
+
+    first = sockets()
+    assert len(first) == 2 and place.stat().st_mode & 0o777 == 0o700
+    victim_pid = pid_of(gateway, victim)
+    os.kill(victim_pid, signal.SIGKILL)
+    wait_for_new_worker(gateway, victim_pid)
+    assert len(sockets()) == 2 and len(first & sockets()) == 1
+    # A cleaner of files that nobody has read for long.
+    shutil.rmtree(place)
+    os.kill(pid_of(gateway, victim), signal.SIGKILL)
+    gateway.wait_until(lambda: len(sockets()) == 1)
+    gateway.wait_until_ready()
+    assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 1
+    cache_on_each_worker(gateway)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_worker_that_hangs_does_not_outlive_its_gateway(how: signal.Signals) -> None:
+    with serve(workers=1) as gateway:
+        workers = [psutil.Process(pid) for pid in worker_pids(gateway).values()]
+        # Not continued: nothing is left of them.
+        for worker in workers:
+            worker.suspend()
+        try:
+            gateway.process.send_signal(how)
+            gateway.process.wait(60)
+            _, alive = psutil.wait_procs(workers, timeout=ANSWER_TIMEOUT_S)
+            assert not alive
+        finally:
+            for worker in workers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.kill()
+
+
+def test_a_worker_with_another_model_is_not_admitted(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", TinyModel(seed=1))
+    other = make_model(tmp_path / "other", TinyModel(seed=2))
+    with GatewayProcess(model=str(model), workers=2, flags=["--kv-pages", "128"]) as gateway:
+        caches = cache_on_each_worker(gateway)
+        (victim, _), (_, kept) = caches.items()
+        model.rename(tmp_path / "good")
+        other.rename(model)
+        os.kill(pid_of(gateway, victim), signal.SIGKILL)
+        gateway.wait_until(lambda: "holds another model now" in gateway.log())
+        assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 1
+        ready = [r for r in gateway.records() if r["event"] == "worker ready"]
+        assert len(ready) == 2, "the one with the other model never was"
+        model.rename(other)
+        (tmp_path / "good").rename(model)
+        gateway.wait_until_ready()
+        cache_on_each_worker(gateway)
+
+
+def test_health_answers_while_every_place_is_taken() -> None:
+    with serve("--max-queued-operations", "64", "--heartbeat-timeout-s", "60", workers=1) as gateway:
+        (pid,) = worker_pids(gateway).values()
+        with stopped(pid), gateway.connect() as channel:
+            prompts = [pb.PrefillRequest(token_ids=[first, 1, 2]) for first in range(500)]
+            calls = [gateway.stub.Prefill.future(p, timeout=ANSWER_TIMEOUT_S) for p in prompts]
+            # Which ones find a place is the channel's choice: while it connects, it keeps no order.
+            gateway.wait_until(lambda: sum(call.done() for call in calls) >= len(calls) - 64)
+            refused = [call for call in calls if call.done()]
+            waiting = [call for call in calls if not call.done()]
+            assert {reason_of(call.exception()) for call in refused} == {"QUEUE_FULL"}
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            for _ in range(20):
+                answer = health.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_TIMEOUT_S)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            assert len(waiting) == 64
+            assert not any(call.done() for call in waiting), "they wait for the worker still"
+        assert all(call.code() is grpc.StatusCode.OK for call in waiting)

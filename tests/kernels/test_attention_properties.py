@@ -1,0 +1,205 @@
+"""What attention promises beside its numbers: equal bits, extreme scores, padding, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.cpu import library
+from tests.kernels.attention_case import (
+    COMPILED,
+    FEATURES,
+    SPLIT,
+    TORCH,
+    TRITON,
+    attend,
+    make_case,
+)
+from tests.kernels.conftest import HAS_TRITON
+from tests.kernels.tree_batches import Tree, with_trees
+
+NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+CUDA = [pytest.param(name, marks=NEEDS_TRITON) for name in (TRITON, SPLIT)]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def device_of(backend: str, device: str) -> str:
+    return device if backend.startswith(TRITON) else "cpu"
+
+
+@pytest.mark.parametrize("backend", CUDA)
+@DTYPES
+def test_bits_of_an_item_do_not_depend_on_other_items(backend: str, dtype: torch.dtype, device: str) -> None:
+    items = [(1, 7), (1, 100), (1, 0), (6, 9), (33, 80)]
+    case = make_case(items, device, kv_heads=1, dtype=dtype, features=FEATURES[-1])
+    together = torch.split(attend(case, backend), list(case.batch.query_lens))
+    for item in range(len(items)):
+        assert torch.equal(attend(case.part(item, item), backend), together[item])
+
+
+@DTYPES
+@pytest.mark.parametrize("features", [(), *FEATURES], ids="+".join)
+def test_bits_of_a_row_depend_on_its_sequence_only(
+    dtype: torch.dtype, features: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU: alone or among others, with one thread or several, decoded or verified."""
+    items = [(4, 1100), (1, 33), (16, 700), (3, 90)]
+    if dtype is torch.bfloat16:
+        items.append((40, 300))
+    case = make_case(items, width=128, value_width=64, dtype=dtype, features=features)
+    together = attend(case, COMPILED)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(attend(case, COMPILED), together)
+    finally:
+        torch.set_num_threads(1)
+    by_item = torch.split(together, list(case.batch.query_lens))
+    for item, rows in enumerate(by_item[:4]):
+        for row in range(len(rows)):
+            alone = case.part(item, item, slice(row, row + 1))
+            assert torch.equal(attend(alone, COMPILED)[0], rows[row])
+    if len(items) > 4 and library.has_function("quire_chunk_attention_bf16"):
+        assert torch.equal(attend(case.part(4, 4), COMPILED), by_item[4])
+
+
+@pytest.mark.parametrize("window", [None, 17])
+@DTYPES
+def test_others_are_the_same_to_the_bit_beside_a_tree(dtype: torch.dtype, window: int | None) -> None:
+    case = make_case([(1, 60), (5, 40), (33, 70), (Tree((0, 0, 1, 1)), 25)], dtype=dtype, window=window)
+    chains = replace(case, batch=replace(case.batch, trees=None))
+    assert torch.equal(attend(case, COMPILED)[:39], attend(chains, COMPILED)[:39])
+
+
+@pytest.mark.parametrize("tokens", [2, 16, 40])
+@DTYPES
+def test_a_chain_that_is_said_to_be_a_tree(tokens: int, dtype: torch.dtype) -> None:
+    """It is attended as one that is not, to the bit, where the same kernel does."""
+    case = make_case([(tokens, tokens + 25)], dtype=dtype)
+    plain = attend(case, COMPILED)
+    case.batch = with_trees(case.batch, [Tree(tuple(range(tokens - 1)))])
+    if tokens <= 16 or (library.has_function("quire_chunk_attention_bf16") and dtype is torch.bfloat16):
+        assert torch.equal(attend(case, COMPILED), plain)
+    else:
+        torch.testing.assert_close(attend(case, COMPILED), plain)
+
+
+@pytest.mark.parametrize("backend", [TORCH, COMPILED, *CUDA])
+@DTYPES
+def test_scores_of_any_size(backend: str, dtype: torch.dtype, device: str) -> None:
+    """Scores of thousands of either sign: the weights of all keys but one vanish, and nothing overflows.
+
+    A sink of thousands leaves the keys nothing or everything. A cap makes them count by their sign alone. In
+    float32 such scores are too coarse for the bound.
+    """
+    items = [(1, 40), (1, 0), (5, 40), (30, 70)]
+    made = make_case(items, device_of(backend, device), group=3, kv_heads=1, dtype=dtype)
+    sinks = torch.tensor([-5000.0, 0.0, 5000.0], device=made.query.device)
+    told: list[dict[str, Any]] = [{"sinks": sinks}]
+    if dtype is torch.bfloat16:
+        told += [{"scale": scale, **more} for scale in (1e3, -1e3) for more in ({}, {"softcap": 1.5})]
+    for scoring in told:
+        case = replace(made, scoring=replace(made.scoring, **scoring))
+        case.check(attend(case, backend), rounds_weights=backend.startswith(TRITON))
+
+
+@pytest.mark.parametrize("backend", CUDA)
+@DTYPES
+def test_padding_items_are_zeros_whatever_they_hold(backend: str, dtype: torch.dtype, device: str) -> None:
+    case = make_case(
+        [(1, 0), (1, 18), (0, 0), (5, 0), (0, 30), (20, 25), (0, 0), (1, 0)], device, dtype=dtype
+    )
+    expected = attend(case, backend)
+    case.check(expected, rounds_weights=True)
+    case.query[[0, *range(2, 7), 27]] = torch.nan
+    assert torch.equal(attend(case, backend), expected)
+
+
+@pytest.mark.parametrize("backend", [COMPILED, *CUDA])
+def test_indices_of_64_bits(backend: str, device: str) -> None:
+    case = make_case([(1, 20), (1, 40), (13, 18)], device_of(backend, device), features=["sinks"])
+    batch = case.batch
+    names = ("page_tables", "query_starts", "context_lens")
+    same = replace(batch, **{name: getattr(batch, name).long() for name in names})
+    assert torch.equal(attend(replace(case, batch=same), backend), attend(case, backend))
+
+
+@pytest.mark.parametrize("backend", [TORCH, COMPILED, *CUDA])
+def test_nothing_to_do(backend: str, device: str) -> None:
+    for items in ([], [(0, 0), (0, 5)]):
+        case = make_case(items, device_of(backend, device))
+        if items or backend != COMPILED:
+            assert attend(case, backend).shape == (0, 4, 32)
+
+
+@NEEDS_TRITON
+def test_pages_past_two_to_the_31_elements(device: str) -> None:
+    case = make_case([(1, 20), (2, 20)], device, width=64, dtype=torch.float16)
+    expected = attend(case, TRITON)
+    near = case.batch.page_tables[:, :2].long()
+    far = near + (1 << 31) // (16 * 2 * 64)
+    # 4 GiB each, of which only what is touched takes up memory.
+    for name in ("k_pages", "v_pages"):
+        pages = getattr(case, name)
+        shape = (int(far.max()) + 1, *pages.shape[1:])
+        moved = torch.empty_strided(shape, pages.stride(), dtype=pages.dtype, device=device)
+        moved[far] = pages[near]
+        setattr(case, name, moved)
+    case.batch.page_tables[:, :2] = far
+    assert torch.equal(attend(case, TRITON), expected)
+
+
+BATCHES = {
+    "decodes": ([(1, 5), (1, 60), (1, 0)], 3, 0),
+    "prefills": ([(5, 5), (20, 40)], 0, 2),
+    "decodes first": ([(1, 20), (1, 40), (9, 40), (1, 7)], 2, 2),
+    "prefills first": ([(9, 40), (1, 20), (1, 70)], 0, 3),
+}
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("name", BATCHES)
+def test_launches_of_a_mixed_batch(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """No launch that has nothing to do: in a decode step each one costs time.
+
+    Lengths on the host do not matter: when a graph is captured they are upper bounds.
+    """
+    from kernels.cuda import paged_attention as cuda
+
+    items, decoded, prefilled = BATCHES[name]
+    case = make_case(items, device)
+    expected = attend(case, TRITON)
+    capacity = case.batch.page_tables.shape[1] * case.k_pages.shape[1]
+    bounds = replace(case.batch, context_lens_host=[capacity] * len(items))
+    assert torch.equal(attend(replace(case, batch=bounds), TRITON), expected)
+    launched = {"decode_attention": 0, "prefill_attention": 0}
+    for kernel in launched:
+
+        def count(out: torch.Tensor, *arguments: Any, kernel: str = kernel) -> None:
+            launched[kernel] = len(next(each for each in arguments if each is not None and each.dim() == 2))
+
+        monkeypatch.setattr(cuda, kernel, count)
+    attend(case, TRITON)
+    assert launched == {"decode_attention": decoded, "prefill_attention": prefilled}
+
+
+@NEEDS_TRITON
+def test_splits_fill_the_device_and_no_more() -> None:
+    import itertools
+
+    from kernels.cuda import decode_attention as module
+
+    batches, heads = (1, 3, 16, 100, 512), (1, 2, 8, 32)
+    contexts = (0, 1, 127, 128, 129, 4096, 1 << 20)
+    for batch, kv_heads, longest, count in itertools.product(batches, heads, contexts, (1, 132, 200)):
+        splits = module.num_splits_for(batch, kv_heads, longest, count)
+        assert 1 <= splits <= module.MAX_SPLITS
+        if splits > 1:
+            # Each reads a good number of keys, and all programs run at once.
+            assert (splits - 1) * module.MIN_SPLIT_KEYS < longest
+            assert batch * kv_heads * splits <= module.PROGRAMS_A_MULTIPROCESSOR * count
+    typical = [(1, 8, 32768), (1, 8, 1024), (8, 8, 32768), (32, 8, 32768), (256, 8, 1024), (1, 1, 1)]
+    assert [module.num_splits_for(*shape, 132) for shape in typical] == [49, 8, 6, 1, 1, 1]

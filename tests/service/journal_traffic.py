@@ -1,0 +1,94 @@
+"""Random commits of caches, and what has to be recovered of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Collection, Sequence
+
+from service.caches.ledger import CacheState, Ledger
+from service.caches.records import (
+    CacheCreated,
+    CacheForked,
+    CacheReleased,
+    CacheTruncated,
+    Child,
+    LeaseRenewed,
+    Record,
+    TokensAppended,
+)
+
+# What a fork of the cache does not copy, and the placement, are facts, too.
+FIELDS = [field.name for field in dataclasses.fields(CacheState) if not field.name.startswith("last_")]
+
+
+def facts(ledger: Ledger) -> dict[int, object]:
+    """The state of each cache."""
+    return {
+        state.number: (
+            *(getattr(state, name) for name in FIELDS if name != "tokens"),
+            state.last,
+            list(state.tokens.copy()),
+        )
+        for state in ledger
+    }
+
+
+def created(number: int, weights: int = 0) -> CacheCreated:
+    return CacheCreated(number, f"cache-{number}", "tenant", b"salt", number, 60.0, "", weights)
+
+
+def appended(number: int, position: int, *token_ids: int) -> TokensAppended:
+    return TokensAppended(number, position, token_ids, prompt_len=1, ownership=2)
+
+
+class Traffic:
+    """Commits that fit the ledger, which the caller keeps up to date."""
+
+    def __init__(self, seed: int, ledger: Ledger, prompt_tokens: int) -> None:
+        self.rng = random.Random(seed)
+        self._ledger = ledger
+        self._prompt_tokens = prompt_tokens
+        self._number = max((state.number for state in ledger), default=0)
+
+    def next(self, busy: Collection[int] = ()) -> list[Record]:
+        """Records of one commit, of caches that are not busy."""
+        rng = self.rng
+        states = [state for state in self._ledger if state.number not in busy]
+        rng.shuffle(states)
+        kind = rng.random()
+        if not states or kind < 0.1:
+            number = self._new_number()
+            return [created(number), appended(number, 0, *self._tokens(rng.randint(1, self._prompt_tokens)))]
+        state = states[0]
+        if kind < 0.6:
+            # A batch, some with more than one token.
+            return [appended(s.number, s.length, *self._tokens(rng.choice((1, 1, 1, 3)))) for s in states[:8]]
+        if kind < 0.75:
+            children = [
+                Child(self._new_number(), "child", rng.randrange(9)) for _ in range(rng.randint(1, 3))
+            ]
+            return [CacheForked(state.number, children, "again")]
+        if kind < 0.8:
+            return [LeaseRenewed(state.number, rng.random())]
+        if kind < 0.9 or len(states) < 3:
+            return [CacheTruncated(state.number, rng.randint(0, state.length))]
+        return [CacheReleased(state.number)]
+
+    def _new_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _tokens(self, count: int) -> list[int]:
+        return self.rng.choices(range(1000), k=count)
+
+
+def caches_of(records: Sequence[Record]) -> list[int]:
+    """The caches that records create, change or fork."""
+    numbers = []
+    for record in records:
+        if isinstance(record, CacheForked):
+            numbers += [record.parent, *(child.number for child in record.children)]
+        else:
+            numbers.append(record.number)
+    return numbers
