@@ -129,10 +129,16 @@ struct PackedBlock {
   static void pack_keys(const T* const (&rows)[kBlockOutputs], int64_t width, T* to) {
     const int64_t steps = width * static_cast<int64_t>(sizeof(T)) / 4;
     for (int64_t step = 0; step < steps; step += kLanes) {
+      // Widths are multiples of 16, so of bfloat16 the last 8 steps may be half a square.
+      const int64_t count = std::min<int64_t>(kLanes, steps - step);
       Words square[kLanes];
-      for (int i = 0; i < kLanes; i++) square[i] = load<Words>(reinterpret_cast<const uint32_t*>(rows[i]) + step);
+      for (int i = 0; i < kLanes; i++) {
+        const uint32_t* from = reinterpret_cast<const uint32_t*>(rows[i]) + step;
+        if (count == kLanes) square[i] = load<Words>(from);
+        else std::memcpy(&(square[i] = Words{}), from, kLanes / 2 * sizeof(uint32_t));
+      }
       transpose(square);
-      std::memcpy(reinterpret_cast<uint32_t*>(to) + step * kBlockOutputs, square, sizeof(square));
+      std::memcpy(reinterpret_cast<uint32_t*>(to) + step * kBlockOutputs, square, count * sizeof(Words));
     }
   }
 
