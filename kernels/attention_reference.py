@@ -45,12 +45,8 @@ def paged_attention_reference(
     v_pages: torch.Tensor,
     batch: AttentionBatch,
     scoring: Scoring,
-    skipped: Sequence[bool] | None = None,
 ) -> torch.Tensor:
-    """The attention of every item over its own sequence. Arguments are as in `paged_attention`, and checked.
-
-    The rows of items in `skipped` are not written, except for those of padding items.
-    """
+    """The attention of every item. Arguments are as in `paged_attention`, and checked."""
     heads, width = query.shape[1], v_pages.shape[3]
     out = torch.empty((len(query), heads, width), dtype=query.dtype, device=query.device)  # [T, H, V]
     starts = list(accumulate(batch.query_lens, initial=0))
@@ -58,8 +54,6 @@ def paged_attention_reference(
         if context == 0:
             out[starts[item] : starts[item + 1]] = 0
     query_lens = list(batch.query_lens)
-    if skipped is not None:
-        query_lens = [0 if skip else length for skip, length in zip(skipped, query_lens, strict=True)]
     for item, is_tree in enumerate([] if batch.trees is None else batch.trees.is_tree):
         if is_tree and query_lens[item]:
             rows = slice(starts[item], starts[item + 1])

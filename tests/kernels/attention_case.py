@@ -17,9 +17,7 @@ import torch
 
 from kernels import paged_attention as module
 from kernels.attention_batch import AttentionBatch
-from kernels.attention_reference import GROUP_MAX_QUERY_TOKENS
 from kernels.attention_scoring import Scoring
-from kernels.cpu import library
 from kernels.cpu import paged_attention as cpu
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.tree_batches import Tree, with_trees
@@ -255,8 +253,6 @@ def attend(case: Case, backend: str) -> torch.Tensor:
             patch.setattr(cpu, "can_attend", lambda *_: False)
         else:
             need_compiled()
-            chunks = case.query.dtype is torch.bfloat16 and library.has_function("quire_chunk_attention_bf16")
-            if chunks or max(case.batch.query_lens) <= GROUP_MAX_QUERY_TOKENS:
-                patch.setattr(module, "paged_attention_reference", None)
+            patch.setattr(module, "paged_attention_reference", None)
         told = {name: getattr(case.scoring, name) for name in Scoring.__dataclass_fields__}
         return module.paged_attention(*tensors, **told)
