@@ -5,7 +5,8 @@ from pathlib import Path
 
 from setuptools import setup  # type: ignore[import-untyped]
 
-LEFT_BY_BUILDS = Path(__file__).resolve().parent / "build"
+# Not all of `build`: a strict editable install is a directory beside this one.
+LEFT_BY_BUILDS = Path(__file__).resolve().parent / "build" / "lib"
 
 shutil.rmtree(LEFT_BY_BUILDS, ignore_errors=True)
 setup()

@@ -74,9 +74,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     deleted.touch()
     options = ("--no-deps", "--no-index", "--no-build-isolation")
     pip("wheel", *options, "--wheel-dir", str(scratch / "wheels"), str(source))
-    assert not (source / "build").exists()
+    assert not (source / "build" / "lib").exists()
     (built,) = (scratch / "wheels").iterdir()
     return built
+
+
+def test_a_strict_editable_install_keeps_the_links_that_it_uses(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(CLIENT, source, ignore=shutil.ignore_patterns("*.egg-info", "build", "__pycache__"))
+    build = "from setuptools import build_meta; build_meta.build_editable('..', {'editable_mode': 'strict'})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=240)
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        (path,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith(".pth"))
+    assert (Path(path.strip()) / "quire" / "__init__.py").exists()
 
 
 def test_it_holds_the_client_its_command_and_typed_stubs_only(wheel: Path) -> None:

@@ -50,6 +50,12 @@ def test_everything_that_it_offers_loads_no_more() -> None:
     assert others(everything) == {"google", "typing_extensions"}
 
 
+def test_the_command_line_loads_nothing_until_it_is_known_what_is_to_be_done() -> None:
+    loaded = loaded_by("import quire.cli.main")
+    assert not others(loaded)
+    assert not loaded & {"asyncio", "dataclasses", "grpc", "service"}
+
+
 def test_it_shows_what_it_offers() -> None:
     assert set(quire.__all__) <= set(dir(quire))
     shown = pydoc.plain(pydoc.render_doc(quire))

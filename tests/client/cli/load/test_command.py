@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quire.cli.load.processes import ClientProcesses
 from quire.cli.main import main
+from quire.cli.terminal import CommandFailed
 
 from tests import quire_command
 from tests.gateway_process import GatewayProcess
@@ -147,3 +151,13 @@ def test_a_file_that_cannot_be_written_is_said_before_the_run(
 ) -> None:
     assert main(["load", "--target", gateway.address, "--out", str(tmp_path / "no" / "file")]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+async def test_a_client_process_that_fails_ends_the_run(gateway: GatewayProcess) -> None:
+    """It ends at once, although it still listens for orders."""
+    plan = SimpleNamespace(processes=1)
+    connected = {"target": gateway.address, "tls": False}
+    spec: Any = SimpleNamespace(plan=plan, connection=connected, mode="unary", timeout_s=30.0)
+    async with ClientProcesses(spec, 1) as clients:
+        with pytest.raises(CommandFailed, match="client process 0 has ended"):
+            await asyncio.wait_for(clients.run(spec.plan, 0.0, asyncio.Event(), lambda _: None), 20)

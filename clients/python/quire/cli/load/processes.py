@@ -10,6 +10,7 @@ import contextlib
 import gc
 import multiprocessing
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ def _process_main(connection: Connection[Any, Any], spec: RunSpec, max_calls: in
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with (
         # The main process has exited.
-        contextlib.suppress(OSError),
+        contextlib.suppress(BrokenPipeError, ConnectionResetError),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         runner.run(_serve(connection, spec, max_calls))
@@ -191,13 +192,22 @@ async def _serve(connection: Connection[Any, Any], spec: RunSpec, max_calls: int
 
 def _next_order(connection: Connection[Any, Any]) -> asyncio.Future[Any]:
     """The next message of the main process; None when it has closed the connection."""
+    loop = asyncio.get_running_loop()
+    order: asyncio.Future[Any] = loop.create_future()
 
-    def receive() -> Any:
-        with contextlib.suppress(EOFError, OSError):
-            return connection.recv()
+    def receive() -> None:
+        message: Any = None
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                message = connection.recv()
+        finally:
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
+                loop.call_soon_threadsafe(order.set_result, message)
 
-    # In a thread: an event loop would make the connection non-blocking, and large messages would fail.
-    return asyncio.ensure_future(asyncio.to_thread(receive))
+    # In a thread: an event loop would make the connection non-blocking, and large messages would fail. Not in
+    # the loop's executor: a process that fails would wait for the next message before it ends.
+    threading.Thread(target=receive, name="quire-load-orders", daemon=True).start()
+    return order
 
 
 async def _run(
