@@ -11,7 +11,7 @@ import pytest
 from tests.kernels.cuda.forked_tests import NOTICED, ROOT, ForkedTests
 from tests.kernels.instruction_sets import need_compiled
 
-TESTS = "tests/kernels/test_experts_cpu.py"
+TESTS = ("tests/kernels/test_experts_cpu.py", "tests/kernels/test_linear.py")
 # What those tests need of the library: a whole one takes longer to build.
 SOURCES = ("experts.cpp", "linear.cpp", "packed_product.cpp", "gated_activation.cpp")
 EXPERTS, PRODUCT = "experts.cpp", "packed_product.cpp"
@@ -50,7 +50,7 @@ MISTAKES = {
         "products.weight + block * block_size",
         "products.weight + block * kBlockOutputs * products.inputs",
     ),
-    "a second tile has the rows of the first": (PRODUCT, "products.rows[row + r]", "products.rows[r]"),
+    "a second tile has the rows of the first": (PRODUCT, "products.rows + row,", "products.rows,"),
     "a second tile is the first": (PRODUCT, "write(products, row + r,", "write(products, r,"),
     "sums begin with each other": (
         PRODUCT,
@@ -79,7 +79,7 @@ def test_each_is_noticed_and_nothing_else_is(mistake: str | None, tmp_path: Path
         assert text.count(old) == 1, "the text to replace must occur exactly once"
         (directory / name).write_text(text.replace(old, new), encoding="utf-8")
     with ForkedTests() as forked:
-        outcome = forked.run(tmp_path, TESTS)
+        outcome = forked.run(tmp_path, *TESTS)
     if mistake is None:
         assert outcome.returncode == pytest.ExitCode.OK and "passed" in outcome.output, outcome.output
     else:
