@@ -125,6 +125,18 @@ def test_forks_are_restated_with_what_they_share() -> None:
     assert bench.journal.recovered().size_bytes <= bench.ledger.size_bytes
 
 
+def test_a_portion_ends_with_the_cache_that_fills_it() -> None:
+    bench = Bench()
+    for number in (1, 2, 3):
+        bench.commit(created(number), appended(number, 0, *range(5)))
+        bench.journal.finish(ok=True)
+    bench.compactor.step()
+    bench.journal.finish(ok=True)
+    bench.compactor.step()
+    ((restated, _),) = bench.journal.waiting
+    assert [record.number for record in restated] == [1, 2]
+
+
 @pytest.mark.parametrize("succeeds", [True, False])
 def test_an_ended_pass_keeps_no_tokens_in_memory(succeeds: bool) -> None:
     bench = Bench()
