@@ -12,6 +12,8 @@ import pytest
 from service.caches.cache_index import CacheIndex
 from service.caches.entries import CacheEntry
 from service.caches.ledger import CacheState
+from service.caches.machine import CacheMachine
+from service.caches.records import CacheCreated
 from service.caches.requests import Appended, Fork, Handles, Release, Released, Renew, Source
 from service.caches.reservations import MAX_WAITING_PER_CACHE, Limits
 from service.errors import QueueFull
@@ -119,6 +121,15 @@ def _lines_run(call: Callable[[], object]) -> int:
     finally:
         sys.settrace(before)
     return count
+
+
+@pytest.mark.parametrize(("gone_s", "left_s"), [(4.0, 6.0), (-4.0, 10.0)], ids=["down", "clock set back"])
+def test_leases_run_on_while_the_gateway_is_down(gone_s: float, left_s: float) -> None:
+    machine = CacheMachine(Limits())
+    machine.recovering(CacheCreated(1, "cache", "", b"", 0, 10.0, "", 0), wall_s=100.0)
+    machine.recovered(now_s=50.0, wall_s=100.0 + gone_s, tenant_of=lambda _name: machine.index.anonymous)
+    ((_, handle),) = machine.index.handles()
+    assert handle.expires_at_s == 50.0 + left_s
 
 
 def test_expired_caches_are_released_in_portions(gateway: Gateway) -> None:

@@ -134,7 +134,7 @@ def test_a_portion_ends_with_the_cache_that_fills_it() -> None:
     bench.journal.finish(ok=True)
     bench.compactor.step()
     ((restated, _),) = bench.journal.waiting
-    assert [record.number for record in restated] == [1, 2]
+    assert caches_of(restated) == [1, 2]
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
