@@ -10,9 +10,6 @@ from service.caches.requests import Fork, Handle, Handles, Remembered
 from service.caches.tenants import Tenant
 from service.errors import CacheNotFound, reused_request_id
 
-# So few orders of released caches are not worth a cleanup.
-_FEW = 64
-
 
 class CacheIndex:
     """Owns the indexes. Until a creation is durable, its cache is found only by its request id."""
@@ -25,8 +22,7 @@ class CacheIndex:
         self._forks: dict[tuple[Tenant, str], dict[int, CacheEntry]] = {}
         # Request ids of forks that are committing.
         self._forking: set[tuple[Tenant, str]] = set()
-        # By tenant and order: the oldest first. `_orders` is for binary search, and may have orders of
-        # released caches.
+        # By tenant and order, the oldest first. `_orders`, for binary search, also has some released ones.
         self._by_order: dict[Tenant, dict[int, CacheEntry]] = {}
         self._orders: dict[Tenant, list[int]] = {}
         # The tenant of callers without a name.
@@ -147,7 +143,7 @@ class CacheIndex:
             del entries[entry.order]
             if not entries:
                 del self._by_order[entry.tenant], self._orders[entry.tenant]
-            elif len(self._orders[entry.tenant]) > 2 * len(entries) + _FEW:
+            elif len(self._orders[entry.tenant]) > 2 * len(entries):
                 self._orders[entry.tenant] = list(entries)
         key = (entry.tenant, entry.state.request_id)
         if self._by_request_id.get(key) is entry:
