@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 
 from service.caches.entries import CacheEntry
@@ -21,8 +22,9 @@ class CacheIndex:
         self._forks: dict[tuple[Tenant, str], dict[int, CacheEntry]] = {}
         # Request ids of forks that are committing.
         self._forking: set[tuple[Tenant, str]] = set()
-        # By tenant and order: the oldest first.
+        # By tenant and order, the oldest first. `_orders`, for binary search, also has some released ones.
         self._by_order: dict[Tenant, dict[int, CacheEntry]] = {}
+        self._orders: dict[Tenant, list[int]] = {}
         # The tenant of callers without a name.
         self.anonymous = Tenant()
 
@@ -93,9 +95,12 @@ class CacheIndex:
 
     def handles(self, after: int = 0, tenant: Tenant | None = None) -> Iterator[tuple[int, Handle]]:
         """The caches of a tenant with their order, oldest first: those with an order above `after`."""
-        for order, entry in self._by_order.get(tenant or self.anonymous, {}).items():
-            if order > after:
-                yield order, entry.handle
+        tenant = tenant or self.anonymous
+        orders, entries = self._orders.get(tenant, []), self._by_order.get(tenant, {})
+        for index in range(bisect_right(orders, after), len(orders)):
+            entry = entries.get(orders[index])
+            if entry is not None:
+                yield entry.order, entry.handle
 
     def lookup(self, request_id: str, tenant: Tenant | None = None) -> list[Remembered | None]:
         """The caches that a creation or fork with this request id has created.
@@ -124,6 +129,7 @@ class CacheIndex:
         self._by_id[entry.state.cache_id] = entry
         self._by_number[entry.number] = entry
         self._by_order.setdefault(entry.tenant, {})[order] = entry
+        self._orders.setdefault(entry.tenant, []).append(order)
         fork = entry.state.fork
         if fork is not None:
             self._forks.setdefault((entry.tenant, fork.request_id), {})[fork.index] = entry
@@ -133,9 +139,12 @@ class CacheIndex:
         if self._by_id.get(entry.state.cache_id) is entry:
             del self._by_id[entry.state.cache_id]
             del self._by_number[entry.number]
-            del self._by_order[entry.tenant][entry.order]
-            if not self._by_order[entry.tenant]:
-                del self._by_order[entry.tenant]
+            entries = self._by_order[entry.tenant]
+            del entries[entry.order]
+            if not entries:
+                del self._by_order[entry.tenant], self._orders[entry.tenant]
+            elif len(self._orders[entry.tenant]) > 2 * len(entries):
+                self._orders[entry.tenant] = list(entries)
         key = (entry.tenant, entry.state.request_id)
         if self._by_request_id.get(key) is entry:
             del self._by_request_id[key]

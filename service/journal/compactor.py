@@ -83,7 +83,6 @@ class Compactor:
         held, self._held = self._held, None
         self._pending = dict.fromkeys(state.number for state in self._ledger)
         self._unfinished = 0
-        self._holders, self._shrunk = {}, set()
         self._journal.begin_compaction()
         self._end_if_done()
         for records, on_committed in held:
@@ -112,11 +111,10 @@ class Compactor:
         def committed(ok: bool) -> None:
             if self.is_underway and number == self._pass:
                 self._unfinished -= 1
-                self.is_underway = ok
                 if ok:
                     self._end_if_done()
                 else:
-                    self._pending.clear()
+                    self._end()
             on_committed(ok)
 
         self._journal.commit([*restated, *records], committed)
@@ -124,7 +122,12 @@ class Compactor:
     def _end_if_done(self) -> None:
         if not (self._pending or self._unfinished):
             self._journal.end_compaction()
-            self.is_underway = False
+            self._end()
+
+    def _end(self) -> None:
+        self.is_underway = False
+        # The segments would keep tokens of released caches in memory.
+        self._pending, self._holders, self._shrunk = {}, {}, set()
 
     def _restate(self, number: int) -> CacheRestated:
         """The record of a pending cache. It shares tokens with a restated cache, if one has the same."""

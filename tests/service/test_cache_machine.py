@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
 import pytest
 
+from service.caches.cache_index import CacheIndex
+from service.caches.entries import CacheEntry
+from service.caches.ledger import CacheState
+from service.caches.machine import CacheMachine
+from service.caches.records import CacheCreated
 from service.caches.requests import Appended, Fork, Handles, Release, Released, Renew, Source
 from service.caches.reservations import MAX_WAITING_PER_CACHE, Limits
 from service.errors import QueueFull
@@ -83,6 +93,43 @@ def test_pages_of_caches_start_where_they_are_asked_to() -> None:
     assert [handle.cache_id for _, handle in listed] == caches
     for index, (order, _) in enumerate(listed):
         assert [handle.cache_id for _, handle in gateway.machine.index.handles(order)] == caches[index + 1 :]
+
+
+def test_a_page_of_caches_costs_the_same_wherever_it_starts() -> None:
+    index = CacheIndex()
+    for order in range(1, 3001):
+        state = CacheState(order, f"cache-{order}", "", b"", 0, 1.0, "")
+        index.add(CacheEntry(order, index.anonymous, ephemeral=False, state=state), order)
+    assert _lines_run(lambda: next(index.handles(2990))[0]) == _lines_run(lambda: next(index.handles(0))[0])
+    for entry in list(index)[:2990]:
+        index.remove(entry)
+    # Those of the released caches that are left are few.
+    assert _lines_run(lambda: next(index.handles(0))) < 500
+
+
+def _lines_run(call: Callable[[], object]) -> int:
+    count, before = 0, sys.gettrace()
+
+    def trace(_frame: FrameType, event: str, _arg: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize(("gone_s", "left_s"), [(4.0, 6.0), (-4.0, 10.0)], ids=["down", "clock set back"])
+def test_leases_run_on_while_the_gateway_is_down(gone_s: float, left_s: float) -> None:
+    machine = CacheMachine(Limits())
+    machine.recovering(CacheCreated(1, "cache", "", b"", 0, 10.0, "", 0), wall_s=100.0)
+    machine.recovered(now_s=50.0, wall_s=100.0 + gone_s, tenant_of=lambda _name: machine.index.anonymous)
+    ((_, handle),) = machine.index.handles()
+    assert handle.expires_at_s == 50.0 + left_s
 
 
 def test_expired_caches_are_released_in_portions(gateway: Gateway) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import sys
 from collections.abc import Sequence
 from itertools import chain
+
+import pytest
 
 from service.caches.ledger import Ledger
 from service.caches.records import CacheForked, CacheReleased, CacheRestated, Child, Record
@@ -120,6 +123,35 @@ def test_forks_are_restated_with_what_they_share() -> None:
     bench.end_pass()
     assert sum(len(record.token_ids) for record in bench.journal.restated()) < 1000 + 101 * 5
     assert bench.journal.recovered().size_bytes <= bench.ledger.size_bytes
+
+
+def test_a_portion_ends_with_the_cache_that_fills_it() -> None:
+    bench = Bench()
+    for number in (1, 2, 3):
+        bench.commit(created(number), appended(number, 0, *range(5)))
+        bench.journal.finish(ok=True)
+    bench.compactor.step()
+    bench.journal.finish(ok=True)
+    bench.compactor.step()
+    ((restated, _),) = bench.journal.waiting
+    assert caches_of(restated) == [1, 2]
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_an_ended_pass_keeps_no_tokens_in_memory(succeeds: bool) -> None:
+    bench = Bench()
+    bench.commit(created(1), appended(1, 0, 7, 8))
+    bench.commit(CacheForked(1, [Child(2, "child", 1)], ""))
+    bench.journal.finish(ok=True)
+    bench.journal.finish(ok=True)
+    segment = next(iter(bench.ledger)).tokens.segments[0]
+    references = sys.getrefcount(segment)
+    bench.compactor.step()
+    bench.journal.finish(ok=True)
+    bench.compactor.step()
+    bench.journal.finish(ok=succeeds)
+    assert len(bench.journal.restated()) == (2 if succeeds else 0) and not bench.compactor.is_underway
+    assert sys.getrefcount(segment) == references
 
 
 def test_tokens_of_a_cache_that_is_released_are_not_restated() -> None:

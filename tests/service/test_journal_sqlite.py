@@ -93,8 +93,13 @@ async def test_failing_callback_does_not_stop_others(journal: SqliteJournal) -> 
     def fail(_ok: bool) -> None:
         raise RuntimeError("of a caller")
 
+    escaped: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _loop, context: escaped.append(str(context.get("exception")))
+    )
     journal.commit([created(1)], fail)
     assert await commit(journal, created(2))
+    assert "of a caller" not in escaped
 
 
 @pytest.mark.parametrize("error", [MemoryError(), BaseException("a panic")], ids=["memory", "panic"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from quire.v1 import types_pb2, worker_pb2
 
-from service.caches.requests import Append, Appended, Fork, Handle
+from service.caches.requests import Append, Appended, Fork, Handle, Truncate
 from service.caches.reservations import Limits
 from service.errors import QuireError
 from service.pool import wire
@@ -136,6 +136,22 @@ def test_it_is_the_cache_that_was_used_longest_ago_that_goes() -> None:
     gateway.now_s += IDLE_S
     gateway.create(9)
     assert [handle_of(gateway, cache).worker_id for cache in caches] == ["worker-0", "", "worker-0"]
+
+
+def test_a_cache_in_use_keeps_its_pages_and_who_needs_them_is_told_in_time() -> None:
+    gateway = small(2)
+    running = gateway.create(1, 2, 3, 4)
+    ticket = gateway.ask(Append(prefill().kind, "", tuple(range(8)), timeout_s=2.0))
+    gateway.work()
+    for _ in range(20):
+        gateway.handles(Truncate(running, 3))
+        gateway.append(decode(running, 4))
+        gateway.wait(0.09)
+    assert ticket not in gateway.replies
+    gateway.wait(0.15)
+    refused = gateway.replies[ticket]
+    assert isinstance(refused, QuireError) and refused.reason == "KV_EXHAUSTED" and refused.retry_after_s
+    assert refused.metadata == {"pages_needed": "2", "pages_available": "1"}
 
 
 def test_it_goes_to_another_worker_that_has_room() -> None:
