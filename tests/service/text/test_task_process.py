@@ -92,10 +92,11 @@ def test_it_cannot_write_files(process: TaskProcess, tmp_path: pytest.TempPathFa
         process.run(f"file {tmp_path}/x".encode())
 
 
-def test_a_hanging_task_times_out() -> None:
+@pytest.mark.parametrize("task", [b"sleep", b"drip"])
+def test_a_hanging_task_times_out(task: bytes) -> None:
     process = TaskProcess(MODULE, replace(LIMITS, timeout_s=0.5))
     with pytest.raises(TaskFailed, match="took too long"):
-        process.run(b"sleep")
+        process.run(task)
     assert is_gone(process.pid)
 
 
