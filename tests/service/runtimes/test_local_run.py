@@ -6,13 +6,14 @@ Every sample that ends must have the tokens of the toy model, and nothing is lef
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
@@ -355,6 +356,37 @@ class SlowMatcher:
         self.num_calls += 1
         assert self.may_continue.wait(60)
         return bytes(1)
+
+
+class HeldExecutor(Executor):
+    """Runs a call when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def submit(self, function: Any, *arguments: Any) -> Any:  # type: ignore[override]
+        future: Future[Any] = Future()
+        self.calls.append(lambda: future.set_result(function(*arguments)))
+        return future
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_masks_that_are_ready_while_a_run_is_cancelled_are_no_failure(turns: int) -> None:
+    threads = HeldExecutor()
+    matcher = SlowMatcher(threads)
+    matcher.may_continue.set()
+    item = replace(prepared("x", [1], 10, 8), new_matcher=lambda: cast(Matcher, matcher))
+    run = LocalRun(cast(Dispatcher, FakeDispatcher()), Batch("key", None, []), Reader(random.Random(1)))
+    running = asyncio.create_task(run.run([item]))
+    while not threads.calls:
+        await asyncio.sleep(0)
+    running.cancel()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    with contextlib.suppress(InvalidStateError):
+        threads.calls[0]()
+    await asyncio.wait({running})
+    assert running.cancelled()
 
 
 async def test_an_execution_that_has_ended_computes_no_more_masks() -> None:
