@@ -339,6 +339,34 @@ async def test_a_thousand_samples_yield_to_the_event_loop() -> None:
     assert turns > 5
 
 
+class FullReader(Reader):
+    """It is full from its first chunk on, until `has_room` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(1))
+        self.has_room = asyncio.Event()
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self.chunks) and not self.has_room.is_set()
+
+    async def wait_for_room(self) -> None:
+        await self.has_room.wait()
+
+
+async def test_no_step_begins_while_the_reader_is_full() -> None:
+    dispatcher, reader = FakeDispatcher(), FullReader()
+    run = LocalRun(cast(Dispatcher, dispatcher), Batch("key", None, []), reader)
+    running = asyncio.create_task(run.run([prepared("x", [1], 40, 1)]))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    # The step after the first chunk may have begun.
+    assert len(reader.tokens("x", 0)) == 1 and len(dispatcher.requests) <= 2
+    reader.has_room.set()
+    await running
+    assert len(reader.tokens("x", 0)) == 40
+
+
 class SlowMatcher:
     """A matcher whose masks wait until `may_continue` is set."""
 

@@ -31,8 +31,8 @@ def handle(task: bytes) -> bytes:  # noqa: C901, PLR0912 - one case per misbehav
         case b"drip":
             # A result whose bytes come one by one.
             found = next(path for path in Path("/proc/self/fd").iterdir() if "socket" in str(path.readlink()))
-            os.write(int(found.name), (30).to_bytes(4, "big"))
-            for _ in range(30):
+            os.write(int(found.name), int(rest).to_bytes(4, "big"))
+            for _ in range(int(rest)):
                 time.sleep(0.1)
                 os.write(int(found.name), b"x")
         case b"allocate":
