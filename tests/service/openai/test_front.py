@@ -168,6 +168,22 @@ async def test_errors_have_their_status() -> None:
             assert caught.value.response.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, BaseException])
+async def test_the_text_of_an_exception_outside_of_a_batch_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    def fail() -> runner_pb2.Runtime:
+        raise kind("the secret")
+
+    runtime = FakeRuntime(generate_yes)
+    async with serving(runtime) as served, served.client() as client:
+        monkeypatch.setattr(runtime, "describe", fail)
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.models.list()
+    assert (caught.value.status_code, caught.value.code) == (500, "internal")
+    assert "secret" not in caught.value.response.text
+
+
 def test_the_owner_of_a_model_is_the_runtime_that_gets_its_requests() -> None:
     """Also if several runtimes serve it, or if it has the name of another runtime."""
     named = (("a", "m"), ("b", "m"), ("c", "d"), ("d", "x"))
@@ -238,6 +254,16 @@ async def test_a_shutdown_ends_running_requests_with_an_error() -> None:
         with pytest.raises(openai.InternalServerError) as caught:
             await whole
         assert caught.value.status_code == 503
+
+
+async def test_a_request_after_the_grace_of_a_shutdown_is_refused() -> None:
+    """It may come on a connection that is still open."""
+    runtime = FakeRuntime(generate_yes)
+    async with serving(runtime) as served, served.client() as client:
+        await served.front._middleware.stop(0)
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.chat.completions.create(model="m", messages=QUESTION)
+        assert (caught.value.status_code, caught.value.code) == (503, "draining") and not runtime.tenants
 
 
 async def test_a_shutdown_lets_a_finished_stream_be_read_to_its_end() -> None:
