@@ -121,7 +121,8 @@ class Executions:
         """If too many are finished unread: the oldest one of the tenant with the most."""
         unread = self._groups(State.FINISHED_UNREAD)
         if sum(map(len, unread)) > self._state.config.max_executions:
-            next(iter(max(unread, key=len))).cancel()
+            largest = max(unread, key=len)
+            next(iter(largest)).cancel()
 
     def _check(self, request: runner_pb2.ExecuteRequest) -> None:
         self.check_items(request.items)
