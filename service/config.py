@@ -402,7 +402,7 @@ class _Setting:
         if self.is_optional and value == _AUTO:
             return None
         allowed = self.allowed
-        with contextlib.suppress(TypeError, ValueError):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             parsed = self._convert(value, text=text)
             match self._rule:
                 case _Range(minimum, maximum):

@@ -52,7 +52,9 @@ class BodyReader:
             text = "the content-type must be application/json"
             raise InvalidArgument("BAD_CONTENT_TYPE", "", text)
         tenant = current_tenant_name()
-        body = Body(request.receive, self, tenant)
+        # The HTTP parser accepts only digits. A chunked body has no length.
+        declared_bytes = int(request.headers.get("content-length", "0"))
+        body = Body(request.receive, self, tenant, declared_bytes)
         try:
             refused = await self._receiver.request(None, cast("grpc.aio.ServicerContext[Any, Any]", body))
             if isinstance(refused, QuireError):
@@ -67,7 +69,7 @@ class BodyReader:
     def reserve(self, body: Body, more_bytes: int) -> QuireError | None:
         """Counts more bytes of a body, or returns why they are refused. A single body always fits."""
         size_bytes, tenant = body.size_bytes + more_bytes, body.tenant
-        if size_bytes > self.max_body_bytes:
+        if max(size_bytes, body.declared_bytes) > self.max_body_bytes:
             most = f"a request may have at most {self.max_body_bytes} bytes"
             return InvalidArgument("REQUEST_TOO_LARGE", "", most)
         # Without tenants callers cannot be told apart.
@@ -97,10 +99,12 @@ class BodyReader:
 class Body:
     """A body in the form that the request receiver reads: with the methods it needs of a gRPC context."""
 
-    def __init__(self, receive: Receive, reader: BodyReader, tenant: str) -> None:
+    def __init__(self, receive: Receive, reader: BodyReader, tenant: str, declared_bytes: int = 0) -> None:
+        """`declared_bytes`: what the request's headers announce."""
         self._receive = receive
         self._reader = reader
         self.tenant = tenant
+        self.declared_bytes = declared_bytes
         self.data = bytearray()
         # Counted bytes.
         self.size_bytes = 0

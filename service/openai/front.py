@@ -100,7 +100,11 @@ class OpenAiFront:
         host, _, port = self._listen.rpartition(":")
         host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, int(port)), family=family, backlog=_BACKLOG)
+        # As gRPC's port: [::] also accepts IPv4.
+        is_dual = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
+        self._socket = socket.create_server(
+            (host, int(port)), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual
+        )
         return int(self._socket.getsockname()[1])
 
     async def run(self) -> None:

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import secrets
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -39,8 +38,8 @@ class Executions:
     def __init__(self, router: Router, state: ServerState) -> None:
         self._router = router
         self._state = state
-        # All that are not closed, with their tenant. The one whose state changed last is the last.
-        self._open: dict[Execution, Tenant | None] = {}
+        # All that are not closed, by state and tenant. In each group those that entered it first come first.
+        self._open: dict[tuple[State, Tenant | None], dict[Execution, None]] = {}
         # For all kept executions: their unread chunks, and chunks kept after reading.
         half_bytes = state.config.max_unread_bytes // 2
         self._unread, self._read = AnswerBudget(half_bytes), ReplayBudget(half_bytes)
@@ -95,36 +94,35 @@ class Executions:
     @property
     def num_unfinished(self) -> int:
         """Executions with unfinished samples."""
-        return sum(not execution.is_done for execution in self._open)
+        return sum(not execution.is_done for group in self._open.values() for execution in group)
 
     def end_all(self) -> None:
         """Ends all executions. The next server can resume kept ones."""
-        for execution in list(self._open):
+        for execution in [execution for group in self._open.values() for execution in group]:
             execution.end()
 
-    def _by_tenant(self, state: State) -> Counter[Tenant | None]:
-        """How many executions in a state each tenant has."""
-        return Counter(tenant for execution, tenant in self._open.items() if execution.state is state)
+    def _groups(self, state: State) -> list[dict[Execution, None]]:
+        """The executions in a state, one group per tenant that has any."""
+        return [group for (of, _), group in self._open.items() if of is state]
 
     def _check_number(self, tenant: Tenant | None) -> None:
         """Raises TooManyExecutions if a tenant may not start another one.
 
         Where callers have tokens, no tenant gets more than half of them.
         """
-        most, running = self._state.config.max_executions, self._by_tenant(State.RUNNING)
-        if running.total() >= most:
+        most = self._state.config.max_executions
+        if sum(map(len, self._groups(State.RUNNING))) >= most:
             raise TooManyExecutions(most, _RETRY_S)
         share = (most + 1) // 2
-        if tenant is not None and running[tenant] >= share:
+        if tenant is not None and len(self._open.get((State.RUNNING, tenant), ())) >= share:
             raise TooManyExecutions(share, _RETRY_S, of_tenant=True)
 
     def _cancel_an_unread_one(self) -> None:
         """If too many are finished unread: the oldest one of the tenant with the most."""
-        unread = self._by_tenant(State.FINISHED_UNREAD)
-        if unread.total() > self._state.config.max_executions:
-            ((most, _),) = unread.most_common(1)
-            found = (e for e, of in self._open.items() if of is most and e.state is State.FINISHED_UNREAD)
-            next(found).cancel()
+        unread = self._groups(State.FINISHED_UNREAD)
+        if sum(map(len, unread)) > self._state.config.max_executions:
+            largest = max(unread, key=len)
+            next(iter(largest)).cancel()
 
     def _check(self, request: runner_pb2.ExecuteRequest) -> None:
         self.check_items(request.items)
@@ -172,7 +170,7 @@ class Executions:
             self._unread if keep_s else self._state.answers,
             self._read,
         )
-        self._open[execution] = tenant
+        self._on_state(key, execution)
         if keep_s:
             self._kept[key] = _digest(request), execution
         batch = Batch(
@@ -206,9 +204,14 @@ class Executions:
         return frozenset() if is_only_local else resumed
 
     def _on_state(self, key: _Key, execution: Execution) -> None:
-        self._open.pop(execution, None)
+        tenant, _ = key
+        for state in State:
+            group = self._open.get((state, tenant), {})
+            group.pop(execution, None)
+            if not group:
+                self._open.pop((state, tenant), None)
         if execution.state is not State.CLOSED:
-            self._open[execution] = key[0]
+            self._open.setdefault((execution.state, tenant), {})[execution] = None
             self._cancel_an_unread_one()
             return
         kept = self._kept.get(key)

@@ -90,10 +90,10 @@ class WeightsLoader:
                     raise LoadFailed(version.failure)
                 await _complete(self._switch(version, drain_s))
         finally:
-            if version is None:
-                self.is_busy = False
-            elif self._versions.serving is not version:
+            if version is not None and self._versions.serving is not version:
                 await _complete(self._discard(version))
+            elif self._draining is None:
+                self.is_busy = False
         async for update in self._report_drain(drain_s):
             yield update
         ready = self._versions.serving.first_ready

@@ -347,7 +347,8 @@ class LocalRun:
         except RuntimeError:
             # The server is stopping, and its threads have stopped.
             masks = [Draining() for _ in batch]
-        for (_, future), mask in zip(batch, masks, strict=True):
+        # Fewer if the run has ended meanwhile.
+        for (_, future), mask in zip(batch, masks, strict=False):
             self._continue(future, mask)
 
 

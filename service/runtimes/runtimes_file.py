@@ -120,7 +120,7 @@ def load(path: Path) -> Runtimes:
         content = tomllib.loads(data.decode())
     except OSError as error:
         raise BadRuntimes(f"cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         # The rest of the error's text may quote the file.
         line = _LINE.search(str(error))
         raise BadRuntimes(f"{line[1]}: is not TOML" if line else "is not TOML") from None

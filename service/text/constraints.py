@@ -90,10 +90,8 @@ class Matcher:
     ) -> None:
         self._constraints = constraints
         self._state = SampleState(grammar)
-        self._mask_bytes = -(-vocab_size // 8)
-        # As masks: bit n is token n. Without the token that the library appends for the end of a text.
-        self._tokens = (1 << min(constraints.num_tokens, vocab_size)) - 1
-        self._ends = sum(1 << end_id for end_id in end_ids if end_id < vocab_size)
+        self._end_ids = end_ids
+        self._vocab_size = vocab_size
         # The mask after the tokens so far; None: not computed yet.
         self._mask: bytes | None = None
         self._is_complete = False
@@ -134,15 +132,19 @@ class Matcher:
     def _compute_mask(self) -> bytes:
         """Also sets `is_complete`. Raises ConstraintFailed or Draining."""
         may_end, bits = self._constraints.masks.mask(self._state)
-        allowed = int.from_bytes(bits, "little") & self._tokens & ~self._ends
+        # As masks: bit n is token n. Without the token that the library appends for the end of a text. Not
+        # kept: for each of many samples they are as large as its mask.
+        tokens = (1 << min(self._constraints.num_tokens, self._vocab_size)) - 1
+        ends = sum(1 << end_id for end_id in self._end_ids if end_id < self._vocab_size)
+        allowed = int.from_bytes(bits, "little") & tokens & ~ends
         self._is_complete = not allowed
         if may_end:
-            allowed |= self._ends
+            allowed |= ends
         elif self._is_complete:
             raise ConstraintFailed("none of the model's tokens can follow")
         if not allowed and not self._state.token_ids:
             raise ConstraintFailed("it allows only the empty text, and there is no token to end that with")
-        return allowed.to_bytes(self._mask_bytes, "little")
+        return allowed.to_bytes(-(-self._vocab_size // 8), "little")
 
 
 def _bad_constraint(kind: str, reason: str) -> QuireError:

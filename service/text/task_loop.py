@@ -11,9 +11,11 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 
 _LENGTH_BYTES = 4
+_PART_BYTES = 1 << 16
 
 
 class Connection:
@@ -21,10 +23,12 @@ class Connection:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._stream = connected.makefile("rb")
+        # When `send` and `receive` raise TimeoutError, on the monotonic clock. None: never.
+        self.deadline_s: float | None = None
 
     def send(self, message: bytes) -> None:
         """Raises OSError."""
+        self._set_timeout()
         self._socket.sendall(len(message).to_bytes(_LENGTH_BYTES, "big") + message)
 
     def receive(self, max_bytes: int = sys.maxsize) -> bytes:
@@ -36,14 +40,24 @@ class Connection:
 
     def close(self) -> None:
         """Idempotent."""
-        self._stream.close()
         self._socket.close()
 
     def _read(self, num_bytes: int) -> bytes:
-        found = self._stream.read(num_bytes)
-        if len(found) < num_bytes:
-            raise EOFError
-        return found
+        found = bytearray()
+        while len(found) < num_bytes:
+            self._set_timeout()
+            part = self._socket.recv(min(num_bytes - len(found), _PART_BYTES))
+            if not part:
+                raise EOFError
+            found += part
+        return bytes(found)
+
+    def _set_timeout(self) -> None:
+        if self.deadline_s is not None:
+            left_s = self.deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left_s)
 
 
 def main(handle: Callable[[bytes], bytes]) -> int:

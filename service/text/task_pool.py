@@ -6,6 +6,7 @@ A process runs one task at a time. The pool replaces a process that has ended or
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable
 from typing import TypeVar
@@ -80,5 +81,10 @@ async def _run_in_thread(work: Callable[[TaskProcess], _Result], process: TaskPr
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         process.kill()
-        await asyncio.gather(running, return_exceptions=True)
+        while not running.done():
+            # Cancelled again: still not before the thread has ended.
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        # Marks the exception as retrieved.
+        _ = running.cancelled() or running.exception()
         raise

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ class ProcessLimits:
     # Address space of the process, its code included.
     max_memory_bytes: int
     max_result_bytes: int
-    # Elapsed time without any byte from the process: for one that hangs without computing.
+    # Elapsed time of a task: for a process that hangs without computing.
     timeout_s: float = 120.0
     # A process that gets no task for so long ends itself, and is reaped with the next task; 0: never.
     idle_s: float = 0.0
@@ -67,8 +68,10 @@ class TaskProcess:
 
     def run(self, task: bytes) -> bytes:
         """Runs a task and returns its result. Ends the process if that fails. Raises TaskFailed."""
+        deadline_s = time.monotonic() + self.limits.timeout_s
         try:
             self._start()
+            self._connection.deadline_s = deadline_s
             if self._setup_task is not None:
                 self._exchange(self._setup_task)
                 self._setup_task = None
@@ -143,7 +146,6 @@ def environment() -> dict[str, str]:
 def _spawn(module: str, limits: ProcessLimits) -> tuple[subprocess.Popen[bytes], Connection]:
     """A new process, and the connection to it. Raises OSError."""
     ours, theirs = socket.socketpair()
-    ours.settimeout(limits.timeout_s)
     connection = Connection(ours)
     arguments = map(str, (limits.max_cpu_s, limits.max_memory_bytes, limits.idle_s))
     with theirs:

@@ -177,6 +177,8 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
     assert caught.value.source == "the environment"
     with pytest.raises(ConfigError, match="no such setting"):
         load_config({"config": toml(tmp_path, "[server]\nworkers = 2")}, {})
+    with pytest.raises(ConfigError, match="must be a number from 0 to 86400"):
+        load_config({"config": toml(tmp_path, f"drain_grace_s = {10**400}")}, {})
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

@@ -112,6 +112,20 @@ async def test_switch_that_cannot_be_stored_fails(tmp_path: Path, monkeypatch: p
         assert bench.is_unchanged()
 
 
+async def test_a_bug_in_a_switch_does_not_prevent_later_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("planted")
+
+    bench = Loads(tmp_path, monkeypatch, works)
+    async with serving(bench):
+        monkeypatch.setattr(bench.gateway.dispatcher, "weights_switched", fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            await bench.load()
+        assert not bench.loader.is_busy
+
+
 async def test_cancellation_before_the_switch_is_stored_discards_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

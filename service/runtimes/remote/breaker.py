@@ -19,7 +19,7 @@ class Result(enum.Enum):
 class Breaker:
     """Opens after `failures` consecutive failures. After `open_s` it sends one probe, which closes it or not.
 
-    The generation grows when it opens and with each probe. Results of an earlier generation are ignored.
+    The generation grows when it opens. Results of requests that began before are ignored.
     """
 
     def __init__(self, failures: int, open_s: float) -> None:
@@ -37,7 +37,6 @@ class Breaker:
             return None
         if self._open_until_s is not None:
             self._is_probing = True
-            self._generation += 1
         return self._generation
 
     def response_started(self, generation: int) -> None:

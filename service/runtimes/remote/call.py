@@ -44,7 +44,8 @@ class Provider:
     clock: Clock
 
 
-@dataclass(eq=False)
+# Its repr would have the prompt.
+@dataclass(eq=False, repr=False)
 class ProviderCall:
     """A request for some samples of one item."""
 

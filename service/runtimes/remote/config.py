@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -85,7 +85,8 @@ class ProviderConfig:
         for setting in fields(self):
             value = getattr(self, setting.name)
             if type(value) in (int, float):
-                if value == math.inf:
+                # Also a whole number that is too large for a float.
+                if value > sys.float_info.max:
                     raise ValueError(f"{setting.name}: must be finite")
                 if not value and setting.name not in _MAY_BE_0:
                     raise ValueError(f"{setting.name}: must be more than 0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 
 from quire.v1 import runner_pb2
@@ -25,7 +25,7 @@ class Prices:
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
-        if math.inf in (self.input_usd, self.output_usd, self.cached_input_usd):
+        if max(self.input_usd, self.output_usd, self.cached_input_usd or 0.0) > sys.float_info.max:
             raise ValueError("must be finite")
 
     def cost_usd(self, usage: runner_pb2.Usage) -> float:

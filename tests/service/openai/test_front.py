@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
 import sys
 import tracemalloc
@@ -16,6 +17,7 @@ from typing import Any
 import openai
 import pytest
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
+from starlette.requests import Request
 from starlette.types import Message
 
 from service.api.request_receiver import RequestReceiver
@@ -89,7 +91,7 @@ class Server:
 
 @asynccontextmanager
 async def serving(runtime: FakeRuntime, *, has_worker: bool = True, **settings: Any) -> AsyncIterator[Server]:
-    config = Config(openai_listen="127.0.0.1:0", **settings)
+    config = Config(**{"openai_listen": "127.0.0.1:0", **settings})
     model = types_pb2.ModelDescription(vocab_size=100)
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
     state = state_of(config, worker_pb2.WorkerReady(model=model, executor=able) if has_worker else None)
@@ -166,6 +168,22 @@ async def test_errors_have_their_status() -> None:
             assert caught.value.response.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, BaseException])
+async def test_the_text_of_an_exception_outside_of_a_batch_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    def fail() -> runner_pb2.Runtime:
+        raise kind("the secret")
+
+    runtime = FakeRuntime(generate_yes)
+    async with serving(runtime) as served, served.client() as client:
+        monkeypatch.setattr(runtime, "describe", fail)
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.models.list()
+    assert (caught.value.status_code, caught.value.code) == (500, "internal")
+    assert "secret" not in caught.value.response.text
+
+
 def test_the_owner_of_a_model_is_the_runtime_that_gets_its_requests() -> None:
     """Also if several runtimes serve it, or if it has the name of another runtime."""
     named = (("a", "m"), ("b", "m"), ("c", "d"), ("d", "x"))
@@ -236,6 +254,16 @@ async def test_a_shutdown_ends_running_requests_with_an_error() -> None:
         with pytest.raises(openai.InternalServerError) as caught:
             await whole
         assert caught.value.status_code == 503
+
+
+async def test_a_request_after_the_grace_of_a_shutdown_is_refused() -> None:
+    """It may come on a connection that is still open."""
+    runtime = FakeRuntime(generate_yes)
+    async with serving(runtime) as served, served.client() as client:
+        await served.front._middleware.stop(0)
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.chat.completions.create(model="m", messages=QUESTION)
+        assert (caught.value.status_code, caught.value.code) == (503, "draining") and not runtime.tenants
 
 
 async def test_a_shutdown_lets_a_finished_stream_be_read_to_its_end() -> None:
@@ -481,6 +509,13 @@ def test_a_public_address_needs_tls_or_insecure() -> None:
         load_config({"openai_listen": "unix:/x"}, {})
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+async def test_all_addresses_of_ipv6_include_those_of_ipv4() -> None:
+    runtime = FakeRuntime(generate_yes)
+    async with serving(runtime, openai_listen="[::]:0") as served, served.client() as client:
+        assert [each.id async for each in client.models.list()]
+
+
 async def turns_of(work: Coroutine[Any, Any, Any]) -> int:
     """How often other tasks ran meanwhile."""
     task, turns = asyncio.ensure_future(work), 0
@@ -563,6 +598,20 @@ def test_a_tenant_may_use_half_of_the_bytes_for_bodies() -> None:
     assert bodies.held_bytes == 2000
     too_large = bodies.reserve(Body(disconnected, bodies, ""), 1001)
     assert too_large is not None and too_large.reason == "REQUEST_TOO_LARGE"
+
+
+async def test_nothing_is_kept_of_a_body_that_announces_too_many_bytes() -> None:
+    bodies, held_bytes = BodyReader(RequestReceiver(Config()), 1000, 2000), []
+
+    async def receive() -> Message:
+        held_bytes.append(bodies.held_bytes)
+        return {"type": "http.request", "body": b" " * 100, "more_body": len(held_bytes) < 3}
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"1001")]
+    with pytest.raises(InvalidArgument, match="at most 1000 bytes"):
+        async with bodies.read(Request({"type": "http", "headers": headers}, receive)):
+            pass
+    assert held_bytes == [0, 0, 0]
 
 
 async def test_large_bodies_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,14 @@ Every sample that ends must have the tokens of the toy model, and nothing is lef
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
@@ -338,6 +339,34 @@ async def test_a_thousand_samples_yield_to_the_event_loop() -> None:
     assert turns > 5
 
 
+class FullReader(Reader):
+    """It is full from its first chunk on, until `has_room` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(1))
+        self.has_room = asyncio.Event()
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self.chunks) and not self.has_room.is_set()
+
+    async def wait_for_room(self) -> None:
+        await self.has_room.wait()
+
+
+async def test_no_step_begins_while_the_reader_is_full() -> None:
+    dispatcher, reader = FakeDispatcher(), FullReader()
+    run = LocalRun(cast(Dispatcher, dispatcher), Batch("key", None, []), reader)
+    running = asyncio.create_task(run.run([prepared("x", [1], 40, 1)]))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    # The step after the first chunk may have begun.
+    assert len(reader.tokens("x", 0)) == 1 and len(dispatcher.requests) <= 2
+    reader.has_room.set()
+    await running
+    assert len(reader.tokens("x", 0)) == 40
+
+
 class SlowMatcher:
     """A matcher whose masks wait until `may_continue` is set."""
 
@@ -355,6 +384,37 @@ class SlowMatcher:
         self.num_calls += 1
         assert self.may_continue.wait(60)
         return bytes(1)
+
+
+class HeldExecutor(Executor):
+    """Runs a call when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def submit(self, function: Any, *arguments: Any) -> Any:  # type: ignore[override]
+        future: Future[Any] = Future()
+        self.calls.append(lambda: future.set_result(function(*arguments)))
+        return future
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_masks_that_are_ready_while_a_run_is_cancelled_are_no_failure(turns: int) -> None:
+    threads = HeldExecutor()
+    matcher = SlowMatcher(threads)
+    matcher.may_continue.set()
+    item = replace(prepared("x", [1], 10, 8), new_matcher=lambda: cast(Matcher, matcher))
+    run = LocalRun(cast(Dispatcher, FakeDispatcher()), Batch("key", None, []), Reader(random.Random(1)))
+    running = asyncio.create_task(run.run([item]))
+    while not threads.calls:
+        await asyncio.sleep(0)
+    running.cancel()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    with contextlib.suppress(InvalidStateError):
+        threads.calls[0]()
+    await asyncio.wait({running})
+    assert running.cancelled()
 
 
 async def test_an_execution_that_has_ended_computes_no_more_masks() -> None:

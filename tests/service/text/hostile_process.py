@@ -13,7 +13,7 @@ from pathlib import Path
 from service.text import task_loop
 
 
-def handle(task: bytes) -> bytes:  # noqa: C901 - one case per misbehaviour
+def handle(task: bytes) -> bytes:  # noqa: C901, PLR0912 - one case per misbehaviour
     name, _, rest = task.partition(b" ")
     match name:
         case b"echo":
@@ -28,6 +28,13 @@ def handle(task: bytes) -> bytes:  # noqa: C901 - one case per misbehaviour
             sum(range(10**12))
         case b"sleep":
             time.sleep(1000)
+        case b"drip":
+            # A result whose bytes come one by one.
+            found = next(path for path in Path("/proc/self/fd").iterdir() if "socket" in str(path.readlink()))
+            os.write(int(found.name), int(rest).to_bytes(4, "big"))
+            for _ in range(int(rest)):
+                time.sleep(0.1)
+                os.write(int(found.name), b"x")
         case b"allocate":
             return str(len(bytes(int(rest)))).encode()
         case b"crash":

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 
 import psutil
@@ -17,6 +18,8 @@ from quire.v1 import types_pb2
 from service.errors import Draining
 from service.text import chat_template, template_process
 from service.text.chat_template import ChatTemplates, TemplateError
+from service.text.task_pool import TaskPool
+from service.text.task_process import ProcessLimits, TaskProcess
 
 PLAIN = "{{ messages[0].content }}"
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -133,6 +136,29 @@ async def test_cancelling_ends_the_process_at_once(
         await asyncio.gather(*hostile, return_exceptions=True)
     assert await write(templates, PLAIN, "a") == "a"
     assert len(children()) == 1
+
+
+async def test_cancelling_twice_does_not_free_a_process_that_a_thread_still_uses() -> None:
+    ended = threading.Event()
+
+    def work(_process: TaskProcess) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        ended.set()
+
+    begun, may_end = threading.Event(), threading.Event()
+    pool = TaskPool(lambda: TaskProcess("unused", ProcessLimits(1, 1, 1)))
+    running = asyncio.create_task(pool.run(work))
+    await asyncio.to_thread(begun.wait, 60)
+    for _ in range(3):
+        running.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert not running.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ended.is_set()
 
 
 async def test_a_dead_process_is_replaced(templates: ChatTemplates) -> None:

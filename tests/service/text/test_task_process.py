@@ -92,11 +92,18 @@ def test_it_cannot_write_files(process: TaskProcess, tmp_path: pytest.TempPathFa
         process.run(f"file {tmp_path}/x".encode())
 
 
-def test_a_hanging_task_times_out() -> None:
+@pytest.mark.parametrize("task", [b"sleep", b"drip 30"])
+def test_a_hanging_task_times_out(task: bytes) -> None:
     process = TaskProcess(MODULE, replace(LIMITS, timeout_s=0.5))
     with pytest.raises(TaskFailed, match="took too long"):
-        process.run(b"sleep")
+        process.run(task)
     assert is_gone(process.pid)
+
+
+def test_it_is_not_idle_during_a_task() -> None:
+    process = TaskProcess(MODULE, replace(LIMITS, idle_s=0.5))
+    assert process.run(b"drip 8") == b"x" * 8
+    process.close()
 
 
 def test_it_inherits_no_descriptors_and_no_secrets(

@@ -139,6 +139,7 @@ LINES = st.lists(
 
 
 @example(lines=["data: a", ""], ending="\r", cuts=[1] * 99)
+@example(lines=["data: a", "data:b", ""], ending="\r\n", cuts=[1] * 99)
 @given(lines=LINES, ending=st.sampled_from(["\n", "\r\n", "\r"]), cuts=st.lists(st.integers(1, 9)))
 def test_events_do_not_depend_on_how_the_bytes_are_split(
     lines: list[str], ending: str, cuts: list[int]
