@@ -42,8 +42,9 @@ class PackedWeight:
                 part = weight[first : first + blocks * _BLOCK_OUTPUTS]
                 part.view(-1).copy_(_in_blocks(part))
         else:
-            filler = (0, inputs - weight.shape[1], 0, outputs - weight.shape[0])
-            self.data = _in_blocks(functional.pad(weight, filler))
+            if (outputs, inputs) != tuple(weight.shape):
+                weight = functional.pad(weight, (0, inputs - weight.shape[1], 0, outputs - weight.shape[0]))
+            self.data = _in_blocks(weight)
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -5,6 +5,7 @@ They have the interface of slices of the safetensors library, and read files who
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,13 +16,14 @@ import torch
 from workers.models import checkpoint
 from workers.models.checkpoint import TensorEntry
 from workers.models.errors import ModelError
-from workers.models.library.heap_trimmer import HeapTrimmer
 
 # Some checkpoints have tensors that the library computes: rotary frequencies, and causal masks of 4
 # dimensions.
 _COMPUTED = (".rotary_emb.inv_freq", ".masked_bias")
 _MASKS = (".attn.bias", ".attention.bias")
 _SEQUENTIAL_ENV = "HF_DEACTIVATE_ASYNC_LOAD"
+# The bytes between two calls of malloc_trim, which takes milliseconds.
+_INTERVAL_BYTES = 128 << 20
 
 
 def tensors_to_read(
@@ -34,7 +36,7 @@ def tensors_to_read(
         total_bytes: Their size.
         progress: Called with (done_bytes, total_bytes) after each read, except for the end.
     """
-    done_bytes, trimmer = 0, HeapTrimmer()
+    done_bytes, trimmer = 0, _HeapTrimmer()
 
     def done(nbytes: int) -> None:
         nonlocal done_bytes
@@ -72,6 +74,22 @@ class FileTensor:
     def get_dtype(self) -> str:
         """As in a slice of safetensors."""
         return self._entry.dtype
+
+
+class _HeapTrimmer:
+    """Calls malloc_trim regularly. Without it, holes of freed tensors took half the size of the weights."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that were freed, or will be soon."""
+        self._bytes += nbytes
+        if self._bytes >= _INTERVAL_BYTES:
+            self._bytes = 0
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+            if trim is not None:
+                trim(0)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Projections of a library's model with packed weights: see `kernels.linear`.
 
 A decode reads every weight once, so projections are most of its time. The packed weight replaces the plain
-one, layer by layer, and only `kernels.linear` can read it. If the library's code reads the weight of a layer
+one, in its memory, and only `kernels.linear` can read it. If the library's code reads the weight of a layer
 instead of calling the layer, the weight is unpacked and the layer becomes an ordinary one for good.
 
 Dimension letters: I inputs; O outputs.
@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from kernels.linear import can_pack, linear
 from kernels.packed_weight import PackedWeight
-from workers.models.library.heap_trimmer import HeapTrimmer
 
 # The packed layout has blocks of 16 outputs and 32 inputs: smaller weights would grow.
 _MIN_SIZE = 32
@@ -55,15 +54,15 @@ class PackedLinear(nn.Linear):
 def pack_linears(module: nn.Module) -> None:
     """Pack the projections that are faster packed: those for which the CPU has a compiled product.
 
-    Mutates `module`. Weights are packed one by one, so that only one is in memory twice. Weights with another
-    use, such as tied embeddings, are not packed.
+    Mutates `module`. Weights are packed in place. Weights with another use, such as tied embeddings, are not
+    packed.
     """
-    uses = Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
-    trimmer = HeapTrimmer()
+    uses = Counter(
+        parameter.data_ptr() for part in module.modules() for parameter in part.parameters(recurse=False)
+    )
     for part in module.modules():
         # Subclasses may use the weight in another way.
-        if type(part) is nn.Linear and uses[id(part.weight)] == 1 and _is_worth_packing(part):
-            trimmer.add(part.weight.nbytes)
+        if type(part) is nn.Linear and uses[part.weight.data_ptr()] == 1 and _is_worth_packing(part):
             _pack(part)
 
 
@@ -90,7 +89,7 @@ def _is_worth_packing(layer: nn.Linear) -> bool:
 
 
 def _pack(layer: nn.Linear) -> None:
-    packed = PackedWeight(layer.weight.detach())
+    packed = PackedWeight(layer.weight.detach(), in_place=True)
     del layer.weight
     layer.__class__ = PackedLinear
     assert isinstance(layer, PackedLinear)

@@ -354,11 +354,9 @@ export interface ExecutorCapabilities {
   /** "eager" or "cuda_graph". */
   runner: string;
   /**
-   * Names of the active kernel implementations. "torch" and "triton": those libraries. "onednn-packed": oneDNN
-   * computes products with bfloat16 weights. "cpu-packed-products": compiled kernels compute such products of up to 8
-   * rows, and mixtures of experts; they need AVX512-BF16 and oneDNN's layout of weights for it. "cpu-avx512bf16",
-   * "cpu-avx512" or "cpu-avx2": compiled kernels for this instruction set compute the other operations that have
-   * them. "cpu-not-compiled": torch computes these.
+   * Names of the active kernel implementations. "torch" and "triton": those libraries. "cpu-avx512bf16", "cpu-avx512"
+   * or "cpu-avx2": compiled kernels for this instruction set compute the operations that have them.
+   * "cpu-not-compiled": torch computes these.
    */
   kernels: string[];
   /** As torch names it, such as "cpu" or "cuda:0". */
