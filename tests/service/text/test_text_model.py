@@ -138,13 +138,14 @@ SLOW_TEXT = ("a" * 20 + "b") * 10_000
 
 
 @pytest.mark.parametrize(
-    ("split", "text", "message"), [("", "aaa", "too much memory"), ("(a+)+c", SLOW_TEXT, "used more than")]
+    ("split", "text", "cpu_s", "message"),
+    [("", "aaa", 60, "too much memory"), ("(a+)+c", SLOW_TEXT, 0.5, "used more than")],
 )
 async def test_encoding_that_exceeds_a_limit_is_ended(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch, split: str, text: str, message: str
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, split: str, text: str, cpu_s: float, message: str
 ) -> None:
     monkeypatch.setattr(bounded_encoder, "MAX_MEMORY_BYTES", 1 << 29)
-    monkeypatch.setattr(bounded_encoder, "MAX_CPU_S", 0.5)
+    monkeypatch.setattr(bounded_encoder, "MAX_CPU_S", cpu_s)
     served.serve(hostile(split))
     assert message in (await refused(served, text)).message
     # The next text works.
