@@ -405,7 +405,11 @@ template <bool kTrees, typename T, Shaping kShaping>
 void attend_rows(const Head<T>& head, const Scores<kShaping>& shape, int64_t first, T* packed, const Rows& rows,
                  const Rows& split_rows, InputOf<T>* queries) {
   copy_queries(head, queries, first, rows.count);
-  const int64_t begin = head.first_block(), size = PackedBlock<T>::size(head.a);
+  const int64_t packed_begin = head.first_block(), size = PackedBlock<T>::size(head.a);
+  // Blocks before the window of the first row are not visible to the later rows either. Rows of trees are in no order.
+  const int64_t oldest = head.a.window ? std::max<int64_t>(0, head.position(first) - head.a.window + 1) : 0;
+  const bool in_tree = kTrees && head.tree_row(first).is_in_tree();
+  const int64_t begin = in_tree ? packed_begin : std::max(packed_begin, oldest / kBlockKeys);
   const int64_t end = head.position(first + rows.count - 1) / kBlockKeys + 1;
   for (int64_t block = begin; block < end;) {
     // The first split is that of `rows`, as it is where splits are computed one by one.
@@ -413,7 +417,7 @@ void attend_rows(const Head<T>& head, const Scores<kShaping>& shape, int64_t fir
     const int64_t split_end = std::min(end, (block * kBlockKeys / kSplitKeys + 1) * (kSplitKeys / kBlockKeys));
     into.clear();
     for (; block < split_end; block++)
-      attend_block<kTrees>(head, shape, queries, first, PackedBlock<T>(packed + (block - begin) * size, head.a), block,
+      attend_block<kTrees>(head, shape, queries, first, PackedBlock<T>(packed + (block - packed_begin) * size, head.a), block,
                            into);
     if (into.sums != rows.sums) rows.merge(into);
   }
