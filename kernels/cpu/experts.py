@@ -11,8 +11,6 @@ from kernels.cpu import library
 from kernels.cpu.linear import copied_rows
 from kernels.packed_weight import PackedWeight
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
-
 
 class _Arguments(ctypes.Structure):
     """The struct of the same name in experts.cpp: the fields must agree."""
@@ -86,7 +84,7 @@ def experts(
         x.stride(0),
         torch.get_num_threads(),
     )
-    name = f"quire_experts_{activation}_{_DTYPES[x.dtype]}"
+    name = f"quire_experts_{activation}_{library.SUFFIXES[x.dtype]}"
     run = library.function(name, (ctypes.c_void_p,), ctypes.c_bool)
     if not run(ctypes.addressof(arguments)):
         raise IndexError(f"expert_ids: must be from 0 to {len(gate_up) - 1}")

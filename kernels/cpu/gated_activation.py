@@ -8,10 +8,9 @@ import torch
 
 from kernels.cpu import library
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _ENTRY_POINTS = {
     (dtype, activation): f"quire_{activation}_mul_{suffix}"
-    for dtype, suffix in _DTYPES.items()
+    for dtype, suffix in library.SUFFIXES.items()
     for activation in ("silu", "gelu_tanh", "gelu")
 }
 _ARGUMENTS = (*(ctypes.c_void_p,) * 2, *(ctypes.c_int64,) * 4)
@@ -19,7 +18,7 @@ _ARGUMENTS = (*(ctypes.c_void_p,) * 2, *(ctypes.c_int64,) * 4)
 
 def can_gated_activation(gate_up: torch.Tensor) -> bool:
     """Whether there is a kernel for this device and dtype. It supports every activation."""
-    return gate_up.device.type == "cpu" and gate_up.dtype in _DTYPES and library.available()
+    return gate_up.device.type == "cpu" and gate_up.dtype in library.SUFFIXES and library.available()
 
 
 def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

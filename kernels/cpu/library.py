@@ -69,6 +69,8 @@ INSTRUCTION_SETS = (
 )
 
 
+# The dtypes that kernels for several have, as the names of their functions end.
+SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 # Names the instruction set to use; "none": no compiled kernels.
 VARIABLE = "QUIRE_CPU_ISA"
 _NONE = "none"
@@ -114,17 +116,11 @@ def load() -> ctypes.CDLL | None:
     return None
 
 
-def has_function(name: str) -> bool:
-    """Whether the library is available and has this function, which may need a certain instruction set."""
-    loaded = load()
-    return loaded is not None and hasattr(loaded, name)
-
-
 @functools.cache
 def function(
     name: str, argument_types: tuple[type, ...], result_type: type | None = None
 ) -> Callable[..., object]:
-    """A function of the library; requires `has_function`. Types are those of ctypes."""
+    """A function of the library; requires `available`. Types are those of ctypes."""
     loaded = load()
     assert loaded is not None
     found = getattr(loaded, name)

@@ -11,7 +11,6 @@ from kernels.packed_weight import PackedWeight
 
 # The rows that are copied at a time where the CPU has no instructions for their dtype.
 _COPIED_ROWS = 256
-_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 class _Arguments(ctypes.Structure):
@@ -25,7 +24,7 @@ class _Arguments(ctypes.Structure):
 
 def can_multiply(dtype: torch.dtype) -> bool:
     """Whether there is a kernel for weights and rows of this dtype."""
-    return dtype in _DTYPES and library.available()
+    return dtype in library.SUFFIXES and library.available()
 
 
 def copied_rows(dtype: torch.dtype, rows: int, inputs: int) -> torch.Tensor | None:
@@ -52,6 +51,6 @@ def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -
         x.stride(0),
         torch.get_num_threads(),
     )
-    run = library.function(f"quire_linear_{_DTYPES[x.dtype]}", (ctypes.c_void_p,))
+    run = library.function(f"quire_linear_{library.SUFFIXES[x.dtype]}", (ctypes.c_void_p,))
     run(ctypes.addressof(arguments))
     return out

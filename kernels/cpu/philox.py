@@ -15,7 +15,7 @@ _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64)
 
 def can_uniform() -> bool:
     """Whether the kernel is available."""
-    return library.has_function(_ENTRY_POINT)
+    return library.available()
 
 
 def uniform(key: int, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:

@@ -1,0 +1,75 @@
+"""Packed products beside torch's: `python -m benchmarks.products`. Prints a table of docs/performance.md.
+
+A turn multiplies some rows by 60 weights [3072, 1024], more than caches hold. Turns alternate; the least of
+five counts. "torch" is oneDNN with weights in its own packed layout where it has bfloat16, else torch's plain
+product.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn import functional
+
+from kernels.cpu import library
+from kernels.linear import linear
+from kernels.packed_weight import PackedWeight
+
+_OUTPUTS, _INPUTS, _WEIGHTS = 3072, 1024, 60
+_ROWS = (1, 2, 4, 8, 16, 32, 128, 512, 2048)
+_TURNS = 5
+_READ_BYTES = 2 << 30
+
+Product = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def main() -> None:
+    """Print GB/s of weights read, and GFLOP/s."""
+    print(f"{library.kernel_name()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    numbers = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
+    print(f"a plain read: {_READ_BYTES / _least_s([numbers.sum])[0] / 1e9:.1f} GB/s")
+    for dtype in (torch.bfloat16, torch.float32):
+        weights = [torch.randn(_OUTPUTS, _INPUTS).to(dtype) for _ in range(_WEIGHTS)]
+        products = _ours(weights), _torch(weights)
+        for rows in _ROWS:
+            x = torch.randn(rows, _INPUTS).to(dtype)
+            runs = [functools.partial(_run, product, x) for product in products]
+            for name, taken_s in zip(("ours", "torch"), _least_s(runs), strict=True):
+                read, flop = _WEIGHTS * weights[0].nbytes, 2 * rows * _WEIGHTS * _OUTPUTS * _INPUTS
+                rates = f"{read / taken_s / 1e9:6.1f} GB/s {flop / taken_s / 1e9:7.0f} GFLOP/s"
+                print(f"{dtype} {rows:5} rows, {name:5} {rates}")
+
+
+def _run(product: Product, x: torch.Tensor) -> None:
+    for index in range(_WEIGHTS):
+        product(x, index)
+
+
+def _ours(weights: list[torch.Tensor]) -> Product:
+    packed = [PackedWeight(weight) for weight in weights]
+    return lambda x, index: linear(x, packed[index])
+
+
+def _torch(weights: list[torch.Tensor]) -> Product:
+    if weights[0].dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():  # noqa: SLF001
+        pack, multiply = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
+        packed = [pack(weight, 32) for weight in weights]
+        return lambda x, index: multiply(x, packed[index], None, "none", [], "")
+    return lambda x, index: functional.linear(x, weights[index])
+
+
+def _least_s(runs: Sequence[Callable[[], object]]) -> list[float]:
+    least = [float("inf")] * len(runs)
+    for _ in range(_TURNS):
+        for index, run in enumerate(runs):
+            began_s = time.perf_counter()
+            run()
+            least[index] = min(least[index], time.perf_counter() - began_s)
+    return least
+
+
+if __name__ == "__main__":
+    main()
