@@ -112,7 +112,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             executor = self._make_executor(self._report_progress)
             products = executor.capabilities().products
-            _log.log(logging.WARNING if SLOW in products else logging.INFO, f"products: {products}")
+            level = logging.WARNING if SLOW in products else logging.INFO
+            _log.log(level, "products in use", products=products)
             executor.warmup()
             scheduler = self._make_scheduler(executor)
             capabilities = executor.capabilities()

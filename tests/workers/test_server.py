@@ -38,8 +38,8 @@ async def test_the_log_names_the_products_once(
         worker.start()
         with pytest.raises(StartedError):
             await worker.ended
-    (said,) = [entry for entry in logs if entry["event"].startswith("products: ")]
-    assert said["event"] == f"products: {executor.capabilities().products}"
+    (said,) = [entry for entry in logs if entry["event"] == "products in use"]
+    assert said["products"] == executor.capabilities().products
     assert said["log_level"] == level
 
 
