@@ -69,7 +69,7 @@ def plan_library_model(
     Args:
         directory: A Hugging Face model directory.
         dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the dtype that the config
-            names, else that of the first tensor in the files.
+            names, else that of the first tensor in the files; on a CPU float32 for float16.
         device: The device of the model. The weights are loaded into the host's memory first.
 
     Raises:
@@ -80,7 +80,7 @@ def plan_library_model(
     directory, device = Path(directory), torch.device(device)
     settings = read_settings(directory)
     entries = checkpoint.read_entries(directory)
-    chosen = _choose_dtype(dtype, settings, entries)
+    chosen = _choose_dtype(dtype, settings, entries, device)
     weight_bytes, num_parameters = _model_size(directory, settings, entries, chosen)
     check_weights_fit(str(directory), weight_bytes, available_bytes())
     if device.type == "cuda":
@@ -151,12 +151,16 @@ def make_library_model(module: PreTrainedModel) -> LibraryModel:
 
 
 def _choose_dtype(
-    dtype: torch.dtype | str, settings: LibrarySettings, entries: Mapping[str, TensorEntry]
+    dtype: torch.dtype | str,
+    settings: LibrarySettings,
+    entries: Mapping[str, TensorEntry],
+    device: torch.device,
 ) -> torch.dtype:
     """The dtype to load in. Raises ModelError."""
     named = settings.config.get_text_config(decoder=True).dtype or settings.config.dtype
     stored = next((entry.dtype for entry in entries.values() if entry.dtype in checkpoint.DTYPES), None)
-    return checkpoint.choose_dtype(dtype, str(named).removeprefix("torch.") if named else None, stored)
+    name = str(named).removeprefix("torch.") if named else None
+    return checkpoint.choose_dtype(dtype, name, stored, device)
 
 
 def _model_size(
