@@ -245,14 +245,14 @@ void attend_tile(const Head<T>& head, const Scores<kShaping>& shape, const Input
     float part[kRows * kBlockKeys] = {};
     for (int r = 0; r < kRows; r++) query_rows[r] = queries + (into + r) * head.a.width + first;
     add_blocks<T, kRows>(part, kBlockKeys, packed.keys + first * kBlockOutputs, head.a.width * kBlockOutputs, keys / kBlockOutputs,
-                         query_rows, std::min(kSummedInputs, head.a.width - first), kNothingAhead);
+                         query_rows, std::min(kSummedInputs, head.a.width - first));
     for (int i = 0; i < kRows * kBlockKeys; i++) products[i] += part[i];
   }
   for (int r = 0; r < kRows; r++)
     weigh<kTrees, T, kShaping>(weights + r * kBlockKeys, products + r * kBlockKeys, shape, head, row + r, block, rows,
                                into + r);
   add_blocks<T, kRows>(rows.sums + into * rows.width, rows.width, packed.values, kBlockKeys * kBlockOutputs,
-                       rows.width / kBlockOutputs, weight_rows, keys, kNothingAhead);
+                       rows.width / kBlockOutputs, weight_rows, keys);
 }
 
 // One packed block and `rows.count` rows of the head, from `first` on.

@@ -7,11 +7,18 @@
 namespace quire {
 namespace {
 
-// The rows whose sums are kept while the weights of some blocks are read.
-constexpr int64_t kChunkRows = 256;
-// The weights of a panel, which stay in L1 while tiles of rows pass.
-constexpr int64_t kPanelBytes = 16 << 10;
+// The rows that pass a panel of weights: the inputs of some blocks that stay in the cache, while one tile of rows after
+// the other is multiplied. Between panels, sums are in memory.
+constexpr int64_t kPassingRows = 256;
+constexpr int64_t kPanelBytes = 32 << 10;
+// A single tile waits for memory, which is faster at several places at once: in these blocks, by turns.
+constexpr int64_t kSingleTileBlocks = 4, kTurnBytes = 4 << 10;
 
+template <typename Weight>
+constexpr int64_t kMostSums =
+    std::max(kPassingRows * Product<Weight>::kTileBlocks, Product<Weight>::kTileRows* kSingleTileBlocks) * kBlockOutputs;
+
+// `add_blocks` for up to a tile of rows.
 template <typename Weight, int kRows = Product<Weight>::kTileRows>
 void add_tile(float* sums, int64_t stride, const Weight* weight, int64_t block_size, int64_t blocks,
               const InputOf<Weight>* const* rows, int64_t count, int64_t inputs, Ahead ahead) {
@@ -21,45 +28,53 @@ void add_tile(float* sums, int64_t stride, const Weight* weight, int64_t block_s
   add_blocks<Weight, kRows>(sums, stride, weight, block_size, blocks, rows, inputs, ahead);
 }
 
+template <typename Weight>
+void write(const Products<Weight>& products, int64_t row, int64_t block, int64_t blocks, const float* sums) {
+  const int64_t first = block * kBlockOutputs;
+  for_lanes(std::min(blocks * kBlockOutputs, products.outputs - first), [&](int64_t i, int lanes) {
+    Floats sum = load<Floats>(sums + i);
+    if (products.bias != nullptr) sum += load_lanes(products.bias + first + i, lanes);
+    store_lanes(products.results[row] + first + i, sum, lanes);
+  });
+}
+
+// The results of the rows first..first + count and the blocks begin..end.
+template <typename Weight>
+void multiply_rows(const Products<Weight>& products, int64_t first, int64_t count, int64_t begin, int64_t end) {
+  using P = Product<Weight>;
+  alignas(64) float sums[kMostSums<Weight>];
+  const InputOf<Weight>* rows[kPassingRows];
+  const int64_t block_size = block_size_of<Weight>(products.inputs);
+  const int64_t tiles = (count + P::kTileRows - 1) / P::kTileRows;
+  const int64_t width = tiles == 1 ? kSingleTileBlocks : P::kTileBlocks;
+  const int64_t input_bytes = kBlockOutputs * sizeof(Weight);
+  // A tile of all these blocks reads them side by side, as fast as memory is.
+  const bool whole = tiles == 1 && blocks_beside<Weight>(count) == width;
+  const int64_t panel = whole ? products.inputs : (tiles == 1 ? kTurnBytes : kPanelBytes / width) / input_bytes;
+  for (int64_t block = begin; block < end; block += width) {
+    const int64_t blocks = std::min(width, end - block), stride = blocks * kBlockOutputs;
+    std::fill_n(sums, count * stride, 0.0f);
+    for (int64_t input = 0; input < products.inputs; input += panel) {
+      for (int64_t row = 0; row < count; row++) rows[row] = products.rows[first + row] + input;
+      const Weight* weight = products.weight + block * block_size + input * kBlockOutputs;
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        const int64_t row = count * tile / tiles, next_row = count * (tile + 1) / tiles;
+        const char* next = reinterpret_cast<const char*>(weight) + (panel + panel * tile / tiles) * input_bytes;
+        add_tile(sums + row * stride, stride, weight, block_size, blocks, rows + row, next_row - row,
+                 std::min(panel, products.inputs - input),
+                 whole ? Ahead{} : Ahead{next, P::kStepInputs * input_bytes / tiles});
+      }
+    }
+    for (int64_t row = 0; row < count; row++) write(products, first + row, block, blocks, sums + row * stride);
+  }
+}
+
 }  // namespace
 
 template <typename Weight>
 void Products<Weight>::multiply_blocks(int64_t begin, int64_t end) const {
-  using P = Product<Weight>;
-  constexpr int64_t kMostBlocks = 4;
-  alignas(64) float sums[kChunkRows * kMostBlocks * kBlockOutputs];
-  const int64_t block_size = block_size_of<Weight>(inputs);
-  for (int64_t first = 0; first < count; first += kChunkRows) {
-    const int64_t chunk = std::min(kChunkRows, count - first), tiles = (chunk + P::kTileRows - 1) / P::kTileRows;
-    const int64_t width = blocks_beside<Weight>((chunk + tiles - 1) / tiles);
-    const int64_t panel = kPanelBytes / (width * kBlockOutputs * int64_t(sizeof(Weight)));
-    for (int64_t block = begin; block < end; block += width) {
-      const int64_t blocks = std::min(width, end - block), stride = blocks * kBlockOutputs;
-      std::fill_n(sums, chunk * stride, 0.0f);
-      const InputOf<Weight>* from[kChunkRows];
-      for (int64_t input = 0; input < inputs; input += panel) {
-        for (int64_t row = 0; row < chunk; row++) from[row] = rows[first + row] + input;
-        const Weight* weights = weight + block * block_size + input * kBlockOutputs;
-        // Each tile loads a part of the next panel.
-        const int64_t step = P::kStepInputs * kBlockOutputs * sizeof(Weight), ahead = step / tiles;
-        const int64_t here = std::min(panel, inputs - input);
-        for (int64_t tile = 0; tile < tiles; tile++) {
-          const int64_t row = chunk * tile / tiles;
-          const char* next = reinterpret_cast<const char*>(weights + panel * kBlockOutputs) + panel / P::kStepInputs * tile * ahead;
-          add_tile(sums + row * stride, stride, weights, block_size, blocks, from + row,
-                   chunk * (tile + 1) / tiles - row, here, {next, ahead});
-        }
-      }
-      for (int64_t row = 0; row < chunk; row++)
-        for (int64_t b = 0; b < blocks; b++) {
-          const int64_t output = (block + b) * kBlockOutputs;
-          const int lanes = static_cast<int>(std::min(kBlockOutputs, outputs - output));
-          Floats sum = load<Floats>(sums + row * stride + b * kBlockOutputs);
-          if (bias != nullptr) sum += load_lanes(bias + output, lanes);
-          store_lanes(results[first + row] + output, sum, lanes);
-        }
-    }
-  }
+  for (int64_t row = 0; row < count; row += kPassingRows)
+    multiply_rows(*this, row, std::min(kPassingRows, count - row), begin, end);
 }
 
 template struct Products<Bf16>;

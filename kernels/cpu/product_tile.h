@@ -74,14 +74,12 @@ struct Product<Bf16> {
 
 #endif
 
-// What is loaded into the cache while a tile is computed: in each step the line at `from`, `bytes` after the last, of each
-// of the tile's blocks.
+// What a tile loads into the cache for later: in each step the line at `from` and those at the same place of its other
+// blocks; `from` grows by `bytes` per step. Addresses after the end of a weight do no harm.
 struct Ahead {
-  const char* from;
-  int64_t bytes;
+  const char* from = nullptr;  // null: nothing
+  int64_t bytes = 0;
 };
-inline constexpr char kAnything[64] = {};
-inline constexpr Ahead kNothingAhead{kAnything, 0};
 
 // Adds the products of kRows rows and kBlocks blocks, each block `block_size` elements after the last. All loops but that
 // over the inputs are unrolled, since otherwise the compiler keeps sums in memory.
@@ -142,7 +140,8 @@ constexpr int blocks_beside(int64_t rows) {
 // sums[r] += the products of kRows rows and `blocks` blocks of a packed weight; `stride` floats between the sums of rows.
 template <typename Weight, int kRows>
 void add_blocks(float* sums, int64_t stride, const Weight* weight, int64_t block_size, int64_t blocks,
-                const InputOf<Weight>* const* rows, int64_t inputs, Ahead ahead) {
+                const InputOf<Weight>* const* rows, int64_t inputs, Ahead ahead = {}) {
+  if (ahead.from == nullptr) ahead.from = reinterpret_cast<const char*>(weight);
   const auto add = [&](auto width, int64_t block) {
     constexpr int kColumns = width() * kVectors, kLane = sizeof(Vector) / sizeof(float);
     Vector tile[kRows][kColumns];
@@ -151,8 +150,8 @@ void add_blocks(float* sums, int64_t stride, const Weight* weight, int64_t block
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 16
       for (int c = 0; c < kColumns; c++) tile[r][c] = load<Vector>(to + r * stride + c * kLane);
-    add_products<Weight, kRows, width()>(tile, weight + block * block_size, block_size, rows, inputs,
-                                            {ahead.from + block * block_size * static_cast<int64_t>(sizeof(Weight)), ahead.bytes});
+    const Ahead ahead_here{ahead.from + block * block_size * static_cast<int64_t>(sizeof(Weight)), ahead.bytes};
+    add_products<Weight, kRows, width()>(tile, weight + block * block_size, block_size, rows, inputs, ahead_here);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 16
