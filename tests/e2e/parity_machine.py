@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from numpy.typing import NDArray
@@ -65,13 +65,13 @@ class Harness:
 
     gateway: GatewayProcess
     model: Path
-    operations: dict[str, int] = field(default_factory=dict)
 
 
 class ParityMachine(RuleBasedStateMachine):
     """Callers' operations in any order."""
 
     harness: Harness
+    phases: Sequence[Phase] = tuple(Phase)
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +80,10 @@ class ParityMachine(RuleBasedStateMachine):
 
     def pick(self, number: int) -> Held:
         return self.held[number % len(self.held)]
+
+    def greedy(self, tokens: list[int], count: int) -> list[int]:
+        """What the model says after a text."""
+        return hf_greedy(self.harness.model, tokens, count)
 
     def truths(self, texts: Sequence[list[int]]) -> list[Truth]:
         """What transformers computes after each token of each text: logits, and the states of LAYER."""
@@ -248,7 +252,7 @@ class ParityMachine(RuleBasedStateMachine):
         held = self.pick(number)
         first = held.tokens[0]
         # The first drafts are what the model will say, the rest is chance.
-        truth = hf_greedy(self.harness.model, [*held.tokens, first], min(right, len(drafts)))
+        truth = self.greedy([*held.tokens, first], min(right, len(drafts)))
         fed = [first, *truth, *drafts[len(truth) :]]
         score = len(drafts) % 2 == 0
         mode = types_pb2.VERIFY_ACCEPT_GREEDY if accept else types_pb2.VERIFY_ACCEPT_UNSPECIFIED
@@ -282,10 +286,10 @@ class ParityMachine(RuleBasedStateMachine):
     @rule(number=picks, seed=picks, size=st.integers(2, 12) | st.just(LARGE_TREE), score=st.booleans())
     def verify_tree(self, number: int, seed: int, size: int, score: bool) -> None:
         held = self.pick(number)
-        base, model, dice = list(held.tokens), self.harness.model, random.Random(seed)
+        base, dice = list(held.tokens), random.Random(seed)
         if len(base) + size > MAX_TOKENS:
             return
-        truth = hf_greedy(model, [*base, base[0]], 4)
+        truth = self.greedy([*base, base[0]], 4)
 
         def right(path: Sequence[int]) -> int:
             depth = len(path) - 1
@@ -408,7 +412,7 @@ class ParityMachine(RuleBasedStateMachine):
         held = self.pick(number)
         if len(held.tokens) + count > MAX_TOKENS:
             return
-        expected = hf_greedy(self.harness.model, held.tokens, count + 1)
+        expected = self.greedy(held.tokens, count + 1)
         for token, following in itertools.pairwise(expected):
             request = pb.DecodeRequest(cache_id=held.cache_id, token_id=token, position=len(held.tokens))
             answer = self.stub.Decode(request, timeout=30)
@@ -423,16 +427,24 @@ class ParityMachine(RuleBasedStateMachine):
         self.harness.gateway.assert_pools_are_whole()
 
 
-def run_parity_machine(gateway: GatewayProcess, model: Path, *, examples: int, steps: int) -> None:
-    """The machine on one gateway, that serves `model` in float32."""
-    ParityMachine.harness = Harness(gateway, model)
+def run_parity_machine(
+    gateway: GatewayProcess,
+    model: Path,
+    *,
+    examples: int,
+    steps: int,
+    machine: type[ParityMachine] = ParityMachine,
+) -> None:
+    """A machine on one gateway, that serves `model`; the one of this module: in float32."""
+    machine.harness = Harness(gateway, model)
     run_state_machine_as_test(
-        ParityMachine,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
             deadline=None,
             derandomize=True,
+            phases=machine.phases,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -25,6 +25,7 @@ from tests.model_factory import (
     make_family_model,
     make_model,
 )
+from tests.workers.company import assert_same_bits
 from tests.workers.packing import (
     HandPacker,
     HandSequence,
@@ -104,18 +105,9 @@ def test_mixed_batches_of_random_chunks(made: tuple[str, Path]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: torch.dtype) -> None:
-    """A whole text in one forward by itself, and in chunks of 1 to 29 tokens beside others."""
     need_compiled()
     name, directory = made
-    decoder, texts = load_decoder(directory, dtype, pack=True), random_texts(6, (1, 40, 90))
-    kv, packer = new_kv(decoder), new_packer(2)
-    found = rows_in_chunks(decoder, texts, kv, packer, random.Random(name))
-    assert sum(map(len, found)) > 40
-    for text, rows in zip(texts, found, strict=True):
-        inputs = packer.pack([Item(HandSequence(), text, range(len(text)))])
-        alone = decoder.logits(decoder.forward(inputs, kv))
-        for (_, position), row in rows.items():
-            assert torch.equal(row, alone[position])
+    assert_same_bits(load_decoder(directory, dtype, pack=True), random_texts(6, (1, 40, 90)), name)
 
 
 def random_shape(seed: int) -> TinyModel:
