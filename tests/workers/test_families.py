@@ -110,6 +110,18 @@ def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: t
     assert_same_bits(load_decoder(directory, dtype, pack=True), random_texts(6, (1, 40, 90)), name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_with_any_number_of_threads(dtype: torch.dtype, tmp_path: Path) -> None:
+    """In a model whose operations are large enough for several."""
+    need_compiled()
+    family, settings = settings_of("qwen3_moe with dense layers")
+    settings |= {"hidden_size": 512, "intermediate_size": 800, "vocab_size": 2000, "num_hidden_layers": 2}
+    directory = make_family_model(tmp_path, family, settings, seed=7)
+    decoder, texts = load_decoder(directory, dtype, pack=True), random_texts(6, (1, 60, 200))
+    for threads in (2, 3):
+        assert_same_bits(decoder, texts, threads, threads=threads)
+
+
 def random_shape(seed: int) -> TinyModel:
     """One of the many shapes that the families' models do not have."""
     dice = random.Random(seed)
