@@ -72,6 +72,7 @@ class ParityMachine(RuleBasedStateMachine):
 
     harness: Harness
     phases: Sequence[Phase] = tuple(Phase)
+    output = WITH_LOGITS
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class ParityMachine(RuleBasedStateMachine):
     def prefill(self, tokens: list[int], score_from: int | None) -> None:
         if score_from is not None:
             score_from %= len(tokens)
-        request = pb.PrefillRequest(token_ids=tokens, output=WITH_LOGITS, score_from=score_from)
+        request = pb.PrefillRequest(token_ids=tokens, output=self.output, score_from=score_from)
         answer = self.stub.Prefill(request, timeout=30)
         self.check_scores(answer, tokens, len(tokens) if score_from is None else max(1, score_from))
         held = Held(answer.kv_cache.cache_id, list(tokens))
@@ -141,7 +142,7 @@ class ParityMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.held) < 5)
     @rule(batch=st.lists(prompts, min_size=2, max_size=3))
     def batch_prefill(self, batch: list[list[int]]) -> None:
-        items = [pb.PrefillRequest(token_ids=tokens, output=WITH_LOGITS) for tokens in batch]
+        items = [pb.PrefillRequest(token_ids=tokens, output=self.output) for tokens in batch]
         results = self.stub.BatchPrefill(pb.BatchPrefillRequest(items=items), timeout=30).results
         for tokens, result in zip(batch, results, strict=True):
             held = Held(result.response.kv_cache.cache_id, list(tokens))
@@ -161,7 +162,7 @@ class ParityMachine(RuleBasedStateMachine):
                 cache_id=held.cache_id,
                 token_ids=tokens,
                 position=position if fenced else None,
-                output=WITH_LOGITS,
+                output=self.output,
             ),
             timeout=30,
         )
@@ -176,7 +177,7 @@ class ParityMachine(RuleBasedStateMachine):
         held = self.pick(number)
         position = len(held.tokens)
         answer = self.stub.Decode(
-            pb.DecodeRequest(cache_id=held.cache_id, token_id=token, position=position, output=WITH_LOGITS),
+            pb.DecodeRequest(cache_id=held.cache_id, token_id=token, position=position, output=self.output),
             timeout=30,
         )
         held.tokens.append(token)
@@ -193,7 +194,7 @@ class ParityMachine(RuleBasedStateMachine):
         position, tokens = held.last
         answer = self.stub.Prefill(
             pb.PrefillRequest(
-                cache_id=held.cache_id, token_ids=tokens, position=position, output=WITH_LOGITS
+                cache_id=held.cache_id, token_ids=tokens, position=position, output=self.output
             ),
             timeout=30,
         )
@@ -204,7 +205,7 @@ class ParityMachine(RuleBasedStateMachine):
     @rule(tokens=st.lists(tokens_of, min_size=6, max_size=6), bad=st.booleans())
     def batch_decode(self, tokens: list[int], bad: bool) -> None:
         items = [
-            pb.DecodeRequest(cache_id=held.cache_id, token_id=token, output=WITH_LOGITS)
+            pb.DecodeRequest(cache_id=held.cache_id, token_id=token, output=self.output)
             for held, token in zip(self.held, tokens, strict=False)
         ]
         middle = len(items) // 2
@@ -224,9 +225,9 @@ class ParityMachine(RuleBasedStateMachine):
     def unified(self, number: int, token: int, prompt: list[int], chunk: list[int]) -> None:
         held = self.pick(number)
         items = [
-            pb.UnifiedForwardItem(cache_id=held.cache_id, token_ids=[token], output=WITH_LOGITS),
+            pb.UnifiedForwardItem(cache_id=held.cache_id, token_ids=[token], output=self.output),
             pb.UnifiedForwardItem(token_ids=chunk, is_final_chunk=False),
-            pb.UnifiedForwardItem(token_ids=prompt, output=WITH_LOGITS),
+            pb.UnifiedForwardItem(token_ids=prompt, output=self.output),
         ]
         results = self.stub.UnifiedForward(pb.UnifiedForwardRequest(items=items), timeout=30).results
         held.last = (len(held.tokens), [token])
@@ -262,7 +263,7 @@ class ParityMachine(RuleBasedStateMachine):
                 token_ids=fed,
                 position=len(held.tokens),
                 accept=mode,
-                output=WITH_LOGITS,
+                output=self.output,
                 score=score,
             ),
             timeout=30,
@@ -302,7 +303,7 @@ class ParityMachine(RuleBasedStateMachine):
             parents=tree.parents,
             position=len(base),
             accept=types_pb2.VERIFY_ACCEPT_GREEDY,
-            output=WITH_LOGITS,
+            output=self.output,
             score=score,
         )
         answer = self.stub.ForwardVerify(request, timeout=30)
@@ -383,7 +384,7 @@ class ParityMachine(RuleBasedStateMachine):
 
     @rule(tokens=prompts)
     def score(self, tokens: list[int]) -> None:
-        answer = self.stub.Forward(pb.ForwardRequest(token_ids=tokens, output=WITH_LOGITS), timeout=30)
+        answer = self.stub.Forward(pb.ForwardRequest(token_ids=tokens, output=self.output), timeout=30)
         assert len(answer.outputs) == len(tokens)
         self.check_rows(answer.outputs, tokens)
         self.check_scores(answer, tokens, 1)
@@ -394,7 +395,7 @@ class ParityMachine(RuleBasedStateMachine):
             pb.ForwardRequest(
                 token_ids=context + choice,
                 score_from=len(context),
-                output=WITH_LOGITS if output else None,
+                output=self.output if output else None,
             )
             for choice in choices
         ]

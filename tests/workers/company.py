@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from tests.workers.packing import HandPacker, HandSequence, Item, poison, rows_in_chunks
+from workers.models.hidden_states import HiddenStateCapture
 from workers.models.model import Model, new_pages
 
 PAGES = 60
@@ -25,5 +26,8 @@ def assert_same_bits(model: Model, texts: Sequence[list[int]], seed: int | str, 
     for text, rows in zip(texts, found, strict=True):
         inputs = packer.pack([Item(HandSequence(), text, range(len(text)))])
         alone = model.logits(model.forward(inputs, kv))
+        # Hidden states may take another way through the model.
+        capture = HiddenStateCapture({0: range(len(text))})
+        assert torch.equal(model.logits(model.forward(inputs, kv, capture)), alone)
         for (_, position), row in rows.items():
             assert torch.equal(row, alone[position]), f"position {position} of {len(text)}"
