@@ -23,6 +23,7 @@ from workers.kv.sizing import available_bytes, check_weights_fit
 from workers.models import checkpoint
 from workers.models.checkpoint import AUTO, TensorEntry
 from workers.models.errors import ModelError
+from workers.models.library.activations import fix_activations
 from workers.models.library.errors import library_errors
 from workers.models.library.file_tensors import sequential_reads, tensors_to_read
 from workers.models.library.gathered_model import GatheredModel
@@ -106,6 +107,8 @@ def load_library_model(
     with library_errors("run the model"):
         module.to(device=plan.device)  # type: ignore[call-arg]  # the library wraps a method as a function
         pack_linears(module)
+        if plan.device.type == "cpu":
+            fix_activations(module)
         model = make_library_model(module)
     settings, first = plan.settings, model.kv_layers[0]
     text = settings.config.get_text_config(decoder=True)
