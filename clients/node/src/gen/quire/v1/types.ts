@@ -386,6 +386,12 @@ export interface ExecutorCapabilities {
   supportsTokenTrees: boolean;
   /** OutputOptions.hidden is supported. */
   supportsHiddenStates: boolean;
+  /**
+   * The bits of a row's logits, log-probabilities and hidden states depend only on the tokens up to it and on the kind
+   * of device: not on what else is computed, nor on the chunks in which the tokens are appended. Rows of trees of
+   * drafts are an exception.
+   */
+  batchInvariant: boolean;
 }
 
 /** Usage of the pages of a KV pool. The last four fields count from the start of the worker. */
@@ -2455,6 +2461,7 @@ function createBaseExecutorCapabilities(): ExecutorCapabilities {
     maxBatchItems: 0,
     supportsTokenTrees: false,
     supportsHiddenStates: false,
+    batchInvariant: false,
   };
 }
 
@@ -2516,6 +2523,9 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
     }
     if (message.supportsHiddenStates !== false) {
       writer.uint32(144).bool(message.supportsHiddenStates);
+    }
+    if (message.batchInvariant !== false) {
+      writer.uint32(152).bool(message.batchInvariant);
     }
     return writer;
   },
@@ -2677,6 +2687,14 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
             message.supportsHiddenStates = reader.bool();
             continue;
           }
+          case 19: {
+            if (tag !== 152) {
+              break;
+            }
+
+            message.batchInvariant = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2714,6 +2732,7 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
     message.maxBatchItems = object.maxBatchItems ?? 0;
     message.supportsTokenTrees = object.supportsTokenTrees ?? false;
     message.supportsHiddenStates = object.supportsHiddenStates ?? false;
+    message.batchInvariant = object.batchInvariant ?? false;
     return message;
   },
 };
