@@ -9,8 +9,8 @@ and its product with up as in `kernels.gated_activation`. The k results of a tok
 float32, in the order of k, and rounded once. (transformers sums in the order of the experts, in the dtype of
 x.)
 
-The bits of a row do not depend on the other rows with packed weights on the CPU; on a GPU among batches with
-the same tile configuration (see `kernels.cuda.experts`).
+The bits of a row do not depend on the other rows with packed weights on the CPU; on a GPU if that is asked
+for, else among batches with the same tile configuration (see `kernels.cuda.experts`).
 
 Dimension letters: T tokens; C hidden width; I intermediate width of an expert; E experts; k experts of a
 token.
@@ -109,6 +109,8 @@ def experts(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     activation: Activation = "silu",
+    *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of the outputs of each token's experts.
 
@@ -121,6 +123,7 @@ def experts(
             other row.
         expert_weights: [T, k]; dtype of x, or float32.
         activation: The activation of the gate; see `kernels.gated_activation`.
+        batch_invariant: On a GPU, the bits of a row must not depend on the others.
 
     Returns:
         A new tensor [T, C] with the dtype of x.
@@ -134,7 +137,9 @@ def experts(
         from kernels.cuda import experts as cuda
 
         assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
-        return cuda.experts(x, gate_up, down, expert_ids, expert_weights, activation)
+        return cuda.experts(
+            x, gate_up, down, expert_ids, expert_weights, activation, batch_invariant=batch_invariant
+        )
     if isinstance(gate_up, cpu.PackedWeights) and isinstance(down, cpu.PackedWeights):
         return cpu.experts(x, gate_up, down, expert_ids, expert_weights, activation)
     return _one_by_one(x, gate_up, down, expert_ids, expert_weights, activation)

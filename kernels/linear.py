@@ -1,8 +1,9 @@
 """Projections: x W^T + b, with W packed on the CPU if there is a compiled product for its dtype.
 
 The compiled product reads a packed weight once and in order. The packed weight replaces the plain one: it has
-about the same size, and only `linear` can read it. On the CPU the bits of a row do not depend on the other
-rows if the weight is packed.
+about the same size, and only `linear` can read it.
+
+The bits of a row do not depend on the other rows if the weight is packed, or on a GPU if that is asked for.
 
 Dimension letters: T rows; I inputs; O outputs.
 """
@@ -45,13 +46,16 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return functional.linear(x, weight, bias)
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, batch_invariant: bool = False
+) -> torch.Tensor:
     """Project rows.
 
     Args:
         x: [T, I]; float32, bfloat16 or float16.
         weight: [O, I] of the same dtype, plain or from `pack_weight`.
         bias: [O] of the same dtype.
+        batch_invariant: On a GPU, the bits of a row must not depend on the others; the weight is contiguous.
 
     Returns:
         A new tensor [T, O] with the dtype of x.
@@ -62,8 +66,10 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     check_tensor("x", x, (None, weight.shape[1]), FLOAT_DTYPES)
     if not len(x):
         return x.new_empty(0, weight.shape[0])
-    return (
-        cpu.multiply(x, weight, bias)
-        if isinstance(weight, PackedWeight)
-        else linear_reference(x, weight, bias)
-    )
+    if isinstance(weight, PackedWeight):
+        return cpu.multiply(x, weight, bias)
+    if batch_invariant and x.is_cuda:
+        from kernels.cuda import linear as cuda
+
+        return cuda.linear(x, weight, bias)
+    return linear_reference(x, weight, bias)

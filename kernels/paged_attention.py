@@ -40,6 +40,7 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """The attention of every item over its own sequence.
 
@@ -54,6 +55,8 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
         sinks: [H] float32, for each head a logit that is a term of the softmax and has no value.
         alibi_slopes: [H] float32; slope * (key position - own position) is added to the scaled scores. Not
             together with softcap.
+        batch_invariant: On a GPU, the bits of a row must depend on its sequence only, and those of a tree on
+            the tree.
 
     Returns:
         A new contiguous tensor [T, H, V] with the dtype of query.
@@ -66,7 +69,7 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
     if query.is_cuda and _has_cuda_kernel(query.shape[2], v_pages.shape[3]):
         from kernels.cuda import paged_attention as cuda
 
-        return cuda.paged_attention(query, k_pages, v_pages, batch, scoring)
+        return cuda.paged_attention(query, k_pages, v_pages, batch, scoring, batch_invariant=batch_invariant)
     if not cpu.can_attend(query, k_pages, v_pages, batch):
         return paged_attention_reference(query, k_pages, v_pages, batch, scoring)
     allocate = torch.zeros if 0 in batch.context_lens_host else torch.empty  # rows of padding stay zero

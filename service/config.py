@@ -251,6 +251,12 @@ class Config:
         "fraction of a GPU's memory to use in total; it determines the number of KV pages",
         _Range(0.05, 1),
     )
+    batch_invariant: str = _setting(
+        "off",
+        "the bits of a result depend on its own text only, not on the rest of a batch; models that cannot are"
+        " refused; on a GPU this takes slower kernels, on the CPU it is always so for native models",
+        _SWITCH,
+    )
     cuda_graphs: str = _setting(
         _AUTO, "CUDA graphs for decode steps on a GPU; off launches every kernel separately", (_AUTO, "off")
     )

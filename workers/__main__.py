@@ -181,6 +181,8 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
     torch.set_num_threads(config.threads)
     device = _choose_device(config)
     if config.model == WEIGHTLESS_MODEL:
+        if config.batch_invariant == "on":
+            raise ConfigurationError(f"batch_invariant = on, which {WEIGHTLESS_MODEL} does not support")
         from workers.executors.weightless import PagedAttentionExecutor
 
         # Its operations are too short for a second thread.
@@ -206,6 +208,7 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
             ),
             backend=config.model_backend or "auto",
             self_check=config.no_self_check != "on" and not config.model_was_proved,
+            batch_invariant=config.batch_invariant == "on",
             max_text_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
             progress=lambda done, total: progress("weights", done, total),
         )

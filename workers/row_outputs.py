@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from workers.operations import LogitsFormat, OutputSpec, RowOutput
 from workers.sampling import BadLogitsError, best_k
@@ -91,7 +92,7 @@ def score_tokens(logits: Tensor, targets: Tensor) -> TokenScores:
     for start in range(0, logits.shape[0], _ROWS_AT_A_TIME):
         end = start + _ROWS_AT_A_TIME
         group, wanted = logits[start:end].float(), targets[start:end].unsqueeze(1)
-        scores += torch.log_softmax(group, dim=-1).gather(1, wanted).flatten().tolist()
+        scores += _log_softmax(group).gather(1, wanted).flatten().tolist()
         is_argmax += (group.gather(1, wanted).flatten() >= group.amax(dim=-1)).tolist()
     bad = [row for row, score in enumerate(scores) if math.isnan(score)]
     if bad:
@@ -136,7 +137,16 @@ def _log_softmax_rows(logits: Tensor, rows: Sequence[int]) -> Iterator[tuple[int
         first, end = group[0], group[-1] + 1
         # Usually the rows are contiguous: slicing does not copy them.
         some = logits[first:end] if end - first == len(group) else logits[group]
-        yield from zip(group, torch.log_softmax(some.float(), dim=-1), strict=True)
+        yield from zip(group, _log_softmax(some.float()), strict=True)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """[n, V] float32 -> [n, V], each row independent of the others."""
+    vocab = logits.shape[1]
+    if logits.is_cuda and vocab % 4:
+        # torch divides the sum of a row among threads by the row's alignment to 16 bytes. Make all the same.
+        logits = functional.pad(logits, (0, -vocab % 4), value=-math.inf)
+    return torch.log_softmax(logits, dim=-1)[:, :vocab]
 
 
 def _listed_ids(specs: Sequence[OutputSpec], logits: Tensor) -> dict[int, Tensor]:

@@ -6,7 +6,7 @@ The grid depends on T, k and E only, and is large enough for any distribution ov
 pairs return. The host reads nothing back, so a launch can be captured in a CUDA graph.
 
 The bits of a row depend on M, N and K, and not on the rest of the batch. `config_for` has one configuration
-for few pairs per expert, and one for many.
+for few pairs per expert, and one for many, which is used for all if bits must not depend on their number.
 
 Dimension letters: T tokens; C hidden width; I intermediate width; E experts; k experts of a token; P pairs,
 T * k; M pairs, N outputs and K inputs of a tile.
@@ -15,7 +15,7 @@ T * k; M pairs, N outputs and K inputs of a tile.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -41,9 +41,9 @@ class TileConfig:
     num_stages: int
 
 
-def config_for(dtype: torch.dtype, pairs: int, experts: int) -> TileConfig:
+def config_for(dtype: torch.dtype, pairs: int, experts: int, *, batch_invariant: bool) -> TileConfig:
     """The tiles for a number of pairs, of all experts. They fit the shared memory of each architecture."""
-    few = pairs <= FEW_PAIRS * experts
+    few = pairs <= FEW_PAIRS * experts and not batch_invariant
     if dtype is torch.float32:
         # Computed without tensor cores, which do not have the precision of float32.
         return TileConfig(16, 64, 32, 4, 3) if few else TileConfig(64, 64, 32, 4, 3)
@@ -168,6 +168,7 @@ def _multiply(
     top_k: int,
     *,
     gather: bool,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     """Multiply each pair's row of x by the matrix of its expert.
 
@@ -178,12 +179,13 @@ def _multiply(
         starts: [E + 1], where those of each expert begin.
         top_k: k.
         gather: Which way.
+        batch_invariant: Use one configuration for any number of pairs.
 
     Returns:
         A new tensor [P, OUTPUTS]: rows of sorted pairs with `gather`, else of pairs in their own order.
     """
     experts, outputs, inputs = weight.shape
-    config = config_for(x.dtype, len(pairs), experts)
+    config = config_for(x.dtype, len(pairs), experts, batch_invariant=batch_invariant)
     out = torch.empty(len(pairs), outputs, dtype=x.dtype, device=x.device)
     # The most blocks of any distribution: one for each expert with a pair, and one for each further M pairs.
     begun = min(experts, len(pairs))
@@ -202,6 +204,8 @@ def experts(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     activation: str,
+    *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Launch the kernels; see `kernels.experts.experts`. Arguments are checked, weights are single tensors.
 
@@ -213,10 +217,9 @@ def experts(
         return out
     sorted_ids, pairs = expert_ids.flatten().sort(stable=True)
     starts = torch.searchsorted(sorted_ids, torch.arange(len(gate_up) + 1, device=x.device))
-    inner = _multiply(x, gate_up, pairs, starts, top_k, gather=True)  # [P, 2 * I]
-    outputs = _multiply(
-        gated_activation(inner, activation), down, pairs, starts, top_k, gather=False
-    )  # [P, C]
+    multiply = partial(_multiply, pairs=pairs, starts=starts, top_k=top_k, batch_invariant=batch_invariant)
+    inner = multiply(x, gate_up, gather=True)  # [P, 2 * I]
+    outputs = multiply(gated_activation(inner, activation), down, gather=False)  # [P, C]
     variant = _sum(top_k, x.shape[1])
     grid = (tokens * triton.cdiv(x.shape[1], BLOCK),)
     variant.launch(grid, out, outputs, expert_weights, expert_weights.stride(0))
@@ -239,7 +242,7 @@ def compile_specs() -> list[CompileSpec]:
 
 def _product_spec(dtype: str, shape: tuple[int, int, int, int], few: bool, *, gather: bool) -> CompileSpec:
     experts, inner, width, top_k = shape
-    config = config_for(DTYPES[dtype], FEW_PAIRS * experts + (not few), experts)
+    config = config_for(DTYPES[dtype], FEW_PAIRS * experts, experts, batch_invariant=not few)
     outputs, inputs = (2 * inner, width) if gather else (width, inner)
     types = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | dict.fromkeys(("pairs", "starts"), "*i64")
     way = "gate_up" if gather else "down"

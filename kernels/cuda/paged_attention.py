@@ -1,7 +1,8 @@
 """Attention of a mixed batch on the GPU: chooses the kernel for each item.
 
 The first items of one token run in the decode kernel, which splits their keys. Batches have decodes first.
-All other items run in the prefill kernel, which supports single tokens and trees too.
+All other items run in the prefill kernel, which supports single tokens and trees too. If bits must not depend
+on the batch, all items do: the splits of the decode kernel depend on it, and its sums have another order.
 
 No launch depends on the lengths of contexts, neither on the device nor on the host, so a CUDA graph that was
 captured with short contexts is correct for long ones.
@@ -49,11 +50,13 @@ def paged_attention(
     v_pages: torch.Tensor,
     batch: AttentionBatch,
     scoring: Scoring,
+    *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Attend every item to its own sequence. Checks nothing: see `kernels.paged_attention.paged_attention`.
 
-    The bits of an item's rows depend on how many items of one token come first and on the width of the page
-    tables, which decide the splits, but on nothing in the other items.
+    Without `batch_invariant` the bits of an item's rows depend on how many items of one token come first and
+    on the width of the page tables, which decide the splits, but on nothing in the other items.
 
     Args:
         query: [T, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
@@ -61,6 +64,7 @@ def paged_attention(
         v_pages: [pages, S, K, V] contiguous; dtype of query.
         batch: Rows and pages of the items, on the device of query; rows of page_tables are contiguous.
         scoring: How scores become weights.
+        batch_invariant: The bits of a row must depend on its sequence only.
 
     Returns:
         A new contiguous tensor [T, H, V] with the dtype of query. Rows of items without context are zeros.
@@ -72,7 +76,7 @@ def paged_attention(
     page_size, kv_heads = k_pages.shape[1:3]
     trees = batch.trees
     others = (item for item, length in enumerate(batch.query_lens) if length != 1)
-    decodes = next(others, items)
+    decodes = 0 if batch_invariant else next(others, items)
     if trees is not None:
         decodes = min(decodes, next(item for item, is_tree in enumerate(trees.is_tree) if is_tree))
     if decodes:
@@ -100,5 +104,6 @@ def paged_attention(
             scoring,
             limits.shared_bytes,
             None if trees is None else trees.after(decodes),
+            batch_invariant=batch_invariant,
         )
     return out

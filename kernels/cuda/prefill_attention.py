@@ -4,6 +4,11 @@ A program computes a block of rows: some tokens of one item, each with the G que
 so that keys are read once for the group. All rows of a block attend to most of its keys. The loop over these
 keys has no masks; a second loop, with masks, processes the rest.
 
+With BATCH_INVARIANT the bits of a row depend on its sequence only, not on the other rows of its block. The
+loop with masks then processes all keys, since in the other one the compiler fuses the scaling of a score with
+the subtraction of the maximum, which saves a rounding. With a window too its tiles begin at multiples of
+TILE, so up to TILE - 1 keys before the window are read.
+
 A program finds its item by binary search on the device, so the grid depends on T and N only. The blocks of
 item i begin at start[i] // Q + i, which is enough for the ceil(tokens / Q) blocks of each item. Programs
 without a block return.
@@ -114,6 +119,17 @@ def find_block(query_starts, block, num_items, BLOCK_Q: tl.constexpr):
     return low, item_row, query_len, (block - (item_row // BLOCK_Q + low)) * BLOCK_Q
 
 
+@triton.jit
+def first_key(oldest, WINDOW: tl.constexpr, BATCH_INVARIANT: tl.constexpr, TILE: tl.constexpr):
+    """The first key for a block of rows, of which the oldest is at position `oldest`."""
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(oldest - WINDOW + 1, 0)
+        if BATCH_INVARIANT:
+            begin = begin // TILE * TILE
+    return begin
+
+
 # Slices of a batch begin at any address, and table widths change: neither may compile another variant.
 @triton.jit(
     do_not_specialize=["table_stride", "num_items"],
@@ -149,6 +165,7 @@ def prefill_kernel(
     F: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    BATCH_INVARIANT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -182,9 +199,7 @@ def prefill_kernel(
         root, row_ancestors, tree_depths = tree_of(roots, ancestors, depths, item, token_rows, present)
         positions = tree_positions(positions, root, tree_depths)
         oldest = tl.minimum(oldest, root)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(oldest - WINDOW + 1, 0)
+    begin = first_key(oldest, WINDOW, BATCH_INVARIANT, TILE)
 
     query_tile = tl.load(
         query + token_rows[:, None] * query_stride + heads[:, None] * head_stride + columns[None, :],
@@ -198,7 +213,7 @@ def prefill_kernel(
     v_head = v_pages + kv_head * V
     slopes = slopes_of(alibi_slopes, heads, present)
     table = page_tables + item.to(tl.int64) * table_stride
-    if WINDOW == 0:
+    if WINDOW == 0 and not BATCH_INVARIANT:
         # Padding items begin at a negative position.
         bulk_end = tl.maximum(oldest + 1, 0) // TILE * TILE
         attended, total, highest = attend_keys(
@@ -271,9 +286,13 @@ def _variant(
     value_width: int,
     sliding_window: int | None,
     shared_bytes: int,
+    *,
+    batch_invariant: bool,
 ) -> Variant:
     config = config_for(dtype, max(k_pages[3], value_width), shared_bytes)
-    return config.variant(prefill_kernel, heads, k_pages, value_width, sliding_window)
+    return config.variant(
+        prefill_kernel, heads, k_pages, value_width, sliding_window, BATCH_INVARIANT=batch_invariant
+    )
 
 
 def prefill_attention(
@@ -287,6 +306,8 @@ def prefill_attention(
     scoring: Scoring,
     shared_bytes: int,
     trees: TokenTrees | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> None:
     """Attend the new tokens of each item to its own sequence, whose last tokens they are.
 
@@ -305,6 +326,7 @@ def prefill_attention(
         scoring: How scores become weights.
         shared_bytes: The shared memory that a program may use, which determines the tiles; see `config_for`.
         trees: Which items are trees, contiguous, on the device of query; or None.
+        batch_invariant: The bits of a row must depend on its sequence only.
     """
     rows, heads, _ = query.shape
     kv_heads = k_pages.shape[2]
@@ -312,7 +334,13 @@ def prefill_attention(
     if rows == 0:
         return
     variant = _variant(
-        query.dtype, heads, k_pages.shape, v_pages.shape[3], scoring.sliding_window, shared_bytes
+        query.dtype,
+        heads,
+        k_pages.shape,
+        v_pages.shape[3],
+        scoring.sliding_window,
+        shared_bytes,
+        batch_invariant=batch_invariant,
     )
     tokens_a_block = variant.constexprs["BLOCK_M"] // variant.constexprs["GROUP"]
     blocks = rows // tokens_a_block + items
@@ -357,7 +385,8 @@ def compile_specs() -> list[CompileSpec]:
         shapes += [(dtype, 192, 128, 1, None, ""), (dtype, 256, 256, 2, None, "softcap_log2")]
     specs = [(shape, False) for shape in shapes] + [(shape, True) for shape in treelike]
     return [
-        _compile_spec(*shape, architecture, trees=trees)
+        _compile_spec(*shape, architecture, trees=trees, batch_invariant=batch_invariant)
+        for batch_invariant in (False, True)
         for shape, trees in specs
         for architecture in SHARED_BYTES
     ]
@@ -373,13 +402,22 @@ def _compile_spec(
     architecture: int,
     *,
     trees: bool,
+    batch_invariant: bool,
 ) -> CompileSpec:
     pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
-    shared_bytes = SHARED_BYTES[architecture]
+    variant = _variant(
+        DTYPES[dtype],
+        8 * group,
+        (1, 16, 8, width),
+        value_width,
+        window,
+        SHARED_BYTES[architecture],
+        batch_invariant=batch_invariant,
+    )
     return CompileSpec(
-        _variant(DTYPES[dtype], 8 * group, (1, 16, 8, width), value_width, window, shared_bytes),
-        f"prefill_attention {dtype} {widths_name(width, value_width)} G={group}"
-        f" window={window} {feature}{' trees' if trees else ''}".rstrip(),
+        variant,
+        f"prefill_attention {dtype} {widths_name(width, value_width)} G={group} window={window} {feature}"
+        f"{' trees' if trees else ''}{' invariant' if batch_invariant else ''}".rstrip(),
         {
             **pointers,
             **feature_types(feature),

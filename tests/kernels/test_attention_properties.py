@@ -170,7 +170,7 @@ def test_launches_of_a_mixed_batch(name: str, monkeypatch: pytest.MonkeyPatch, d
     launched = {"decode_attention": 0, "prefill_attention": 0}
     for kernel in launched:
 
-        def count(out: torch.Tensor, *arguments: Any, kernel: str = kernel) -> None:
+        def count(out: torch.Tensor, *arguments: Any, kernel: str = kernel, **_: Any) -> None:
             launched[kernel] = len(next(each for each in arguments if each is not None and each.dim() == 2))
 
         monkeypatch.setattr(cuda, kernel, count)

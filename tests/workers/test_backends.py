@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.families import settings_of
+from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.workers.packing import HandPacker, HandSequence, Item
 from tests.workers.test_library_model import tiny_model
@@ -65,6 +66,17 @@ def test_room_is_left_for_the_rotations_of_every_kind_of_layer(tmp_path: Path) -
         tables = model._rope_tables.values()
         table_bytes = sum(table.nbytes for table in tables)
         assert len(tables) == 2 and table_bytes == num_pages * 16 * model.rotation_bytes
+
+
+def test_batch_invariance_is_reported_and_can_be_required(native: Path, other: Path) -> None:
+    """On the CPU the compiled kernels have it, for whatever dtype they have."""
+    need_compiled()
+    assert LlmExecutor.load(native, kv_pages=4).capabilities().batch_invariant
+    assert LlmExecutor.load(native, kv_pages=4, batch_invariant=True).capabilities().batch_invariant
+    for directory, dtype, why in ((other, "auto", "transformers backend"), (native, "float16", "float16")):
+        assert not LlmExecutor.load(directory, dtype=dtype, kv_pages=4).capabilities().batch_invariant
+        with pytest.raises(ModelError, match=f"batch_invariant is on, .*{why}"):
+            LlmExecutor.load(directory, dtype=dtype, kv_pages=4, batch_invariant=True)
 
 
 def test_both_backends_say_the_same(native: Path) -> None:

@@ -307,4 +307,5 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
         kv_capacity_tokens=min(model.max_seq_len, kv.num_pages * kv.page_size),
         supports_token_trees=engine.takes_trees,
         supports_hidden_states=engine.runner.has_hidden_states,
+        batch_invariant=engine.batch_invariant,
     )

@@ -36,10 +36,19 @@ from workers.token_trees import kept_path
 class Engine:
     """Owns the pages, the sequences, the runner and the counts."""
 
-    def __init__(self, kv_table: KvTable, kv: KvTensors, runner: Runner, *, takes_trees: bool = True) -> None:
-        """`takes_trees`: the model attends token trees."""
+    def __init__(
+        self,
+        kv_table: KvTable,
+        kv: KvTensors,
+        runner: Runner,
+        *,
+        takes_trees: bool = True,
+        batch_invariant: bool = False,
+    ) -> None:
+        """`takes_trees` and `batch_invariant` are those of the model."""
         self.kv = kv
         self.takes_trees = takes_trees
+        self.batch_invariant = batch_invariant
         self.runner = runner
         self._kv_table = kv_table
         # Which forwards wait for pages that others are computing.

@@ -24,6 +24,7 @@ class Capabilities:
     supports_native_unified_decode: bool
     supports_token_trees: bool
     supports_hidden_states: bool
+    batch_invariant: bool
     supports_verify: bool = True
     supports_fork: bool = True
     supports_sampling: bool = True

@@ -14,11 +14,12 @@ import torch
 
 from workers.executors.base import ModelExecutor
 from workers.executors.engine import Engine
-from workers.executors.loading import AUTO, choose_backend, load_served
+from workers.executors.loading import AUTO, NATIVE, choose_backend, load_served
 from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, choose_num_pages
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_device
+from workers.models.errors import ModelError
 from workers.models.files import check_not_pickled
 from workers.models.licence import read_licence
 from workers.models.model import PAGE_SIZE, Model, ModelDescription, new_pages, page_bytes
@@ -62,6 +63,7 @@ class LlmExecutor(ModelExecutor):
         limits: StepLimits | None = None,
         backend: str = AUTO,
         self_check: bool = True,
+        batch_invariant: bool = False,
         max_text_bytes: int = MAX_BYTES,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
@@ -73,6 +75,8 @@ class LlmExecutor(ModelExecutor):
         limits: the largest step; on a GPU it determines the memory that is left for the pool.
         backend: "native", "transformers" or "auto"; see `loading`.
         self_check: whether to check the model's outputs before it is served, with either backend.
+        batch_invariant: refuse a model whose rows depend on the rest of the batch. On a GPU this selects
+            other, slower kernels.
         max_text_bytes: tokenizer.json and the chat template are omitted if they are larger.
         progress: called with (done_bytes, total_bytes) while weights are read.
 
@@ -98,6 +102,8 @@ class LlmExecutor(ModelExecutor):
                 f"the weights of {directory.name} do not fit on {device}, which has {total_bytes >> 20} MiB;"
                 f" {free_bytes >> 20} MiB of them were left"
             ) from error
+        if batch_invariant:
+            _make_batch_invariant(model, directory, backend)
         if device.type == "cuda":
             kv, runner = _on_gpu(model, description, kv_pages, limits)
         else:
@@ -107,7 +113,21 @@ class LlmExecutor(ModelExecutor):
             description, model_id=model_id_of(directory), license=read_licence(directory)
         )
         table = KvTable(kv.num_pages, kv.page_size)
-        return cls(described, Engine(table, kv, runner, takes_trees=model.takes_trees), text)
+        engine = Engine(
+            table, kv, runner, takes_trees=model.takes_trees, batch_invariant=model.batch_invariant
+        )
+        return cls(described, engine, text)
+
+
+def _make_batch_invariant(model: Model, directory: Path, backend: str) -> None:
+    """Select the kernels for it. Raises ModelError if there are none for the model."""
+    if model.device.type == "cuda" and backend == NATIVE:
+        model.batch_invariant = True
+    if not model.batch_invariant:
+        raise ModelError(
+            f"{directory}: batch_invariant is on, and with the {backend} backend and {model.dtype} on"
+            f" {model.device} results depend on the rest of a batch"
+        )
 
 
 def model_id_of(directory: Path) -> str:

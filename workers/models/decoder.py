@@ -63,6 +63,8 @@ class Decoder:
         self.embedding: Weight = embedding
         self.layers = list(layers)
         self.lm_head: Weight = lm_head
+        # On a GPU the caller may set this. On the CPU it cannot be chosen: `pack` sets it.
+        self.batch_invariant = False
         self._final_norm = final_norm
         self.kv_layers = (
             LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim),
@@ -105,6 +107,9 @@ class Decoder:
         ropes = tuple(self.config.ropes)
         self._before_last_mlp = compiled(before, ropes)
         (self._last_mlp,) = compiled([last], ropes)
+        # Attention of heads of other widths runs in torch.
+        has_attention = self.config.head_dim in range(16, 257, 16)
+        self.batch_invariant = isinstance(self.lm_head, PackedWeight) and has_attention
 
     def _sublayers(self) -> list[Sublayer]:
         """In order: attention and MLP of each layer."""
@@ -130,7 +135,8 @@ class Decoder:
         residual = self._embedded(inputs.token_ids)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
-        context = ForwardContext(inputs, kv, self._rotations(inputs.positions, kv))
+        rotations = self._rotations(inputs.positions, kv)
+        context = ForwardContext(inputs, kv, rotations, self.batch_invariant)
         x: torch.Tensor | None = None
         for index, stage in enumerate(self._before_last_mlp if capture is None else self._sublayers()[:-1]):
             if capture is not None and index % 2 == 0:
@@ -158,7 +164,7 @@ class Decoder:
         Returns:
             [R, V] in the model's dtype, owned by the caller.
         """
-        logits = linear(hidden, self.lm_head)
+        logits = linear(hidden, self.lm_head, batch_invariant=self.batch_invariant)
         if self.config.logits_divisor != 1.0:
             logits = logits.div_(self.config.logits_divisor)
         cap = self.config.logits_softcap

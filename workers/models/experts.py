@@ -70,9 +70,17 @@ class Experts:
         self.gate_up = pack_experts(self.gate_up)
         self.down = pack_experts(self.down)
 
-    def __call__(self, x: torch.Tensor, _context: ForwardContext, /) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
         dtype = torch.float32 if self._wide_routing else x.dtype
-        logits = linear(x, self.router)  # [T, E]
+        logits = linear(x, self.router, batch_invariant=context.batch_invariant)  # [T, E]
         expert_ids, weights = route(logits, self._config.per_token, self._config.normalized, dtype=dtype)
-        return experts(x, self.gate_up, self.down, expert_ids, weights, self._activation)
+        return experts(
+            x,
+            self.gate_up,
+            self.down,
+            expert_ids,
+            weights,
+            self._activation,
+            batch_invariant=context.batch_invariant,
+        )

@@ -33,11 +33,13 @@ class ForwardContext:
         inputs: The batch.
         kv: The pages.
         rotations: [T, R] float32 for each rotary embedding: cosines and sines at the positions of the tokens.
+        batch_invariant: On a GPU, the bits of a row must not depend on the other rows.
     """
 
     inputs: ForwardInputs
     kv: KvTensors
     rotations: Mapping[RopeSpec, torch.Tensor]
+    batch_invariant: bool
 
 
 class Norm:
@@ -203,13 +205,15 @@ class Attention:
             scale=shape.scale,
             sliding_window=shape.window,
             softcap=shape.softcap,
+            batch_invariant=context.batch_invariant,
         ).flatten(1)  # [T, H * D]
-        return self.output(attended.index_select(0, wanted) if self.is_last else attended)
+        rows = attended.index_select(0, wanted) if self.is_last else attended
+        return self.output(rows, batch_invariant=context.batch_invariant)
 
     def _project(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Queries [T, H, D]. Writes keys and values to their slots."""
         shape = self.shape
-        projected = self.qkv(x)  # [T, (H + 2 * K) * D]
+        projected = self.qkv(x, batch_invariant=context.batch_invariant)  # [T, (H + 2 * K) * D]
         if self.row_norms is not None:
             first = 0
             for weight in self.row_norms:
@@ -246,6 +250,7 @@ class GatedMlp:
         self.gate_up.pack()
         self.down.pack()
 
-    def __call__(self, x: torch.Tensor, _context: ForwardContext, /) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
-        return self.down(gated_activation(self.gate_up(x), self.activation))
+        gate_up = self.gate_up(x, batch_invariant=context.batch_invariant)  # [T, 2 * I]
+        return self.down(gated_activation(gate_up, self.activation), batch_invariant=context.batch_invariant)

@@ -81,6 +81,6 @@ class Linear:
         """Pack the filled weight in place. The targets must not be used afterwards."""
         self.weight = pack_weight(self.weight, in_place=True)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *, batch_invariant: bool) -> torch.Tensor:
         """[T, I] -> [T, O], a new tensor."""
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, batch_invariant=batch_invariant)

@@ -61,6 +61,8 @@ class Model(Protocol):
     has_hidden_states: bool
     # Whether its attention supports token trees; see `AttentionBatch`.
     takes_trees: bool
+    # Whether the bits of a row depend only on the tokens up to it: not on the rest of the batch or on chunks.
+    batch_invariant: bool
     # Whether its decodes may be captured as CUDA graphs.
     graphable: bool
     # Memory for each position that fits the pages, allocated in the first step.

@@ -391,6 +391,12 @@ export interface ExecutorCapabilities {
    * "cpu-avx2 (bfloat16 weights, float32 arithmetic)" or "torch: this CPU has no AVX2; expect it to be slow".
    */
   products: string;
+  /**
+   * The bits of a row's logits, log-probabilities and hidden states depend only on the tokens up to it and on the kind
+   * of device: not on what else is computed, nor on the chunks in which the tokens are appended. Rows of trees of
+   * drafts are an exception.
+   */
+  batchInvariant: boolean;
 }
 
 /** Usage of the pages of a KV pool. The last four fields count from the start of the worker. */
@@ -2461,6 +2467,7 @@ function createBaseExecutorCapabilities(): ExecutorCapabilities {
     supportsTokenTrees: false,
     supportsHiddenStates: false,
     products: "",
+    batchInvariant: false,
   };
 }
 
@@ -2525,6 +2532,9 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
     }
     if (message.products !== "") {
       writer.uint32(154).string(message.products);
+    }
+    if (message.batchInvariant !== false) {
+      writer.uint32(160).bool(message.batchInvariant);
     }
     return writer;
   },
@@ -2694,6 +2704,14 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
             message.products = reader.string();
             continue;
           }
+          case 20: {
+            if (tag !== 160) {
+              break;
+            }
+
+            message.batchInvariant = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2732,6 +2750,7 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
     message.supportsTokenTrees = object.supportsTokenTrees ?? false;
     message.supportsHiddenStates = object.supportsHiddenStates ?? false;
     message.products = object.products ?? "";
+    message.batchInvariant = object.batchInvariant ?? false;
     return message;
   },
 };

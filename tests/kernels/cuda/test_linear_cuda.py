@@ -1,0 +1,39 @@
+"""The projections of batch-invariant models, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cuda.linear import linear
+from kernels.linear import linear_reference
+from tests.kernels.cuda.poison import surrounded
+from tests.kernels.test_linear import sum_loss
+
+torch.set_num_threads(1)
+
+DTYPES = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 64, 150])
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 80), (128, 64), (140, 130), (1, 1)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_as_in_float64(
+    rows: int, outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: str
+) -> None:
+    """What is beside the rows in memory is not read, nor what is behind the weight and the bias."""
+    generator = torch.Generator().manual_seed(rows + outputs)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((rows, inputs), (outputs, inputs), (outputs,))
+    )
+    memory = torch.full(((outputs + 1) * (inputs + 1),), torch.nan, dtype=dtype, device=device)
+    placed = memory[: outputs * inputs].view(outputs, inputs).copy_(weight)
+    other = memory[outputs * inputs :][:outputs].copy_(bias) if biased else None
+    expected = linear_reference(x.double(), weight.double(), bias.double() if biased else None)
+    actual = linear(surrounded(x, device), placed, other)
+    assert actual.dtype is dtype
+    torch.testing.assert_close(
+        actual.cpu().double(), expected, rtol=DTYPES[dtype], atol=sum_loss(inputs) + 2**-25
+    )
