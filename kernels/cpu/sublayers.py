@@ -62,7 +62,16 @@ class _Step(ctypes.Structure):
     )
 
 
-Pages = Sequence[tuple[torch.Tensor, torch.Tensor]]
+class Pages:
+    """The keys and values of all layers of a model. Their memory must not move."""
+
+    def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Take keys and values of each layer, [pages, S, K, D] contiguous, all with as many pages."""
+        self.num_pages, self.page_size = layers[0][0].shape[:2]
+        self.keys, self.values = (
+            (ctypes.c_void_p * len(layers))(*(tensor.data_ptr() for tensor in tensors))
+            for tensors in zip(*layers, strict=True)
+        )
 
 
 class Sublayers:
@@ -109,7 +118,7 @@ class Sublayers:
             rotations: [T, R] float32 contiguous for each rotary embedding.
             slots: [T] int64, see `kernels.rope_kv_write`.
             wanted: [R] int64, the rows that the last attention of a model returns.
-            pages: Keys and values of each layer of the model, [pages, S, K, D] contiguous.
+            pages: Keys and values.
             batch: Rows and pages of the items.
             has_x: Whether x has contents.
 
@@ -117,22 +126,20 @@ class Sublayers:
             IndexError: A slot is beyond the last page. Nothing is written then.
         """
         # Variables keep the memory alive that the kernel reads. int32 tensors are not copied.
-        tables, starts, contexts = (
-            numbers.to(torch.int32).contiguous()
-            for numbers in (batch.page_tables, batch.query_starts, batch.context_lens)
-        )
+        tables = batch.page_tables.to(torch.int32)
+        starts = batch.query_starts.to(torch.int32).contiguous()
+        contexts = batch.context_lens.to(torch.int32).contiguous()
         trees = batch.trees
         roots = None if trees is None else trees.roots.to(torch.int32).contiguous()
-        arrays = [
-            (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-            for tensors in (rotations, [keys for keys, _ in pages], [values for _, values in pages])
-        ]
+        tables_of_rotations = (ctypes.c_void_p * len(rotations))(*map(torch.Tensor.data_ptr, rotations))
         step = _Step(
             x.data_ptr(),
             residual.data_ptr(),
             slots.data_ptr(),
             wanted.data_ptr(),
-            *(ctypes.addressof(array) for array in arrays),
+            ctypes.addressof(tables_of_rotations),
+            ctypes.addressof(pages.keys),
+            ctypes.addressof(pages.values),
             tables.data_ptr(),
             starts.data_ptr(),
             contexts.data_ptr(),
@@ -142,8 +149,8 @@ class Sublayers:
             len(x),
             len(wanted),
             rotations[0].shape[1] if rotations else 0,
-            pages[0][0].shape[0] * pages[0][0].shape[1],
-            pages[0][0].shape[1],
+            pages.num_pages * pages.page_size,
+            pages.page_size,
             len(batch.query_lens),
             tables.stride(0),
             torch.get_num_threads(),

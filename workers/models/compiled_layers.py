@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Protocol
@@ -13,6 +14,7 @@ from kernels.cpu.gated_activation import ACTIVATIONS
 from kernels.cpu.paged_attention import can_attend_width
 from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec
+from workers.kv.tensors import KvTensors
 from workers.models.layers import Attention, Body, ForwardContext, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
 
@@ -48,6 +50,7 @@ class CompiledSublayers:
         described = [_described(one, ropes) for one in model]
         self._sublayers = sublayers.Sublayers(described, _matrices(model[0].body)[0].weight.dtype, model)
         self._ropes = tuple(ropes)
+        self._kv: weakref.ref[KvTensors] | None = None
         last = model[-1].body
         self._returns_wanted = isinstance(last, Attention) and last.is_last
 
@@ -55,19 +58,21 @@ class CompiledSublayers:
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As the sublayers one after the other. Mutates `x` too."""
-        inputs, kv = context.inputs, context.kv
+        inputs = context.inputs
+        if self._kv is None or self._kv() is not context.kv:
+            self._kv = weakref.ref(context.kv)
+            self._pages = sublayers.Pages([context.kv.layer(i) for i in range(len(context.kv.layers))])
         has_x = x is not None
         if x is None:
             x = torch.empty_like(residual)
-        batch = inputs.attention
         self._sublayers.run(
             x,
             residual,
-            [context.rotations[rope] for rope in self._ropes],
+            [*map(context.rotations.__getitem__, self._ropes)],
             inputs.slots,
             inputs.wanted_rows,
-            [kv.layer(index) for index in range(len(kv.layers))],
-            batch,
+            self._pages,
+            inputs.attention,
             has_x=has_x,
         )
         return x[: len(inputs.wanted_rows)] if self._returns_wanted else x, residual
