@@ -55,7 +55,7 @@ def can_attend(
     return (
         query.device.type == "cpu"
         and query.dtype in library.SUFFIXES
-        and all(can_attend_width(width) for width in widths)
+        and all(width % _STEP == 0 and width <= _MAX_WIDTH for width in widths)
         and page_size % _STEP == 0
         and batch.page_tables.device.type == "cpu"
         and library.available()
