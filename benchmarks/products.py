@@ -1,8 +1,8 @@
 """Packed products beside torch's: `python -m benchmarks.products`. Prints a table of docs/performance.md.
 
-Products of some rows and 60 weights [3072, 1024], more than caches hold. A turn is the next few weights. Turns
-alternate; the least of thirty counts. "torch" is oneDNN with weights in its own packed layout for bfloat16,
-and torch's plain product for float32. Without instructions for bfloat16 oneDNN is too slow to compare with.
+Products of some rows and 60 weights [3072, 1024], more than caches hold. A turn is the next few weights.
+Turns alternate; the least of thirty counts. "torch" is oneDNN with weights in its own packed layout for
+bfloat16, and torch's plain product for float32. Without instructions for bfloat16 oneDNN is too slow to compare.
 """
 
 from __future__ import annotations
