@@ -2,8 +2,7 @@
 
 Products of some rows and 60 weights [3072, 1024], more than caches hold. A turn is the next few weights.
 Turns alternate; the least of thirty counts. "torch" is oneDNN with weights in its own packed layout for
-bfloat16, and torch's plain product for float32. Without instructions for bfloat16 oneDNN is too slow to
-compare with.
+bfloat16, and torch's plain product for float32. oneDNN is left out where it has no instructions for bfloat16.
 """
 
 from __future__ import annotations
