@@ -1,14 +1,13 @@
 // How instruction sets multiply rows and packed weights, with all sums in registers: see packed_product.h.
 #pragma once
 
-#include <immintrin.h>
-
+#include "intrinsics.h"
 #include "packed_product.h"
 
 namespace quire {
 
 // A sum for each output of a block.
-#if defined(__AVX512F__)
+#if defined(QUIRE_AVX512)
 struct Sums {
   __m512 all;
 };
@@ -44,7 +43,7 @@ template <>
 struct Product<float> {
   using Step = Sums;
   static constexpr int kStepInputs = 1;
-#if defined(__AVX512F__)
+#if defined(QUIRE_AVX512)
   static constexpr int kTileRows = 6, kTileBlocks = 4;
 #else
   static constexpr int kTileRows = 5, kTileBlocks = 1;
@@ -53,7 +52,7 @@ struct Product<float> {
   static void add(Sums& sums, Step weights, const float* row) { add_product(sums, weights, broadcast(*row)); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(QUIRE_AVX512_BF16)
 
 template <>
 struct Product<Bf16> {
@@ -77,7 +76,7 @@ struct Product<Bf16> {
     Sums even, odd;
   };
   static constexpr int kStepInputs = 2;
-#if defined(__AVX512F__)
+#if defined(QUIRE_AVX512)
   static constexpr int kTileRows = 5, kTileBlocks = 4;
   static Step weights_at(const Bf16* from) {
     const __m512i both = _mm512_loadu_si512(from), odd = _mm512_set1_epi32(static_cast<int>(0xffff0000u));

@@ -23,7 +23,7 @@ def active_kernels(device: torch.device) -> tuple[str, ...]:
 
 
 def check_instruction_set() -> None:
-    """Raises ModelError if QUIRE_CPU_ISA names an instruction set that this CPU lacks."""
+    """Raises ModelError if QUIRE_CPU_ISA names an instruction set that this machine lacks."""
     try:
         instruction_set()
     except InstructionSetError as error:
