@@ -17,6 +17,7 @@ import torch
 from kernels.cpu import library
 from kernels.linear import linear, pack_weight
 from tests.kernels.instruction_sets import need_compiled, use
+from tests.kernels.test_experts_cpu import Case
 
 GROUP = 32
 
@@ -150,6 +151,21 @@ def test_bits_of_a_row_are_the_same_for_any_number_of_rows(outputs: int, inputs:
     assert alone.isnan().any() and alone.isinf().any()
     for count in (*range(2, 71), 257, 300):
         assert torch.equal(bits(linear(rows[:count], packed, bias)), bits(alone[:count])), count
+
+
+def test_rows_that_are_anywhere_in_memory() -> None:
+    """Those of an expert: there is no distance between them at which tiles could be loaded."""
+    case = Case(40, 4, 2, 32, 64)
+    assert torch.equal(case.run(), case.one_by_one())
+
+
+def test_nothing_is_left_of_rows_before() -> None:
+    """Rows with a last group that is not full are copied, to where there was something else."""
+    weight = torch.randn(16, 33).bfloat16()
+    x = torch.randn(5, 33).bfloat16()
+    before = linear(x, pack_weight(weight))
+    linear(torch.full((5, 63), math.nan).bfloat16(), pack_weight(torch.ones(16, 63).bfloat16()))
+    assert torch.equal(linear(x, pack_weight(weight)), before)
 
 
 def test_denormals_are_computed_with_as_before_afterwards() -> None:
