@@ -73,7 +73,7 @@ serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="-
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
-test-isa: setup ## Run the tests that depend on the CPU with fewer of its instructions, 5 minutes (ARGS="-k linear")
+test-isa: setup ## Run the tests that depend on the CPU with other instruction sets, 10 minutes (ARGS="-k linear")
 	$(BIN)/python -m tests.isa $(ARGS)
 
 bench: $(BENCH_INSTALLED) ## Measure against transformers and llama.cpp, 15 minutes (ARGS="--rows decode-32 --minutes 5")

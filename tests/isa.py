@@ -1,7 +1,8 @@
-"""`make test-isa`: the tests whose outcome depends on the CPU, with fewer of its instructions.
+"""`make test-isa`: the tests whose outcome depends on the CPU, with other instruction sets than its best one.
 
 Each setting is a run of pytest, with variables that oneDNN, torch, MKL (on Intel's CPUs) and the compiled
-kernels read, and that workers inherit. Those that the CPU lacks are left out. Arguments are pytest's.
+kernels read, and that workers inherit. Where the CPU lacks an instruction set, our kernels for it are tested
+in plain C++ (kernels/cpu/plain_intrinsics.h), by fewer tests. Arguments are pytest's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 from kernels.cpu import library
 
@@ -34,6 +36,12 @@ TESTS = (
     "tests/e2e/test_parity_machine.py",
     "tests/e2e/test_same_bits.py",
 )
+# Of the kernels alone, and of small models: products, attention, and that bits do not depend on company.
+EMULATED_TESTS = (
+    *("tests/kernels/test_linear.py", "tests/kernels/test_experts_cpu.py", "tests/kernels/test_amx.py"),
+    *("tests/kernels/test_attention.py", "tests/kernels/test_attention_properties.py", "-k", "not triton"),
+    *("tests/workers/test_families.py", "tests/workers/test_packed_linear.py"),
+)
 PROCESSES = ("-n", "logical", "--maxprocesses", "4", "--dist", "worksteal")
 
 
@@ -47,29 +55,35 @@ def _all(ours: str, onednn: str, aten: str, mkl: str) -> dict[str, str]:
 
 
 # By name: the flag of /proc/cpuinfo that is needed, or that makes a difference, and the variables.
-SETTINGS = {
+NATIVE = {
     "avx2": ("avx2", _all("avx2", "AVX2", "avx2", "AVX2")),
-    "avx512 without bfloat16": ("avx512vl", _all("avx512", "AVX512_CORE", "avx512", "AVX512")),
-    "avx512 with bfloat16, without amx": (
-        "amx_bf16",
-        _all("avx512bf16", "AVX512_CORE_BF16", "avx512", "AVX512"),
-    ),
+    "avx512": ("avx512vl", _all("avx512", "AVX512_CORE", "avx512", "AVX512")),
+    "avx512bf16": ("amx_bf16", _all("avx512bf16", "AVX512_CORE_BF16", "avx512", "AVX512")),
     "no compiled kernels": ("", {library.VARIABLE: "none"}),
 }
 
 
+def settings(flags: set[str]) -> Iterator[tuple[str, dict[str, str], tuple[str, ...]]]:
+    """The name, variables and tests of each run on a CPU with these flags."""
+    for name, (needed, variables) in NATIVE.items():
+        if needed in flags | {""}:
+            yield name, variables, TESTS
+    for native, emulated in zip(library.INSTRUCTION_SETS, library.EMULATED_SETS, strict=False):
+        if not native.cpu_flags <= flags and emulated.cpu_flags <= flags:
+            yield emulated.name, {library.VARIABLE: emulated.name}, EMULATED_TESTS
+
+
 def main() -> int:
     """Runs the tests in all settings; returns how many failed."""
-    flags, outcomes = library.cpu_flags() | {""}, {}
-    for name, (needed, variables) in SETTINGS.items():
-        if needed not in flags:
-            outcomes[name] = f"left out: this CPU has no {needed}"
-            continue
+    flags, outcomes = library.cpu_flags(), dict[str, str]()
+    best = next((known.name for known in library.INSTRUCTION_SETS if known.cpu_flags <= flags), "none")
+    print(f"The best of this CPU, which `make test` runs with: {best}")
+    for name, variables, tests in settings(flags):
         print(f"{name}: {' '.join(f'{key}={value}' for key, value in variables.items())}", flush=True)
         began_s, environment = time.monotonic(), os.environ | variables
         # Workers do not build.
         subprocess.run([sys.executable, "-m", "kernels.cpu.library"], env=environment, check=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-rs", *PROCESSES, *TESTS, *sys.argv[1:]]
+        command = [sys.executable, "-m", "pytest", "-q", "-rs", *PROCESSES, *tests, *sys.argv[1:]]
         failed = subprocess.run(command, env=environment, check=False).returncode
         outcomes[name] = f"{'failed' if failed else 'passed'} in {time.monotonic() - began_s:.0f} s"
     print(*(f"{name:34} {outcome}" for name, outcome in outcomes.items()), sep="\n")

@@ -49,7 +49,7 @@ class InstructionSet:
 
     Attributes:
         name: The name in reports to users and in file names.
-        compiler_flags: The compiler's flags that enable it.
+        compiler_flags: The compiler's flags that enable it, and the macros that tell the sources.
         cpu_flags: The flags in /proc/cpuinfo that a CPU needs to run the build.
     """
 
@@ -60,11 +60,31 @@ class InstructionSet:
 
 _V3_FLAGS = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"))
 _V4_FLAGS = _V3_FLAGS | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_V3_COMPILER_FLAG = "-march=x86-64-v3"
+_AVX512 = ("-march=x86-64-v4", "-DQUIRE_AVX512")
+_BFLOAT16_MACRO = "-DQUIRE_AVX512_BF16"
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16", _BFLOAT16_MACRO)
+_AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DQUIRE_AMX")
+_TILES_FLAG = "amx_tile"
 # The best first.
 INSTRUCTION_SETS = (
-    InstructionSet("avx512bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4_FLAGS | {"avx512_bf16"}),
-    InstructionSet("avx512", ("-march=x86-64-v4",), _V4_FLAGS),
-    InstructionSet("avx2", ("-march=x86-64-v3",), _V3_FLAGS),
+    InstructionSet("amx", _AMX, _V4_FLAGS | {"avx512_bf16", "amx_bf16", _TILES_FLAG}),
+    InstructionSet("avx512bf16", _AVX512_BF16, _V4_FLAGS | {"avx512_bf16"}),
+    InstructionSet("avx512", _AVX512, _V4_FLAGS),
+    InstructionSet("avx2", (_V3_COMPILER_FLAG,), _V3_FLAGS),
+)
+# For tests, and only by name: the same sources, with plain C++ for the instructions that AVX2 does not have.
+EMULATED_SETS = tuple(
+    InstructionSet(
+        f"emulated-{known.name}",
+        (
+            _V3_COMPILER_FLAG,
+            "-DQUIRE_PLAIN_INTRINSICS",
+            *(flag for flag in known.compiler_flags if flag.startswith("-D")),
+        ),
+        _V3_FLAGS,
+    )
+    for known in INSTRUCTION_SETS[:-1]
 )
 
 
@@ -80,7 +100,7 @@ class BuildError(Exception):
 
 
 class InstructionSetError(Exception):
-    """QUIRE_CPU_ISA names an unknown instruction set, or one that this CPU lacks."""
+    """QUIRE_CPU_ISA names an unknown instruction set, or one that this machine lacks."""
 
 
 def available() -> bool:
@@ -97,7 +117,7 @@ def kernel_name() -> str | None:
 def multiplies_bfloat16() -> bool:
     """Whether the instruction set has products of bfloat16. Without them kernels convert rows to float32."""
     instructions = instruction_set()
-    return instructions is not None and "avx512_bf16" in instructions.cpu_flags
+    return instructions is not None and _BFLOAT16_MACRO in instructions.compiler_flags
 
 
 @functools.cache
@@ -169,31 +189,41 @@ def instruction_set() -> InstructionSet | None:
     """The instruction set that QUIRE_CPU_ISA names, else the best that this CPU has; None if there is none.
 
     Raises:
-        InstructionSetError: QUIRE_CPU_ISA names an unknown instruction set, or one that this CPU lacks.
+        InstructionSetError: QUIRE_CPU_ISA names an unknown instruction set, or one that this machine lacks.
     """
     flags, name = cpu_flags(), os.environ.get(VARIABLE)
     if name is None:
         return next((known for known in INSTRUCTION_SETS if known.cpu_flags <= flags), None)
     if name == _NONE:
         return None
-    named = next((known for known in INSTRUCTION_SETS if known.name == name), None)
+    named = next((known for known in (*INSTRUCTION_SETS, *EMULATED_SETS) if known.name == name), None)
     if named is None:
         names = ", ".join(known.name for known in INSTRUCTION_SETS)
         raise InstructionSetError(f"{VARIABLE} = {name}: must be one of {names}, {_NONE}")
     if missing := named.cpu_flags - flags:
-        raise InstructionSetError(f"{VARIABLE} = {name}: this CPU lacks {', '.join(sorted(missing))}")
+        raise InstructionSetError(f"{VARIABLE} = {name}: this machine lacks {', '.join(sorted(missing))}")
     return named
 
 
 def cpu_flags() -> set[str]:
-    """The flags of this CPU in /proc/cpuinfo; empty if it is not x86-64 or the system is not Linux."""
+    """The flags of this CPU in /proc/cpuinfo, without AMX's if Linux refuses its tiles to this process.
+
+    Empty if the CPU is not x86-64 or the system is not Linux.
+    """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return set()
     try:
         lines = _CPU_INFO.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return set()
-    return next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())
+    return flags if _TILES_FLAG not in flags or _may_use_tiles() else flags - {_TILES_FLAG}
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux for the tiles of AMX, as each process must that uses them: for all its threads."""
+    arguments = 158, 0x1023, 18  # SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return bool(ctypes.CDLL(None).syscall(*map(ctypes.c_long, arguments)) == 0)
 
 
 def _prefix(instructions: InstructionSet) -> str:

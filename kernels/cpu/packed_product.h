@@ -4,8 +4,9 @@
 // bfloat16 a block is [I / 2, 16, 2], pairs of inputs, with I filled up to a multiple of 32: each KiB of it is a tile of
 // AMX. Of float32 it is [I, 16].
 //
-// An output is the sum over its inputs one after the other, in float32, by fused multiply-adds. So its bits depend
-// neither on the other rows, nor on how rows and outputs are divided into tiles and among threads.
+// An output is the sum over its inputs one after the other, in float32, by fused multiply-adds; with AMX in the order of
+// amx_product.cpp. So its bits depend neither on the other rows, nor on how rows and outputs are divided into tiles and
+// among threads.
 #pragma once
 
 #include <type_traits>
@@ -18,7 +19,7 @@ constexpr int64_t kBlockOutputs = 16;
 constexpr int64_t kGroupInputs = 32;
 
 // The type that rows must have for products with a weight. Without instructions for bfloat16 it is float.
-#if defined(__AVX512BF16__)
+#if defined(QUIRE_AVX512_BF16)
 template <typename Weight>
 using InputOf = Weight;
 #else
@@ -61,5 +62,10 @@ struct Products {
 
   void multiply_blocks(int64_t begin, int64_t end) const;
 };
+
+#if defined(QUIRE_AMX)
+template <>
+void Products<Bf16>::multiply_blocks(int64_t begin, int64_t end) const;  // amx_product.cpp
+#endif
 
 }  // namespace quire

@@ -1,14 +1,13 @@
 // How instruction sets multiply rows and packed weights, with all sums in registers: see packed_product.h.
 #pragma once
 
-#include <immintrin.h>
-
+#include "intrinsics.h"
 #include "packed_product.h"
 
 namespace quire {
 
 // A vector of sums, one for each of some outputs of a block.
-#if defined(__AVX512F__)
+#if defined(QUIRE_AVX512)
 using Vector = __m512;
 inline Vector broadcast(float x) { return _mm512_set1_ps(x); }
 inline Vector add_product(Vector a, Vector b, Vector sum) { return _mm512_fmadd_ps(a, b, sum); }
@@ -17,6 +16,14 @@ using Vector = __m256;
 inline Vector broadcast(float x) { return _mm256_set1_ps(x); }
 inline Vector add_product(Vector a, Vector b, Vector sum) { return _mm256_fmadd_ps(a, b, sum); }
 #endif
+// The compiler may not compute it again.
+inline void keep(Vector& vector) {
+#if defined(QUIRE_PLAIN_INTRINSICS)
+  asm("" : "+m"(vector));  // it is several registers
+#else
+  asm("" : "+v"(vector));
+#endif
+}
 constexpr int kVectors = kBlockOutputs * sizeof(float) / sizeof(Vector);  // of a block
 
 // How an instruction set multiplies weights of a type. A step is `kStepInputs` inputs of a block, which are multiplied
@@ -27,21 +34,21 @@ struct Product;
 template <>
 struct Product<float> {
   static constexpr int kStepInputs = 1, kParts = 1;
-#if defined(__AVX512F__)
+#if defined(QUIRE_AVX512)
   static constexpr int kTileRows = 6, kTileBlocks = 4;
 #else
   static constexpr int kTileRows = 6, kTileBlocks = 1;
 #endif
   static Vector weights(const float* step, int vector, int) {
     Vector weights = load<Vector>(step + vector * (sizeof(Vector) / sizeof(float)));
-    asm("" : "+v"(weights));  // otherwise the compiler would load it again for each row
+    keep(weights);  // otherwise the compiler would load it again for each row
     return weights;
   }
   static Vector inputs(const float* row, int) { return broadcast(*row); }
   static Vector add(Vector weights, Vector inputs, Vector sum) { return add_product(weights, inputs, sum); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(QUIRE_AVX512_BF16)
 
 template <>
 struct Product<Bf16> {
@@ -58,7 +65,7 @@ struct Product<Bf16> {
 template <>
 struct Product<Bf16> {
   static constexpr int kStepInputs = 2, kParts = 2;
-#if defined(__AVX512F__)
+#if defined(QUIRE_AVX512)
   static constexpr int kTileRows = 5, kTileBlocks = 4;
 #else
   static constexpr int kTileRows = 5, kTileBlocks = 1;
@@ -95,7 +102,7 @@ inline void add_products(Vector (&sums)[kRows][kBlocks * kVectors], const Weight
   for (int64_t input = 0; input < inputs; input += P::kStepInputs, weight += P::kStepInputs * kBlockOutputs) {
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; b++)
-      _mm_prefetch(ahead.from + b * block_size * static_cast<int64_t>(sizeof(Weight)), _MM_HINT_T0);
+      __builtin_prefetch(ahead.from + b * block_size * static_cast<int64_t>(sizeof(Weight)));
     ahead.from += ahead.bytes;
 #pragma GCC unroll 2
     for (int part = 0; part < P::kParts; part++) {

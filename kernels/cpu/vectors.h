@@ -77,7 +77,7 @@ inline void for_lanes(int64_t width, Body body) {
 
 // square[i][j] and square[j][i] change places.
 inline void transpose(Words (&square)[kLanes]) {
-#if defined(__AVX512F__)
+#if defined(QUIRE_AVX512)
   const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #pragma GCC unroll 4
   for (int bit = 1; bit < kLanes; bit *= 2) {

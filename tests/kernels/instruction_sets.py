@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -35,3 +37,20 @@ def need_compiled(name: str = "avx2") -> None:
         pytest.skip(f"needs compiled kernels: {error}")
     library.load.cache_clear()
     assert library.available()
+
+
+@contextmanager
+def use(name: str) -> Iterator[None]:
+    """Use the kernels for this instruction set; they are built if need be."""
+
+    def forget() -> None:
+        for cached in (library.instruction_set, library.load, library.function):
+            cached.cache_clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(library.VARIABLE, name)
+        forget()
+        library.build()
+        assert library.available()
+        yield
+    forget()

@@ -11,12 +11,14 @@ from quire.v1.worker_pb2 import WorkerConfig
 
 from kernels.cpu import library
 from kernels.paged_attention import paged_attention
+from tests import isa
 from tests.kernels.attention_case import FEATURES, make_case
-from tests.kernels.instruction_sets import instructions_used
+from tests.kernels.instruction_sets import instructions_used, need_compiled
 from workers.__main__ import EXIT_CONFIG, _make_executor, report
 from workers.models.errors import ModelError
 
 AVX2, AVX512 = library._V3_FLAGS, library._V4_FLAGS
+AMX = AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
 Choose = Callable[[str | None, frozenset[str]], None]
 
 
@@ -45,21 +47,64 @@ def choose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Choose]:
 @pytest.mark.parametrize(
     ("asked", "flags", "used"),
     [
+        (None, AMX, "amx"),
         (None, AVX512 | {"avx512_bf16"}, "avx512bf16"),
         (None, AVX512, "avx512"),
         (None, AVX2, "avx2"),
         (None, frozenset[str](), None),
+        ("avx512bf16", AMX, "avx512bf16"),
         ("avx512", AVX512 | {"avx512_bf16"}, "avx512"),
+        ("emulated-amx", AVX2, "emulated-amx"),
         ("avx2", AVX512, "avx2"),
         ("none", AVX512, None),
     ],
 )
 def test_the_best_one_or_a_lower_one_that_is_asked_for(
-    asked: str | None, flags: frozenset[str], used: str | None, choose: Choose
+    asked: str | None,
+    flags: frozenset[str],
+    used: str | None,
+    choose: Choose,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(library, "_may_use_tiles", lambda: True)
     choose(asked, flags)
     found = library.instruction_set()
     assert (found.name if found else None) == used
+
+
+def test_amx_is_not_used_where_linux_refuses_its_tiles(
+    choose: Choose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "amx_tile" not in library.cpu_flags():
+        assert not library._may_use_tiles()
+    monkeypatch.setattr(library, "_may_use_tiles", lambda: False)
+    choose(None, AMX)
+    found = library.instruction_set()
+    assert found is not None and found.name == "avx512bf16"
+    choose("amx", AMX)
+    with pytest.raises(library.InstructionSetError, match="QUIRE_CPU_ISA = amx: this machine lacks amx_tile"):
+        library.instruction_set()
+
+
+@pytest.mark.parametrize("best", library.INSTRUCTION_SETS)
+def test_each_one_is_tested_on_any_cpu(best: library.InstructionSet) -> None:
+    """By `make test`, which uses the best, or by `make test-isa`, natively or emulated."""
+    names = [name.removeprefix("emulated-") for name, _, _ in isa.settings(set(best.cpu_flags))]
+    assert {known.name for known in library.INSTRUCTION_SETS} <= {best.name, *names}
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", ["amx", "avx512"])  # avx512bf16 has no source that amx does not have
+def test_the_sources_compile_for_a_cpu_that_is_not_here(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    need_compiled()
+    named = next(known for known in library.INSTRUCTION_SETS if known.name == name)
+    monkeypatch.setattr(library, "instruction_set", lambda: named)
+    monkeypatch.setattr(library, "BUILD_DIR", tmp_path / "build")
+    quick = tuple("-O0" if flag == "-O3" else flag for flag in library._FLAGS)
+    monkeypatch.setattr(library, "_FLAGS", (*quick, "-Werror"))
+    assert library.build().exists()
 
 
 def test_without_compiled_kernels_on_request(choose: Choose, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,9 +117,9 @@ def test_without_compiled_kernels_on_request(choose: Choose, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("avx512bf16", "QUIRE_CPU_ISA = avx512bf16: this CPU lacks avx512_bf16, avx512bw, avx512cd, "),
-        ("AVX2", "QUIRE_CPU_ISA = AVX2: must be one of avx512bf16, avx512, avx2, none"),
-        ("", "QUIRE_CPU_ISA = : must be one of avx512bf16, avx512, avx2, none"),
+        ("avx512bf16", "QUIRE_CPU_ISA = avx512bf16: this machine lacks avx512_bf16, avx512bw, avx512cd, "),
+        ("AVX2", "QUIRE_CPU_ISA = AVX2: must be one of amx, avx512bf16, avx512, avx2, none"),
+        ("", "QUIRE_CPU_ISA = : must be one of amx, avx512bf16, avx512, avx2, none"),
     ],
 )
 def test_another_one_is_refused_before_anything_runs(

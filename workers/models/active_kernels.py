@@ -51,7 +51,7 @@ def active_products(device: torch.device, dtype: str) -> str:
 
 
 def check_instruction_set() -> None:
-    """Raises ModelError if QUIRE_CPU_ISA names an instruction set that this CPU lacks."""
+    """Raises ModelError if QUIRE_CPU_ISA names an instruction set that this machine lacks."""
     try:
         instruction_set()
     except InstructionSetError as error:

@@ -354,8 +354,8 @@ export interface ExecutorCapabilities {
   /** "eager" or "cuda_graph". */
   runner: string;
   /**
-   * Names of the active kernel implementations. "torch" and "triton": those libraries. "cpu-avx512bf16", "cpu-avx512"
-   * or "cpu-avx2": compiled kernels for this instruction set compute the operations that have them.
+   * Names of the active kernel implementations. "torch" and "triton": those libraries. "cpu-amx", "cpu-avx512bf16",
+   * "cpu-avx512" or "cpu-avx2": compiled kernels for this instruction set compute the operations that have them.
    * "cpu-not-compiled": torch computes these.
    */
   kernels: string[];
