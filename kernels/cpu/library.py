@@ -39,6 +39,7 @@ _FLAGS = (
     "-fPIC",
     "-shared",
     "-fno-math-errno",
+    "-ffp-contract=off",  # see vectors.h
     "-Wno-psabi",
 )
 _BUILD_TIMEOUT_S = 300
