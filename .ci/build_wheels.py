@@ -15,9 +15,9 @@ from pathlib import Path
 from kernels.cpu import library
 
 ROOT = Path(__file__).resolve().parents[1]
-CLIENT = "clients/python"
 # What the server's wheel is made of.
-SERVER = ("LICENSE", "README.md", "pyproject.toml", "kernels", "service", "workers")
+PACKAGES = ("kernels", "service", "workers")
+FILES = ("LICENSE", "README.md", "pyproject.toml")
 
 
 def build(out: Path, names: list[str]) -> None:
@@ -30,13 +30,11 @@ def build(out: Path, names: list[str]) -> None:
     ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
     with tempfile.TemporaryDirectory() as scratch:
         server, client = Path(scratch, "server"), Path(scratch, "client")
-        shutil.copytree(ROOT / CLIENT, client, ignore=ignored)
-        for name in SERVER:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, server / name, ignore=ignored)
-            else:
-                shutil.copy(source, server / name)
+        shutil.copytree(ROOT / "clients" / "python", client, ignore=ignored)
+        for package in PACKAGES:
+            shutil.copytree(ROOT / package, server / package, ignore=ignored)
+        for file in FILES:
+            shutil.copy(ROOT / file, server)
         for instructions in library.INSTRUCTION_SETS:
             if instructions.name in names:
                 print(f"Compiling the kernels for {instructions.name}", flush=True)
