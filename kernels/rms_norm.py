@@ -58,6 +58,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         from kernels.cuda import rms_norm as cuda
 
         return cuda.rms_norm(x, weight, eps)
+    if x.dim() == 2 and cpu.can_rms_norm(x):
+        return cpu.rms_norm(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
 
 
@@ -95,6 +97,6 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         from kernels.cuda import rms_norm as cuda
 
         return cuda.add_rms_norm(x, residual, weight, eps)
-    if cpu.can_add_rms_norm(x):
-        return cpu.add_rms_norm(x, residual, weight, eps)
+    if cpu.can_rms_norm(x):
+        return cpu.rms_norm(x, weight, eps, residual)
     return add_rms_norm_reference(x, residual, weight, eps)

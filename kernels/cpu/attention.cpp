@@ -13,15 +13,14 @@
 //
 // Letters as in kernels/paged_attention.py. A row of a head is a token and one of its G query heads: token * G + head.
 
+#include "attention.h"
+
 #include <algorithm>
-#include <memory>
 #include <vector>
 
-#include "attention_arguments.h"
 #include "attention_scores.h"
 #include "attention_trees.h"
 #include "product_tile.h"
-#include "threads.h"
 
 namespace quire {
 namespace {
@@ -32,14 +31,15 @@ constexpr int64_t kBlockKeys = 64;
 constexpr int64_t kKeyBlocks = kBlockKeys / kBlockOutputs;
 // The inputs of a key whose products are summed one after the other.
 constexpr int64_t kSummedInputs = 128;
-// Long enough that the cost of merging is negligible, short enough that one long sequence uses many cores.
-constexpr int64_t kSplitKeys = 512;
-// Items with more tokens are divided by rows.
-constexpr int64_t kFewTokens = 16;
 // The rows of a task of a long item: their sums stay in L2, while keys and values stream through L1.
 constexpr int64_t kTaskRows = 96;
 // The bytes of keys and values that are packed at a time, over several heads. A head of a long sequence may need more.
 constexpr int64_t kScratchBytes = 32 << 20;
+
+template <typename T>
+void grow(std::vector<T>& memory, size_t size) {
+  if (memory.size() < size) memory.resize(size);
+}
 
 // One key-value head of one item.
 template <typename T>
@@ -309,95 +309,63 @@ __attribute__((noinline)) void write_rows(const Head<T>& head, int64_t first, co
   }
 }
 
-// A split of an item with few tokens, for some heads.
-struct Task {
-  int64_t item, kv_head, num_heads, split;
-  int64_t partial;  // the offset of its unmerged rows, in floats; -1: it is the only split and writes to `out`
-};
-
-// All tasks of items with few tokens, and the amount of work in them.
-struct Plan {
-  std::vector<Task> tasks;
-  std::vector<size_t> merged;  // the first task of each item and heads with several splits
-  int64_t partial_floats = 0, positions = 0, most_rows = 0, heads_per_task;
-
-  Plan(const Arguments& a, int64_t heads) : heads_per_task(heads) {
-    const int64_t group = a.heads / a.kv_heads;
-    for (int64_t index = 0; index < a.items; index++) {
-      const Item item(a, index);
-      if (item.query_len == 0 || item.query_len > kFewTokens || item.context == 0) continue;
-      const int64_t first = item.oldest / kSplitKeys, last = (item.context - 1) / kSplitKeys;
-      const int64_t size = Rows::size(group * item.query_len, a.value_width);
-      most_rows = std::max(most_rows, group * item.query_len);
-      positions += item.context - item.oldest;
-      for (int64_t kv_head = 0; kv_head < a.kv_heads; kv_head += heads) {
-        const int64_t num_heads = std::min(heads, a.kv_heads - kv_head);
-        if (last > first) merged.push_back(tasks.size());
-        for (int64_t split = first; split <= last; split++) {
-          tasks.push_back({index, kv_head, num_heads, split, last > first ? partial_floats : -1});
-          if (last > first) partial_floats += num_heads * size;
-        }
-      }
-    }
-  }
-};
-
+// Some splits of items with few tokens, one task after the other.
 template <bool kTrees, typename T, Shaping kShaping>
-void attend_few(const Arguments& a) {
-  Plan plan(a, a.kv_heads);
-  // Heads are divided only if there are threads without work: together they read memory in order.
-  while (static_cast<int64_t>(plan.tasks.size()) < 2 * a.threads && plan.heads_per_task > 1 && a.threads > 1)
-    plan = Plan(a, (plan.heads_per_task + 1) / 2);
-  if (plan.tasks.empty()) return;
-  const std::vector<Task>& tasks = plan.tasks;
-  const Scores<kShaping> shape(a);
-  std::vector<float> partials(plan.partial_floats);
-  const int64_t bytes = plan.positions * a.kv_heads * (a.width + a.value_width) * static_cast<int64_t>(sizeof(T));
-#pragma omp parallel num_threads(threads_for(bytes, a.threads))
-  {
-    const int64_t most_heads = plan.heads_per_task, queries_size = plan.most_rows * a.width;
-    std::vector<float> own(most_heads * Rows::size(plan.most_rows, a.value_width));
-    std::vector<InputOf<T>> queries(most_heads * queries_size);
-    std::vector<T> memory(most_heads * PackedBlock<T>::size(a));
-    std::vector<Head<T>> heads;
-    std::vector<Rows> rows;
-#pragma omp for schedule(dynamic, 1)
-    for (size_t index = 0; index < tasks.size(); index++) {
-      const Task& task = tasks[index];
-      heads.clear();
-      rows.clear();
-      for (int64_t n = 0; n < task.num_heads; n++) {
-        const Head<T>& head = heads.emplace_back(a, task.item, task.kv_head + n);
-        float* at = task.partial < 0 ? own.data() : partials.data() + task.partial;
-        rows.emplace_back(at + n * Rows::size(head.rows(), a.value_width), head.rows(), a.value_width).clear();
-        copy_queries(head, queries.data() + n * queries_size, 0, head.rows());
-      }
-      const int64_t first = task.split * kSplitKeys / kBlockKeys, end = first + kSplitKeys / kBlockKeys;
-      const auto packed = [&](int64_t n) { return PackedBlock<T>(memory.data() + n * PackedBlock<T>::size(a), a); };
-      for (int64_t block = std::max(first, heads[0].first_block()); block < std::min(end, heads[0].end_block()); block++) {
-        // All heads of 16 positions are in one piece of a page.
-        for (int64_t key = 0; key < heads[0].keys_in(block); key += kBlockOutputs)
-          for (int64_t n = 0; n < task.num_heads; n++) packed(n).fill(heads[n], block, key);
-        for (int64_t n = 0; n < task.num_heads; n++)
-          attend_block<kTrees>(heads[n], shape, queries.data() + n * queries_size, 0, packed(n), block, rows[n]);
-      }
-      for (int64_t n = 0; task.partial < 0 && n < task.num_heads; n++) write_rows(heads[n], 0, rows[n]);
-    }
-#pragma omp for schedule(dynamic, 1)
-    for (size_t index = 0; index < plan.merged.size(); index++) {
-      const size_t begin = plan.merged[index];
-      const Task& task = tasks[begin];
-      for (int64_t number = 0; number < task.num_heads; number++) {
-        const Head<T> head(a, task.item, task.kv_head + number);
-        const int64_t offset = number * Rows::size(head.rows(), a.value_width);
-        const Rows rows(partials.data() + task.partial + offset, head.rows(), a.value_width);
-        for (size_t next = begin + 1;
-             next < tasks.size() && tasks[next].item == task.item && tasks[next].kv_head == task.kv_head; next++)
-          rows.merge(Rows(partials.data() + tasks[next].partial + offset, head.rows(), a.value_width));
-        write_rows(head, 0, rows);
-      }
-    }
+void attend_few(const Arguments& a, AttentionWork& work, const Worker& worker) {
+  if (worker.index == 0) {
+    work.plan.make(a, worker.count);
+    work.partials.resize(work.plan.partial_rows * Rows::size(1, a.value_width));
   }
+  worker.barrier();
+  const std::vector<AttentionTask>& tasks = work.plan.tasks;
+  if (tasks.empty()) return;
+  const Scores<kShaping> shape(a);
+  const auto partial_rows = [&](const AttentionTask& task, int64_t n, int64_t count) {
+    return Rows(work.partials.data() + (task.partial_row + n * count) * Rows::size(1, a.value_width), count, a.value_width);
+  };
+  const int64_t most_heads = work.plan.heads_per_task, queries_size = work.plan.most_rows * a.width;
+  // Kept for the next call, as long as the thread.
+  thread_local std::vector<float> own;
+  thread_local std::vector<InputOf<T>> queries;
+  thread_local std::vector<T> memory;
+  thread_local std::vector<Head<T>> heads;
+  thread_local std::vector<Rows> rows;
+  grow(own, most_heads * Rows::size(work.plan.most_rows, a.value_width));
+  grow(queries, most_heads * queries_size);
+  grow(memory, most_heads * PackedBlock<T>::size(a));
+  worker.for_each(static_cast<int64_t>(tasks.size()), [&](int64_t index) {
+    const AttentionTask& task = tasks[index];
+    heads.clear();
+    rows.clear();
+    for (int64_t n = 0; n < task.num_heads; n++) {
+      const Head<T>& head = heads.emplace_back(a, task.item, task.kv_head + n);
+      float* at = own.data() + n * Rows::size(head.rows(), a.value_width);
+      rows.push_back(task.is_whole() ? Rows(at, head.rows(), a.value_width) : partial_rows(task, n, head.rows()));
+      rows.back().clear();
+      copy_queries(head, queries.data() + n * queries_size, 0, head.rows());
+    }
+    const int64_t first = task.split * kSplitKeys / kBlockKeys, end = first + kSplitKeys / kBlockKeys;
+    const auto packed = [&](int64_t n) { return PackedBlock<T>(memory.data() + n * PackedBlock<T>::size(a), a); };
+    for (int64_t block = std::max(first, heads[0].first_block()); block < std::min(end, heads[0].end_block()); block++) {
+      // All heads of 16 positions are in one piece of a page.
+      for (int64_t key = 0; key < heads[0].keys_in(block); key += kBlockOutputs)
+        for (int64_t n = 0; n < task.num_heads; n++) packed(n).fill(heads[n], block, key);
+      for (int64_t n = 0; n < task.num_heads; n++)
+        attend_block<kTrees>(heads[n], shape, queries.data() + n * queries_size, 0, packed(n), block, rows[n]);
+    }
+    for (int64_t n = 0; task.is_whole() && n < task.num_heads; n++) write_rows(heads[n], 0, rows[n]);
+  });
+  worker.for_each(static_cast<int64_t>(work.plan.merged.size()), [&](int64_t index) {
+    const size_t begin = work.plan.merged[index];
+    const AttentionTask& task = tasks[begin];
+    for (int64_t n = 0; n < task.num_heads; n++) {
+      const Head<T> head(a, task.item, task.kv_head + n);
+      const Rows merged = partial_rows(task, n, head.rows());
+      for (size_t next = begin + 1; next < tasks.size() && tasks[next].continues(task); next++)
+        merged.merge(partial_rows(tasks[next], n, head.rows()));
+      write_rows(head, 0, merged);
+    }
+  });
 }
 
 // Some rows of a head, whose blocks are packed from `packed` on.
@@ -426,66 +394,90 @@ void attend_rows(const Head<T>& head, const Scores<kShaping>& shape, int64_t fir
 
 // The attention of some heads of an item with many tokens.
 template <bool kTrees, typename T, Shaping kShaping>
-void attend_heads(const Arguments& a, int64_t index, int64_t first_head, int64_t num_heads, T* scratch) {
+void attend_heads(const Arguments& a, int64_t index, int64_t first_head, int64_t num_heads, T* scratch,
+                  const Worker& worker) {
   const Head<T> any(a, index, first_head);
   const Scores<kShaping> shape(a);
   const int64_t begin = any.first_block(), blocks = any.end_block() - begin, size = PackedBlock<T>::size(a);
   const int64_t tasks = (any.rows() + kTaskRows - 1) / kTaskRows;
-#pragma omp parallel num_threads(static_cast<int>(std::max<int64_t>(1, a.threads)))
-  {
-    std::vector<float> memory(2 * Rows::size(kTaskRows, a.value_width));
-    std::vector<InputOf<T>> queries(kTaskRows * a.width);
-#pragma omp for schedule(static)
-    for (int64_t task = 0; task < num_heads * blocks; task++)
-      PackedBlock<T>(scratch + task * size, a).fill(Head<T>(a, index, first_head + task / blocks), begin + task % blocks);
+  thread_local std::vector<float> memory;
+  thread_local std::vector<InputOf<T>> queries;
+  grow(memory, 2 * Rows::size(kTaskRows, a.value_width));
+  grow(queries, kTaskRows * a.width);
+  worker.for_shares(num_heads * blocks, [&](int64_t task) {
+    PackedBlock<T>(scratch + task * size, a).fill(Head<T>(a, index, first_head + task / blocks), begin + task % blocks);
+  });
+  worker.for_each(num_heads * tasks, [&](int64_t place) {
     // The last rows have the most visible keys. They come first, so that the threads end at about the same time.
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t task = num_heads * tasks - 1; task >= 0; task--) {
-      const int64_t number = task % num_heads, first = task / num_heads * kTaskRows;
-      const int64_t count = std::min(kTaskRows, any.rows() - first);
-      const Rows rows(memory.data(), count, a.value_width);
-      const Rows split_rows(memory.data() + Rows::size(kTaskRows, a.value_width), count, a.value_width);
-      attend_rows<kTrees>(Head<T>(a, index, first_head + number), shape, first, scratch + number * blocks * size, rows,
-                          split_rows, queries.data());
-    }
-  }
+    const int64_t task = num_heads * tasks - 1 - place, number = task % num_heads, first = task / num_heads * kTaskRows;
+    const int64_t count = std::min(kTaskRows, any.rows() - first);
+    const Rows rows(memory.data(), count, a.value_width);
+    const Rows split_rows(memory.data() + Rows::size(kTaskRows, a.value_width), count, a.value_width);
+    attend_rows<kTrees>(Head<T>(a, index, first_head + number), shape, first, scratch + number * blocks * size, rows,
+                        split_rows, queries.data());
+  });
 }
 
 template <bool kTrees, typename T, Shaping kShaping>
-void attend_many(const Arguments& a) {
+void attend_many(const Arguments& a, AttentionWork& work, const Worker& worker) {
   for (int64_t index = 0; index < a.items; index++) {
     const Head<T> any(a, index, 0);
     if (any.item.query_len <= kFewTokens || any.item.context == 0) continue;
     const int64_t size = (any.end_block() - any.first_block()) * PackedBlock<T>::size(a);
     const int64_t room = kScratchBytes / static_cast<int64_t>(sizeof(T));
     const int64_t heads = std::clamp<int64_t>(room / size, 1, a.kv_heads);
-    const std::unique_ptr<T[]> scratch(new T[heads * size]);
+    if (worker.index == 0) work.reserve_packed(heads * size * sizeof(T));
+    worker.barrier();
     for (int64_t head = 0; head < a.kv_heads; head += heads)
-      attend_heads<kTrees, T, kShaping>(a, index, head, std::min(heads, a.kv_heads - head), scratch.get());
+      attend_heads<kTrees, T, kShaping>(a, index, head, std::min(heads, a.kv_heads - head),
+                                        reinterpret_cast<T*>(work.packed.get()), worker);
   }
 }
 
 template <bool kTrees, typename T, Shaping kShaping>
-void attend(const Arguments& a) {
-  attend_few<kTrees, T, kShaping>(a);
-  attend_many<kTrees, T, kShaping>(a);
+void attend(const Arguments& a, AttentionWork& work, const Worker& worker) {
+  attend_few<kTrees, T, kShaping>(a, work, worker);
+  attend_many<kTrees, T, kShaping>(a, work, worker);
 }
 
 template <bool kTrees, typename T>
-void attend_as_shaped(const Arguments& a) {
-  if (a.softcap > 0) return attend<kTrees, T, Shaping::kSoftcap>(a);
-  if (a.slopes != nullptr) return attend<kTrees, T, Shaping::kAlibi>(a);
-  attend<kTrees, T, Shaping::kNone>(a);
+void attend_as_shaped(const Arguments& a, AttentionWork& work, const Worker& worker) {
+  if (a.softcap > 0) return attend<kTrees, T, Shaping::kSoftcap>(a, work, worker);
+  if (a.slopes != nullptr) return attend<kTrees, T, Shaping::kAlibi>(a, work, worker);
+  attend<kTrees, T, Shaping::kNone>(a, work, worker);
 }
 
+}  // namespace
+
 template <typename T>
-void attend_any(const Arguments& a) {
-  if (a.ancestors != nullptr) return attend_as_shaped<true, T>(a);
-  attend_as_shaped<false, T>(a);
+void paged_attention(const AttentionArguments& a, AttentionWork& work, const Worker& worker) {
+  if (a.ancestors != nullptr) return attend_as_shaped<true, T>(a, work, worker);
+  attend_as_shaped<false, T>(a, work, worker);
+}
+
+template void paged_attention<Bf16>(const AttentionArguments&, AttentionWork&, const Worker&);
+template void paged_attention<float>(const AttentionArguments&, AttentionWork&, const Worker&);
+
+namespace {
+
+template <typename T>
+void run(const AttentionArguments& a, int64_t threads) {
+  int64_t positions = 0;
+  for (int64_t index = 0; index < a.items; index++) {
+    const Item item(a, index);
+    positions += (item.context - item.oldest) * std::max<int64_t>(item.query_len / kFewTokens, 1);
+  }
+  const int64_t bytes = positions * a.kv_heads * (a.width + a.value_width) * static_cast<int64_t>(sizeof(T));
+  AttentionWork work;
+  run_together(threads_for(bytes, threads), [&](const Worker& worker) { paged_attention<T>(a, work, worker); });
 }
 
 }  // namespace
 }  // namespace quire
 
-extern "C" void quire_paged_attention_bf16(const quire::AttentionArguments* a) { quire::attend_any<quire::Bf16>(*a); }
-extern "C" void quire_paged_attention_f32(const quire::AttentionArguments* a) { quire::attend_any<float>(*a); }
+extern "C" void quire_paged_attention_bf16(const quire::AttentionArguments* a, int64_t threads) {
+  quire::run<quire::Bf16>(*a, threads);
+}
+extern "C" void quire_paged_attention_f32(const quire::AttentionArguments* a, int64_t threads) {
+  quire::run<float>(*a, threads);
+}

@@ -62,17 +62,15 @@ struct Groups {
 // parallel region must call this.
 template <typename T>
 void project(const Groups& groups, const void* const* weights, int64_t outputs, int64_t inputs,
-             const std::vector<const InputOf<T>*>& rows, const std::vector<T*>& results) {
+             const std::vector<const InputOf<T>*>& rows, const std::vector<T*>& results, const Worker& worker) {
   const int64_t blocks = blocks_of(outputs), parts = (blocks + kTaskBlocks - 1) / kTaskBlocks;
-  // Dynamic, since experts have different numbers of rows.
-#pragma omp for schedule(dynamic)
-  for (int64_t task = 0; task < static_cast<int64_t>(groups.chosen.size()) * parts; task++) {
+  worker.for_each(static_cast<int64_t>(groups.chosen.size()) * parts, [&](int64_t task) {
     const int64_t expert = groups.chosen[task / parts], first = task % parts * kTaskBlocks;
     const int64_t start = groups.starts[expert], count = groups.starts[expert + 1] - start;
     const Products<T> products{static_cast<const T*>(weights[expert]), nullptr, rows.data() + start,
                                results.data() + start, count, inputs, outputs};
     products.multiply_blocks(first, std::min(first + kTaskBlocks, blocks));
-  }
+  });
 }
 
 // The results of a token's experts, weighted and summed in the order of its choices.
@@ -108,28 +106,24 @@ bool run(const Arguments& a) {
   T *both = static_cast<T*>(a.both), *inner = static_cast<T*>(a.inner), *results = static_cast<T*>(a.results);
   std::vector<const InputOf<T>*> tokens(a.tokens), outer_rows(pairs), inner_rows(pairs);
   std::vector<T*> both_rows(pairs), result_rows(pairs);
-#pragma omp parallel num_threads(threads_for(bytes, a.threads))
-  {
-#pragma omp for
-    for (int64_t token = 0; token < a.tokens; token++)
+  run_together(threads_for(bytes, a.threads), [&](const Worker& worker) {
+    worker.for_shares(a.tokens, [&](int64_t token) {
       tokens[token] = as_inputs(x + token * a.x_stride, a.x_copy, token, a.width);
-#pragma omp for
-    for (int64_t place = 0; place < pairs; place++) {
+    });
+    worker.for_shares(pairs, [&](int64_t place) {
       outer_rows[place] = tokens[groups.pairs[place] / a.choices];
       both_rows[place] = both + place * both_width;
       result_rows[place] = results + groups.pairs[place] * a.width;
-    }
-    project<T>(groups, a.gate_up, both_width, a.width, outer_rows, both_rows);
-#pragma omp for
-    for (int64_t place = 0; place < pairs; place++) {
+    });
+    project<T>(groups, a.gate_up, both_width, a.width, outer_rows, both_rows, worker);
+    worker.for_shares(pairs, [&](int64_t place) {
       T* row = inner + place * a.inner_width;
       multiply_gate<Activation>(row, both_rows[place], both_rows[place] + a.inner_width, a.inner_width);
       inner_rows[place] = as_inputs(static_cast<const T*>(row), a.inner_copy, place, a.inner_width);
-    }
-    project<T>(groups, a.down, a.width, a.inner_width, inner_rows, result_rows);
-#pragma omp for
-    for (int64_t token = 0; token < a.tokens; token++) add_up<T>(a, token);
-  }
+    });
+    project<T>(groups, a.down, a.width, a.inner_width, inner_rows, result_rows, worker);
+    worker.for_shares(a.tokens, [&](int64_t token) { add_up<T>(a, token); });
+  });
   return true;
 }
 

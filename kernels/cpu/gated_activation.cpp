@@ -1,36 +1,49 @@
 // activation(gate) * up. kernels/gated_activation.py checks the arguments.
 
+#include "gated_activation.h"
+
 #include "gates.h"
-#include "threads.h"
 
 namespace quire {
 namespace {
 
 template <typename Activation, typename T>
-void gated(T* out, const T* gate_up, int64_t rows, int64_t width, int64_t stride, int64_t threads) {
+void gated(const GateArguments& a, const Worker& worker) {
   // Both rows and parts of a row are divided among threads, so that a single row uses all threads too.
   constexpr int64_t kStretch = 1024;
-  const int64_t stretches = (width + kStretch - 1) / kStretch;
-#pragma omp parallel for num_threads(threads_for(rows * width * 3 * static_cast<int64_t>(sizeof(T)), threads))
-  for (int64_t task = 0; task < rows * stretches; task++) {
+  const int64_t stretches = (a.width + kStretch - 1) / kStretch;
+  worker.for_shares(a.rows * stretches, [&](int64_t task) {
     const int64_t row = task / stretches, first = task % stretches * kStretch;
-    const T* gate = gate_up + row * stride + first;
-    multiply_gate<Activation>(out + row * width + first, gate, gate + width, std::min(kStretch, width - first));
-  }
+    const T* gate = static_cast<const T*>(a.gate_up) + row * a.stride + first;
+    T* out = static_cast<T*>(a.out) + row * a.width + first;
+    multiply_gate<Activation>(out, gate, gate + a.width, std::min(kStretch, a.width - first));
+  });
+}
+
+}  // namespace
+
+template <typename T>
+void gated_activation(const GateArguments& a, const Worker& worker) {
+  with_activation(a.activation, [&](auto activation) { gated<decltype(activation), T>(a, worker); });
+}
+
+template void gated_activation<Bf16>(const GateArguments&, const Worker&);
+template void gated_activation<float>(const GateArguments&, const Worker&);
+
+namespace {
+
+template <typename T>
+void run(const GateArguments& a, int64_t threads) {
+  const int64_t bytes = a.rows * a.width * 3 * static_cast<int64_t>(sizeof(T));
+  run_together(threads_for(bytes, threads), [&](const Worker& worker) { gated_activation<T>(a, worker); });
 }
 
 }  // namespace
 }  // namespace quire
 
-#define QUIRE_GATED(NAME, ACTIVATION, T)                                                                         \
-  extern "C" void NAME(void* out, const void* gate_up, int64_t rows, int64_t width, int64_t stride,              \
-                       int64_t threads) {                                                                        \
-    quire::gated<quire::ACTIVATION>(static_cast<T*>(out), static_cast<const T*>(gate_up), rows, width, stride,   \
-                                    threads);                                                                    \
-  }
-QUIRE_GATED(quire_silu_mul_bf16, Silu, quire::Bf16)
-QUIRE_GATED(quire_silu_mul_f32, Silu, float)
-QUIRE_GATED(quire_gelu_tanh_mul_bf16, GeluTanh, quire::Bf16)
-QUIRE_GATED(quire_gelu_tanh_mul_f32, GeluTanh, float)
-QUIRE_GATED(quire_gelu_mul_bf16, Gelu, quire::Bf16)
-QUIRE_GATED(quire_gelu_mul_f32, Gelu, float)
+extern "C" void quire_gated_activation_bf16(const quire::GateArguments* a, int64_t threads) {
+  quire::run<quire::Bf16>(*a, threads);
+}
+extern "C" void quire_gated_activation_f32(const quire::GateArguments* a, int64_t threads) {
+  quire::run<float>(*a, threads);
+}

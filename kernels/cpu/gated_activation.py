@@ -8,12 +8,17 @@ import torch
 
 from kernels.cpu import library
 
-_ENTRY_POINTS = {
-    (dtype, activation): f"quire_{activation}_mul_{suffix}"
-    for dtype, suffix in library.SUFFIXES.items()
-    for activation in ("silu", "gelu_tanh", "gelu")
-}
-_ARGUMENTS = (*(ctypes.c_void_p,) * 2, *(ctypes.c_int64,) * 4)
+# In the order of their numbers in gates.h.
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+
+class _Arguments(ctypes.Structure):
+    """GateArguments of gated_activation.h: the fields must agree."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "gate_up")),
+        *((name, ctypes.c_int64) for name in ("rows", "width", "stride", "activation")),
+    )
 
 
 def can_gated_activation(gate_up: torch.Tensor) -> bool:
@@ -28,7 +33,10 @@ def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype)  # [T, I]
-    library.function(_ENTRY_POINTS[gate_up.dtype, activation], _ARGUMENTS)(
-        out.data_ptr(), gate_up.data_ptr(), rows, width, gate_up.stride(0), torch.get_num_threads()
+    arguments = _Arguments(
+        out.data_ptr(), gate_up.data_ptr(), rows, width, gate_up.stride(0), ACTIVATIONS.index(activation)
     )
+    name = f"quire_gated_activation_{library.SUFFIXES[gate_up.dtype]}"
+    run = library.function(name, (ctypes.c_void_p, ctypes.c_int64))
+    run(ctypes.addressof(arguments), torch.get_num_threads())
     return out

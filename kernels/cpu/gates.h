@@ -48,6 +48,14 @@ struct Gelu {
   }
 };
 
+// Calls body with an activation of this number, which is its place in ACTIVATIONS of kernels/cpu/gated_activation.py.
+template <typename Body>
+inline void with_activation(int64_t number, Body body) {
+  if (number == 0) body(Silu());
+  else if (number == 1) body(GeluTanh());
+  else body(Gelu());
+}
+
 // activation(gate) * up for `width` elements; the activation is rounded to their type before the product.
 template <typename Activation, typename T>
 void multiply_gate(T* out, const T* gate, const T* up, int64_t width) {

@@ -6,8 +6,7 @@ sources that was built on this machine, else the wheel's. Without one `available
 compute in plain torch, with correct results. The environment variable QUIRE_CPU_ISA, which workers inherit,
 selects a lower instruction set than that of the CPU.
 
-The library has a C interface and does not use torch. It uses the OpenMP runtime of the running process, since
-the threads of two runtimes would compete for the cores.
+The library has a C interface and threads of its own (threads.h), and does not use torch.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _FLAGS = (
     "-std=c++17",
     "-O3",
-    "-fopenmp",
+    "-pthread",
     "-fPIC",
     "-shared",
     "-fno-math-errno",
@@ -232,7 +231,7 @@ def cpu_flags() -> set[str]:
 
 def _prefix(instructions: InstructionSet) -> str:
     """The prefix of the file names of all builds that may be loaded here, by any compiler."""
-    parts = [torch.__version__.encode(), *(flag.encode() for flag in (*_FLAGS, *instructions.compiler_flags))]
+    parts = [flag.encode() for flag in (*_FLAGS, *instructions.compiler_flags)]
     for path in sorted((*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"))):
         parts += [path.name.encode(), path.read_bytes()]
     return f"quire-{instructions.name}-{_digest(*parts)}"
@@ -244,20 +243,6 @@ def _digest(*parts: bytes) -> str:
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:16]
-
-
-def _openmp() -> list[str]:
-    """Link options for the OpenMP runtime that torch has loaded.
-
-    Raises:
-        BuildError: It uses another threading library.
-    """
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if Path(path).name.startswith("libgomp"):
-            # -fopenmp adds the compiler's own runtime; with --as-needed the linker drops it as unneeded.
-            return [path, "-Wl,--as-needed"]
-    raise BuildError("needs a torch that uses GNU OpenMP")
 
 
 def _run(command: list[str]) -> str:

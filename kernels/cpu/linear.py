@@ -14,11 +14,11 @@ _COPIED_ROWS = 256
 
 
 class _Arguments(ctypes.Structure):
-    """The struct of the same name in linear.cpp: the fields must agree."""
+    """LinearArguments of linear.h: the fields must agree."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("out", "x", "weight", "bias", "scratch")),
-        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_stride", "threads")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_stride")),
     )
 
 
@@ -49,8 +49,7 @@ def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -
         inputs,
         outputs,
         x.stride(0),
-        torch.get_num_threads(),
     )
-    run = library.function(f"quire_linear_{library.SUFFIXES[x.dtype]}", (ctypes.c_void_p,))
-    run(ctypes.addressof(arguments))
+    run = library.function(f"quire_linear_{library.SUFFIXES[x.dtype]}", (ctypes.c_void_p, ctypes.c_int64))
+    run(ctypes.addressof(arguments), torch.get_num_threads())
     return out

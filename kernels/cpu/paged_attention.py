@@ -14,10 +14,6 @@ from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
 from kernels.cpu import library
 
-_ENTRY_POINTS = {
-    torch.bfloat16: "quire_paged_attention_bf16",
-    torch.float32: "quire_paged_attention_f32",
-}
 # The kernel reads so many elements at once; widths of heads and page sizes must be multiples of it.
 _STEP = 16
 _MAX_WIDTH = 256
@@ -36,7 +32,7 @@ class _Arguments(ctypes.Structure):
         ),
         *((name, ctypes.c_int64) for name in ("items", "table_stride", "query_stride", "head_stride")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "width", "value_width", "page_size")),
-        *((name, ctypes.c_int64) for name in ("window", "threads")),
+        ("window", ctypes.c_int64),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
     )
@@ -53,7 +49,7 @@ def can_attend(
     widths = (k_pages.shape[3], v_pages.shape[3])
     return (
         query.device.type == "cpu"
-        and query.dtype in _ENTRY_POINTS
+        and query.dtype in library.SUFFIXES
         and all(width % _STEP == 0 and width <= _MAX_WIDTH for width in widths)
         and page_size % _STEP == 0
         and batch.page_tables.device.type == "cpu"
@@ -101,9 +97,9 @@ def attend(
         v_pages.shape[3],
         k_pages.shape[1],
         scoring.sliding_window or 0,
-        torch.get_num_threads(),
         scoring.scale,
         scoring.softcap or 0.0,
     )
-    run = library.function(_ENTRY_POINTS[query.dtype], (ctypes.c_void_p,))
-    run(ctypes.addressof(arguments))
+    name = f"quire_paged_attention_{library.SUFFIXES[query.dtype]}"
+    run = library.function(name, (ctypes.c_void_p, ctypes.c_int64))
+    run(ctypes.addressof(arguments), torch.get_num_threads())

@@ -3,9 +3,25 @@
 
 #include <cmath>
 
+#include "threads.h"
 #include "vectors.h"
 
 namespace quire {
+
+// Strides are in elements.
+struct NormArguments {
+  void* out;            // [T, D] contiguous
+  const void* x;        // [T, D]
+  void* residual;       // [T, D], which becomes the sum; null: x itself is normalised
+  const void* weight;   // [D], of the type of x or float; null: only the sum is computed
+  int64_t rows, width, x_stride, residual_stride;
+  int64_t wide_weight;  // whether the weight is float
+  double eps;
+};
+
+// Residual add and RMSNorm. kernels/rms_norm.py has the formula.
+template <typename T>
+void add_rms_norm(const NormArguments& a, const Worker& worker);
 
 // The factor of a row: 1 / sqrt(mean of squares + eps).
 template <typename T>

@@ -1,4 +1,4 @@
-"""Calls the compiled residual add and RMSNorm in rms_norm.cpp."""
+"""Calls the compiled RMSNorm, with the residual added first or not, in rms_norm.cpp."""
 
 from __future__ import annotations
 
@@ -8,32 +8,41 @@ import torch
 
 from kernels.cpu import library
 
-_ENTRY_POINTS = {
-    torch.bfloat16: "quire_add_rms_norm_bf16",
-    torch.float32: "quire_add_rms_norm_f32",
-}
-_FLOAT32_WEIGHT = "quire_add_rms_norm_bf16_f32"  # with x in bfloat16
-_ARGUMENTS = (*(ctypes.c_void_p,) * 4, *(ctypes.c_int64,) * 4, ctypes.c_double, ctypes.c_int64)
+
+class _Arguments(ctypes.Structure):
+    """NormArguments of rms_norm.h: the fields must agree."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "x", "residual", "weight")),
+        *((name, ctypes.c_int64) for name in ("rows", "width", "x_stride", "residual_stride", "wide_weight")),
+        ("eps", ctypes.c_double),
+    )
 
 
-def can_add_rms_norm(x: torch.Tensor) -> bool:
+def can_rms_norm(x: torch.Tensor) -> bool:
     """Whether the kernel is available and supports this device and dtype."""
-    return x.device.type == "cpu" and x.dtype in _ENTRY_POINTS and library.available()
+    return x.device.type == "cpu" and x.dtype in library.SUFFIXES and library.available()
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `kernels.rms_norm.add_rms_norm`, which checks the arguments. Requires `can_add_rms_norm`."""
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `kernels.rms_norm.rms_norm`, and `add_rms_norm` where there is a residual.
+
+    They check the arguments. Requires `can_rms_norm`. x is [T, D], its rows contiguous.
+    """
     out = torch.empty(x.shape, dtype=x.dtype)  # [T, D]
-    entry_point = _ENTRY_POINTS[x.dtype] if weight.dtype is x.dtype else _FLOAT32_WEIGHT
-    library.function(entry_point, _ARGUMENTS)(
+    arguments = _Arguments(
         out.data_ptr(),
         x.data_ptr(),
-        residual.data_ptr(),
+        None if residual is None else residual.data_ptr(),
         weight.data_ptr(),
         *x.shape,
         x.stride(0),
-        residual.stride(0),
+        0 if residual is None else residual.stride(0),
+        weight.dtype is torch.float32,
         eps,
-        torch.get_num_threads(),
     )
+    run = library.function(f"quire_rms_norm_{library.SUFFIXES[x.dtype]}", (ctypes.c_void_p, ctypes.c_int64))
+    run(ctypes.addressof(arguments), torch.get_num_threads())
     return out

@@ -1,23 +1,12 @@
 // QK-norm, rotation and KV write, in one pass over the projections. kernels/rope_kv_write.py has the formula, and
 // checks the arguments.
 
+#include "rope_kv_write.h"
+
 #include "rms_norm.h"
-#include "threads.h"
 
 namespace quire {
 namespace {
-
-// Plain data, filled by kernels/cpu/rope_kv_write.py: the fields must agree. Strides are in elements.
-struct Arguments {
-  void* query;            // [T, H, D] contiguous
-  const void* qkv;        // [T, (H + 2 * K) * D]
-  const void* qk_norm;    // [H + K, D] contiguous, or null
-  const float* cos_sin;   // [T, R]; null where R is 0
-  const int64_t* slots;   // [T]
-  void *k_pages, *v_pages;  // [P * S, K, D] contiguous
-  int64_t tokens, heads, kv_heads, width, rotary_dim, num_slots, qkv_stride, cos_sin_stride, threads;
-  double eps;
-};
 
 // Normalises one head (unless weight is null), rotates its first `rotary_dim` elements and copies the others. `scratch`
 // has D elements.
@@ -41,14 +30,10 @@ void rotate(T* to, const T* from, const W* weight, const float* cos_sin, int64_t
   if (rotary_dim < width) std::memcpy(to + rotary_dim, from + rotary_dim, (width - rotary_dim) * sizeof(T));
 }
 
-// False if a slot is beyond the last page; nothing is written then.
 template <typename T, typename W>
-bool rope_kv_write(const Arguments& a) {
-  if (std::any_of(a.slots, a.slots + a.tokens, [&](int64_t slot) { return slot >= a.num_slots; })) return false;
+void write(const RopeArguments& a, const Worker& worker) {
   const float eps = static_cast<float>(a.eps);
-  const int64_t all_heads = a.heads + 2 * a.kv_heads, bytes = a.tokens * all_heads * a.width * 2 * sizeof(T);
-#pragma omp parallel for num_threads(threads_for(bytes, a.threads))
-  for (int64_t token = 0; token < a.tokens; token++) {
+  worker.for_shares(a.tokens, [&](int64_t token) {
     T scratch[kMaxHeadWidth];
     const T* from = static_cast<const T*>(a.qkv) + token * a.qkv_stride;
     const W* norm = static_cast<const W*>(a.qk_norm);
@@ -59,24 +44,47 @@ bool rope_kv_write(const Arguments& a) {
       rotate(to, from + head * a.width, weight, cos_sin, a.width, a.rotary_dim, eps, scratch);
     };
     for (int64_t head = 0; head < a.heads; head++) rotate_head(query + head * a.width, head);
-    if (a.slots[token] < 0) continue;  // a padding token
+    if (a.slots[token] < 0) return;  // a padding token
     const int64_t at = a.slots[token] * a.kv_heads * a.width;
     T *keys = static_cast<T*>(a.k_pages) + at, *values = static_cast<T*>(a.v_pages) + at;
     for (int64_t head = 0; head < a.kv_heads; head++) rotate_head(keys + head * a.width, a.heads + head);
     std::memcpy(values, from + (a.heads + a.kv_heads) * a.width, a.kv_heads * a.width * sizeof(T));
-  }
+  });
+}
+
+}  // namespace
+
+bool slots_exist(const int64_t* slots, int64_t tokens, int64_t num_slots) {
+  return std::all_of(slots, slots + tokens, [&](int64_t slot) { return slot < num_slots; });
+}
+
+template <typename T>
+void rope_kv_write(const RopeArguments& a, const Worker& worker) {
+  if (a.wide_norm) write<T, float>(a, worker);
+  else write<T, T>(a, worker);
+}
+
+template void rope_kv_write<Bf16>(const RopeArguments&, const Worker&);
+template void rope_kv_write<float>(const RopeArguments&, const Worker&);
+
+namespace {
+
+template <typename T>
+bool run(const RopeArguments& a, int64_t num_slots, int64_t threads) {
+  if (!slots_exist(a.slots, a.tokens, num_slots)) return false;
+  const int64_t bytes = a.tokens * (a.heads + 2 * a.kv_heads) * a.width * 2 * static_cast<int64_t>(sizeof(T));
+  run_together(threads_for(bytes, threads), [&](const Worker& worker) { rope_kv_write<T>(a, worker); });
   return true;
 }
 
 }  // namespace
 }  // namespace quire
 
-extern "C" bool quire_rope_kv_write_bf16(const void* a) {
-  return quire::rope_kv_write<quire::Bf16, quire::Bf16>(*static_cast<const quire::Arguments*>(a));
+// False if a slot is beyond the last page; nothing is written then.
+
+extern "C" bool quire_rope_kv_write_bf16(const quire::RopeArguments* a, int64_t num_slots, int64_t threads) {
+  return quire::run<quire::Bf16>(*a, num_slots, threads);
 }
-extern "C" bool quire_rope_kv_write_bf16_f32(const void* a) {
-  return quire::rope_kv_write<quire::Bf16, float>(*static_cast<const quire::Arguments*>(a));
-}
-extern "C" bool quire_rope_kv_write_f32(const void* a) {
-  return quire::rope_kv_write<float, float>(*static_cast<const quire::Arguments*>(a));
+extern "C" bool quire_rope_kv_write_f32(const quire::RopeArguments* a, int64_t num_slots, int64_t threads) {
+  return quire::run<float>(*a, num_slots, threads);
 }

@@ -8,24 +8,20 @@ import torch
 
 from kernels.cpu import library
 
-_ENTRY_POINTS = {torch.bfloat16: "quire_rope_kv_write_bf16", torch.float32: "quire_rope_kv_write_f32"}
-_FLOAT32_NORM = "quire_rope_kv_write_bf16_f32"  # with projections in bfloat16
 _MAX_WIDTH = 256
+_TYPES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
 class _Arguments(ctypes.Structure):
-    """The struct of the same name in rope_kv_write.cpp: the fields must agree."""
+    """RopeArguments of rope_kv_write.h: the fields must agree."""
 
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
             for name in ("query", "qkv", "qk_norm", "cos_sin", "slots", "k_pages", "v_pages")
         ),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("tokens", "heads", "kv_heads", "width", "rotary_dim", "num_slots")
-        ),
-        *((name, ctypes.c_int64) for name in ("qkv_stride", "cos_sin_stride", "threads")),
+        *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "width", "rotary_dim")),
+        *((name, ctypes.c_int64) for name in ("qkv_stride", "cos_sin_stride", "wide_norm")),
         ("eps", ctypes.c_double),
     )
 
@@ -34,7 +30,7 @@ def can_rope_kv_write(qkv: torch.Tensor, k_pages: torch.Tensor) -> bool:
     """Whether the kernel is available and supports these shapes, device and dtype."""
     return (
         qkv.device.type == "cpu"
-        and qkv.dtype in _ENTRY_POINTS
+        and qkv.dtype in library.SUFFIXES
         and k_pages.shape[3] <= _MAX_WIDTH
         and library.available()
     )
@@ -73,15 +69,13 @@ def rope_kv_write(
         kv_heads,
         width,
         0 if cos_sin is None else cos_sin.shape[1],
-        k_pages.shape[0] * k_pages.shape[1],
         qkv.stride(0),
         0 if cos_sin is None else cos_sin.stride(0),
-        torch.get_num_threads(),
+        qk_norm is not None and qk_norm.dtype is torch.float32,
         eps,
     )
-    same = qk_norm is None or qk_norm.dtype is qkv.dtype
-    entry_point = _ENTRY_POINTS[qkv.dtype] if same else _FLOAT32_NORM
-    entry = library.function(entry_point, (ctypes.c_void_p,), ctypes.c_bool)
-    if not entry(ctypes.addressof(arguments)):
+    run = library.function(f"quire_rope_kv_write_{library.SUFFIXES[qkv.dtype]}", _TYPES, ctypes.c_bool)
+    num_slots = k_pages.shape[0] * k_pages.shape[1]
+    if not run(ctypes.addressof(arguments), num_slots, torch.get_num_threads()):
         raise IndexError("slots: a slot is beyond the last page")
     return query

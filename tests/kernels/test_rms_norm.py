@@ -143,14 +143,14 @@ def test_rows_beyond_32_bits(norms: SimpleNamespace) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(0, 8), (1, 64), (5, 1024), (3, 6, 80)])
-def test_bitwise_as_transformers(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_the_formula_is_bitwise_as_in_transformers(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """A weight of the dtype of x as in Qwen3; a float32 one is rounded once, as in Gemma and Olmo."""
     x, weight = random(*shape, dtype=torch.float32).mul(3).to(dtype), random(shape[-1], dtype=dtype, seed=1)
     theirs = [kind(shape[-1], eps=1e-6) for kind in (Qwen3RMSNorm, Gemma3RMSNorm, Olmo2RMSNorm)]
     for norm, ours in zip(theirs, (weight, 1.0 + weight.float(), weight.float()), strict=True):
         norm.to(dtype).weight.data.copy_(weight)
         with torch.inference_mode():
-            assert torch.equal(rms_norm(x, ours, 1e-6), norm(x))
+            assert torch.equal(rms_norm_reference(x, ours, 1e-6), norm(x))
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -1,0 +1,19 @@
+// activation(gate) * up.
+#pragma once
+
+#include "threads.h"
+
+namespace quire {
+
+// Plain data, filled by kernels/cpu/gated_activation.py: the fields must agree. Strides are in elements.
+struct GateArguments {
+  void* out;            // [T, I] contiguous
+  const void* gate_up;  // [T, 2 * I], rows of gate, then up
+  int64_t rows, width, stride;
+  int64_t activation;  // 0: silu, 1: gelu with tanh, 2: gelu
+};
+
+template <typename T>
+void gated_activation(const GateArguments& a, const Worker& worker);
+
+}  // namespace quire
