@@ -4,12 +4,6 @@
 #include "packed_product.h"
 
 namespace quire {
-namespace {
-
-// The rows that are copied at a time, where they have to be: a matter of memory, and of no consequence for bits.
-constexpr int64_t kCopiedRows = 256;  // _COPIED_ROWS of linear.py
-
-}  // namespace
 
 template <typename T>
 void linear(const LinearArguments& a, const Worker& worker) {

@@ -5,6 +5,9 @@
 
 namespace quire {
 
+// The rows that are copied at a time, where they have to be: a matter of memory, and of no consequence for bits.
+constexpr int64_t kCopiedRows = 256;  // _COPIED_ROWS of linear.py
+
 // Plain data, filled by kernels/cpu/linear.py: the fields must agree. Strides are in elements.
 struct LinearArguments {
   void* out;           // [T, O] contiguous

@@ -38,6 +38,11 @@ class _Arguments(ctypes.Structure):
     )
 
 
+def can_attend_width(width: int) -> bool:
+    """Whether the kernel supports heads of this width, if it is available."""
+    return width % _STEP == 0 and width <= _MAX_WIDTH
+
+
 def can_attend(
     query: torch.Tensor,
     k_pages: torch.Tensor,
@@ -50,7 +55,7 @@ def can_attend(
     return (
         query.device.type == "cpu"
         and query.dtype in library.SUFFIXES
-        and all(width % _STEP == 0 and width <= _MAX_WIDTH for width in widths)
+        and all(can_attend_width(width) for width in widths)
         and page_size % _STEP == 0
         and batch.page_tables.device.type == "cpu"
         and library.available()

@@ -26,7 +26,7 @@ void add_rms_norm(const NormArguments& a, const Worker& worker) {
       row = sum;
     }
     if (a.weight == nullptr) return;
-    T* out = static_cast<T*>(a.out) + index * a.width;
+    T* out = static_cast<T*>(a.out) + index * a.out_stride;
     if (a.wide_weight) normalise<float>(out, row, a);
     else normalise<T>(out, row, a);
   });

@@ -10,11 +10,11 @@ namespace quire {
 
 // Strides are in elements.
 struct NormArguments {
-  void* out;            // [T, D] contiguous
+  void* out;            // [T, D]; may be x
   const void* x;        // [T, D]
   void* residual;       // [T, D], which becomes the sum; null: x itself is normalised
   const void* weight;   // [D], of the type of x or float; null: only the sum is computed
-  int64_t rows, width, x_stride, residual_stride;
+  int64_t rows, width, out_stride, x_stride, residual_stride;
   int64_t wide_weight;  // whether the weight is float
   double eps;
 };

@@ -14,7 +14,8 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("out", "x", "residual", "weight")),
-        *((name, ctypes.c_int64) for name in ("rows", "width", "x_stride", "residual_stride", "wide_weight")),
+        *((name, ctypes.c_int64) for name in ("rows", "width", "out_stride", "x_stride", "residual_stride")),
+        ("wide_weight", ctypes.c_int64),
         ("eps", ctypes.c_double),
     )
 
@@ -38,6 +39,7 @@ def rms_norm(
         None if residual is None else residual.data_ptr(),
         weight.data_ptr(),
         *x.shape,
+        x.shape[1],
         x.stride(0),
         0 if residual is None else residual.stride(0),
         weight.dtype is torch.float32,

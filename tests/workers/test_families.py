@@ -37,6 +37,7 @@ from workers.kv.tensors import KvTensors
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
+from workers.models.hidden_states import HiddenStateCapture
 from workers.models.model import new_pages
 from workers.models.registry import FAMILIES, WRAPPERS
 
@@ -116,6 +117,9 @@ def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: t
         alone = decoder.logits(decoder.forward(inputs, kv))
         for (_, position), row in rows.items():
             assert torch.equal(row, alone[position])
+        # Whoever asks for hidden states gets the sublayers one by one.
+        capture = HiddenStateCapture({0: range(len(text))})
+        assert torch.equal(decoder.logits(decoder.forward(inputs, kv, capture)), alone)
 
 
 def random_shape(seed: int) -> TinyModel:

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.linear import linear
-from kernels.paged_attention import paged_attention
 from kernels.rope import rope_frequencies
 from tests.families import MODELS, settings_of
 from tests.model_factory import make_family_model
 from workers.executors.llm import LlmExecutor
-from workers.models import builder, config, layers, native_parity_check
+from workers.models import builder, config, native_parity_check
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
 from workers.models.layers import Attention
@@ -53,21 +51,14 @@ def swap_norms(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Attention, "targets", targets)
 
 
-def without(name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """An argument of attention is forgotten."""
-
-    def forget(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(
-            layers,
-            "paged_attention",
-            lambda *args, **options: paged_attention(*args, **(options | {name: None})),
-        )
-
-    return forget
-
-
 def drop_biases(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Linear, "__call__", lambda self, x: linear(x, self.weight))
+    right = Linear.pack
+
+    def pack(self: Linear) -> None:
+        right(self)
+        self.bias = None
+
+    patch.setattr(Linear, "pack", pack)
 
 
 def change(**fields: Any) -> Callable[[pytest.MonkeyPatch], None]:
@@ -101,9 +92,9 @@ def twice_the_base(patch: pytest.MonkeyPatch) -> None:
 
 MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "q and k norms swapped": ("qwen3", swap_norms),
-    "a window ignored": ("mistral", without("sliding_window")),
-    "a window of some layers ignored": ("gemma3", without("sliding_window")),
-    "scores not capped": ("gemma2", without("softcap")),
+    "a window ignored": ("mistral", change(layers=with_layers(window=None))),
+    "a window of some layers ignored": ("gemma3", change(layers=with_layers(window=None))),
+    "scores not capped": ("gemma2", change(attention_softcap=None)),
     "biases dropped": ("llama with biases", drop_biases),
     "another activation": ("gemma", change(activation="silu")),
     "an approximation taken for the whole": ("gemma2", change(activation="gelu")),

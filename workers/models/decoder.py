@@ -17,6 +17,7 @@ from kernels.linear import Weight, linear, pack_weight
 from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec, rope_table
 from workers.kv.tensors import KvTensors, LayerKv
+from workers.models.compiled_layers import Stage, compiled
 from workers.models.config import ModelConfig
 from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
@@ -67,6 +68,9 @@ class Decoder:
             LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim),
         ) * config.num_hidden_layers
         self.rotation_bytes = len(config.ropes) * config.rotary_dim * torch.float32.itemsize
+        # Packed models run several sublayers in one call.
+        self._before_last_mlp: Sequence[Stage] = self._sublayers()[:-1]
+        self._last_mlp: Stage = self.layers[-1].mlp
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}  # each [positions of the pages in use, R]
         # In families that scale by the square root of the width, the factor is rounded to the model's dtype.
         self._embedding_scale = config.embedding_scale
@@ -84,9 +88,8 @@ class Decoder:
         if not self.config.tie_word_embeddings:
             assert isinstance(self.lm_head, torch.Tensor), "targets are of plain weights"
             found["lm_head.weight"] = LoadTarget.of(self.lm_head)
-        for index, layer in enumerate(self.layers):
-            for sublayer in (layer.attention, layer.mlp):
-                found.update(sublayer.targets(f"model.layers.{index}."))
+        for index, sublayer in enumerate(self._sublayers()):
+            found.update(sublayer.targets(f"model.layers.{index // 2}."))
         return found
 
     @torch.inference_mode()
@@ -96,9 +99,16 @@ class Decoder:
         self.lm_head = pack_weight(self.lm_head, in_place=True)
         if tied:
             self.embedding = self.lm_head
-        for layer in self.layers:
-            layer.attention.body.pack()
-            layer.mlp.body.pack()
+        for sublayer in self._sublayers():
+            sublayer.body.pack()
+        *before, last = self._sublayers()
+        ropes = tuple(self.config.ropes)
+        self._before_last_mlp = compiled(before, ropes)
+        (self._last_mlp,) = compiled([last], ropes)
+
+    def _sublayers(self) -> list[Sublayer]:
+        """In order: attention and MLP of each layer."""
+        return [sublayer for layer in self.layers for sublayer in (layer.attention, layer.mlp)]
 
     @torch.inference_mode()
     def forward(
@@ -122,19 +132,17 @@ class Decoder:
             residual = residual * self._embedding_scale
         context = ForwardContext(inputs, kv, self._rotations(inputs.positions, kv))
         x: torch.Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            if capture is not None:
+        for index, stage in enumerate(self._before_last_mlp if capture is None else self._sublayers()[:-1]):
+            if capture is not None and index % 2 == 0:
                 # The output of the previous layer is the residual stream plus x, which is not added yet.
                 parts = (residual,) if x is None else (residual, x)
-                capture.capture_rows(index, inputs.wanted_rows, *parts)
-            x, residual = layer.attention(x, residual, context)
-            if index == len(self.layers) - 1:
-                # The last attention returns the wanted rows only.
-                residual = residual.index_select(0, inputs.wanted_rows)  # [R, C]
-                if not len(residual):
-                    return residual
-            x, residual = layer.mlp(x, residual, context)
-        assert x is not None
+                capture.capture_rows(index // 2, inputs.wanted_rows, *parts)
+            x, residual = stage(x, residual, context)
+        # The last attention returned the wanted rows only.
+        residual = residual.index_select(0, inputs.wanted_rows)  # [R, C]
+        if not len(residual):
+            return residual
+        x, residual = self._last_mlp(x, residual, context)
         hidden = self._final_norm.of_sum(x, residual)  # [R, C]
         if capture is not None:
             capture.capture_last(len(self.layers), hidden)

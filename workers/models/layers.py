@@ -47,7 +47,7 @@ class Norm:
         """Take ownership of a weight [C]: the tensor `name` of a checkpoint plus `offset`."""
         self.name = name
         self.weight = weight
-        self._eps = eps
+        self.eps = eps
         self._offset = offset
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
@@ -56,11 +56,11 @@ class Norm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, C] -> [T, C], a new tensor."""
-        return rms_norm(x, self.weight, self._eps)
+        return rms_norm(x, self.weight, self.eps)
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Normalise x + residual. Mutates `residual`, which becomes the sum."""
-        return add_rms_norm(x, residual, self.weight, self._eps)
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Body(Protocol):
@@ -82,13 +82,13 @@ class Sublayer:
     def __init__(self, before: Norm | None, body: Body, after: Norm | None, scale: float) -> None:
         """Take ownership of the parts."""
         self.body = body
-        self._before = before
-        self._after = after
-        self._scale = scale
+        self.before = before
+        self.after = after
+        self.scale = scale
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
-        for part in (self._before, self.body, self._after):
+        for part in (self.before, self.body, self.after):
             if part is not None:
                 yield from part.targets(prefix)
 
@@ -106,18 +106,18 @@ class Sublayer:
             The output of this sublayer, and the residual stream without it.
         """
         x = self.body(self._enter(x, residual), context)
-        if self._after is not None:
-            x = self._after(x)
-        if self._scale != 1.0:
-            x = x * self._scale
+        if self.after is not None:
+            x = self.after(x)
+        if self.scale != 1.0:
+            x = x * self.scale
         return x, residual
 
     def _enter(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         if x is None:
-            return residual if self._before is None else self._before(residual)
-        if self._before is None:
+            return residual if self.before is None else self.before(residual)
+        if self.before is None:
             return residual.add_(x)
-        return self._before.of_sum(x, residual)
+        return self.before.of_sum(x, residual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +166,10 @@ class Attention:
         self.output = output
         self.head_norm = head_norm
         self.row_norms = row_norms
-        self._index = index
-        self._shape = shape
+        self.index = index
+        self.shape = shape
         self._norm_offset = norm_offset
-        self._is_last = is_last
+        self.is_last = is_last
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
@@ -178,9 +178,9 @@ class Attention:
         yield from self.output.targets(prefix)
         names = (f"{prefix}q_norm.weight", f"{prefix}k_norm.weight")
         if self.head_norm is not None:
-            parts = torch.split(self.head_norm, [self._shape.heads, self._shape.kv_heads])
+            parts = torch.split(self.head_norm, [self.shape.heads, self.shape.kv_heads])
             for name, part in zip(names, parts, strict=True):
-                yield name, LoadTarget(part, (self._shape.head_dim,), self._norm_offset)
+                yield name, LoadTarget(part, (self.shape.head_dim,), self._norm_offset)
         for name, weight in zip(names, self.row_norms or (), strict=False):
             yield name, LoadTarget(weight, tuple(weight.shape), self._norm_offset)
 
@@ -191,10 +191,10 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]; in the last layer only the wanted rows. Writes keys and values to their slots."""
-        shape, pages = self._shape, context.kv.layer(self._index)
+        shape, pages = self.shape, context.kv.layer(self.index)
         query = self._project(x, context)  # [T, H, D]
         wanted = context.inputs.wanted_rows
-        if self._is_last and not len(wanted):
+        if self.is_last and not len(wanted):
             return x[:0]  # [0, C]: only the keys and values were needed
         attended = paged_attention(
             query,
@@ -204,11 +204,11 @@ class Attention:
             sliding_window=shape.window,
             softcap=shape.softcap,
         ).flatten(1)  # [T, H * D]
-        return self.output(attended.index_select(0, wanted) if self._is_last else attended)
+        return self.output(attended.index_select(0, wanted) if self.is_last else attended)
 
     def _project(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Queries [T, H, D]. Writes keys and values to their slots."""
-        shape = self._shape
+        shape = self.shape
         projected = self.qkv(x)  # [T, (H + 2 * K) * D]
         if self.row_norms is not None:
             first = 0
@@ -222,7 +222,7 @@ class Attention:
             self.head_norm,
             rotations,
             context.inputs.slots,
-            *context.kv.layer(self._index),
+            *context.kv.layer(self.index),
             shape.eps,
         )
 
@@ -234,7 +234,7 @@ class GatedMlp:
         """Take ownership of parameters: [2 * I, C], rows of gate, then up; and [C, I]."""
         self.gate_up = gate_up
         self.down = down
-        self._activation = activation
+        self.activation = activation
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
@@ -248,4 +248,4 @@ class GatedMlp:
 
     def __call__(self, x: torch.Tensor, _context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
-        return self.down(gated_activation(self.gate_up(x), self._activation))
+        return self.down(gated_activation(self.gate_up(x), self.activation))

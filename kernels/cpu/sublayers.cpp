@@ -1,0 +1,245 @@
+// Runs sublayers of decoder layers one after the other in one call: norm, projections, rotation, KV write, attention,
+// gate and residual. Each operation is that of its own file, so results have the same bits as if they were called one by
+// one. workers/models/layers.py has the formula.
+//
+// Letters: T rows; C hidden width; H query heads; K key-value heads; D head width; R rotated elements; I intermediate
+// width; N items.
+
+#include <algorithm>
+#include <vector>
+
+#include "attention.h"
+#include "gated_activation.h"
+#include "linear.h"
+#include "packed_product.h"
+#include "rms_norm.h"
+#include "rope_kv_write.h"
+
+namespace quire {
+namespace {
+
+// Plain data, filled by kernels/cpu/sublayers.py: the fields of these four must agree.
+
+struct Norm {
+  const void* weight;  // null: the norm is left out
+  int64_t width, wide_weight;
+  double eps;
+};
+
+struct Matrix {
+  const void *weight, *bias;  // packed [outputs, inputs]; [outputs] or null
+  int64_t outputs, inputs;
+};
+
+// What is the same in every step.
+struct Sublayer {
+  Norm before, after;
+  Matrix into, out;  // queries, keys and values [(H + 2 * K) * D, C], and output [C, H * D]; or gate and up, and down
+  double scale;
+  int64_t is_attention;
+  int64_t activation;          // of a gated MLP
+  Norm head_norm;              // [H + K, D]
+  Norm query_norm, key_norm;   // of whole rows
+  int64_t layer, rope, heads, kv_heads, width, window;  // rope: which rotations; -1: none
+  int64_t wanted_only;         // whether only the wanted rows are returned
+  double attention_scale, softcap;
+};
+
+struct Step {
+  void *x, *residual;  // [T, C]; see `run`
+  const int64_t *slots, *wanted;
+  const float* const* rotations;  // [T, R] each
+  void *const *keys, *const *values;  // of each layer
+  const int32_t *tables, *starts, *contexts, *roots;  // as in attention_arguments.h
+  const uint64_t* ancestors;
+  int64_t has_x, rows, num_wanted, rotary_dim, num_slots, page_size, items, table_stride, threads;
+};
+
+// What a model's sublayers are, and their memory, which grows to that of the largest step and is kept.
+struct Sublayers {
+  std::vector<Sublayer> all;
+  std::vector<char> scratch;
+  AttentionWork attention;
+
+  // The mean size of a matrix.
+  int64_t mean_elements() const {
+    int64_t elements = 0;
+    for (const Sublayer& one : all) elements += one.into.inputs * one.into.outputs + one.out.inputs * one.out.outputs;
+    return elements / (2 * static_cast<int64_t>(all.size()));
+  }
+};
+
+// Space for the rows of a step. All have the sublayers' type, but for the copies.
+template <typename T>
+struct Buffers {
+  T *normed, *wide, *inner;
+  InputOf<T>* copies;
+
+  Buffers(Sublayers& sublayers, int64_t rows) {
+    int64_t width = 0, outputs = 0, inputs = 0;
+    for (const Sublayer& one : sublayers.all) {
+      width = std::max(width, one.into.inputs);
+      outputs = std::max(outputs, one.into.outputs);
+      inputs = std::max(inputs, one.out.inputs);
+    }
+    const int64_t copied = std::min(rows, kCopiedRows) * copied_row(std::max(width, inputs));
+    const int64_t sizes[] = {whole(rows * width * sizeof(T)), whole(rows * outputs * sizeof(T)),
+                             whole(rows * inputs * sizeof(T)), whole(copied * sizeof(InputOf<T>))};
+    const size_t bytes = sizes[0] + sizes[1] + sizes[2] + sizes[3] + kLine;
+    if (sublayers.scratch.size() < bytes) std::vector<char>(bytes).swap(sublayers.scratch);
+    char* at = sublayers.scratch.data();
+    at += whole(reinterpret_cast<uintptr_t>(at)) - reinterpret_cast<uintptr_t>(at);
+    normed = reinterpret_cast<T*>(at);
+    wide = reinterpret_cast<T*>(at += sizes[0]);
+    inner = reinterpret_cast<T*>(at += sizes[1]);
+    copies = reinterpret_cast<InputOf<T>*>(at += sizes[2]);
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  static int64_t whole(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+};
+
+// What one worker does of a step.
+template <typename T>
+struct Run {
+  const Step& step;
+  const Buffers<T>& buffers;
+  AttentionWork& work;
+  const Worker& worker;
+  int64_t rows;
+
+  // x: the output of the last sublayer, if there is one, becomes that of this one. residual: x is added to it.
+  void run(const Sublayer& sublayer, bool has_x) {
+    const T* entered = enter(sublayer.before, sublayer.into.inputs, has_x);
+    if (sublayer.is_attention) attend(sublayer, entered);
+    else gate(sublayer, entered);
+    normalise(sublayer.after, static_cast<T*>(step.x), sublayer.out.outputs);
+    if (sublayer.scale != 1.0) multiply_x(static_cast<float>(sublayer.scale), sublayer.out.outputs);
+  }
+
+ private:
+  const T* enter(const Norm& norm, int64_t width, bool has_x) {
+    T* residual = static_cast<T*>(step.residual);
+    if (!has_x && norm.weight == nullptr) return residual;
+    add_rms_norm<T>({buffers.normed, has_x ? step.x : residual, has_x ? residual : nullptr, norm.weight, rows, width,
+                     width, width, width, norm.wide_weight, norm.eps},
+                    worker);
+    return norm.weight == nullptr ? residual : buffers.normed;
+  }
+
+  void project(T* to, const Matrix& matrix, const T* from) {
+    linear<T>({to, from, matrix.weight, matrix.bias, buffers.copies, rows, matrix.inputs, matrix.outputs, matrix.inputs},
+              worker);
+  }
+
+  // In place, of parts of rows that are `stride` elements apart.
+  void normalise(const Norm& norm, T* part, int64_t stride) {
+    if (norm.weight == nullptr) return;
+    add_rms_norm<T>({part, part, nullptr, norm.weight, rows, norm.width, stride, stride, 0, norm.wide_weight, norm.eps},
+                    worker);
+  }
+
+  void multiply_x(float factor, int64_t width) {
+    worker.for_shares(rows, [&](int64_t row) {
+      T* x = static_cast<T*>(step.x) + row * width;
+      for_lanes(width, [&](int64_t d, int count) { store_lanes(x + d, load_lanes(x + d, count) * factor, count); });
+    });
+  }
+
+  void gate(const Sublayer& sublayer, const T* entered) {
+    const int64_t width = sublayer.out.inputs;
+    project(buffers.wide, sublayer.into, entered);
+    gated_activation<T>({buffers.inner, buffers.wide, rows, width, 2 * width, sublayer.activation}, worker);
+    project(static_cast<T*>(step.x), sublayer.out, buffers.inner);
+  }
+
+  void attend(const Sublayer& sublayer, const T* entered) {
+    const int64_t row_width = sublayer.into.outputs, attended_width = sublayer.out.inputs;
+    project(buffers.wide, sublayer.into, entered);
+    normalise(sublayer.query_norm, buffers.wide, row_width);
+    normalise(sublayer.key_norm, buffers.wide + sublayer.query_norm.width, row_width);
+    T* query = buffers.inner;
+    const float* rotations = sublayer.rope < 0 ? nullptr : step.rotations[sublayer.rope];
+    const int64_t rotary_dim = rotations == nullptr ? 0 : step.rotary_dim;
+    rope_kv_write<T>({query, buffers.wide, sublayer.head_norm.weight, rotations, step.slots,
+                      step.keys[sublayer.layer], step.values[sublayer.layer], rows, sublayer.heads, sublayer.kv_heads,
+                      sublayer.width, rotary_dim, row_width, rotary_dim, sublayer.head_norm.wide_weight,
+                      sublayer.head_norm.eps},
+                     worker);
+    if (sublayer.wanted_only && step.num_wanted == 0) {
+      rows = 0;
+      return;
+    }
+    T* attended = buffers.wide;  // [T, H * D]
+    // Rows of padding are not written.
+    worker.for_shares(rows, [&](int64_t row) {
+      if (step.slots[row] < 0) std::fill_n(attended + row * attended_width, attended_width, T{});
+    });
+    paged_attention<T>(attention_arguments(sublayer, attended, query), work, worker);
+    if (sublayer.wanted_only) {
+      T* gathered = buffers.inner;
+      worker.for_shares(step.num_wanted, [&](int64_t row) {
+        std::copy_n(attended + step.wanted[row] * attended_width, attended_width, gathered + row * attended_width);
+      });
+      rows = step.num_wanted;
+      attended = gathered;
+    }
+    project(static_cast<T*>(step.x), sublayer.out, attended);
+  }
+
+  AttentionArguments attention_arguments(const Sublayer& sublayer, T* attended, const T* query) const {
+    AttentionArguments a{};
+    a.out = attended;
+    a.query = query;
+    a.keys = step.keys[sublayer.layer];
+    a.values = step.values[sublayer.layer];
+    a.tables = step.tables;
+    a.starts = step.starts;
+    a.contexts = step.contexts;
+    a.roots = step.roots;
+    a.ancestors = step.ancestors;
+    a.items = step.items;
+    a.table_stride = step.table_stride;
+    a.query_stride = sublayer.heads * sublayer.width;
+    a.head_stride = a.width = a.value_width = sublayer.width;
+    a.heads = sublayer.heads;
+    a.kv_heads = sublayer.kv_heads;
+    a.page_size = step.page_size;
+    a.window = sublayer.window;
+    a.scale = sublayer.attention_scale;
+    a.softcap = sublayer.softcap;
+    return a;
+  }
+};
+
+// False if a slot is beyond the last page; nothing is written then.
+template <typename T>
+bool run(Sublayers& sublayers, const Step& step) {
+  if (!slots_exist(step.slots, step.rows, step.num_slots)) return false;
+  const Buffers<T> buffers(sublayers, step.rows);
+  const int64_t bytes = sublayers.mean_elements() * static_cast<int64_t>(sizeof(T)) * (1 + step.rows / 8);
+  run_together(threads_for(bytes, step.threads), [&](const Worker& worker) {
+    Run<T> mine{step, buffers, sublayers.attention, worker, step.rows};
+    bool has_x = step.has_x;
+    for (const Sublayer& sublayer : sublayers.all) {
+      mine.run(sublayer, has_x);
+      has_x = true;
+    }
+  });
+  return true;
+}
+
+}  // namespace
+}  // namespace quire
+
+extern "C" void* quire_sublayers_new(const quire::Sublayer* all, int64_t count) {
+  return new quire::Sublayers{{all, all + count}, {}, {}};
+}
+extern "C" void quire_sublayers_delete(void* sublayers) { delete static_cast<quire::Sublayers*>(sublayers); }
+extern "C" bool quire_sublayers_run_bf16(void* sublayers, const quire::Step* step) {
+  return quire::run<quire::Bf16>(*static_cast<quire::Sublayers*>(sublayers), *step);
+}
+extern "C" bool quire_sublayers_run_f32(void* sublayers, const quire::Step* step) {
+  return quire::run<float>(*static_cast<quire::Sublayers*>(sublayers), *step);
+}

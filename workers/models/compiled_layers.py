@@ -1,0 +1,129 @@
+"""Runs consecutive sublayers on the CPU in one compiled call, where kernels exist for all their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Protocol
+
+import torch
+
+from kernels.cpu import sublayers
+from kernels.cpu.gated_activation import ACTIVATIONS
+from kernels.cpu.paged_attention import can_attend_width
+from kernels.packed_weight import PackedWeight
+from kernels.rope import RopeSpec
+from workers.models.layers import Attention, Body, ForwardContext, GatedMlp, Norm, Sublayer
+from workers.models.linear import Linear
+
+
+class Stage(Protocol):
+    """A sublayer, or several of them, one after the other."""
+
+    def __call__(
+        self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Sublayer`."""
+
+
+def compiled(model: Sequence[Sublayer], ropes: Sequence[RopeSpec]) -> list[Stage]:
+    """Sublayers, with those that are next to each other and can be compiled as one stage.
+
+    Args:
+        model: Consecutive sublayers, packed.
+        ropes: The rotary embeddings of the model.
+    """
+    stages: list[Stage] = []
+    for can, group in groupby(model, _can_compile):
+        members = list(group)
+        stages += [CompiledSublayers(members, ropes)] if can else members
+    return stages
+
+
+class CompiledSublayers:
+    """Sublayers that run in one call. The results have the same bits as theirs."""
+
+    def __init__(self, model: Sequence[Sublayer], ropes: Sequence[RopeSpec]) -> None:
+        """Take packed sublayers, for which there are kernels."""
+        described = [_described(one, ropes) for one in model]
+        self._sublayers = sublayers.Sublayers(described, _matrices(model[0].body)[0].weight.dtype, model)
+        self._ropes = tuple(ropes)
+        last = model[-1].body
+        self._returns_wanted = isinstance(last, Attention) and last.is_last
+
+    def __call__(
+        self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the sublayers one after the other. Mutates `x` too."""
+        inputs, kv = context.inputs, context.kv
+        has_x = x is not None
+        if x is None:
+            x = torch.empty_like(residual)
+        batch = inputs.attention
+        self._sublayers.run(
+            x,
+            residual,
+            [context.rotations[rope] for rope in self._ropes],
+            inputs.slots,
+            inputs.wanted_rows,
+            [kv.layer(index) for index in range(len(kv.layers))],
+            batch,
+            has_x=has_x,
+        )
+        return x[: len(inputs.wanted_rows)] if self._returns_wanted else x, residual
+
+
+def _can_compile(sublayer: Sublayer) -> bool:
+    body = sublayer.body
+    return (
+        isinstance(body, Attention | GatedMlp)
+        and all(isinstance(matrix.weight, PackedWeight) for matrix in _matrices(body))
+        and (isinstance(body, GatedMlp) or can_attend_width(body.shape.head_dim))
+    )
+
+
+def _matrices(body: Body) -> tuple[Linear, Linear]:
+    if isinstance(body, Attention):
+        return body.qkv, body.output
+    assert isinstance(body, GatedMlp)
+    return body.gate_up, body.down
+
+
+def _described(sublayer: Sublayer, ropes: Sequence[RopeSpec]) -> sublayers.Sublayer:
+    body = sublayer.body
+    found = sublayers.Sublayer(
+        before=_norm(sublayer.before),
+        after=_norm(sublayer.after),
+        scale=sublayer.scale,
+        rope=-1,
+    )
+    found.into, found.out = (_matrix(matrix) for matrix in _matrices(body))
+    if isinstance(body, GatedMlp):
+        found.activation = ACTIVATIONS.index(body.activation)
+        return found
+    assert isinstance(body, Attention)
+    shape = body.shape
+    found.is_attention, found.wanted_only, found.layer = True, body.is_last, body.index
+    found.heads, found.kv_heads, found.width = shape.heads, shape.kv_heads, shape.head_dim
+    found.attention_scale, found.softcap, found.window = shape.scale, shape.softcap or 0.0, shape.window or 0
+    if shape.rope is not None:
+        found.rope = ropes.index(shape.rope)
+    if body.head_norm is not None:
+        found.head_norm = _norm_of(body.head_norm, shape.eps)
+    if body.row_norms is not None:
+        found.query_norm, found.key_norm = (_norm_of(weight, shape.eps) for weight in body.row_norms)
+    return found
+
+
+def _norm(norm: Norm | None) -> sublayers.Norm:
+    return sublayers.Norm() if norm is None else _norm_of(norm.weight, norm.eps)
+
+
+def _norm_of(weight: torch.Tensor, eps: float) -> sublayers.Norm:
+    return sublayers.Norm(weight.data_ptr(), weight.shape[-1], weight.dtype is torch.float32, eps)
+
+
+def _matrix(linear: Linear) -> sublayers.Matrix:
+    assert isinstance(linear.weight, PackedWeight)
+    bias = None if linear.bias is None else linear.bias.data_ptr()
+    return sublayers.Matrix(linear.weight.data.data_ptr(), bias, *linear.weight.shape)
