@@ -25,7 +25,7 @@ from kernels.linear import linear, pack_weight
 from kernels.rms_norm import add_rms_norm
 from kernels.rope import RopeSpec, rope_table
 from kernels.rope_kv_write import rope_kv_write
-from tests.kernels.attention_case import COMPILED, FEATURES, attend, make_case
+from tests.kernels.attention_case import COMPILED, FEATURES, Item, attend, make_case
 from tests.kernels.instruction_sets import instructions_used, need_compiled
 from tests.kernels.tree_batches import Tree
 
@@ -63,13 +63,14 @@ def results(dtype: torch.dtype) -> list[torch.Tensor]:
     residual = torch.randn(37, 144).to(dtype)
     found += [add_rms_norm(x, residual, torch.randn(144).to(dtype), 1e-6), residual]
     found += [gated_activation(x, activation) for activation in ACTIVATIONS]
-    matrices = [pack_experts(torch.randn(4, *shape).to(dtype)) for shape in ((96, 144), (144, 48))]
+    gate_up, down = (pack_experts(torch.randn(4, *shape).to(dtype)) for shape in ((96, 144), (144, 48)))
     ids, weights = torch.rand(37, 4).topk(3).indices, torch.rand(37, 3)
-    found.append(experts(x, *matrices, ids, weights, "silu"))
-    pages = [torch.zeros(3, 16, 2, 24, dtype=dtype) for _ in range(2)]
+    found.append(experts(x, gate_up, down, ids, weights, "silu"))
+    keys, values = (torch.zeros(3, 16, 2, 24, dtype=dtype) for _ in range(2))
     table = rope_table(RopeSpec(theta=10_000.0), 16, 37)
-    found += [rope_kv_write(x, torch.randn(4, 24).to(dtype), table, torch.arange(37), *pages, 1e-6), *pages]
-    items = [(1, 20), (3, 700), (40, 1100), (Tree((0, 0, 1)), 30)]
+    norm, slots = torch.randn(4, 24).to(dtype), torch.arange(37)
+    found += [rope_kv_write(x, norm, table, slots, keys, values, 1e-6), keys, values]
+    items: list[Item] = [(1, 20), (3, 700), (40, 1100), (Tree((0, 0, 1)), 30)]
     for features in ((), *FEATURES):
         found.append(attend(make_case(items, dtype=dtype, features=features, width=80), COMPILED))
     return found

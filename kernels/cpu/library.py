@@ -148,7 +148,7 @@ def build() -> Path:
         raise BuildError(f"{VARIABLE} = {_NONE}" if asked else "needs Linux on x86-64 with AVX2")
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
-        raise BuildError("needs g++, or another GCC named by CXX")
+        raise BuildError("needs g++, or another GCC or Clang named by CXX")
     version = _run([compiler, "--version"])
     target = BUILD_DIR / f"{_prefix(instructions)}-{_digest(version.encode())}.so"
     if target.exists():
