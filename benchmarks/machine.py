@@ -17,6 +17,8 @@ from benchmarks.checkout import ROOT
 
 # The CPU flags that determine which kernels can run.
 _TELLING_FLAGS = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "bf16", "sve")
+# By the flag that tells, the best first. CPUs of one name may have different ones.
+_INSTRUCTION_SETS = {"amx_bf16": "amx", "avx512_bf16": "avx512bf16", "avx512f": "avx512", "avx2": "avx2"}
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors")
 # If other processes or the host use more than these shares of the machine, figures are unreliable.
 MAX_OTHERS_SHARE = 0.03
@@ -54,7 +56,14 @@ def slug(description: dict[str, Any]) -> str:
     """The machine as part of a file name."""
     short = re.sub(r"\((R|TM)\)|CPU|Processor|@.*", " ", name(description), flags=re.IGNORECASE)
     words = re.findall(r"[a-z0-9]+", short.lower())
-    return "-".join(words if "gpu" in description else [*words, f"{description['cores']}-cores"])
+    if "gpu" not in description:
+        words += [instruction_set(description), f"{description['cores']}-cores"]
+    return "-".join(word for word in words if word)
+
+
+def instruction_set(description: dict[str, Any]) -> str:
+    """The best instruction set of the CPU for products; "" if it has none of those that matter."""
+    return next((known for flag, known in _INSTRUCTION_SETS.items() if flag in description["flags"]), "")
 
 
 def times_s() -> tuple[float, float, float, float]:

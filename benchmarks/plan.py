@@ -57,6 +57,7 @@ class Workload:
         share: How much of the run's time it gets, compared with the others.
         prepare: A method of the peers and its arguments, called before the first turn.
         warm: Arguments of a first turn, which does not count, that differ from the others'; or None.
+        turn_over_warm: At least how many times as long as that first turn the others take.
         rounds: The least and the most.
         optional: Only measured when it is named.
     """
@@ -69,6 +70,7 @@ class Workload:
     share: float = 1.0
     prepare: tuple[str, dict[str, Any]] | None = None
     warm: dict[str, Any] | None = None
+    turn_over_warm: float = 1.0
     rounds: tuple[int, int] = (3, 20)
     optional: bool = False
 

@@ -34,6 +34,7 @@ def performance_block(result: Result, source: str) -> str:
     """The tables of docs/performance.md: competitors and goals. `source`: path of the result."""
     return "\n\n".join(
         [
+            f"### {cpu(result)}",
             description(result),
             _side_by_side(result),
             "Tokens/s of one over the other, against the goals of the design:",
@@ -43,19 +44,44 @@ def performance_block(result: Result, source: str) -> str:
     )
 
 
+def cpu(result: Result) -> str:
+    """The kind of CPU: "AMD EPYC, avx2, 2 cores"."""
+    about = result["machine"]
+    parts = (machine.name(about), machine.instruction_set(about), f"{about['cores']} cores")
+    return ", ".join(part for part in parts if part)
+
+
+def readme_table(results: Sequence[Result]) -> str:
+    """The table of the README: tokens/s of the service over others', a column for each kind of CPU."""
+    titles = dict.fromkeys(workload["title"] for result in results for workload in result["workloads"])
+    found = [{w["title"]: _over(w) for w in result["workloads"]} for result in results]
+    rows = [(title, *(over.get(title, "") for over in found)) for title in titles]
+    columns = [f"{cpu(result)} ({(result['machine']['commit'] or '')[:7]})" for result in results]
+    return _table(("", *columns), [row for row in rows if any(row[1:])])
+
+
+def _over(workload: WorkloadResult) -> str:
+    """The ratios of the service to transformers and llama.cpp: "3.1, 0.97"; "" if it is not compared."""
+    found = {ratio["theirs"]: ratio["ratio"] for ratio in workload["ratios"] if ratio["ours"] == SERVICE}
+    if TRANSFORMERS not in found:
+        return ""
+    ratios = (found[name] for name in (TRANSFORMERS, LLAMA_CPP))
+    return ", ".join(_number(ratio["p50"]) if ratio else "-" for ratio in ratios)
+
+
 def description(result: Result) -> str:
     """A paragraph with the machine, the model and the versions."""
     about, roof = result["machine"], result["roof"]
     commit = (about["commit"] or "no commit")[:12] + (" with changes" if about["modified"] else "")
     if about.get("against"):
         commit += f", before: {about['against'][:12]}"
-    flags = [name for name in about["flags"] if name in ("avx512_bf16", "amx_bf16")]
     memory_bytes = about.get("gpu_memory_bytes", about["memory_bytes"])
-    hardware = ", ".join([f"{about['cores']} cores", *flags, f"{memory_bytes / 1e9:.0f} GB"])
+    parts = (f"{about['cores']} cores", machine.instruction_set(about), f"{memory_bytes / 1e9:.0f} GB")
+    hardware = ", ".join(part for part in parts if part)
     reaches = ""
     if roof:
         reaches = f", which reads {roof['bytes_per_s'] / 1e9:.1f} GB/s"
-        reaches += f" and multiplies {roof['flops_per_s'] / 1e9:.0f} GFLOP/s in bfloat16"
+        reaches += f" and multiplies {roof['flops_per_s'] / 1e9:.0f} GFLOP/s in torch"
     return (
         f"Shape {result['shape']}, random bfloat16 weights, {result['settings']['threads']} threads on"
         f" {machine.name(about)} ({hardware}){reaches}."
@@ -127,13 +153,18 @@ def _verdict(value: float, goal: float) -> str:
 
 def _side_by_side(result: Result) -> str:
     labels = (TRANSFORMERS, LLAMA_CPP, EXECUTOR, SERVICE)
-    rows = []
+    rows, problems = [], list[str]()
     for workload in result["workloads"]:
         figures = {figure["label"]: figure for figure in workload["figures"]}
         if SERVICE in figures:
             cells = [_spread(figures[label]["ms"]) if "ms" in figures[label] else "-" for label in labels]
             rows.append((workload["title"], *cells))
-    return _table(("ms per step", *labels), rows)
+            problems += [
+                f"- {workload['title']}, {label}: {figures[label]['problem']}"
+                for label in labels
+                if "ms" not in figures[label]
+            ]
+    return "\n\n".join([_table(("ms per step", *labels), rows), *(["\n".join(problems)] if problems else [])])
 
 
 def _table(columns: _Row, rows: Sequence[_Row]) -> str:

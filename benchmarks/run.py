@@ -191,11 +191,13 @@ def _choose(arguments: argparse.Namespace) -> list[Workload]:
 
 
 def _path(arguments: argparse.Namespace) -> Path:
-    """An unused path for the JSON, in the committed results if it is a full run."""
+    """The path for the JSON: of a full run that of this kind of CPU in the committed results, else unused."""
     whole = arguments.shape == DEFAULT_SHAPE and not (arguments.rows or arguments.against or arguments.gpu)
-    directory = arguments.out or (_RESULTS_DIR if whole else _BUILD_DIR / "results")
-    description = machine.describe(gpu=arguments.gpu)
-    stem, number = f"{dt.datetime.now(dt.UTC):%Y-%m-%d}-{machine.slug(description)}", 1
+    kind = machine.slug(machine.describe(gpu=arguments.gpu))
+    if whole and not arguments.out:
+        return _RESULTS_DIR / f"{kind}.json"
+    directory = arguments.out or _BUILD_DIR / "results"
+    stem, number = f"{dt.datetime.now(dt.UTC):%Y-%m-%d}-{kind}", 1
     path: Path = directory / f"{stem}.json"
     while path.exists():
         number += 1

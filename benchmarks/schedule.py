@@ -28,6 +28,9 @@ class _Contestant:
     first_tokens: list[int] | None = None
     problem: str = ""
     failed: bool = False
+    # How long its last turn took, or is expected to take; 0: not known.
+    turn_s: float = 0.0
+    stopped: bool = False
 
     def attempt(self, work: Callable[[], Any]) -> Any:
         """The result, or None after a failure, which is noted and excludes the contestant."""
@@ -40,6 +43,8 @@ class _Contestant:
         return None
 
 
+# A competitor with longer turns is stopped when the next one does not fit into the workload's time.
+_LONG_TURN_S = 10.0
 # Methods of peers that use random prompts: new ones in each round, the same for all peers.
 _OF_NEW_PROMPTS = ("prefill", "first_token", "score", "loop")
 
@@ -59,22 +64,30 @@ class WorkloadRun:
         self._skipped = True
 
     def run(self, seconds: float) -> None:
-        """Prepares all contestants, then runs rounds until about `seconds` after the call."""
+        """Prepares all contestants, then runs rounds until about `seconds` after the call.
+
+        Contestants with long turns are stopped when no time is left for them. The others have the minimum
+        number of rounds, however long that takes.
+        """
         end_s = time.monotonic() + seconds
         self._prepare()
         if self._workload.warm is not None:
             for contestant in self._racing():
                 self._turn(contestant, self._workload.warm, seed=1)
+                contestant.turn_s *= self._workload.turn_over_warm
                 contestant.rounds.clear()
         least, most = self._workload.rounds
-        index, round_s = 0, 0.0
-        while index < least or (index < most and time.monotonic() + round_s < end_s):
+        for index in range(most):
             began_s = time.monotonic()
+            self._stop_slow(end_s - began_s)
+            racing = self._racing()
+            round_s = sum(contestant.turn_s for contestant in racing)
+            if not racing or (index >= least and began_s + round_s > end_s):
+                break
             # Alternate the order, so that none always runs first. All have the same prompts in a round.
-            for contestant in self._racing()[:: 1 if index % 2 == 0 else -1]:
+            for contestant in racing[:: 1 if index % 2 == 0 else -1]:
                 self._turn(contestant, {}, seed=index + 2)
-            index, round_s = index + 1, time.monotonic() - began_s
-            self._report(f"round {index} took {round_s:.1f} s")
+            self._report(f"round {index + 1} took {time.monotonic() - began_s:.1f} s")
         for name in {contestant.entry.peer for contestant in self._contestants}:
             with contextlib.suppress(PeerFailed, Unavailable):
                 self._get_peer(name).call("release")
@@ -138,9 +151,22 @@ class WorkloadRun:
         arguments = entry.arguments | arguments
         if entry.method in _OF_NEW_PROMPTS:
             arguments |= {"seed": seed}
+        began_s = time.monotonic()
         samples = contestant.attempt(lambda: self._get_peer(entry.peer).measure(entry.method, **arguments))
+        contestant.turn_s = time.monotonic() - began_s
         if samples is not None:
             contestant.rounds.append(samples)
 
+    def _stop_slow(self, left_s: float) -> None:
+        """Stops contestants whose long turn does not fit into the time that faster ones leave."""
+        for contestant in sorted(self._racing(), key=lambda contestant: contestant.turn_s):
+            left_s -= contestant.turn_s
+            if contestant.turn_s > _LONG_TURN_S and left_s < 0:
+                left_s += contestant.turn_s
+                contestant.stopped = True
+                if not contestant.rounds:
+                    contestant.problem = f"skipped: a turn takes about {contestant.turn_s:.0f} s"
+                self._report(f"no time for {contestant.entry.label}: about {contestant.turn_s:.0f} s a turn")
+
     def _racing(self) -> list[_Contestant]:
-        return [contestant for contestant in self._contestants if not contestant.problem]
+        return [one for one in self._contestants if not (one.problem or one.stopped)]

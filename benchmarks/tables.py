@@ -1,35 +1,43 @@
-"""Writes the tables of docs/performance.md from the newest committed result: `python -m benchmarks.tables`.
+"""Writes the tables of README.md and docs/performance.md: `python -m benchmarks.tables`.
 
-The block lies between two markers, which stay. With `--check` nothing is written: exit status 1 says that the
-page is not what this would write.
+benchmarks/results has one result for each kind of CPU, the newest; git has the older ones. Each table lies
+between two markers, which stay. With `--check` nothing is written: exit status 1 says that a page is not what
+this would write.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.checkout import ROOT
-from benchmarks.report import performance_block
+from benchmarks.report import performance_block, readme_table
 from benchmarks.results import FORMAT, Result
 
 BEGIN = "<!-- benchmarks: begin (python -m benchmarks.tables) -->"
 END = "<!-- benchmarks: end -->"
-PAGE = ROOT / "docs" / "performance.md"
 
 
-def newest_result() -> tuple[Path, Result]:
-    """The newest committed (or staged) result of a full run on a CPU. Raises ValueError without one."""
-    command = ["git", "ls-files", "--", "benchmarks/results/*.json"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)  # noqa: S603
-    found = {Path(name): json.loads((ROOT / name).read_text("utf-8")) for name in listed.stdout.splitlines()}
+def results() -> dict[Path, Result]:
+    """The results of full runs on CPUs by their paths in the repository, the newest first."""
+    paths = (ROOT / "benchmarks" / "results").glob("*.json")
+    read = {path.relative_to(ROOT): json.loads(path.read_text("utf-8")) for path in paths}
     whole = {
-        name: r for name, r in found.items() if r["format"] == FORMAT and r["suite"] == "cpu" and r["whole"]
+        path: found
+        for path, found in read.items()
+        if found.get("format") == FORMAT and found["suite"] == "cpu" and found["whole"]
     }
-    return max(whole.items(), key=lambda item: (item[1]["date"], item[0]))
+    return dict(sorted(whole.items(), key=lambda item: item[1]["date"], reverse=True))
+
+
+def pages(found: Mapping[Path, Result]) -> dict[Path, str]:
+    """The pages as they should be, by their paths. Raises ValueError for a page without its markers."""
+    blocks = [performance_block(result, path.as_posix()) for path, result in found.items()]
+    tables = {"README.md": readme_table(list(found.values())), "docs/performance.md": "\n\n".join(blocks)}
+    return {ROOT / name: with_block((ROOT / name).read_text("utf-8"), text) for name, text in tables.items()}
 
 
 def with_block(text: str, block: str) -> str:
@@ -44,17 +52,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; say whether it is up to date")
     arguments = parser.parse_args()
-    path, result = newest_result()
-    old = PAGE.read_text(encoding="utf-8")
-    new = with_block(old, performance_block(result, str(path)))
-    if arguments.check and old != new:
-        print(
-            "docs/performance.md is older than the newest result: python -m benchmarks.tables",
-            file=sys.stderr,
-        )
-    elif not arguments.check:
-        PAGE.write_text(new, encoding="utf-8")
-    return int(arguments.check and old != new)
+    stale = {path: page for path, page in pages(results()).items() if page != path.read_text("utf-8")}
+    for path, page in stale.items():
+        if arguments.check:
+            print(f"{path.name} is not of the results: python -m benchmarks.tables", file=sys.stderr)
+        else:
+            path.write_text(page, encoding="utf-8")
+    return int(arguments.check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -211,6 +211,7 @@ def _prefill(shape: Shape, batch: int, *, share: float, goals: dict[str, float] 
         share=share,
         prepare=("prepare_prefill", arguments),
         warm={"batch": 1},
+        turn_over_warm=batch,
     )
 
 

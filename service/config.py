@@ -192,7 +192,11 @@ class Config:
     model_download: str = _setting(
         "on", "download a model of the hub if it is not in the local cache", _SWITCH
     )
-    dtype: str = _setting(_AUTO, "data type of weights and KV cache; auto is the model's", _DTYPES)
+    dtype: str = _setting(
+        _AUTO,
+        "data type of weights and KV cache; auto is the model's, but float32 for float16 on a CPU",
+        _DTYPES,
+    )
     model_backend: str = _setting(
         _AUTO,
         "implementation of the model: native, or the transformers library with this server's paged KV cache;"

@@ -420,8 +420,8 @@ NUMBERS = [
     BadDirectory("infinity in a weight", one_value(float("-inf")), f"{_FILE}tensor {Q_PROJ} is not finite"),
     BadDirectory(
         "a weight too large for the asked dtype",
-        lambda directory: [one_value(1e6)(directory), setting(dtype="float16")(directory)],
-        f"{_FILE}tensor {Q_PROJ} is not finite as float16",
+        lambda directory: [one_value(3.4e38)(directory), setting(dtype="bfloat16")(directory)],
+        f"{_FILE}tensor {Q_PROJ} is not finite as bfloat16",
     ),
 ]
 

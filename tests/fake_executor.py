@@ -250,7 +250,7 @@ class FakeExecutor(
                 epoch=3,
                 state=executor_pb2.WORKER_STATE_READY,
                 executor=types_pb2.ExecutorCapabilities(
-                    device="cpu", runner="eager", kernels=["torch", "cpu-not-compiled"]
+                    device="cpu", runner="eager", products="torch: this CPU has no AVX2"
                 ),
                 pool=types_pb2.PoolUsage(
                     sequences=5, pages_total=100, pages_free=60, pages_cached=15, pages_referenced=25

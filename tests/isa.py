@@ -24,12 +24,15 @@ TESTS = (
     "tests/workers/test_families.py",
     "tests/workers/test_hidden_states.py",
     "tests/workers/test_library_model.py",
+    "tests/workers/test_library_same_bits.py",
     "tests/workers/test_native_parity_check.py",
     "tests/workers/test_packed_linear.py",
+    "tests/workers/test_planted_breaches.py",
     "tests/e2e/test_families.py",
     "tests/e2e/test_hidden_states.py",
     "tests/e2e/test_library_backend.py",
     "tests/e2e/test_parity_machine.py",
+    "tests/e2e/test_same_bits.py",
 )
 PROCESSES = ("-n", "logical", "--maxprocesses", "4", "--dist", "worksteal")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import os
 import threading
 import time
@@ -25,7 +26,7 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from workers import wire
 from workers.executors.base import ModelExecutor
-from workers.models.active_kernels import NOT_COMPILED
+from workers.models.active_kernels import SLOW
 from workers.operations import Command, HeldSequences, IntegrityReport, Reset, Result
 from workers.orphan_timer import OrphanTimer
 from workers.scheduler import Scheduler
@@ -110,13 +111,9 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     def _compute(self) -> None:
         try:
             executor = self._make_executor(self._report_progress)
-            kernels = executor.capabilities().kernels
-            _log.info("kernels in use", kernels=", ".join(kernels))
-            if NOT_COMPILED in kernels:
-                _log.warning(
-                    "the CPU kernels are not compiled, and slower torch code replaces them;"
-                    " `make setup` compiles them if there is a g++"
-                )
+            products = executor.capabilities().products
+            level = logging.WARNING if SLOW in products else logging.INFO
+            _log.log(level, "products in use", products=products)
             executor.warmup()
             scheduler = self._make_scheduler(executor)
             capabilities = executor.capabilities()

@@ -231,28 +231,6 @@ __attribute__((noinline)) void weigh(InputOf<T>* weights, const float* products,
   rows.totals[into] += reduce(total, [](Floats a, Floats b) { return a + b; });
 }
 
-// sums[r] += the products of rows and `blocks` blocks of a packed weight; `stride` floats between the sums of rows.
-template <typename T, int kRows>
-void add_blocks(float* sums, int64_t stride, const T* weight, int64_t block_size, int64_t blocks,
-                const InputOf<T>* const* rows, int64_t inputs) {
-  const auto add = [&](auto width, int64_t block) {
-    Sums tile[kRows][width()];
-    float* to = sums + block * kBlockOutputs;
-    for (int r = 0; r < kRows; r++)
-      for (int b = 0; b < width(); b++) tile[r][b] = load_sums(to + r * stride + b * kBlockOutputs);
-    add_products(tile, weight + block * block_size, block_size, rows, inputs);
-    for (int r = 0; r < kRows; r++)
-      for (int b = 0; b < width(); b++) {
-        const Floats lanes = lanes_of(tile[r][b]);
-        std::memcpy(to + r * stride + b * kBlockOutputs, &lanes, sizeof(lanes));
-      }
-  };
-  constexpr int kWidth = blocks_beside<T>(kRows);
-  int64_t block = 0;
-  for (; block + kWidth <= blocks; block += kWidth) add(std::integral_constant<int, kWidth>(), block);
-  for (; block < blocks; block++) add(std::integral_constant<int, 1>(), block);
-}
-
 // One packed block and the rows row..row + kRows of the head, which are the rows from `into` on of the task.
 template <bool kTrees, int kRows, typename T, Shaping kShaping>
 void attend_tile(const Head<T>& head, const Scores<kShaping>& shape, const InputOf<T>* queries, int64_t row,

@@ -7,51 +7,74 @@
 namespace quire {
 namespace {
 
-// Not inlined: it is called once for each sum of a tile.
+// The rows that pass a panel of weights: the inputs of some blocks that stay in the cache, while one tile of rows after
+// the other is multiplied. Between panels, sums are in memory.
+constexpr int64_t kPassingRows = 256;
+constexpr int64_t kPanelBytes = 32 << 10;
+// A single tile waits for memory, which is faster at several places at once: in these blocks, by turns.
+constexpr int64_t kSingleTileBlocks = 4, kTurnBytes = 4 << 10;
+
 template <typename Weight>
-__attribute__((noinline)) void write(const Products<Weight>& products, int64_t row, int64_t block, Floats sums) {
-  const int64_t output = block * kBlockOutputs;
-  const int lanes = static_cast<int>(std::min(kBlockOutputs, products.outputs - output));
-  if (products.bias != nullptr) sums += load_lanes(products.bias + output, lanes);
-  store_lanes(products.results[row] + output, sums, lanes);
-}
+constexpr int64_t kMostSums =
+    std::max(kPassingRows * Product<Weight>::kTileBlocks, Product<Weight>::kTileRows* kSingleTileBlocks) * kBlockOutputs;
 
-// The results of a tile of kRows rows and kBlocks blocks, the first of which is `block`.
-template <typename Weight, int kRows, int kBlocks>
-void multiply_tile(const Products<Weight>& products, int64_t row, int64_t block) {
-  Sums sums[kRows][kBlocks];
-  for (int r = 0; r < kRows; r++)
-    for (int b = 0; b < kBlocks; b++) sums[r][b] = zero_sums();
-  const int64_t block_size = block_size_of<Weight>(products.inputs);
-  add_products(sums, products.weight + block * block_size, block_size, products.rows + row, products.inputs);
-  for (int r = 0; r < kRows; r++)
-    for (int b = 0; b < kBlocks; b++) write(products, row + r, block + b, lanes_of(sums[r][b]));
-}
-
-template <typename Weight, int kBlocks, int kRows = Product<Weight>::kTileRows>
-void multiply_rows(const Products<Weight>& products, int64_t row, int64_t count, int64_t block) {
+// `add_blocks` for up to a tile of rows.
+template <typename Weight, int kRows = Product<Weight>::kTileRows>
+void add_tile(float* sums, int64_t stride, const Weight* weight, int64_t block_size, int64_t blocks,
+              const InputOf<Weight>* const* rows, int64_t count, int64_t inputs, Ahead ahead) {
   if constexpr (kRows > 1)
-    if (count < kRows) return multiply_rows<Weight, kBlocks, kRows - 1>(products, row, count, block);
-  if constexpr (kBlocks <= blocks_beside<Weight>(kRows)) multiply_tile<Weight, kRows, kBlocks>(products, row, block);
+    if (count < kRows)
+      return add_tile<Weight, kRows - 1>(sums, stride, weight, block_size, blocks, rows, count, inputs, ahead);
+  add_blocks<Weight, kRows>(sums, stride, weight, block_size, blocks, rows, inputs, ahead);
+}
+
+template <typename Weight>
+void write(const Products<Weight>& products, int64_t row, int64_t block, int64_t blocks, const float* sums) {
+  const int64_t first = block * kBlockOutputs;
+  for_lanes(std::min(blocks * kBlockOutputs, products.outputs - first), [&](int64_t i, int lanes) {
+    Floats sum = load<Floats>(sums + i);
+    if (products.bias != nullptr) sum += load_lanes(products.bias + first + i, lanes);
+    store_lanes(products.results[row] + first + i, sum, lanes);
+  });
+}
+
+// The results of the rows first..first + count and the blocks begin..end.
+template <typename Weight>
+void multiply_rows(const Products<Weight>& products, int64_t first, int64_t count, int64_t begin, int64_t end) {
+  using P = Product<Weight>;
+  alignas(64) float sums[kMostSums<Weight>];
+  const InputOf<Weight>* rows[kPassingRows];
+  const int64_t block_size = block_size_of<Weight>(products.inputs);
+  const int64_t tiles = (count + P::kTileRows - 1) / P::kTileRows;
+  const int64_t width = tiles == 1 ? kSingleTileBlocks : P::kTileBlocks;
+  const int64_t input_bytes = kBlockOutputs * sizeof(Weight);
+  // A tile of all these blocks reads them side by side, as fast as memory is.
+  const bool whole = tiles == 1 && blocks_beside<Weight>(count) == width;
+  const int64_t panel = whole ? products.inputs : (tiles == 1 ? kTurnBytes : kPanelBytes / width) / input_bytes;
+  for (int64_t block = begin; block < end; block += width) {
+    const int64_t blocks = std::min(width, end - block), stride = blocks * kBlockOutputs;
+    std::fill_n(sums, count * stride, 0.0f);
+    for (int64_t input = 0; input < products.inputs; input += panel) {
+      for (int64_t row = 0; row < count; row++) rows[row] = products.rows[first + row] + input;
+      const Weight* weight = products.weight + block * block_size + input * kBlockOutputs;
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        const int64_t row = count * tile / tiles, next_row = count * (tile + 1) / tiles;
+        const char* next = reinterpret_cast<const char*>(weight) + (panel + panel * tile / tiles) * input_bytes;
+        add_tile(sums + row * stride, stride, weight, block_size, blocks, rows + row, next_row - row,
+                 std::min(panel, products.inputs - input),
+                 whole ? Ahead{} : Ahead{next, P::kStepInputs * input_bytes / tiles});
+      }
+    }
+    for (int64_t row = 0; row < count; row++) write(products, first + row, block, blocks, sums + row * stride);
+  }
 }
 
 }  // namespace
 
 template <typename Weight>
 void Products<Weight>::multiply_blocks(int64_t begin, int64_t end) const {
-  if (count == 0) return;
-  constexpr int64_t kMost = Product<Weight>::kTileRows;
-  const int64_t tiles = (count + kMost - 1) / kMost, tile = (count + tiles - 1) / tiles;
-  for (int64_t block = begin, width = blocks_beside<Weight>(tile); block < end; block += width) {
-    while (width > end - block) width /= 2;
-    // Tiles of rows are the inner loop, so that the weights of these blocks are read from memory once.
-    for (int64_t row = 0; row < count; row += tile) {
-      const int64_t rows_here = std::min(tile, count - row);
-      if (width == 4) multiply_rows<Weight, 4>(*this, row, rows_here, block);
-      else if (width == 2) multiply_rows<Weight, 2>(*this, row, rows_here, block);
-      else multiply_rows<Weight, 1>(*this, row, rows_here, block);
-    }
-  }
+  for (int64_t row = 0; row < count; row += kPassingRows)
+    multiply_rows(*this, row, std::min(kPassingRows, count - row), begin, end);
 }
 
 template struct Products<Bf16>;

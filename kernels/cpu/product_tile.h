@@ -7,112 +7,126 @@
 
 namespace quire {
 
-// A sum for each output of a block.
+// A vector of sums, one for each of some outputs of a block.
 #if defined(__AVX512F__)
-struct Sums {
-  __m512 all;
-};
-inline Sums zero_sums() { return {_mm512_setzero_ps()}; }
-inline Sums broadcast(float x) { return {_mm512_set1_ps(x)}; }
-inline Sums load_sums(const float* from) { return {_mm512_loadu_ps(from)}; }
-inline void add_product(Sums& sums, Sums a, Sums b) { sums.all = _mm512_fmadd_ps(a.all, b.all, sums.all); }
-inline Floats lanes_of(Sums sums) { return (Floats)sums.all; }
+using Vector = __m512;
+inline Vector broadcast(float x) { return _mm512_set1_ps(x); }
+inline Vector add_product(Vector a, Vector b, Vector sum) { return _mm512_fmadd_ps(a, b, sum); }
 #else
-struct Sums {
-  __m256 low, high;
-};
-inline Sums zero_sums() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-inline Sums broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-inline Sums load_sums(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
-inline void add_product(Sums& sums, Sums a, Sums b) {
-  sums.low = _mm256_fmadd_ps(a.low, b.low, sums.low);
-  sums.high = _mm256_fmadd_ps(a.high, b.high, sums.high);
-}
-inline Floats lanes_of(Sums sums) {
-  Floats lanes;
-  std::memcpy(&lanes, &sums, sizeof(lanes));
-  return lanes;
-}
+using Vector = __m256;
+inline Vector broadcast(float x) { return _mm256_set1_ps(x); }
+inline Vector add_product(Vector a, Vector b, Vector sum) { return _mm256_fmadd_ps(a, b, sum); }
 #endif
+constexpr int kVectors = kBlockOutputs * sizeof(float) / sizeof(Vector);  // of a block
 
-// How an instruction set multiplies weights of a type. A step is one vector of a block's weights: `kStepInputs` inputs
-// of each output. Registers hold `kTileRows` x `kTileBlocks` sums beside a step's weights.
+// How an instruction set multiplies weights of a type. A step is `kStepInputs` inputs of a block, which are multiplied
+// in `kParts`, one after the other. Registers hold the sums of `kTileRows` rows and `kTileBlocks` blocks.
 template <typename Weight>
 struct Product;
 
 template <>
 struct Product<float> {
-  using Step = Sums;
-  static constexpr int kStepInputs = 1;
+  static constexpr int kStepInputs = 1, kParts = 1;
 #if defined(__AVX512F__)
   static constexpr int kTileRows = 6, kTileBlocks = 4;
 #else
-  static constexpr int kTileRows = 5, kTileBlocks = 1;
+  static constexpr int kTileRows = 6, kTileBlocks = 1;
 #endif
-  static Step weights_at(const float* from) { return load_sums(from); }
-  static void add(Sums& sums, Step weights, const float* row) { add_product(sums, weights, broadcast(*row)); }
+  static Vector weights(const float* step, int vector, int) {
+    Vector weights = load<Vector>(step + vector * (sizeof(Vector) / sizeof(float)));
+    asm("" : "+v"(weights));  // otherwise the compiler would load it again for each row
+    return weights;
+  }
+  static Vector inputs(const float* row, int) { return broadcast(*row); }
+  static Vector add(Vector weights, Vector inputs, Vector sum) { return add_product(weights, inputs, sum); }
 };
 
 #if defined(__AVX512BF16__)
 
 template <>
 struct Product<Bf16> {
-  using Step = __m512bh;
-  static constexpr int kStepInputs = 2;
+  static constexpr int kStepInputs = 2, kParts = 1;
   static constexpr int kTileRows = 6, kTileBlocks = 4;
-  static Step weights_at(const Bf16* from) { return (__m512bh)_mm512_loadu_si512(from); }
-  static void add(Sums& sums, Step weights, const Bf16* row) {
-    int32_t both;
-    std::memcpy(&both, row, sizeof(both));
-    sums.all = _mm512_dpbf16_ps(sums.all, weights, (__m512bh)_mm512_set1_epi32(both));
-  }
+  static __m512bh weights(const Bf16* step, int, int) { return (__m512bh)_mm512_loadu_si512(step); }
+  static __m512bh inputs(const Bf16* row, int) { return (__m512bh)_mm512_set1_epi32(load<int32_t>(row)); }
+  static Vector add(__m512bh weights, __m512bh inputs, Vector sum) { return _mm512_dpbf16_ps(sum, weights, inputs); }
 };
 
 #else
 
-// Without instructions for bfloat16: the two inputs of each output become two floats.
+// Without instructions for bfloat16: the two inputs of each output become floats, first the even, then the odd one.
 template <>
 struct Product<Bf16> {
-  struct Step {
-    Sums even, odd;
-  };
-  static constexpr int kStepInputs = 2;
+  static constexpr int kStepInputs = 2, kParts = 2;
 #if defined(__AVX512F__)
   static constexpr int kTileRows = 5, kTileBlocks = 4;
-  static Step weights_at(const Bf16* from) {
-    const __m512i both = _mm512_loadu_si512(from), odd = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-    return {{_mm512_castsi512_ps(_mm512_slli_epi32(both, 16))}, {_mm512_castsi512_ps(_mm512_and_si512(both, odd))}};
-  }
 #else
-  static constexpr int kTileRows = 4, kTileBlocks = 1;
-  static Step weights_at(const Bf16* from) {
-    const __m256i* at = reinterpret_cast<const __m256i*>(from);
-    const __m256i low = _mm256_loadu_si256(at), high = _mm256_loadu_si256(at + 1);
-    const __m256i odd = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-    return {{_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))},
-            {_mm256_castsi256_ps(_mm256_and_si256(low, odd)), _mm256_castsi256_ps(_mm256_and_si256(high, odd))}};
-  }
+  static constexpr int kTileRows = 5, kTileBlocks = 1;
 #endif
-  static void add(Sums& sums, const Step& weights, const float* row) {
-    add_product(sums, weights.even, broadcast(row[0]));
-    add_product(sums, weights.odd, broadcast(row[1]));
+  static Vector weights(const Bf16* step, int vector, int odd) {
+    typedef uint32_t Pairs __attribute__((vector_size(sizeof(Vector))));
+    const Pairs pairs = load<Pairs>(step + vector * (sizeof(Vector) / sizeof(Bf16)));
+    return (Vector)(odd ? pairs & 0xffff0000u : pairs << 16);
   }
+  static Vector inputs(const float* row, int odd) { return broadcast(row[odd]); }
+  static Vector add(Vector weights, Vector inputs, Vector sum) { return add_product(weights, inputs, sum); }
 };
 
 #endif
 
-// Adds the products of kRows rows and kBlocks blocks, each block `block_size` elements after the last.
+// What a tile loads into the cache for later: in each step the line at `from` and those at the same place of its other
+// blocks; `from` grows by `bytes` per step. Addresses after the end of a weight do no harm.
+struct Ahead {
+  const char* from = nullptr;  // null: nothing
+  int64_t bytes = 0;
+};
+
+// Adds the products of kRows rows and kBlocks blocks, each block `block_size` elements after the last. All loops but that
+// over the inputs are unrolled, since otherwise the compiler keeps sums in memory.
 template <typename Weight, int kRows, int kBlocks>
-inline void add_products(Sums (&sums)[kRows][kBlocks], const Weight* weight, int64_t block_size,
-                         const InputOf<Weight>* const* rows, int64_t inputs) {
+inline void add_products(Vector (&sums)[kRows][kBlocks * kVectors], const Weight* weight, int64_t block_size,
+                         const InputOf<Weight>* const* rows, int64_t inputs, Ahead ahead) {
   using P = Product<Weight>;
+  constexpr int kColumns = kBlocks * kVectors;
   const InputOf<Weight>* from[kRows];
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; r++) from[r] = rows[r];
+#pragma GCC unroll 2
   for (int64_t input = 0; input < inputs; input += P::kStepInputs, weight += P::kStepInputs * kBlockOutputs) {
-    typename P::Step weights[kBlocks];
-    for (int b = 0; b < kBlocks; b++) weights[b] = P::weights_at(weight + b * block_size);
-    for (int r = 0; r < kRows; r++)
-      for (int b = 0; b < kBlocks; b++) P::add(sums[r][b], weights[b], from[r] + input);
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; b++)
+      _mm_prefetch(ahead.from + b * block_size * static_cast<int64_t>(sizeof(Weight)), _MM_HINT_T0);
+    ahead.from += ahead.bytes;
+#pragma GCC unroll 2
+    for (int part = 0; part < P::kParts; part++) {
+      asm("" : "+r"(weight));  // otherwise what one part loads would take registers until the next
+      const auto weights = [&](int c) {
+        return P::weights(weight + c / kVectors * block_size, c % kVectors, part);
+      };
+      const auto row = [&](int r) { return P::inputs(from[r] + input, part); };
+      // The fewer are kept in registers, and the more are loaded one by one.
+      if constexpr (kRows < kColumns) {
+        decltype(row(0)) all[kRows];
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; r++) all[r] = row(r);
+#pragma GCC unroll 16
+        for (int c = 0; c < kColumns; c++) {
+          const auto one = weights(c);
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; r++) sums[r][c] = P::add(one, all[r], sums[r][c]);
+        }
+      } else {
+        decltype(weights(0)) all[kColumns];
+#pragma GCC unroll 16
+        for (int c = 0; c < kColumns; c++) all[c] = weights(c);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; r++) {
+          const auto one = row(r);
+#pragma GCC unroll 16
+          for (int c = 0; c < kColumns; c++) sums[r][c] = P::add(all[c], one, sums[r][c]);
+        }
+      }
+    }
   }
 }
 
@@ -121,6 +135,32 @@ template <typename Weight>
 constexpr int blocks_beside(int64_t rows) {
   constexpr int kSums = Product<Weight>::kTileRows * Product<Weight>::kTileBlocks;
   return kSums >= 4 * rows ? 4 : kSums >= 2 * rows ? 2 : 1;
+}
+
+// sums[r] += the products of kRows rows and `blocks` blocks of a packed weight; `stride` floats between the sums of rows.
+template <typename Weight, int kRows>
+void add_blocks(float* sums, int64_t stride, const Weight* weight, int64_t block_size, int64_t blocks,
+                const InputOf<Weight>* const* rows, int64_t inputs, Ahead ahead = {}) {
+  if (ahead.from == nullptr) ahead.from = reinterpret_cast<const char*>(weight);
+  const auto add = [&](auto width, int64_t block) {
+    constexpr int kColumns = width() * kVectors, kLane = sizeof(Vector) / sizeof(float);
+    Vector tile[kRows][kColumns];
+    float* to = sums + block * kBlockOutputs;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 16
+      for (int c = 0; c < kColumns; c++) tile[r][c] = load<Vector>(to + r * stride + c * kLane);
+    const Ahead ahead_here{ahead.from + block * block_size * static_cast<int64_t>(sizeof(Weight)), ahead.bytes};
+    add_products<Weight, kRows, width()>(tile, weight + block * block_size, block_size, rows, inputs, ahead_here);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 16
+      for (int c = 0; c < kColumns; c++) std::memcpy(to + r * stride + c * kLane, &tile[r][c], sizeof(Vector));
+  };
+  constexpr int kWidth = blocks_beside<Weight>(kRows);
+  int64_t block = 0;
+  for (; block + kWidth <= blocks; block += kWidth) add(std::integral_constant<int, kWidth>(), block);
+  for (; block < blocks; block++) add(std::integral_constant<int, 1>(), block);
 }
 
 }  // namespace quire

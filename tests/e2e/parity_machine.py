@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from numpy.typing import NDArray
@@ -65,13 +65,14 @@ class Harness:
 
     gateway: GatewayProcess
     model: Path
-    operations: dict[str, int] = field(default_factory=dict)
 
 
 class ParityMachine(RuleBasedStateMachine):
     """Callers' operations in any order."""
 
     harness: Harness
+    phases: Sequence[Phase] = tuple(Phase)
+    output = WITH_LOGITS
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +81,10 @@ class ParityMachine(RuleBasedStateMachine):
 
     def pick(self, number: int) -> Held:
         return self.held[number % len(self.held)]
+
+    def greedy(self, tokens: list[int], count: int) -> list[int]:
+        """What the model says after a text."""
+        return hf_greedy(self.harness.model, tokens, count)
 
     def truths(self, texts: Sequence[list[int]]) -> list[Truth]:
         """What transformers computes after each token of each text: logits, and the states of LAYER."""
@@ -126,7 +131,7 @@ class ParityMachine(RuleBasedStateMachine):
     def prefill(self, tokens: list[int], score_from: int | None) -> None:
         if score_from is not None:
             score_from %= len(tokens)
-        request = pb.PrefillRequest(token_ids=tokens, output=WITH_LOGITS, score_from=score_from)
+        request = pb.PrefillRequest(token_ids=tokens, output=self.output, score_from=score_from)
         answer = self.stub.Prefill(request, timeout=30)
         self.check_scores(answer, tokens, len(tokens) if score_from is None else max(1, score_from))
         held = Held(answer.kv_cache.cache_id, list(tokens))
@@ -137,7 +142,7 @@ class ParityMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.held) < 5)
     @rule(batch=st.lists(prompts, min_size=2, max_size=3))
     def batch_prefill(self, batch: list[list[int]]) -> None:
-        items = [pb.PrefillRequest(token_ids=tokens, output=WITH_LOGITS) for tokens in batch]
+        items = [pb.PrefillRequest(token_ids=tokens, output=self.output) for tokens in batch]
         results = self.stub.BatchPrefill(pb.BatchPrefillRequest(items=items), timeout=30).results
         for tokens, result in zip(batch, results, strict=True):
             held = Held(result.response.kv_cache.cache_id, list(tokens))
@@ -157,7 +162,7 @@ class ParityMachine(RuleBasedStateMachine):
                 cache_id=held.cache_id,
                 token_ids=tokens,
                 position=position if fenced else None,
-                output=WITH_LOGITS,
+                output=self.output,
             ),
             timeout=30,
         )
@@ -172,7 +177,7 @@ class ParityMachine(RuleBasedStateMachine):
         held = self.pick(number)
         position = len(held.tokens)
         answer = self.stub.Decode(
-            pb.DecodeRequest(cache_id=held.cache_id, token_id=token, position=position, output=WITH_LOGITS),
+            pb.DecodeRequest(cache_id=held.cache_id, token_id=token, position=position, output=self.output),
             timeout=30,
         )
         held.tokens.append(token)
@@ -189,7 +194,7 @@ class ParityMachine(RuleBasedStateMachine):
         position, tokens = held.last
         answer = self.stub.Prefill(
             pb.PrefillRequest(
-                cache_id=held.cache_id, token_ids=tokens, position=position, output=WITH_LOGITS
+                cache_id=held.cache_id, token_ids=tokens, position=position, output=self.output
             ),
             timeout=30,
         )
@@ -200,7 +205,7 @@ class ParityMachine(RuleBasedStateMachine):
     @rule(tokens=st.lists(tokens_of, min_size=6, max_size=6), bad=st.booleans())
     def batch_decode(self, tokens: list[int], bad: bool) -> None:
         items = [
-            pb.DecodeRequest(cache_id=held.cache_id, token_id=token, output=WITH_LOGITS)
+            pb.DecodeRequest(cache_id=held.cache_id, token_id=token, output=self.output)
             for held, token in zip(self.held, tokens, strict=False)
         ]
         middle = len(items) // 2
@@ -220,9 +225,9 @@ class ParityMachine(RuleBasedStateMachine):
     def unified(self, number: int, token: int, prompt: list[int], chunk: list[int]) -> None:
         held = self.pick(number)
         items = [
-            pb.UnifiedForwardItem(cache_id=held.cache_id, token_ids=[token], output=WITH_LOGITS),
+            pb.UnifiedForwardItem(cache_id=held.cache_id, token_ids=[token], output=self.output),
             pb.UnifiedForwardItem(token_ids=chunk, is_final_chunk=False),
-            pb.UnifiedForwardItem(token_ids=prompt, output=WITH_LOGITS),
+            pb.UnifiedForwardItem(token_ids=prompt, output=self.output),
         ]
         results = self.stub.UnifiedForward(pb.UnifiedForwardRequest(items=items), timeout=30).results
         held.last = (len(held.tokens), [token])
@@ -248,7 +253,7 @@ class ParityMachine(RuleBasedStateMachine):
         held = self.pick(number)
         first = held.tokens[0]
         # The first drafts are what the model will say, the rest is chance.
-        truth = hf_greedy(self.harness.model, [*held.tokens, first], min(right, len(drafts)))
+        truth = self.greedy([*held.tokens, first], min(right, len(drafts)))
         fed = [first, *truth, *drafts[len(truth) :]]
         score = len(drafts) % 2 == 0
         mode = types_pb2.VERIFY_ACCEPT_GREEDY if accept else types_pb2.VERIFY_ACCEPT_UNSPECIFIED
@@ -258,7 +263,7 @@ class ParityMachine(RuleBasedStateMachine):
                 token_ids=fed,
                 position=len(held.tokens),
                 accept=mode,
-                output=WITH_LOGITS,
+                output=self.output,
                 score=score,
             ),
             timeout=30,
@@ -282,10 +287,10 @@ class ParityMachine(RuleBasedStateMachine):
     @rule(number=picks, seed=picks, size=st.integers(2, 12) | st.just(LARGE_TREE), score=st.booleans())
     def verify_tree(self, number: int, seed: int, size: int, score: bool) -> None:
         held = self.pick(number)
-        base, model, dice = list(held.tokens), self.harness.model, random.Random(seed)
+        base, dice = list(held.tokens), random.Random(seed)
         if len(base) + size > MAX_TOKENS:
             return
-        truth = hf_greedy(model, [*base, base[0]], 4)
+        truth = self.greedy([*base, base[0]], 4)
 
         def right(path: Sequence[int]) -> int:
             depth = len(path) - 1
@@ -298,7 +303,7 @@ class ParityMachine(RuleBasedStateMachine):
             parents=tree.parents,
             position=len(base),
             accept=types_pb2.VERIFY_ACCEPT_GREEDY,
-            output=WITH_LOGITS,
+            output=self.output,
             score=score,
         )
         answer = self.stub.ForwardVerify(request, timeout=30)
@@ -379,7 +384,7 @@ class ParityMachine(RuleBasedStateMachine):
 
     @rule(tokens=prompts)
     def score(self, tokens: list[int]) -> None:
-        answer = self.stub.Forward(pb.ForwardRequest(token_ids=tokens, output=WITH_LOGITS), timeout=30)
+        answer = self.stub.Forward(pb.ForwardRequest(token_ids=tokens, output=self.output), timeout=30)
         assert len(answer.outputs) == len(tokens)
         self.check_rows(answer.outputs, tokens)
         self.check_scores(answer, tokens, 1)
@@ -390,7 +395,7 @@ class ParityMachine(RuleBasedStateMachine):
             pb.ForwardRequest(
                 token_ids=context + choice,
                 score_from=len(context),
-                output=WITH_LOGITS if output else None,
+                output=self.output if output else None,
             )
             for choice in choices
         ]
@@ -408,7 +413,7 @@ class ParityMachine(RuleBasedStateMachine):
         held = self.pick(number)
         if len(held.tokens) + count > MAX_TOKENS:
             return
-        expected = hf_greedy(self.harness.model, held.tokens, count + 1)
+        expected = self.greedy(held.tokens, count + 1)
         for token, following in itertools.pairwise(expected):
             request = pb.DecodeRequest(cache_id=held.cache_id, token_id=token, position=len(held.tokens))
             answer = self.stub.Decode(request, timeout=30)
@@ -423,16 +428,24 @@ class ParityMachine(RuleBasedStateMachine):
         self.harness.gateway.assert_pools_are_whole()
 
 
-def run_parity_machine(gateway: GatewayProcess, model: Path, *, examples: int, steps: int) -> None:
-    """The machine on one gateway, that serves `model` in float32."""
-    ParityMachine.harness = Harness(gateway, model)
+def run_parity_machine(
+    gateway: GatewayProcess,
+    model: Path,
+    *,
+    examples: int,
+    steps: int,
+    machine: type[ParityMachine] = ParityMachine,
+) -> None:
+    """A machine on one gateway, that serves `model`; the one of this module: in float32."""
+    machine.harness = Harness(gateway, model)
     run_state_machine_as_test(
-        ParityMachine,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
             deadline=None,
             derandomize=True,
+            phases=machine.phases,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -12,11 +12,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.pytorch_utils import Conv1D
 
 from kernels.linear import can_pack
 from workers.models.library.library_model import LibraryModel
 from workers.models.library.loading import load_library_model, plan_library_model
-from workers.models.library.packed_linear import PackedLinear, pack_linears, plain_products
+from workers.models.library.packed_linear import (
+    PackedEmbedding,
+    PackedLinear,
+    pack_linears,
+    plain_products,
+)
 from workers.models.library.parity_check import check_loaded
 
 torch.set_num_threads(1)
@@ -48,10 +54,11 @@ def _packed(model: LibraryModel) -> list[str]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_packed_model_is_the_model_of_its_files(tied: bool, tmp_path: Path) -> None:
-    """All projections are packed; a head that is the embedding as well is not."""
+    """All projections are packed; a head that is the embedding as well is packed once."""
     model, description = load_library_model(plan_library_model(_llama(tmp_path, tied=tied)))
     of_a_layer = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    assert sorted(_packed(model)) == sorted(2 * of_a_layer + ([] if tied else ["lm_head"]))
+    assert sorted(_packed(model)) == sorted([*of_a_layer, *of_a_layer, "lm_head"])
+    assert isinstance(model.module.get_input_embeddings(), PackedEmbedding) is tied
     tokens = torch.tensor([5, 9, 2, 77, 30])
     peer = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
     with torch.inference_mode():
@@ -105,6 +112,29 @@ def test_what_reads_a_weight_itself_gets_a_plain_one() -> None:
         assert torch.equal(layer(x), functional.linear(x, before, layer.bias))
 
 
+def test_a_tied_embedding_that_is_read_gets_a_plain_weight() -> None:
+    """And the head keeps its own."""
+    embedding, head, x = nn.Embedding(100, 64), nn.Linear(64, 100, bias=False), torch.randn(3, 64)
+    head.weight = embedding.weight
+    before = embedding.weight.detach().clone()
+    with torch.inference_mode():
+        pack_linears(nn.Sequential(embedding, head))
+        assert torch.equal(embedding(torch.tensor([[7, 99]])), before[None, [7, 99]])
+        assert torch.equal(embedding.weight, before) and type(embedding) is nn.Embedding
+        torch.testing.assert_close(head(x), x @ before.T)
+
+
+def test_the_projection_of_gpt2() -> None:
+    kind: Any = Conv1D
+    layer, x = kind(70, 64), torch.randn(2, 5, 64)
+    nn.init.normal_(layer.bias)
+    with torch.inference_mode():
+        expected = layer(x)
+        pack_linears(nn.Sequential(layer))
+        assert isinstance(layer, PackedLinear)
+        torch.testing.assert_close(layer(x), expected)
+
+
 class _Own(nn.Linear):
     """One that may use its weight in ways of its own."""
 
@@ -113,7 +143,6 @@ class _Own(nn.Linear):
     "layer",
     [
         nn.Linear(64, 64, dtype=torch.float16),
-        nn.Linear(64, 8, dtype=torch.bfloat16),  # a router: packed, it is twice as large
         _Own(64, 64, dtype=torch.bfloat16),
     ],
 )

@@ -27,20 +27,20 @@ def stop(_executor: ModelExecutor) -> Scheduler:
     raise StartedError
 
 
-@pytest.mark.parametrize(("compiled", "warnings"), [(None, 1), ("cpu-avx2", 0)])
-async def test_slow_kernels_are_said_once(
-    monkeypatch: pytest.MonkeyPatch, compiled: str | None, warnings: int
+@pytest.mark.parametrize(("kernels", "level"), [(None, "warning"), ("cpu-avx2", "info")])
+async def test_the_log_names_the_products_once(
+    monkeypatch: pytest.MonkeyPatch, kernels: str | None, level: str
 ) -> None:
-    monkeypatch.setattr("workers.models.active_kernels.kernel_name", lambda: compiled)
+    monkeypatch.setattr("workers.models.active_kernels.kernel_name", lambda: kernels)
+    executor = PagedAttentionExecutor.create(kv_pages=1)
     with capture_logs() as logs:
-        worker = WorkerServer(lambda _: PagedAttentionExecutor.create(kv_pages=1), stop, secret="x")
+        worker = WorkerServer(lambda _: executor, stop, secret="x")
         worker.start()
         with pytest.raises(StartedError):
             await worker.ended
-    said = [entry for entry in logs if "kernels are not compiled" in entry["event"]]
-    assert [entry["log_level"] for entry in said] == ["warning"] * warnings
-    (used,) = [entry["kernels"] for entry in logs if entry["event"] == "kernels in use"]
-    assert used == f"torch, {compiled or 'cpu-not-compiled'}"
+    (said,) = [entry for entry in logs if entry["event"] == "products in use"]
+    assert said["products"] == executor.capabilities().products
+    assert said["log_level"] == level
 
 
 async def test_snapshots_are_answered_while_a_step_holds_the_interpreter(

@@ -15,7 +15,7 @@ from workers.executors.engine import Engine
 from workers.executors.errors import ExecutorClosed, ExecutorError, KvMissing
 from workers.executors.info import Capabilities, ExecutorStatus, LoraAdapterMetrics
 from workers.kv.table import PoolUsage
-from workers.models.active_kernels import active_kernels
+from workers.models.active_kernels import active_kernels, active_products
 from workers.models.inputs import MAX_TREE_TOKENS
 from workers.models.model import ModelDescription
 from workers.models.text import ModelText
@@ -298,6 +298,7 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
         executor=name,
         runner=engine.runner.name,
         kernels=active_kernels(kv.device),
+        products=active_products(kv.device, model.dtype),
         device=str(kv.device),
         # Models that run one sequence at a time, in the library's code, are those that take no trees.
         supports_native_unified_decode=engine.takes_trees,

@@ -15,6 +15,7 @@ class Capabilities:
     executor: str
     runner: str
     kernels: Sequence[str]
+    products: str
     device: str
     page_size_tokens: int
     bytes_per_page: int

@@ -67,7 +67,8 @@ class LlmExecutor(ModelExecutor):
     ) -> Self:
         """Loads the weights and allocates the pool.
 
-        dtype: "auto" (the model's own), "bfloat16", "float16" or "float32", for weights and KV.
+        dtype: "bfloat16", "float16" or "float32", for weights and KV; "auto": the model's own, but on a CPU
+            float32 for float16.
         kv_pages: pages of 16 tokens; None sizes the pool from free memory.
         limits: the largest step; on a GPU it determines the memory that is left for the pool.
         backend: "native", "transformers" or "auto"; see `loading`.

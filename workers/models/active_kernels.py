@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+from kernels.cpu import library
 from kernels.cpu.library import InstructionSetError, instruction_set, kernel_name
 from kernels.paged_attention import CUDA_WIDTHS
 from workers.models.errors import ModelError, UnsupportedError
 
 # The name where no kernels were compiled for the CPU: the same operations in torch, which are slower.
 NOT_COMPILED = "cpu-not-compiled"
+# Ends what `active_products` says where torch replaces compiled products.
+SLOW = "expect it to be slow"
 
 
 def active_kernels(device: torch.device) -> tuple[str, ...]:
@@ -20,6 +25,29 @@ def active_kernels(device: torch.device) -> tuple[str, ...]:
             "triton",
         )  # Triton runs only the sampling of the weightless model: its heads are narrow
     return ("torch", kernel_name() or NOT_COMPILED)
+
+
+def active_products(device: torch.device, dtype: str) -> str:
+    """What multiplies by weights of a dtype, as an operator reads it; with `SLOW` if the CPU could do better.
+
+    "cpu-avx2 (bfloat16 weights, float32 arithmetic)".
+    """
+    if device.type == "cuda":
+        return f"torch ({dtype} weights)"
+    if getattr(torch, dtype) not in library.SUFFIXES:
+        reason = f"there are no {dtype} products for a CPU"
+    elif name := kernel_name():
+        arithmetic = dtype if library.multiplies_bfloat16() else "float32"
+        return f"{name} ({dtype} weights, {arithmetic} arithmetic)"
+    elif instruction_set() is not None:
+        reason = "the CPU kernels are not compiled, which `make setup` does if there is a g++"
+    elif library.VARIABLE in os.environ:
+        reason = f"{library.VARIABLE} = {os.environ[library.VARIABLE]}"
+    else:
+        reason = (
+            "this CPU has no AVX2" if library.cpu_flags() else "there are no kernels for this kind of CPU"
+        )
+    return f"torch: {reason}; {SLOW}"
 
 
 def check_instruction_set() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels.experts import ExpertWeights
+from workers.models import huge_pages
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
 from workers.models.experts import Experts
@@ -41,7 +42,7 @@ class _Parts:
         self._device = device
 
     def empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        return huge_pages.empty(shape, self._dtype, self._device)
 
     def norm(self, name: str | None) -> Norm | None:
         if name is None:

@@ -8,6 +8,7 @@ end of a truncated file kills the process. Here a file is refused if it changed 
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -43,8 +44,10 @@ _MAX_NAMES_BYTES = 32 << 20
 _MAX_DIMENSIONS = 8
 _SAMPLE_BYTES = 1024
 
-# The dtype that the model is stored in.
+# The dtype that the model is stored in, or on a CPU one that it computes faster.
 AUTO = "auto"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +73,17 @@ class TensorEntry:
     version: FileVersion
 
 
-def choose_dtype(asked: torch.dtype | str, named: str | None, stored: str | None) -> torch.dtype:
+def choose_dtype(
+    asked: torch.dtype | str, named: str | None, stored: str | None, device: torch.device
+) -> torch.dtype:
     """The dtype to load in.
 
     Args:
-        asked: A torch dtype or its name; AUTO: the dtype of the config, else that of the stored tensor.
+        asked: A torch dtype or its name; AUTO: the dtype of the config, else that of the stored tensor, but
+            on a CPU float32 for float16.
         named: The dtype that the config names.
         stored: The dtype of a tensor, as a header spells it.
+        device: The device that will compute.
 
     Raises:
         ModelError: Weights cannot have this dtype.
@@ -85,6 +92,10 @@ def choose_dtype(asked: torch.dtype | str, named: str | None, stored: str | None
     name = asked if isinstance(asked, str) else name_of(asked)
     if name == AUTO:
         name = named or name_of(DTYPES.get(stored or "", torch.float32))
+        if name == "float16" and device.type == "cpu":
+            # There are no compiled kernels for float16. float32 holds the same values.
+            name = "float32"
+            _log.info("float16 weights become float32; dtype = bfloat16 needs half the memory and rounds")
     if name not in allowed:
         raise ModelError(f"dtype: must be {AUTO} or one of {', '.join(sorted(allowed))}, got {name!r}")
     return allowed[name]

@@ -63,7 +63,7 @@ def plan_load(
     Args:
         directory: A Hugging Face model directory.
         dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the dtype that the config
-            names, else that of the embedding in the files.
+            names, else that of the embedding in the files; on a CPU float32 for float16.
         device: The device of the parameters.
 
     Raises:
@@ -75,7 +75,7 @@ def plan_load(
     config = ModelConfig.from_directory(directory)
     entries = _of_text(checkpoint.read_entries(directory), config)
     stored = entries[_EMBEDDING].dtype if _EMBEDDING in entries else None
-    chosen = checkpoint.choose_dtype(dtype, config.dtype, stored)
+    chosen = checkpoint.choose_dtype(dtype, config.dtype, stored, device)
     _check_number_of_experts(config, directory, entries)
     targets = build_decoder(config, chosen, "meta").targets()
     _check_entries(config, directory, targets, entries)

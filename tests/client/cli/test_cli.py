@@ -430,7 +430,7 @@ def test_a_target_without_a_port_means_the_default_port(
 
 def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert quire("status") == 0
-    summary, *in_use, header, worker, starting, kernels = capsys.readouterr().out.splitlines()
+    summary, *in_use, header, worker, starting, products = capsys.readouterr().out.splitlines()
     assert summary.startswith("serving  version 9.9.9  up 1m01s")
     assert in_use[0].startswith("0 connections  0 sessions") and in_use[-1].endswith("0 refused")
     cells = dict(zip(split(header), split(worker), strict=True))
@@ -441,7 +441,7 @@ def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureF
         "decodes": "100", "prefill ms": "12.3", "decode ms": "1.3", "batch": "3.0", "memory": "300.0 MiB",
     }  # fmt: skip
     assert "starting 42%" in starting
-    assert kernels == "kernels of worker-0: torch, cpu-not-compiled  slow, see the log"
+    assert products == "products of worker-0: torch: this CPU has no AVX2"
 
 
 @pytest.mark.parametrize("watched", [False, True])

@@ -23,6 +23,7 @@ from workers.kv.sizing import available_bytes, check_weights_fit
 from workers.models import checkpoint
 from workers.models.checkpoint import AUTO, TensorEntry
 from workers.models.errors import ModelError
+from workers.models.library.activations import fix_activations
 from workers.models.library.errors import library_errors
 from workers.models.library.file_tensors import sequential_reads, tensors_to_read
 from workers.models.library.gathered_model import GatheredModel
@@ -69,7 +70,7 @@ def plan_library_model(
     Args:
         directory: A Hugging Face model directory.
         dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the dtype that the config
-            names, else that of the first tensor in the files.
+            names, else that of the first tensor in the files; on a CPU float32 for float16.
         device: The device of the model. The weights are loaded into the host's memory first.
 
     Raises:
@@ -80,7 +81,7 @@ def plan_library_model(
     directory, device = Path(directory), torch.device(device)
     settings = read_settings(directory)
     entries = checkpoint.read_entries(directory)
-    chosen = _choose_dtype(dtype, settings, entries)
+    chosen = _choose_dtype(dtype, settings, entries, device)
     weight_bytes, num_parameters = _model_size(directory, settings, entries, chosen)
     check_weights_fit(str(directory), weight_bytes, available_bytes())
     if device.type == "cuda":
@@ -106,6 +107,8 @@ def load_library_model(
     with library_errors("run the model"):
         module.to(device=plan.device)  # type: ignore[call-arg]  # the library wraps a method as a function
         pack_linears(module)
+        if plan.device.type == "cpu":
+            fix_activations(module)
         model = make_library_model(module)
     settings, first = plan.settings, model.kv_layers[0]
     text = settings.config.get_text_config(decoder=True)
@@ -151,12 +154,16 @@ def make_library_model(module: PreTrainedModel) -> LibraryModel:
 
 
 def _choose_dtype(
-    dtype: torch.dtype | str, settings: LibrarySettings, entries: Mapping[str, TensorEntry]
+    dtype: torch.dtype | str,
+    settings: LibrarySettings,
+    entries: Mapping[str, TensorEntry],
+    device: torch.device,
 ) -> torch.dtype:
     """The dtype to load in. Raises ModelError."""
     named = settings.config.get_text_config(decoder=True).dtype or settings.config.dtype
     stored = next((entry.dtype for entry in entries.values() if entry.dtype in checkpoint.DTYPES), None)
-    return checkpoint.choose_dtype(dtype, str(named).removeprefix("torch.") if named else None, stored)
+    name = str(named).removeprefix("torch.") if named else None
+    return checkpoint.choose_dtype(dtype, name, stored, device)
 
 
 def _model_size(

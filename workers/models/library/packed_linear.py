@@ -1,27 +1,27 @@
 """Projections of a library's model with packed weights: see `kernels.linear`.
 
-A decode reads every weight once, so projections are most of its time. The packed weight replaces the plain
-one, in its memory, and only `kernels.linear` can read it. If the library's code reads the weight of a layer
-instead of calling the layer, the weight is unpacked and the layer becomes an ordinary one for good.
+A decode reads every weight once, so projections are most of its time, and only a packed product gives a row
+the same bits in any company. The packed weight replaces the plain one, in its memory, and only
+`kernels.linear` can read it. If the library's code reads the weight of a layer instead of calling the layer,
+the weight is unpacked and the layer becomes an ordinary one for good.
 
 Dimension letters: I inputs; O outputs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from kernels.linear import can_pack, linear
 from kernels.packed_weight import PackedWeight
-
-# The packed layout has blocks of 16 outputs and 32 inputs: smaller weights would grow.
-_MIN_SIZE = 32
 
 
 class PackedLinear(nn.Linear):
@@ -50,20 +50,42 @@ class PackedLinear(nn.Linear):
         return plain
 
 
+class PackedEmbedding(nn.Embedding):
+    """An embedding whose weight is packed as that of the head; made by `pack_linears`."""
+
+    _packed: PackedWeight
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the library's name
+        """[...] -> [..., C]."""
+        return self._packed.rows(input.flatten()).view(*input.shape, self.embedding_dim)
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]  # an attribute of ordinary layers
+        """[V, C]. Unpacks the weight, and turns the layer into an ordinary one."""
+        plain = self._packed.to_dense()
+        del self._packed
+        self.__class__ = nn.Embedding  # type: ignore[assignment]
+        self.register_parameter("weight", nn.Parameter(plain, requires_grad=False))
+        return plain
+
+
 @torch.inference_mode()
 def pack_linears(module: nn.Module) -> None:
-    """Pack the projections that are faster packed: those for which the CPU has a compiled product.
+    """Pack the projections for whose dtype the CPU has a compiled product.
 
-    Mutates `module`. Weights are packed in place. Weights with another use, such as tied embeddings, are not
-    packed.
+    Mutates `module`. Weights are packed in place, that of a tied embedding and head once. Weights with
+    another use, such as an embedding that is scaled, are not packed.
     """
-    uses = Counter(
-        parameter.data_ptr() for part in module.modules() for parameter in part.parameters(recurse=False)
-    )
+    users: dict[int, list[nn.Module]] = defaultdict(list)
     for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            users[parameter.data_ptr()].append(part)
+    for parts in users.values():
         # Subclasses may use the weight in another way.
-        if type(part) is nn.Linear and uses[part.weight.data_ptr()] == 1 and _is_worth_packing(part):
-            _pack(part)
+        kinds = {type(part) for part in parts}
+        shared = len(parts) == 2 and kinds == {nn.Embedding, nn.Linear}
+        if (shared or (len(parts) == 1 and kinds < {nn.Linear, Conv1D})) and all(map(_can_pack, parts)):
+            _pack(parts)
 
 
 @contextmanager
@@ -79,18 +101,21 @@ def plain_products(module: nn.Module) -> Iterator[None]:
             layer._use_plain_product = False  # noqa: SLF001
 
 
-def _is_worth_packing(layer: nn.Linear) -> bool:
-    """Whether the packed weight is faster, of about the same size, and used for all inputs."""
-    return (
-        can_pack(layer.weight)
-        and min(layer.in_features, layer.out_features) >= _MIN_SIZE
-        and all(parameter.dtype == layer.weight.dtype for parameter in layer.parameters())
-    )
+def _can_pack(part: Any) -> bool:
+    """Whether there is a product for its weight, which is used for all inputs."""
+    return can_pack(part.weight) and all(each.dtype == part.weight.dtype for each in part.parameters())
 
 
-def _pack(layer: nn.Linear) -> None:
-    packed = PackedWeight(layer.weight.detach(), in_place=True)
-    del layer.weight
-    layer.__class__ = PackedLinear
-    assert isinstance(layer, PackedLinear)
-    layer._packed, layer._use_plain_product = packed, False  # noqa: SLF001
+def _pack(parts: Sequence[Any]) -> None:
+    """Pack the weight that layers share."""
+    plain = parts[0].weight.detach()
+    packed = PackedWeight(plain.T.contiguous() if type(parts[0]) is Conv1D else plain, in_place=True)
+    for part in parts:
+        del part.weight
+        part._packed = packed  # noqa: SLF001
+        if isinstance(part, nn.Embedding):
+            part.__class__ = PackedEmbedding
+        else:
+            part.__class__ = PackedLinear
+            part.out_features, part.in_features = packed.shape
+            part._use_plain_product = False  # noqa: SLF001

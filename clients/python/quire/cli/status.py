@@ -67,8 +67,6 @@ _FIRST_COLUMNS = (
     "worker", "state", "seqs", "used", "pages", "running", "decode ms", "batch",
     "tokens/s", "decodes/s", "pid", "memory",
 )  # fmt: skip
-# The kernel name of a worker without compiled CPU kernels.
-NOT_COMPILED = "cpu-not-compiled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +143,10 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
         rows.append(cells)
     table = _Workers([*_COLUMNS, *(_RATES if before is not None else ())], rows)
     notes = []
-    # Workers of one machine usually have the same kernels.
-    for used in dict.fromkeys(tuple(w.executor.kernels) for w in status.workers if w.executor.kernels):
-        ids = ", ".join(w.worker_id for w in status.workers if tuple(w.executor.kernels) == used)
-        slow = "  slow, see the log" if NOT_COMPILED in used else ""
-        notes.append(Text(escaped(f"kernels of {ids}: {', '.join(used)}{slow}")))
+    # Workers of one machine usually have the same products.
+    for products in dict.fromkeys(w.executor.products for w in status.workers if w.executor.products):
+        ids = ", ".join(w.worker_id for w in status.workers if w.executor.products == products)
+        notes.append(Text(escaped(f"products of {ids}: {products}")))
     return Group(Text(escaped(line)), Text(escaped(limits)), table, *notes)
 
 

@@ -386,6 +386,11 @@ export interface ExecutorCapabilities {
   supportsTokenTrees: boolean;
   /** OutputOptions.hidden is supported. */
   supportsHiddenStates: boolean;
+  /**
+   * For people: what multiplies by the weights, and why, if the CPU has nothing fast for it. For example
+   * "cpu-avx2 (bfloat16 weights, float32 arithmetic)" or "torch: this CPU has no AVX2; expect it to be slow".
+   */
+  products: string;
 }
 
 /** Usage of the pages of a KV pool. The last four fields count from the start of the worker. */
@@ -2455,6 +2460,7 @@ function createBaseExecutorCapabilities(): ExecutorCapabilities {
     maxBatchItems: 0,
     supportsTokenTrees: false,
     supportsHiddenStates: false,
+    products: "",
   };
 }
 
@@ -2516,6 +2522,9 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
     }
     if (message.supportsHiddenStates !== false) {
       writer.uint32(144).bool(message.supportsHiddenStates);
+    }
+    if (message.products !== "") {
+      writer.uint32(154).string(message.products);
     }
     return writer;
   },
@@ -2677,6 +2686,14 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
             message.supportsHiddenStates = reader.bool();
             continue;
           }
+          case 19: {
+            if (tag !== 154) {
+              break;
+            }
+
+            message.products = reader.string();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2714,6 +2731,7 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
     message.maxBatchItems = object.maxBatchItems ?? 0;
     message.supportsTokenTrees = object.supportsTokenTrees ?? false;
     message.supportsHiddenStates = object.supportsHiddenStates ?? false;
+    message.products = object.products ?? "";
     return message;
   },
 };

@@ -1,0 +1,33 @@
+"""Whether the rows of a text have the same bits in chunks beside others as in one forward by itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from tests.workers.packing import HandPacker, HandSequence, Item, poison, rows_in_chunks
+from workers.models.hidden_states import HiddenStateCapture
+from workers.models.model import Model, new_pages
+
+PAGES = 60
+
+
+def assert_same_bits(model: Model, texts: Sequence[list[int]], seed: int | str, *, threads: int = 1) -> None:
+    """In chunks of 1 to 29 tokens beside the others on `threads` threads; alone on one thread."""
+    dice, kv = random.Random(seed), new_pages(model, PAGES)
+    poison(kv)
+    packer = HandPacker(kv.page_size, dice.sample(range(PAGES), PAGES))
+    torch.set_num_threads(threads)
+    found = rows_in_chunks(model, texts, kv, packer, dice)
+    torch.set_num_threads(1)
+    assert 3 * sum(map(len, found)) > sum(map(len, texts))
+    for text, rows in zip(texts, found, strict=True):
+        inputs = packer.pack([Item(HandSequence(), text, range(len(text)))])
+        alone = model.logits(model.forward(inputs, kv))
+        # Hidden states may take another way through the model.
+        capture = HiddenStateCapture({0: range(len(text))})
+        assert torch.equal(model.logits(model.forward(inputs, kv, capture)), alone)
+        for (_, position), row in rows.items():
+            assert torch.equal(row, alone[position]), f"position {position} of {len(text)}"

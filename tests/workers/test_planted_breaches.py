@@ -1,0 +1,211 @@
+"""What would give a row other bits in other company, planted where models call kernels: each is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.attention_batch import AttentionBatch
+from kernels.attention_reference import paged_attention_reference
+from kernels.attention_scoring import Scoring
+from kernels.experts import experts_reference
+from kernels.gated_activation import gated_activation_reference
+from kernels.rms_norm import rms_norm_reference
+from tests.families import settings_of
+from tests.kernels.instruction_sets import need_compiled
+from tests.model_factory import load_decoder, make_family_model
+from tests.workers.company import assert_same_bits
+from tests.workers.test_families import random_texts
+from workers.models import decoder, experts, layers, linear
+
+torch.set_num_threads(1)
+
+# A whole text has more rows, chunks beside others have fewer.
+MANY = 64
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+
+Breach = Callable[[pytest.MonkeyPatch], None]
+BREACHES: list[tuple[Breach, torch.dtype]] = []
+
+
+def breach(*dtypes: torch.dtype) -> Callable[[Breach], Breach]:
+    """In which dtypes it is found. bfloat16 rounds most differences away: there it takes many rows."""
+
+    def add(plant: Breach) -> Breach:
+        BREACHES.extend((plant, dtype) for dtype in dtypes)
+        return plant
+
+    return add
+
+
+def replace(patch: pytest.MonkeyPatch, owner: Any, name: str, other: Callable[..., Any]) -> None:
+    """Call `other` instead of `name`, with the original before the arguments."""
+    original = getattr(owner, name)
+
+    def planted(*args: Any, **options: Any) -> Any:
+        return other(original, *args, **options)
+
+    patch.setattr(owner, name, planted)
+
+
+def in_halves(x: torch.Tensor, weight: Any) -> torch.Tensor:
+    """A product whose sums are those of the first inputs plus those of the last."""
+    wide, matrix, half = x.float(), weight.to_dense().float().T, x.shape[1] // 2
+    product: torch.Tensor = wide[:, :half] @ matrix[:half] + wide[:, half:] @ matrix[half:]
+    return product.to(x.dtype)
+
+
+@breach(FLOAT32, BFLOAT16)
+def sums_in_an_order_that_depends_on_the_number_of_rows(patch: pytest.MonkeyPatch) -> None:
+    def product(original: Any, x: torch.Tensor, weight: Any, bias: Any) -> Any:
+        return in_halves(x, weight) if len(x) > MANY and bias is None else original(x, weight, bias)
+
+    replace(patch, linear, "linear", product)
+
+
+@breach(FLOAT32, BFLOAT16)
+def logits_of_many_rows_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    def product(original: Any, x: torch.Tensor, weight: Any) -> Any:
+        return in_halves(x, weight) if len(x) > MANY else original(x, weight)
+
+    replace(patch, decoder, "linear", product)
+
+
+@breach(FLOAT32)
+def a_router_of_many_rows_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    def product(original: Any, x: torch.Tensor, weight: Any) -> Any:
+        return in_halves(x, weight) if len(x) > MANY else original(x, weight)
+
+    replace(patch, experts, "linear", product)
+
+
+@breach(FLOAT32)
+def experts_of_a_single_row_by_torch(patch: pytest.MonkeyPatch) -> None:
+    def mixture(original: Any, x: torch.Tensor, gate_up: Any, down: Any, *others: Any) -> Any:
+        if len(x) > 1:
+            return original(x, gate_up, down, *others)
+        plain_gate_up, plain_down = ([each.to_dense() for each in packed] for packed in (gate_up, down))
+        return experts_reference(x, plain_gate_up, plain_down, *others)
+
+    replace(patch, experts, "experts", mixture)
+
+
+@breach(FLOAT32)
+def the_norm_of_a_single_row_in_two_halves(patch: pytest.MonkeyPatch) -> None:
+    def norm(original: Any, x: torch.Tensor, residual: torch.Tensor, weight: Any, eps: float) -> Any:
+        if len(x) > 1:
+            return original(x, residual, weight, eps)
+        wide, half = residual.add_(x).float(), x.shape[1] // 2
+        squares = wide[:, :half].square().sum(-1) + wide[:, half:].square().sum(-1)
+        unit = wide * torch.rsqrt(squares / x.shape[1] + eps)[:, None]
+        return (weight * unit.to(weight.dtype)).to(x.dtype)
+
+    replace(patch, layers, "add_rms_norm", norm)
+
+
+@breach(BFLOAT16)
+def a_sum_that_the_norm_of_many_rows_does_not_round(patch: pytest.MonkeyPatch) -> None:
+    def norm(original: Any, x: torch.Tensor, residual: torch.Tensor, weight: Any, eps: float) -> Any:
+        if len(x) <= MANY:
+            return original(x, residual, weight, eps)
+        wide = x.float() + residual
+        residual.copy_(wide)
+        return rms_norm_reference(wide, weight.float(), eps).to(x.dtype)
+
+    replace(patch, layers, "add_rms_norm", norm)
+
+
+@breach(FLOAT32)
+def a_gate_of_many_rows_by_torch(patch: pytest.MonkeyPatch) -> None:
+    def gate(original: Any, gate_up: torch.Tensor, activation: Any) -> Any:
+        return (gated_activation_reference if len(gate_up) > MANY else original)(gate_up, activation)
+
+    replace(patch, layers, "gated_activation", gate)
+
+
+@breach(FLOAT32, BFLOAT16)
+def attention_of_long_chunks_by_another_kernel(patch: pytest.MonkeyPatch) -> None:
+    def attend(original: Any, *args: Any, **options: Any) -> Any:
+        batch: AttentionBatch = args[3]
+        if max(batch.query_lens) <= MANY:
+            return original(*args, **options)
+        query, k, v = args[:3]
+        return paged_attention_reference(query, k, v, batch, Scoring(**options))
+
+    replace(patch, layers, "paged_attention", attend)
+
+
+@breach(FLOAT32, BFLOAT16)
+def attention_that_is_split_by_load(patch: pytest.MonkeyPatch) -> None:
+    """The positions of an item that is by itself are divided into two parts."""
+
+    def attend(original: Any, *args: Any, **options: Any) -> Any:
+        batch: AttentionBatch = args[3]
+        return original(*args, **options) if len(batch.query_lens) > 1 else in_two_parts(*args, **options)
+
+    def in_two_parts(
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        **_: Any,
+    ) -> torch.Tensor:
+        length, pages = batch.context_lens_host[0], batch.page_tables[0].long()
+        group = query.shape[1] // k.shape[2]
+        keys, values = (
+            half[pages].flatten(0, 1)[:length].float().repeat_interleave(group, 1) for half in (k, v)
+        )  # [M, H, D]
+        scores = torch.einsum("thd,mhd->htm", query.float(), keys) * scale
+        ahead = torch.arange(length) > torch.arange(length - len(query), length)[:, None]
+        weights = scores.masked_fill(ahead, float("-inf")).softmax(-1)
+        parts = [slice(None, length // 2), slice(length // 2, None)]
+        first, second = (torch.einsum("htm,mhd->thd", weights[..., at], values[at]) for at in parts)
+        return (first + second).to(query.dtype)
+
+    replace(patch, layers, "paged_attention", attend)
+
+
+@breach(FLOAT32, BFLOAT16)
+def angles_that_are_added_to_those_of_the_first_row(patch: pytest.MonkeyPatch) -> None:
+    def rotations(original: Any, self: Any, positions: torch.Tensor, kv: Any) -> Any:
+        if len(positions) == 1:
+            return original(self, positions, kv)
+        first, rest = original(self, positions[:1], kv), original(self, (positions - positions[0]).abs(), kv)
+        found = {}
+        for rope, table in rest.items():
+            (cos_0, sin_0), (cos, sin) = first[rope].chunk(2, -1), table.chunk(2, -1)
+            sin = sin * (positions - positions[0]).sign()[:, None]
+            found[rope] = torch.cat([cos * cos_0 - sin * sin_0, sin * cos_0 + cos * sin_0], -1)
+        return found
+
+    replace(patch, decoder.Decoder, "_rotations", rotations)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has each part that a breach is planted in, and is wide: bfloat16 rounds most differences away."""
+    family, settings = settings_of("qwen3_moe with dense layers")
+    settings |= {"hidden_size": 192, "intermediate_size": 256, "num_experts": 16, "vocab_size": 499}
+    return make_family_model(tmp_path_factory.mktemp("model"), family, settings, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("plant", "dtype"), [pytest.param(*each, id=f"{each[0].__name__}-{each[1]}") for each in BREACHES]
+)
+def test_a_breach_is_found(
+    plant: Breach, dtype: torch.dtype, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_compiled()
+    # One by one, so that a breach can be planted in them.
+    monkeypatch.setattr(decoder, "compiled", lambda sublayers, _: list(sublayers))
+    loaded, texts = load_decoder(model, dtype, pack=True), random_texts(6, (1, 90, 200))
+    assert_same_bits(loaded, texts, plant.__name__)
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match="position"):
+        assert_same_bits(loaded, texts, plant.__name__)

@@ -1,0 +1,56 @@
+"""Activations of the library that give an element the same bits wherever it is in a tensor.
+
+torch computes an activation with vectors, and what remains at the end of the tensor, or of a thread's part of
+it, element by element with functions that round differently. So the bits of a row depend on the rows before
+it, unless its width is a multiple of two vectors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import activations
+
+# Those that call a function which torch computes in two ways: silu, gelu, sigmoid, softplus or mish.
+_KINDS = (
+    nn.GELU,
+    nn.Mish,
+    nn.Sigmoid,
+    nn.SiLU,
+    activations.ClippedGELUActivation,
+    activations.GELUActivation,
+    activations.GELUTanh,
+    activations.MishActivation,
+    activations.QuickGELUActivation,
+    activations.SiLUActivation,
+    activations.SqrtSoftplusActivation,
+)
+# Two vectors of AVX-512 in bfloat16.
+_STEP = 64
+# torch gives each thread at least so many elements.
+_ELEMENTS_PER_THREAD = 32768
+
+
+def fix_activations(module: nn.Module) -> None:
+    """Mutates the activations of a model on the CPU."""
+    for part in module.modules():
+        if type(part) in _KINDS:
+            part.forward = functools.partial(_in_whole_steps, part.forward)
+
+
+def _in_whole_steps(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """An elementwise function of a tensor, which each thread computes in whole steps."""
+    threads = torch.get_num_threads()
+    all_threads = x.numel() >= threads * _ELEMENTS_PER_THREAD
+    missing = -x.numel() % (_STEP * threads if all_threads else _STEP)
+    whole = functional.pad(x.flatten(), (0, missing)) if missing else x.flatten()
+    # With fewer threads than there are, torch would divide the elements otherwise.
+    torch.set_num_threads(threads if all_threads else 1)
+    try:
+        return function(whole)[: x.numel()].view(x.shape)
+    finally:
+        torch.set_num_threads(threads)
