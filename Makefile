@@ -21,7 +21,7 @@ TORCH := torch==2.13.0 $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell unam
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup kernels bench gpu-test gpu-bench serve test test-isa soak size check check-code check-types check-protos check-imports fmt stubs proto-image clean
+.PHONY: help setup kernels dist bench gpu-test gpu-bench serve test test-isa soak size check check-code check-types check-protos check-imports fmt stubs proto-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ endif
 # Quick where they are compiled already; a compiler may have come since.
 kernels: $(SERVING)
 	@$(BIN)/python -m kernels.cpu.library
+
+dist: $(INSTALLED) ## Build the wheels, with kernels for all CPUs, into dist/: who installs them needs no compiler
+	@$(BIN)/python .ci/build_wheels.py dist $(ARGS)
 
 serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
 	@exec $(BIN)/quire serve $(ARGS)

@@ -191,7 +191,7 @@ struct Rows {
 };
 
 // Turns the products of a row and a block into weights relative to its running maximum, which is updated as its sums
-// are. Not inlined: the compiler may fuse a product and a sum, and the bits must be the same for all callers.
+// are. Not inlined: each size of a tile calls it for each of its rows.
 template <bool kTrees, typename T, Shaping kShaping>
 __attribute__((noinline)) void weigh(InputOf<T>* weights, const float* products, const Scores<kShaping>& shape,
                                      const Head<T>& head, int64_t row, int64_t block, const Rows& rows, int64_t into) {

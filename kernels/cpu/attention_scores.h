@@ -22,10 +22,10 @@ inline Floats hyperbolic_tangent(Floats x) {
   const Floats far = (1.0f - e) / (1.0f + e);
   const Floats square = x * x;
   Floats p = splat(1.7241490e-2f);
-  p = p * square - 5.3045494e-2f;
-  p = p * square + 1.3325879e-1f;
-  p = p * square - 3.3333144e-1f;
-  const Floats near = x + x * (square * p);
+  p = fused(p, square, splat(-5.3045494e-2f));
+  p = fused(p, square, splat(1.3325879e-1f));
+  p = fused(p, square, splat(-3.3333144e-1f));
+  const Floats near = fused(x, square * p, x);
   return size < 0.5f ? near : x < 0.0f ? -far : far;
 }
 
@@ -54,11 +54,10 @@ struct Scores {
   }
 
  private:
-  // Not inlined: the compiler may fuse a product and a sum, and the bits must be the same for all callers.
-  __attribute__((noinline)) Floats shaped(Floats products, int64_t head, Ints aheads) const {
+  Floats shaped(Floats products, int64_t head, Ints aheads) const {
     if constexpr (kShaping == Shaping::kSoftcap) return hyperbolic_tangent(products * scale) * softcap;
     const float slope = static_cast<float>(slopes[head] * kLog2E);
-    return products * scale + slope * __builtin_convertvector(aheads, Floats);
+    return fused(products, splat(scale), slope * __builtin_convertvector(aheads, Floats));
   }
 };
 

@@ -73,25 +73,15 @@ void project(const Groups& groups, const void* const* weights, int64_t outputs, 
   });
 }
 
-// A rounded product. Otherwise the compiler would fuse it with the sum.
-inline Floats apart(Floats product) {
-#if defined(__AVX512F__)
-  asm("" : "+v"(product));
-#else
-  asm("" : "+m"(product));  // a vector is two registers
-#endif
-  return product;
-}
-
 // The results of a token's experts, weighted and summed in the order of its choices.
 template <typename T>
 void add_up(const Arguments& a, int64_t token) {
   const T* results = static_cast<const T*>(a.results) + token * a.choices * a.width;
   const float* weights = a.expert_weights + token * a.choices;
   for_lanes(a.width, [&](int64_t d, int count) {
-    Floats total = apart(load_lanes(results + d, count) * splat(weights[0]));
+    Floats total = load_lanes(results + d, count) * splat(weights[0]);
     for (int64_t choice = 1; choice < a.choices; choice++)
-      total += apart(load_lanes(results + choice * a.width + d, count) * splat(weights[choice]));
+      total += load_lanes(results + choice * a.width + d, count) * splat(weights[choice]);
     store_lanes(static_cast<T*>(a.out) + token * a.width + d, total, count);
   });
 }

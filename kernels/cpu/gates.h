@@ -23,7 +23,7 @@ struct Silu {
 struct GeluTanh {
   static Floats of(Floats x) {
     const float scale = 1.5957691216057308f;  // 2 * sqrt(2 / pi)
-    return times_sigmoid(x, splat(scale) * x * (splat(1.0f) + splat(0.044715f) * x * x));
+    return times_sigmoid(x, splat(scale) * x * fused(splat(0.044715f) * x, x, splat(1.0f)));
   }
 };
 
@@ -32,16 +32,16 @@ struct GeluTanh {
 struct Gelu {
   static Floats of(Floats x) {
     const Floats magnitude = larger(x, -x);
-    const Floats t = splat(1.0f) / (splat(1.0f) + magnitude * splat(0.35355339f));
+    const Floats t = splat(1.0f) / fused(magnitude, splat(0.35355339f), splat(1.0f));
     Floats p = splat(-0.0296932822f);
-    p = p * t + 0.143062221f;
-    p = p * t - 0.245203647f;
-    p = p * t + 0.140867129f;
-    p = p * t - 0.0145745712f;
-    p = p * t + 0.101876379f;
-    p = p * t + 0.121417532f;
-    p = p * t + 0.141206052f;
-    p = p * t + 0.141042166f;
+    p = fused(p, t, splat(0.143062221f));
+    p = fused(p, t, splat(-0.245203647f));
+    p = fused(p, t, splat(0.140867129f));
+    p = fused(p, t, splat(-0.0145745712f));
+    p = fused(p, t, splat(0.101876379f));
+    p = fused(p, t, splat(0.121417532f));
+    p = fused(p, t, splat(0.141206052f));
+    p = fused(p, t, splat(0.141042166f));
     const Floats below = power_of_two(x * x * splat(-0.5f * kLog2E)) * (t * p);
     const Floats value = x * (x >= 0.0f ? splat(1.0f) - below : below);
     return x == x ? value : x;

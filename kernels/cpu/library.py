@@ -1,9 +1,10 @@
 """Builds and loads the compiled CPU kernels: one shared library of the C++ files in this directory.
 
-`python -m kernels.cpu.library` builds it, unless there is a build of the same sources, flags and compiler.
-All other functions only load it. Without a matching build `available` is false, and the wrappers compute in
-plain torch, with correct results. The environment variable QUIRE_CPU_ISA, which workers inherit, selects a
-lower instruction set than that of the CPU.
+`python -m kernels.cpu.library` builds it, unless there is a build of the same sources, flags and compiler. A
+wheel has libraries for all instruction sets, which `prebuild` made. What loads takes a library of the same
+sources that was built on this machine, else the wheel's. Without one `available` is false, and the wrappers
+compute in plain torch, with correct results. The environment variable QUIRE_CPU_ISA, which workers inherit,
+selects a lower instruction set than that of the CPU.
 
 The library has a C interface and threads of its own (threads.h), and does not use torch.
 """
@@ -33,14 +34,16 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _FLAGS = (
     "-std=c++17",
     "-O3",
-    "-mtune=native",
     "-pthread",
     "-fPIC",
     "-shared",
     "-fno-math-errno",
+    "-ffp-contract=off",  # see vectors.h
     "-Wno-psabi",
 )
-_BUILD_TIMEOUT_S = 300
+# What the libraries of a wheel need: that of Debian 10 and of Red Hat's 8.
+_OLDEST_GLIBC = "2.28"
+_BUILD_TIMEOUT_S = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ def load() -> ctypes.CDLL | None:
     instructions = instruction_set()
     if instructions is None:
         return None
-    # Builds of different compilers are all suitable.
+    # Builds of different compilers are all suitable. Prebuilt ones are the last: they are tuned for no CPU.
     for path in sorted(BUILD_DIR.glob(f"{_prefix(instructions)}-*.so")):
         try:
             return ctypes.CDLL(str(path))
@@ -165,23 +168,53 @@ def build() -> Path:
         raise BuildError(f"{VARIABLE} = {_NONE}" if asked else "needs Linux on x86-64 with AVX2")
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
-        raise BuildError("needs g++, or another GCC named by CXX")
+        raise BuildError("needs g++, or another GCC or Clang named by CXX")
     version = _run([compiler, "--version"])
     target = BUILD_DIR / f"{_prefix(instructions)}-{_digest(version.encode())}.so"
     if target.exists():
         return target
     print("Compiling the kernels for this CPU", flush=True)
+    _compile([compiler, "-mtune=native", *instructions.compiler_flags], target)
+    return target
+
+
+def prebuild(instructions: InstructionSet, directory: Path) -> Path:
+    """Compile for any machine with Linux and glibc 2.28 or later, with the Clang of the package ziglang.
+
+    Args:
+        instructions: This CPU need not have them.
+        directory: Where the file is written to. It is made if need be.
+
+    Returns:
+        The file. `load` finds it in BUILD_DIR of an installation of the same sources.
+
+    Raises:
+        BuildError: The library cannot be built on this machine.
+    """
+    target = directory / f"{_prefix(instructions)}-prebuilt.so"
+    compiler = [sys.executable, "-m", "ziglang", "c++", "-target", f"x86_64-linux-gnu.{_OLDEST_GLIBC}", "-s"]
+    # Zig spells the names of CPUs without hyphens.
+    flags = [flag.replace("x86-64-", "x86_64_") for flag in instructions.compiler_flags]
+    _compile([*compiler, *flags], target)
+    return target
+
+
+def _compile(compiler: list[str], target: Path) -> None:
+    """Compile the sources with this command.
+
+    Raises:
+        BuildError: The compiler fails, or the file cannot be written.
+    """
     sources = sorted(str(path) for path in _SOURCES.glob("*.cpp"))
     try:
-        BUILD_DIR.mkdir(exist_ok=True)
+        target.parent.mkdir(exist_ok=True)
         # In the same directory, since a rename is atomic only within a file system.
-        with tempfile.TemporaryDirectory(dir=BUILD_DIR) as scratch:
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / target.name
-            _run([compiler, *_FLAGS, *instructions.compiler_flags, *sources, "-o", str(made)])
+            _run([*compiler, *_FLAGS, *sources, "-o", str(made)])
             made.replace(target)
     except OSError as error:
-        raise BuildError(f"cannot write to {BUILD_DIR}: {error}") from error
-    return target
+        raise BuildError(f"cannot write to {target.parent}: {error}") from error
 
 
 @functools.cache

@@ -29,7 +29,7 @@ inline float inverse_rms(const T* row, int64_t width, float eps) {
   Floats sums{};
   for_lanes(width, [&](int64_t d, int count) {
     const Floats x = load_lanes(row + d, count);
-    sums += x * x;
+    sums = fused(x, x, sums);
   });
   const float total = reduce(sums, [](Floats a, Floats b) { return a + b; });
   return 1.0f / std::sqrt(total / static_cast<float>(width) + eps);

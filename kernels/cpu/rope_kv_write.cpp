@@ -24,8 +24,8 @@ void rotate(T* to, const T* from, const W* weight, const float* cos_sin, int64_t
   for_lanes(half, [&](int64_t d, int count) {
     const Floats first = load_lanes(from + d, count), second = load_lanes(from + half + d, count);
     const Floats cos = load_lanes(cos_sin + d, count), sin = load_lanes(cos_sin + half + d, count);
-    store_lanes(to + d, first * cos - second * sin, count);
-    store_lanes(to + half + d, second * cos + first * sin, count);
+    store_lanes(to + d, fused(first, cos, -second * sin), count);
+    store_lanes(to + half + d, fused(second, cos, first * sin), count);
   });
   if (rotary_dim < width) std::memcpy(to + rotary_dim, from + rotary_dim, (width - rotary_dim) * sizeof(T));
 }

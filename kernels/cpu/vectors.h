@@ -1,8 +1,20 @@
-// Vectors of 16 floats in GCC's portable notation: one register with AVX-512, two with AVX2.
+// Vectors of 16 floats in the portable notation of GCC and Clang: one register with AVX-512, two with AVX2.
+//
+// Only `fused` fuses a product and a sum. All other operations are rounded one by one (-ffp-contract=off), so that bits
+// depend neither on the compiler nor on where a function is inlined.
 #pragma once
+
+#if !defined(__clang__) && __GNUC__ < 12
+#error "needs GCC 12 or later, or Clang"
+#endif
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 namespace quire {
 
@@ -20,6 +32,18 @@ struct Bf16 {
 };
 
 inline Floats splat(float x) { return x - Floats{}; }
+
+// a * b + c, rounded once.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__clang__)
+  return __builtin_elementwise_fma(a, b, c);
+#elif defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);  // of the loop GCC makes halves for some CPUs
+#else
+  for (int i = 0; i < kLanes; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#endif
+}
 
 template <typename V>
 inline V load(const void* from) {
@@ -75,22 +99,26 @@ inline void for_lanes(int64_t width, Body body) {
   if (first < width) body(first, static_cast<int>(width - first));
 }
 
+// Of each square of 2 * kBit rows and columns, the upper right and the lower left quarter change places.
+template <int kBit, int... kLane>
+inline void exchange(Words (&square)[kLanes], std::integer_sequence<int, kLane...>) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) {
+    if (i & kBit) continue;
+    const Words a = square[i], b = square[i | kBit];
+    square[i] = __builtin_shufflevector(a, b, (kLane & kBit ? kLane + kLanes - kBit : kLane)...);
+    square[i | kBit] = __builtin_shufflevector(a, b, (kLane & kBit ? kLane + kLanes : kLane + kBit)...);
+  }
+}
+
 // square[i][j] and square[j][i] change places.
 inline void transpose(Words (&square)[kLanes]) {
 #if defined(QUIRE_AVX512)
-  const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#pragma GCC unroll 4
-  for (int bit = 1; bit < kLanes; bit *= 2) {
-    const Ints own = (lanes & bit) == 0;
-    const Ints even = own ? lanes : lanes + (kLanes - bit), odd = own ? lanes + bit : lanes + kLanes;
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i++) {
-      if (i & bit) continue;
-      const Words a = square[i], b = square[i | bit];
-      square[i] = __builtin_shuffle(a, b, even);
-      square[i | bit] = __builtin_shuffle(a, b, odd);
-    }
-  }
+  constexpr std::make_integer_sequence<int, kLanes> lanes;
+  exchange<1>(square, lanes);
+  exchange<2>(square, lanes);
+  exchange<4>(square, lanes);
+  exchange<8>(square, lanes);
 #else
   uint32_t rows[kLanes][kLanes], columns[kLanes][kLanes];
   std::memcpy(rows, square, sizeof(rows));
@@ -104,10 +132,10 @@ inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 template <typename Combine>
 inline float reduce(Floats x, Combine combine) {
-  x = combine(x, __builtin_shuffle(x, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-  x = combine(x, __builtin_shuffle(x, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
-  x = combine(x, __builtin_shuffle(x, Ints{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
-  x = combine(x, __builtin_shuffle(x, Ints{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+  x = combine(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  x = combine(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  x = combine(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  x = combine(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
   return x[0];
 }
 
@@ -119,12 +147,12 @@ inline Floats power_of_two(Floats x) {
   Floats r = inside - whole;  // exact, within [-0.5, 0.5]
   // Taylor series of 2^r: the next term is at most 2^-23.
   Floats p = splat(1.5403530e-4f);
-  p = p * r + 1.3333558e-3f;
-  p = p * r + 9.6181291e-3f;
-  p = p * r + 5.5504109e-2f;
-  p = p * r + 2.4022651e-1f;
-  p = p * r + 6.9314718e-1f;
-  p = p * r + 1.0f;
+  p = fused(p, r, splat(1.3333558e-3f));
+  p = fused(p, r, splat(9.6181291e-3f));
+  p = fused(p, r, splat(5.5504109e-2f));
+  p = fused(p, r, splat(2.4022651e-1f));
+  p = fused(p, r, splat(6.9314718e-1f));
+  p = fused(p, r, splat(1.0f));
   Ints exponent = __builtin_convertvector(whole, Ints) << 23;
   Floats scaled = (Floats)((Ints)p + exponent);
   return x >= -126.0f ? scaled : Floats{};

@@ -28,7 +28,11 @@ MISTAKES = {
         "results + groups.pairs[place] * a.width",
         "results + place * a.width",
     ),
-    "products are not rounded": (EXPERTS, 'asm("" : "+v"(product));', ""),
+    "products are not rounded": (
+        EXPERTS,
+        "total += load_lanes(results + choice * a.width + d, count) * splat(weights[choice])",
+        "total = fused(load_lanes(results + choice * a.width + d, count), splat(weights[choice]), total)",
+    ),
     "the sum is backwards": (
         EXPERTS,
         "choice = 1; choice < a.choices; choice++",

@@ -172,6 +172,23 @@ def test_a_damaged_build_is_not_used() -> None:
     assert not library.available()
 
 
+@pytest.mark.usefixtures("unavailable")
+def test_a_build_of_this_machine_comes_before_a_prebuilt_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiler(command: list[str]) -> str:
+        if "-o" in command:
+            Path(command[-1]).touch()
+        return "a version"
+
+    monkeypatch.setattr(library, "_run", compiler)
+    monkeypatch.setenv("CXX", "a compiler")
+    monkeypatch.setattr("ctypes.CDLL", str)
+    prebuilt = library.prebuild(instructions_used(), library.BUILD_DIR)
+    assert str(library.load()) == str(prebuilt)
+    built = library.build()
+    library.load.cache_clear()
+    assert str(library.load()) == str(built) != str(prebuilt)
+
+
 def test_a_build_for_another_cpu_is_not_loaded(choose: Choose) -> None:
     choose(None, frozenset({"sse2"}))
     assert library.instruction_set() is None and not library.available()
