@@ -54,11 +54,13 @@ class InstructionSet:
         name: The name in reports to users and in file names.
         compiler_flags: The compiler's flags that enable it, and the macros that tell the sources.
         cpu_flags: The flags in /proc/cpuinfo that a CPU needs to run the build.
+        machine: The kind of CPU, as uname and compilers name it.
     """
 
     name: str
     compiler_flags: tuple[str, ...]
     cpu_flags: frozenset[str]
+    machine: str = "x86_64"
 
 
 _V3_FLAGS = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"))
@@ -69,13 +71,14 @@ _BFLOAT16_MACRO = "-DQUIRE_AVX512_BF16"
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", _BFLOAT16_MACRO)
 _AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DQUIRE_AMX")
 _TILES_FLAG = "amx_tile"
-# The best first.
-INSTRUCTION_SETS = (
+# Of x86, the best first.
+_X86_SETS = (
     InstructionSet("amx", _AMX, _V4_FLAGS | {"avx512_bf16", "amx_bf16", _TILES_FLAG}),
     InstructionSet("avx512bf16", _AVX512_BF16, _V4_FLAGS | {"avx512_bf16"}),
     InstructionSet("avx512", _AVX512, _V4_FLAGS),
     InstructionSet("avx2", (_V3_COMPILER_FLAG,), _V3_FLAGS),
 )
+INSTRUCTION_SETS = (*_X86_SETS, InstructionSet("neon", ("-march=armv8-a",), frozenset(("asimd",)), "aarch64"))
 # For tests, and only by name: the same sources, with plain C++ for the instructions that AVX2 does not have.
 EMULATED_SETS = tuple(
     InstructionSet(
@@ -87,7 +90,7 @@ EMULATED_SETS = tuple(
         ),
         _V3_FLAGS,
     )
-    for known in INSTRUCTION_SETS[:-1]
+    for known in _X86_SETS[:-1]
 )
 
 
@@ -165,7 +168,7 @@ def build() -> Path:
     instructions = instruction_set()
     if instructions is None:
         asked = os.environ.get(VARIABLE) == _NONE
-        raise BuildError(f"{VARIABLE} = {_NONE}" if asked else "needs Linux on x86-64 with AVX2")
+        raise BuildError(f"{VARIABLE} = {_NONE}" if asked else "needs Linux on x86-64 with AVX2, or on 64-bit ARM")
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         raise BuildError("needs g++, or another GCC or Clang named by CXX")
@@ -192,9 +195,13 @@ def prebuild(instructions: InstructionSet, directory: Path) -> Path:
         BuildError: The library cannot be built on this machine.
     """
     target = directory / f"{_prefix(instructions)}-prebuilt.so"
-    compiler = [sys.executable, "-m", "ziglang", "c++", "-target", f"x86_64-linux-gnu.{_OLDEST_GLIBC}", "-s"]
+    system = f"{instructions.machine}-linux-gnu.{_OLDEST_GLIBC}"
+    compiler = [sys.executable, "-m", "ziglang", "c++", "-target", system, "-s"]
     # Zig spells the names of CPUs without hyphens.
-    flags = [flag.replace("x86-64-", "x86_64_") for flag in instructions.compiler_flags]
+    flags = [
+        flag.replace("x86-64-", "x86_64_").replace("armv8-a", "generic")
+        for flag in instructions.compiler_flags
+    ]
     _compile([*compiler, *flags], target)
     return target
 
@@ -241,15 +248,17 @@ def instruction_set() -> InstructionSet | None:
 def cpu_flags() -> set[str]:
     """The flags of this CPU in /proc/cpuinfo, without AMX's if Linux refuses its tiles to this process.
 
-    Empty if the CPU is not x86-64 or the system is not Linux.
+    Empty if the CPU is neither x86-64 nor 64-bit ARM, or the system is not Linux.
     """
-    if sys.platform != "linux" or platform.machine() != "x86_64":
+    names = {"x86_64": "flags", "aarch64": "Features"}
+    if sys.platform != "linux" or platform.machine() not in names:
         return set()
     try:
         lines = _CPU_INFO.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return set()
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())
+    name = names[platform.machine()]
+    flags = next((set(line.split()) for line in lines if line.startswith(name)), set[str]())
     return flags if _TILES_FLAG not in flags or _may_use_tiles() else flags - {_TILES_FLAG}
 
 

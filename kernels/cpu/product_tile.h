@@ -11,6 +11,10 @@ namespace quire {
 using Vector = __m512;
 inline Vector broadcast(float x) { return _mm512_set1_ps(x); }
 inline Vector add_product(Vector a, Vector b, Vector sum) { return _mm512_fmadd_ps(a, b, sum); }
+#elif defined(__aarch64__)
+using Vector = float32x4_t;
+inline Vector broadcast(float x) { return vdupq_n_f32(x); }
+inline Vector add_product(Vector a, Vector b, Vector sum) { return vfmaq_f32(sum, a, b); }
 #else
 using Vector = __m256;
 inline Vector broadcast(float x) { return _mm256_set1_ps(x); }
@@ -20,6 +24,8 @@ inline Vector add_product(Vector a, Vector b, Vector sum) { return _mm256_fmadd_
 inline void keep(Vector& vector) {
 #if defined(QUIRE_PLAIN_INTRINSICS)
   asm("" : "+m"(vector));  // it is several registers
+#elif defined(__aarch64__)
+  asm("" : "+w"(vector));
 #else
   asm("" : "+v"(vector));
 #endif
