@@ -168,7 +168,8 @@ def build() -> Path:
     instructions = instruction_set()
     if instructions is None:
         asked = os.environ.get(VARIABLE) == _NONE
-        raise BuildError(f"{VARIABLE} = {_NONE}" if asked else "needs Linux on x86-64 with AVX2, or on 64-bit ARM")
+        needed = "needs Linux, and x86-64 with AVX2 or 64-bit ARM"
+        raise BuildError(f"{VARIABLE} = {_NONE}" if asked else needed)
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         raise BuildError("needs g++, or another GCC or Clang named by CXX")
