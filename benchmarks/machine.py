@@ -16,9 +16,15 @@ from typing import Any
 from benchmarks.checkout import ROOT
 
 # The CPU flags that determine which kernels can run.
-_TELLING_FLAGS = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "bf16", "sve")
+_TELLING_FLAGS = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 # By the flag that tells, the best first. CPUs of one name may have different ones.
-_INSTRUCTION_SETS = {"amx_bf16": "amx", "avx512_bf16": "avx512bf16", "avx512f": "avx512", "avx2": "avx2"}
+_INSTRUCTION_SETS = {
+    "amx_bf16": "amx",
+    "avx512_bf16": "avx512bf16",
+    "avx512f": "avx512",
+    "avx2": "avx2",
+    "asimd": "neon",
+}
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors")
 # If other processes or the host use more than these shares of the machine, figures are unreliable.
 MAX_OTHERS_SHARE = 0.03

@@ -191,17 +191,24 @@ def _choose(arguments: argparse.Namespace) -> list[Workload]:
 
 
 def _path(arguments: argparse.Namespace) -> Path:
-    """The path for the JSON: of a full run that of this kind of CPU in the committed results, else unused."""
-    whole = arguments.shape == DEFAULT_SHAPE and not (arguments.rows or arguments.against or arguments.gpu)
-    kind = machine.slug(machine.describe(gpu=arguments.gpu))
-    if whole and not arguments.out:
-        return _RESULTS_DIR / f"{kind}.json"
+    """An unused path for the JSON."""
     directory = arguments.out or _BUILD_DIR / "results"
+    kind = machine.slug(machine.describe(gpu=arguments.gpu))
     stem, number = f"{dt.datetime.now(dt.UTC):%Y-%m-%d}-{kind}", 1
     path: Path = directory / f"{stem}.json"
     while path.exists():
         number += 1
         path = directory / f"{stem}-{number}.json"
+    return path
+
+
+def _keep(result: Result, arguments: argparse.Namespace) -> Path | None:
+    """Write the result of a full run in place of the committed one of this kind of CPU. Returns its path."""
+    if not result["whole"] or arguments.out or arguments.gpu:
+        return None
+    path = _RESULTS_DIR / f"{machine.slug(result['machine'])}.json"
+    write(result, path)
+    path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
     return path
 
 
@@ -233,7 +240,9 @@ def main() -> int:
         suite.run(path)
     finally:
         suite.close()
-    print("\n" + markdown(suite.write(path)))
+    result = suite.write(path)
+    print("\n" + markdown(result))
+    path = _keep(result, arguments) or path
     print(f"Written to {path} and {path.with_suffix('.md').name}")
     for failure in suite.failures:
         print(f"failed: {failure}")

@@ -64,6 +64,8 @@ def linear(
         ValueError, TypeError: `x` is invalid.
     """
     check_tensor("x", x, (None, weight.shape[1]), FLOAT_DTYPES)
+    if x.dtype is not weight.dtype:
+        raise TypeError(f"x: must have the weight's dtype, {weight.dtype}, got {x.dtype}")
     if not len(x):
         return x.new_empty(0, weight.shape[0])
     if isinstance(weight, PackedWeight):

@@ -292,7 +292,7 @@ template <bool kTrees, typename T, Shaping kShaping>
 void attend_few(const Arguments& a, AttentionWork& work, const Worker& worker) {
   if (worker.index == 0) {
     work.plan.make(a, worker.count);
-    work.partials.resize(work.plan.partial_rows * Rows::size(1, a.value_width));
+    grow(work.partials, work.plan.partial_rows * Rows::size(1, a.value_width));
   }
   worker.barrier();
   const std::vector<AttentionTask>& tasks = work.plan.tasks;

@@ -17,6 +17,7 @@ struct AttentionWork {
 
   void reserve_packed(int64_t bytes) {
     if (bytes <= packed_bytes) return;
+    packed.reset();
     packed.reset(new char[bytes]);
     packed_bytes = bytes;
   }

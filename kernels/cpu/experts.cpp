@@ -58,8 +58,7 @@ struct Groups {
   }
 };
 
-// The products of all experts. Rows and results are those of each pair, by its index in `pairs`. All threads of a
-// parallel region must call this.
+// The products of all experts. Rows and results are those of each pair, by its index in `pairs`. All workers must call this.
 template <typename T>
 void project(const Groups& groups, const void* const* weights, int64_t outputs, int64_t inputs,
              const std::vector<const InputOf<T>*>& rows, const std::vector<T*>& results, const Worker& worker) {

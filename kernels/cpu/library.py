@@ -72,13 +72,13 @@ _AVX512_BF16 = (*_AVX512, "-mavx512bf16", _BFLOAT16_MACRO)
 _AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DQUIRE_AMX")
 _TILES_FLAG = "amx_tile"
 # Of x86, the best first.
-_X86_SETS = (
+X86_SETS = (
     InstructionSet("amx", _AMX, _V4_FLAGS | {"avx512_bf16", "amx_bf16", _TILES_FLAG}),
     InstructionSet("avx512bf16", _AVX512_BF16, _V4_FLAGS | {"avx512_bf16"}),
     InstructionSet("avx512", _AVX512, _V4_FLAGS),
     InstructionSet("avx2", (_V3_COMPILER_FLAG,), _V3_FLAGS),
 )
-INSTRUCTION_SETS = (*_X86_SETS, InstructionSet("neon", ("-march=armv8-a",), frozenset(("asimd",)), "aarch64"))
+INSTRUCTION_SETS = (*X86_SETS, InstructionSet("neon", ("-march=armv8-a",), frozenset(("asimd",)), "aarch64"))
 # For tests, and only by name: the same sources, with plain C++ for the instructions that AVX2 does not have.
 EMULATED_SETS = tuple(
     InstructionSet(
@@ -90,7 +90,7 @@ EMULATED_SETS = tuple(
         ),
         _V3_FLAGS,
     )
-    for known in _X86_SETS[:-1]
+    for known in X86_SETS[:-1]
 )
 
 

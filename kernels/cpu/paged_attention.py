@@ -43,6 +43,11 @@ def can_attend_width(width: int) -> bool:
     return width % _STEP == 0 and width <= _MAX_WIDTH
 
 
+def can_attend_pages(page_size: int) -> bool:
+    """Whether the kernel supports pages of so many tokens, if it is available."""
+    return page_size % _STEP == 0
+
+
 def can_attend(
     query: torch.Tensor,
     k_pages: torch.Tensor,

@@ -6,6 +6,8 @@
 // width; N items.
 
 #include <algorithm>
+#include <memory>
+#include <new>
 #include <vector>
 
 #include "attention.h"
@@ -55,11 +57,26 @@ struct Step {
   int64_t has_x, rows, num_wanted, rotary_dim, num_slots, page_size, items, table_stride, threads;
 };
 
-// What a model's sublayers are, and their memory, which grows to that of the largest step and is kept.
+// What a model's sublayers share. It grows to what the largest step needs, and is kept.
+struct Memory {
+  std::unique_ptr<char[]> scratch;
+  size_t scratch_bytes = 0;
+  AttentionWork attention;
+
+  // False if there is not so much memory.
+  bool reserve(size_t bytes) {
+    if (bytes <= scratch_bytes) return true;
+    scratch_bytes = 0;
+    scratch.reset();
+    scratch.reset(new (std::nothrow) char[bytes]);
+    if (scratch != nullptr) scratch_bytes = bytes;
+    return scratch != nullptr;
+  }
+};
+
 struct Sublayers {
   std::vector<Sublayer> all;
-  std::vector<char> scratch;
-  AttentionWork attention;
+  Memory& memory;
 
   // The mean size of a matrix.
   int64_t mean_elements() const {
@@ -75,7 +92,8 @@ struct Buffers {
   T *normed, *wide, *inner;
   InputOf<T>* copies;
 
-  Buffers(Sublayers& sublayers, int64_t rows) {
+  // False if there is not so much memory.
+  bool find(Sublayers& sublayers, int64_t rows) {
     int64_t width = 0, outputs = 0, inputs = 0;
     for (const Sublayer& one : sublayers.all) {
       width = std::max(width, one.into.inputs);
@@ -86,13 +104,14 @@ struct Buffers {
     const int64_t sizes[] = {whole(rows * width * sizeof(T)), whole(rows * outputs * sizeof(T)),
                              whole(rows * inputs * sizeof(T)), whole(copied * sizeof(InputOf<T>))};
     const size_t bytes = sizes[0] + sizes[1] + sizes[2] + sizes[3] + kLine;
-    if (sublayers.scratch.size() < bytes) std::vector<char>(bytes).swap(sublayers.scratch);
-    char* at = sublayers.scratch.data();
+    if (!sublayers.memory.reserve(bytes)) return false;
+    char* at = sublayers.memory.scratch.get();
     at += whole(reinterpret_cast<uintptr_t>(at)) - reinterpret_cast<uintptr_t>(at);
     normed = reinterpret_cast<T*>(at);
     wide = reinterpret_cast<T*>(at += sizes[0]);
     inner = reinterpret_cast<T*>(at += sizes[1]);
     copies = reinterpret_cast<InputOf<T>*>(at += sizes[2]);
+    return true;
   }
 
  private:
@@ -213,33 +232,38 @@ struct Run {
   }
 };
 
-// False if a slot is beyond the last page; nothing is written then.
+// In the order of _OUTCOMES in kernels/cpu/sublayers.py. Nothing is written if the outcome is not kDone.
+enum Outcome { kDone, kSlotBeyondPages, kNoMemory };
+
 template <typename T>
-bool run(Sublayers& sublayers, const Step& step) {
-  if (!slots_exist(step.slots, step.rows, step.num_slots)) return false;
-  const Buffers<T> buffers(sublayers, step.rows);
+Outcome run(Sublayers& sublayers, const Step& step) {
+  if (!slots_exist(step.slots, step.rows, step.num_slots)) return kSlotBeyondPages;
+  Buffers<T> buffers;
+  if (!buffers.find(sublayers, step.rows)) return kNoMemory;
   const int64_t bytes = sublayers.mean_elements() * static_cast<int64_t>(sizeof(T)) * (1 + step.rows / 8);
   run_together(threads_for(bytes, step.threads), [&](const Worker& worker) {
-    Run<T> mine{step, buffers, sublayers.attention, worker, step.rows};
+    Run<T> mine{step, buffers, sublayers.memory.attention, worker, step.rows};
     bool has_x = step.has_x;
     for (const Sublayer& sublayer : sublayers.all) {
       mine.run(sublayer, has_x);
       has_x = true;
     }
   });
-  return true;
+  return kDone;
 }
 
 }  // namespace
 }  // namespace quire
 
-extern "C" void* quire_sublayers_new(const quire::Sublayer* all, int64_t count) {
-  return new quire::Sublayers{{all, all + count}, {}, {}};
+extern "C" void* quire_memory_new() { return new quire::Memory; }
+extern "C" void quire_memory_delete(void* memory) { delete static_cast<quire::Memory*>(memory); }
+extern "C" void* quire_sublayers_new(const quire::Sublayer* all, int64_t count, void* memory) {
+  return new quire::Sublayers{{all, all + count}, *static_cast<quire::Memory*>(memory)};
 }
 extern "C" void quire_sublayers_delete(void* sublayers) { delete static_cast<quire::Sublayers*>(sublayers); }
-extern "C" bool quire_sublayers_run_bf16(void* sublayers, const quire::Step* step) {
+extern "C" int quire_sublayers_run_bf16(void* sublayers, const quire::Step* step) {
   return quire::run<quire::Bf16>(*static_cast<quire::Sublayers*>(sublayers), *step);
 }
-extern "C" bool quire_sublayers_run_f32(void* sublayers, const quire::Step* step) {
+extern "C" int quire_sublayers_run_f32(void* sublayers, const quire::Step* step) {
   return quire::run<float>(*static_cast<quire::Sublayers*>(sublayers), *step);
 }

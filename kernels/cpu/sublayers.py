@@ -8,12 +8,13 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import torch
 
 from kernels.attention_batch import AttentionBatch
 from kernels.cpu import library
+from kernels.cpu.paged_attention import can_attend_pages
 
 
 def _fields(kind: type, *names: str) -> tuple[tuple[str, type], ...]:
@@ -62,38 +63,64 @@ class _Step(ctypes.Structure):
     )
 
 
+# By the numbers of Outcome in sublayers.cpp.
+_OUTCOMES: dict[int, tuple[type[Exception], str]] = {
+    1: (IndexError, "slots: a slot is beyond the last page"),
+    2: (MemoryError, "there is not enough memory for the rows of this step"),
+}
+
+
+def _delete_with(owner: object, function: str, address: object) -> None:
+    """Call a function with an address when its owner is no more; not at the exit, when it may be in use."""
+    delete = library.function(function, (ctypes.c_void_p,))
+    weakref.finalize(owner, delete, address).atexit = False
+
+
 class Pages:
     """The keys and values of all layers of a model. Their memory must not move."""
 
     def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take keys and values of each layer, [pages, S, K, D] contiguous, all with as many pages."""
         self.num_pages, self.page_size = layers[0][0].shape[:2]
+        if not can_attend_pages(self.page_size):
+            raise ValueError(f"page_size: attention has no kernel for pages of {self.page_size} tokens")
         self.keys, self.values = (
             (ctypes.c_void_p * len(layers))(*(tensor.data_ptr() for tensor in tensors))
             for tensors in zip(*layers, strict=True)
         )
 
 
-class Sublayers:
-    """Consecutive sublayers. Not for several threads at once."""
+class Memory:
+    """Memory for the rows of a step. It grows to what the largest step needs, and is kept."""
 
-    def __init__(self, all_of_them: Sequence[Sublayer], dtype: torch.dtype, keep: object) -> None:
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.address = library.function("quire_memory_new", (), ctypes.c_void_p)()
+        _delete_with(self, "quire_memory_delete", self.address)
+
+
+class Sublayers:
+    """Consecutive sublayers. Those with the same memory are not for several threads at once."""
+
+    def __init__(
+        self, all_of_them: Sequence[Sublayer], dtype: torch.dtype, memory: Memory, keep: object
+    ) -> None:
         """Take a description of sublayers.
 
         Args:
             all_of_them: In order.
             dtype: Of rows and matrices: bfloat16 or float32.
+            memory: That of the model.
             keep: Refers to the tensors whose addresses the description holds.
         """
-        types = (ctypes.c_void_p, ctypes.c_int64)
+        types = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
         array = (Sublayer * len(all_of_them))(*all_of_them)
         new = library.function("quire_sublayers_new", types, ctypes.c_void_p)
-        delete = library.function("quire_sublayers_delete", (ctypes.c_void_p,))
-        self._address: Any = new(ctypes.addressof(array), len(array))
-        self._keep = keep
+        self._address = new(ctypes.addressof(array), len(array), memory.address)
+        _delete_with(self, "quire_sublayers_delete", self._address)
+        self._keep = memory, keep
         name = f"quire_sublayers_run_{library.SUFFIXES[dtype]}"
-        self._run = library.function(name, (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_bool)
-        weakref.finalize(self, delete, self._address)
+        self._run = library.function(name, (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int)
 
     def run(
         self,
@@ -113,8 +140,9 @@ class Sublayers:
         it; and the slots of `pages`.
 
         Args:
-            x: [T, C] contiguous, the output of the sublayer before, if there is one: `has_x`.
-            residual: [T, C] contiguous.
+            x: [T, C] contiguous, the output of the sublayer before, if there is one: `has_x`. After the last
+                attention of a model [R, C].
+            residual: The residual stream, with the shape of x, contiguous.
             rotations: [T, R] float32 contiguous for each rotary embedding.
             slots: [T] int64, see `kernels.rope_kv_write`.
             wanted: [R] int64, the rows that the last attention of a model returns.
@@ -124,7 +152,19 @@ class Sublayers:
 
         Raises:
             IndexError: A slot is beyond the last page. Nothing is written then.
+            MemoryError: There is not enough for so many rows. Nothing is written then.
+            ValueError: The numbers of rows, or a context and its page table, do not fit each other.
         """
+        longest, capacity = (
+            max(batch.context_lens_host, default=0),
+            batch.page_tables.shape[1] * pages.page_size,
+        )
+        fits = len(wanted) <= len(slots) == sum(batch.query_lens) and longest <= capacity
+        if not fits or len(x) not in (len(slots), len(wanted)):
+            raise ValueError(
+                f"{len(x)} rows, {len(slots)} slots, {sum(batch.query_lens)} new tokens, {len(wanted)} wanted"
+                f" rows, contexts of up to {longest} tokens and page tables of {capacity} do not fit"
+            )
         # Variables keep the memory alive that the kernel reads. int32 tensors are not copied.
         tables = batch.page_tables.to(torch.int32)
         starts = batch.query_starts.to(torch.int32).contiguous()
@@ -155,5 +195,7 @@ class Sublayers:
             tables.stride(0),
             torch.get_num_threads(),
         )
-        if not self._run(self._address, ctypes.addressof(step)):
-            raise IndexError("slots: a slot is beyond the last page")
+        outcome = cast(int, self._run(self._address, ctypes.addressof(step)))
+        if outcome != 0:
+            kind, message = _OUTCOMES[outcome]
+            raise kind(message)

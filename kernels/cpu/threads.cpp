@@ -1,4 +1,4 @@
-// The standing team: see threads.h.
+// The team of threads: see threads.h.
 
 #include "threads.h"
 
@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <climits>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <system_error>
@@ -25,7 +26,7 @@ inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  asm volatile("yield");
+  asm volatile("isb");  // "yield" takes no time there
 #endif
 }
 
@@ -71,12 +72,13 @@ class Team {
     count_ = count;
     for (int64_t index = 1; index < count; index++) starts_[index - 1]->advance();
     function(context, Worker(this, 0, count));
-    wait_for_all();
+    wait_for_all(count);
   }
 
-  void wait_for_all() {
+  // Who has arrived reads nothing of this run any more: the next one may have begun.
+  void wait_for_all(int64_t count) {
     const uint32_t seen = passed_.value();
-    if (arrived_.fetch_add(1) + 1 < count_) return passed_.wait_while(seen);
+    if (arrived_.fetch_add(1) + 1 < count) return passed_.wait_while(seen);
     arrived_.store(0);
     next_.store(0);
     passed_.advance();
@@ -88,13 +90,14 @@ class Team {
   // The threads that there are then, the caller's own included.
   int64_t grow_to(int64_t count) {
     try {
-      while (static_cast<int64_t>(starts_.size()) + 1 < count) {
+      while (static_cast<int64_t>(starts_.size()) + 1 < std::min(count, limit_)) {
         starts_.push_back(std::make_unique<Signal>());
         const int64_t index = static_cast<int64_t>(starts_.size());
         std::thread([this, index, start = starts_.back().get()] { serve(index, *start); }).detach();
       }
     } catch (const std::system_error&) {  // too many threads
       starts_.pop_back();
+      limit_ = 0;
     }
     return static_cast<int64_t>(starts_.size()) + 1;
   }
@@ -102,12 +105,14 @@ class Team {
   void serve(int64_t index, Signal& start) {
     for (uint32_t seen = 0;; seen++) {
       start.wait_while(seen);
-      function_(context_, Worker(this, index, count_));
-      wait_for_all();
+      const Worker worker(this, index, count_);
+      function_(context_, worker);
+      wait_for_all(worker.count);
     }
   }
 
-  std::mutex busy_;  // held by the thread whose function runs
+  int64_t limit_ = std::numeric_limits<int64_t>::max();  // 0: no more threads can be started
+  std::mutex busy_;                                      // held by the thread whose function runs
   void (*function_)(const void*, const Worker&) = nullptr;
   const void* context_ = nullptr;
   int64_t count_ = 0;
@@ -129,7 +134,7 @@ void run_on_team(int64_t count, void (*function)(const void*, const Worker&), co
   team->run(count, function, context);
 }
 
-void Worker::wait_for_all() const { team_->wait_for_all(); }
+void Worker::wait_for_others() const { team_->wait_for_all(count); }
 int64_t Worker::next() const { return team_->next(); }
 
 }  // namespace quire

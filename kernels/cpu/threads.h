@@ -1,4 +1,4 @@
-// A standing team of threads, which run a function together and wait for each other in it.
+// A pool of threads, a team, which run a function together and wait for each other in it.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ class Worker {
 
   // Returns when all workers have called it.
   void barrier() const {
-    if (count > 1) wait_for_all();
+    if (count > 1) wait_for_others();
   }
 
   // The first of `n` things that are this worker's share. The share ends where that of the next worker begins.
@@ -43,7 +43,7 @@ class Worker {
   }
 
  private:
-  void wait_for_all() const;
+  void wait_for_others() const;
   int64_t next() const;
 
   Team* team_;

@@ -12,25 +12,20 @@ import pytest
 from kernels.cpu import library
 
 
-def instructions_used(name: str = "avx2") -> library.InstructionSet:
-    """Those of the compiled kernels; the test is skipped unless they have those of this name."""
-    known = [instructions.name for instructions in library.INSTRUCTION_SETS]
-    used, needed = library.instruction_set(), library.INSTRUCTION_SETS[known.index(name)]
-    if used is None or not needed.cpu_flags <= used.cpu_flags:
-        missing = ", ".join(sorted(needed.cpu_flags - library.cpu_flags()))
-        reason = (
-            f"this CPU lacks {missing}"
-            if missing
-            else f"{library.VARIABLE} is {os.environ[library.VARIABLE]}"
-        )
-        pytest.skip(f"needs kernels compiled for {name}: {reason}")
+def instructions_used() -> library.InstructionSet:
+    """Those of the compiled kernels; the test is skipped if there are none."""
+    used = library.instruction_set()
+    if used is None:
+        asked = os.environ.get(library.VARIABLE)
+        reason = f"{library.VARIABLE} is {asked}" if asked else "this CPU has neither AVX2 nor NEON"
+        pytest.skip(f"needs compiled kernels: {reason}")
     return used
 
 
 @functools.cache
-def need_compiled(name: str = "avx2") -> None:
-    """Skip the test unless kernels compiled for these instructions are in use; they are built if need be."""
-    instructions_used(name)
+def need_compiled() -> None:
+    """Skip the test unless compiled kernels are in use; they are built if need be."""
+    instructions_used()
     try:
         library.build()
     except library.BuildError as error:
@@ -47,10 +42,12 @@ def use(name: str) -> Iterator[None]:
         for cached in (library.instruction_set, library.load, library.function):
             cached.cache_clear()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(library.VARIABLE, name)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(library.VARIABLE, name)
+            forget()
+            library.build()
+            assert library.available()
+            yield
+    finally:
         forget()
-        library.build()
-        assert library.available()
-        yield
-    forget()

@@ -9,16 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kernels.cpu import library
 from kernels.linear import linear
 from kernels.packed_weight import PackedWeight
-
-pytestmark = pytest.mark.skipif(not library.available(), reason="no compiled kernels on this machine")
+from tests.kernels.instruction_sets import need_compiled
 
 
 @pytest.fixture
 def product() -> tuple[torch.Tensor, PackedWeight, torch.Tensor]:
     """Rows, a weight that is large enough for several threads, and their product."""
+    need_compiled()
     x, weight = torch.randn(5, 640), PackedWeight(torch.randn(1000, 640))
     return x, weight, linear(x, weight)
 
@@ -43,6 +42,7 @@ def test_calls_of_several_threads_at_once(product: tuple[torch.Tensor, PackedWei
         assert all(torch.equal(result, expected) for result in results)
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_process(product: tuple[torch.Tensor, PackedWeight, torch.Tensor]) -> None:
     x, weight, expected = product
     child = os.fork()

@@ -1,4 +1,4 @@
-"""The transformers backend: the families whose rows have the same bits in any company, and why they do."""
+"""The transformers backend: the families whose rows have the same bits in any batch, and why they do."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_a_breach_is_found(
 ) -> None:
     need_compiled()
     # One by one, so that a breach can be planted in them.
-    monkeypatch.setattr(decoder, "compiled", lambda sublayers, _: list(sublayers))
+    monkeypatch.setattr(decoder, "compiled", lambda sublayers, *_: list(sublayers))
     loaded, texts = load_decoder(model, dtype, pack=True), random_texts(6, (1, 90, 200))
     assert_same_bits(loaded, texts, plant.__name__)
     plant(monkeypatch)

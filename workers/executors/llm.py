@@ -94,7 +94,13 @@ class LlmExecutor(ModelExecutor):
         text = read_text(directory, vocab_size, max_text_bytes)
         try:
             model, description = load_served(
-                directory, dtype, device, progress, backend=backend, self_check=self_check
+                directory,
+                dtype,
+                device,
+                progress,
+                backend=backend,
+                self_check=self_check,
+                batch_invariant=batch_invariant,
             )
         except torch.OutOfMemoryError as error:
             free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -125,8 +131,8 @@ def _make_batch_invariant(model: Model, directory: Path, backend: str) -> None:
         model.batch_invariant = True
     if not model.batch_invariant:
         raise ModelError(
-            f"{directory}: batch_invariant is on, and with the {backend} backend and {model.dtype} on"
-            f" {model.device} results depend on the rest of a batch"
+            f"{directory}: batch_invariant is on, which the {backend} backend does not guarantee with"
+            f" {model.dtype} on {model.device}"
         )
 
 

@@ -77,8 +77,9 @@ def load_served(
     *,
     backend: str,
     self_check: bool,
+    batch_invariant: bool = False,
 ) -> tuple[Model, ModelDescription]:
-    """Load a directory with the backend from `choose_backend`.
+    """Load a directory with the backend from `choose_backend`; batch_invariant: for the self-check on a GPU.
 
     Raises KvSizingError if memory is too small, and ModelError, also if the self-check finds wrong results.
     """
@@ -87,7 +88,7 @@ def load_served(
             return _load_library(directory, dtype, device, progress, self_check=self_check)
         plan = plan_load(directory, dtype, device)
         if self_check:
-            _check_native(directory, plan)
+            _check_native(directory, plan, batch_invariant=batch_invariant)
         return load_planned(plan, progress, pack=True)
     except (ModelError, MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
@@ -121,7 +122,7 @@ def _native_error(directory: Path) -> str:
     return ""
 
 
-def _check_native(directory: Path, plan: LoadPlan) -> None:
+def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> None:
     """Raises ModelError if native code and the library disagree for this config."""
     try:
         # The library takes seconds to import.
@@ -129,7 +130,7 @@ def _check_native(directory: Path, plan: LoadPlan) -> None:
     except ImportError:
         _log.warning("the model is not checked: the transformers library is not installed")
         return
-    error = check_native(directory, plan.config, plan.dtype, plan.device)
+    error = check_native(directory, plan.config, plan.dtype, plan.device, batch_invariant=batch_invariant)
     if error is not None:
         _log.info("native code agrees with the transformers library, within %.1e", error)
 

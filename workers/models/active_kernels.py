@@ -27,20 +27,22 @@ def active_kernels(device: torch.device) -> tuple[str, ...]:
     return ("torch", kernel_name() or NOT_COMPILED)
 
 
-def active_products(device: torch.device, dtype: str) -> str:
+def active_products(device: torch.device, dtype: str, *, batch_invariant: bool = False) -> str:
     """What multiplies by weights of a dtype, as an operator reads it; with `SLOW` if the CPU could do better.
 
     "cpu-avx2 (bfloat16 weights, float32 arithmetic)".
     """
     if device.type == "cuda":
-        return f"torch ({dtype} weights)"
+        return f"{'triton' if batch_invariant else 'torch'} ({dtype} weights)"
     if getattr(torch, dtype) not in library.SUFFIXES:
         reason = f"there are no {dtype} products for a CPU"
     elif name := kernel_name():
         arithmetic = dtype if library.multiplies_bfloat16() else "float32"
         return f"{name} ({dtype} weights, {arithmetic} arithmetic)"
     elif instruction_set() is not None:
-        reason = "the CPU kernels are not compiled, which `make setup` does if there is a g++"
+        reason = (
+            "no build of the CPU kernels is here; in a checkout `make setup` compiles them if there is a g++"
+        )
     elif library.VARIABLE in os.environ:
         reason = f"{library.VARIABLE} = {os.environ[library.VARIABLE]}"
     else:

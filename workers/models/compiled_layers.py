@@ -28,27 +28,35 @@ class Stage(Protocol):
         """See `Sublayer`."""
 
 
-def compiled(model: Sequence[Sublayer], ropes: Sequence[RopeSpec]) -> list[Stage]:
+def compiled(
+    model: Sequence[Sublayer], ropes: Sequence[RopeSpec], memory: sublayers.Memory | None
+) -> list[Stage]:
     """Sublayers, with those that are next to each other and can be compiled as one stage.
 
     Args:
         model: Consecutive sublayers, packed.
         ropes: The rotary embeddings of the model.
+        memory: That of the model; None: nothing is compiled.
     """
+    if memory is None:
+        return list(model)
     stages: list[Stage] = []
     for can, group in groupby(model, _can_compile):
         members = list(group)
-        stages += [CompiledSublayers(members, ropes)] if can else members
+        stages += [CompiledSublayers(members, ropes, memory)] if can else members
     return stages
 
 
 class CompiledSublayers:
     """Sublayers that run in one call. The results have the same bits as theirs."""
 
-    def __init__(self, model: Sequence[Sublayer], ropes: Sequence[RopeSpec]) -> None:
+    def __init__(
+        self, model: Sequence[Sublayer], ropes: Sequence[RopeSpec], memory: sublayers.Memory
+    ) -> None:
         """Take packed sublayers, for which there are kernels."""
         described = [_described(one, ropes) for one in model]
-        self._sublayers = sublayers.Sublayers(described, _matrices(model[0].body)[0].weight.dtype, model)
+        dtype = _matrices(model[0].body)[0].weight.dtype
+        self._sublayers = sublayers.Sublayers(described, dtype, memory, model)
         self._ropes = tuple(ropes)
         self._kv: weakref.ref[KvTensors] | None = None
         last = model[-1].body

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from kernels.cpu import library
+from kernels.cpu.paged_attention import can_attend_width
+from kernels.cpu.sublayers import Memory
 from kernels.linear import Weight, linear, pack_weight
 from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec, rope_table
@@ -104,12 +107,13 @@ class Decoder:
         for sublayer in self._sublayers():
             sublayer.body.pack()
         *before, last = self._sublayers()
-        ropes = tuple(self.config.ropes)
-        self._before_last_mlp = compiled(before, ropes)
-        (self._last_mlp,) = compiled([last], ropes)
+        ropes, memory = tuple(self.config.ropes), Memory() if library.available() else None
+        self._before_last_mlp = compiled(before, ropes, memory)
+        (self._last_mlp,) = compiled([last], ropes, memory)
         # Attention of heads of other widths runs in torch.
-        has_attention = self.config.head_dim in range(16, 257, 16)
-        self.batch_invariant = isinstance(self.lm_head, PackedWeight) and has_attention
+        self.batch_invariant = isinstance(self.lm_head, PackedWeight) and can_attend_width(
+            self.config.head_dim
+        )
 
     def _sublayers(self) -> list[Sublayer]:
         """In order: attention and MLP of each layer."""

@@ -37,7 +37,12 @@ _FREQUENCY_ERROR = 2.0**-22
 
 
 def check_native(
-    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    batch_invariant: bool = False,
 ) -> float | None:
     """The relative error of a scaled-down model in float32. The weights are not read.
 
@@ -48,6 +53,7 @@ def check_native(
         config: Its config as native code reads it.
         dtype: The dtype that will serve.
         device: The device that will serve.
+        batch_invariant: Whether it will serve with the batch-invariant kernels of a GPU.
 
     Raises:
         ModelError: The library reads the config differently, or the error is too large.
@@ -61,7 +67,7 @@ def check_native(
     _check_same_frequencies(directory, config, module)
     error = _check_logits(directory, module, torch.float32, torch.device("cpu"))
     if dtype != torch.float32 or device.type != "cpu":
-        _check_logits(directory, module, dtype, device)
+        _check_logits(directory, module, dtype, device, batch_invariant=batch_invariant)
     return error
 
 
@@ -106,7 +112,12 @@ def _check_same_frequencies(directory: Path, config: ModelConfig, module: PreTra
 
 
 def _check_logits(
-    directory: Path, module: PreTrainedModel, dtype: torch.dtype, device: torch.device
+    directory: Path,
+    module: PreTrainedModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    batch_invariant: bool = False,
 ) -> float:
     """The relative error of native code with the weights of `module`, which is moved to dtype and device."""
     with library_errors("run a scaled-down model"):
@@ -122,6 +133,8 @@ def _check_logits(
                 raise ModelError(f"{directory}: the transformers library has no tensor {name} for this model")
             target.fill(tensors[name])
     decoder.pack()
+    if device.type == "cuda":
+        decoder.batch_invariant = batch_invariant
 
     def plain(token_ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = module(input_ids=token_ids[None], use_cache=False).logits[0]

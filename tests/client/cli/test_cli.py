@@ -441,7 +441,7 @@ def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureF
         "decodes": "100", "prefill ms": "12.3", "decode ms": "1.3", "batch": "3.0", "memory": "300.0 MiB",
     }  # fmt: skip
     assert "starting 42%" in starting
-    assert products == "products of worker-0: torch: this CPU has no AVX2"
+    assert products == "matrix products of worker-0: torch: this CPU has no AVX2"
 
 
 @pytest.mark.parametrize("watched", [False, True])

@@ -1,7 +1,7 @@
 """Projections of a library's model with packed weights: see `kernels.linear`.
 
 A decode reads every weight once, so projections are most of its time, and only a packed product gives a row
-the same bits in any company. The packed weight replaces the plain one, in its memory, and only
+the same bits in any batch. The packed weight replaces the plain one, in its memory, and only
 `kernels.linear` can read it. If the library's code reads the weight of a layer instead of calling the layer,
 the weight is unpacked and the layer becomes an ordinary one for good.
 
@@ -28,6 +28,7 @@ class PackedLinear(nn.Linear):
     """A linear layer with a packed weight; made by `pack_linears`."""
 
     _packed: PackedWeight
+    _plain_kind: type[nn.Module]
     _use_plain_product: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the library's name
@@ -44,8 +45,10 @@ class PackedLinear(nn.Linear):
     def weight(self) -> torch.Tensor:  # type: ignore[override]  # an attribute of ordinary layers
         """[O, I]. Unpacks the weight, and turns the layer into an ordinary one."""
         plain = self._packed.to_dense()
-        del self._packed, self._use_plain_product
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        if self._plain_kind is Conv1D:
+            plain = plain.T.contiguous()
+        self.__class__ = self._plain_kind  # type: ignore[assignment]
+        del self._packed, self._use_plain_product, self._plain_kind
         self.register_parameter("weight", nn.Parameter(plain, requires_grad=False))
         return plain
 
@@ -84,7 +87,9 @@ def pack_linears(module: nn.Module) -> None:
         # Subclasses may use the weight in another way.
         kinds = {type(part) for part in parts}
         shared = len(parts) == 2 and kinds == {nn.Embedding, nn.Linear}
-        if (shared or (len(parts) == 1 and kinds < {nn.Linear, Conv1D})) and all(map(_can_pack, parts)):
+        if (shared or (len(parts) == 1 and type(parts[0]) in (nn.Linear, Conv1D))) and all(
+            map(_can_pack, parts)
+        ):
             _pack(parts)
 
 
@@ -116,6 +121,7 @@ def _pack(parts: Sequence[Any]) -> None:
         if isinstance(part, nn.Embedding):
             part.__class__ = PackedEmbedding
         else:
+            part._plain_kind = type(part)  # noqa: SLF001
             part.__class__ = PackedLinear
             part.out_features, part.in_features = packed.shape
             part._use_plain_product = False  # noqa: SLF001

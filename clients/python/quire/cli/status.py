@@ -146,7 +146,7 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
     # Workers of one machine usually have the same products.
     for products in dict.fromkeys(w.executor.products for w in status.workers if w.executor.products):
         ids = ", ".join(w.worker_id for w in status.workers if w.executor.products == products)
-        notes.append(Text(escaped(f"products of {ids}: {products}")))
+        notes.append(Text(escaped(f"matrix products of {ids}: {products}")))
     return Group(Text(escaped(line)), Text(escaped(limits)), table, *notes)
 
 

@@ -355,7 +355,7 @@ export interface ExecutorCapabilities {
   runner: string;
   /**
    * Names of the active kernel implementations. "torch" and "triton": those libraries. "cpu-amx", "cpu-avx512bf16",
-   * "cpu-avx512" or "cpu-avx2": compiled kernels for this instruction set compute the operations that have them.
+   * "cpu-avx512", "cpu-avx2" or "cpu-neon": compiled kernels for this instruction set compute the operations that have them.
    * "cpu-not-compiled": torch computes these.
    */
   kernels: string[];
@@ -394,7 +394,7 @@ export interface ExecutorCapabilities {
   /**
    * The bits of a row's logits, log-probabilities and hidden states depend only on the tokens up to it and on the kind
    * of device: not on what else is computed, nor on the chunks in which the tokens are appended. Rows of trees of
-   * drafts are an exception.
+   * drafts are an exception. False: not guaranteed, though true of many models of the transformers library on a CPU.
    */
   batchInvariant: boolean;
 }
