@@ -67,6 +67,7 @@ kernels: $(SERVING)
 	@$(BIN)/python -m kernels.cpu.library
 
 dist: $(INSTALLED) ## Build the wheels, with kernels for all CPUs, into dist/: who installs them needs no compiler
+	@$(call INSTALL,ziglang)
 	@$(BIN)/python .ci/build_wheels.py dist $(ARGS)
 
 serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")

@@ -30,8 +30,8 @@ from tests.kernels.instruction_sets import instructions_used, need_compiled
 from tests.kernels.tree_batches import Tree
 
 ROOT = Path(__file__).resolve().parent.parent
-# The first time Zig compiles the library of C++ too.
-pytestmark = pytest.mark.timeout(600)
+# Minutes: the first time Zig compiles the library of C++ too.
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both wheels, with kernels for the instruction set in use only: each takes half a minute to compile."""
     instructions = instructions_used()
     if importlib.util.find_spec("ziglang") is None:
-        pytest.skip("needs ziglang")
+        pytest.skip("needs ziglang, which `make dist` installs")
     out = tmp_path_factory.mktemp("wheels")
     command = [sys.executable, ".ci/build_wheels.py", str(out), "--instructions", instructions.name]
     subprocess.run(command, cwd=ROOT, check=True)

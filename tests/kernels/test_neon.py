@@ -33,7 +33,7 @@ def compiled(target: str, options: list[str], directory: Path) -> Path:
 def test_an_emulated_arm_cpu_computes_the_bits_of_avx2(tmp_path: Path) -> None:
     instructions_used()
     if importlib.util.find_spec("ziglang") is None:
-        pytest.skip("needs ziglang")
+        pytest.skip("needs ziglang, which `make dist` installs")
     if shutil.which(EMULATOR) is None:
         pytest.skip(f"needs {EMULATOR}, of Debian's package qemu-user")
     here = compiled("x86_64-linux-musl", ["-march=x86_64_v3"], tmp_path)
