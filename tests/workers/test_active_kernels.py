@@ -20,7 +20,7 @@ from workers.models.active_kernels import active_products
             "bfloat16",
             "avx2",
             False,
-            "torch: the CPU kernels are not compiled, which `make setup` does if there is a g++",
+            "torch: there is no build of the CPU kernels; `make setup` compiles them with g++",
         ),
         ("bfloat16", "", False, "torch: this CPU has no AVX2"),
         ("float32", "none", False, "torch: QUIRE_CPU_ISA = none"),

@@ -40,9 +40,7 @@ def active_products(device: torch.device, dtype: str, *, batch_invariant: bool =
         arithmetic = dtype if library.multiplies_bfloat16() else "float32"
         return f"{name} ({dtype} weights, {arithmetic} arithmetic)"
     elif instruction_set() is not None:
-        reason = (
-            "no build of the CPU kernels is here; in a checkout `make setup` compiles them if there is a g++"
-        )
+        reason = "there is no build of the CPU kernels; `make setup` compiles them with g++"
     elif library.VARIABLE in os.environ:
         reason = f"{library.VARIABLE} = {os.environ[library.VARIABLE]}"
     else:
