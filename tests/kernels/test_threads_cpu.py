@@ -35,6 +35,20 @@ def test_any_number_of_threads(
         torch.set_num_threads(before)
 
 
+def test_a_call_on_fewer_threads_after_one_on_more(
+    product: tuple[torch.Tensor, PackedWeight, torch.Tensor],
+) -> None:
+    """A thread of the first call may still be leaving it when the second one begins."""
+    x, weight, expected = product
+    before = torch.get_num_threads()
+    try:
+        for call in range(2000):
+            torch.set_num_threads((5, 2, 3)[call % 3])
+            assert torch.equal(linear(x, weight), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_calls_of_several_threads_at_once(product: tuple[torch.Tensor, PackedWeight, torch.Tensor]) -> None:
     x, weight, expected = product
     with ThreadPoolExecutor(4) as pool:
