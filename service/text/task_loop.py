@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -37,6 +38,10 @@ class Connection:
         if length > max_bytes:
             raise OverflowError
         return self._read(length)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a message begins, or the connection ends, within a time; 0: without a limit."""
+        return bool(select.select([self._socket], (), (), timeout_s or None)[0])
 
     def close(self) -> None:
         """Idempotent."""
@@ -72,20 +77,19 @@ def main(handle: Callable[[bytes], bytes]) -> int:
     connection = Connection(_take_socket())
     _set_limits(max_memory_bytes)
     try:
-        while True:
-            # SIGALRM and SIGPROF are not handled, so they end the process, also in native code.
-            signal.setitimer(signal.ITIMER_REAL, idle_s)
+        while connection.wait(idle_s):
             task = connection.receive()
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            # SIGPROF is not handled, so it ends the process, also in native code.
             signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
             result = handle(task)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send(result)
     except EOFError:
-        return 0
+        pass
     except BaseException:
         # At once: when the connection closes, the parent kills what has not ended, and would report that.
         os._exit(1)
+    return 0
 
 
 def _take_socket() -> socket.socket:

@@ -129,8 +129,8 @@ class TaskProcess:
             return TaskFailed(f"used more than {self.limits.max_cpu_s:g} s of CPU time")
         if status == -signal.SIGSEGV:
             return TaskFailed("crashed its process: it may be nested too deeply")
-        # After other tasks the cause may be what those left in memory, a kill from outside, or idleness.
-        is_task_fault = self.num_tasks == 0
+        # After other tasks the cause may be what they left in memory, or a kill from outside. 0: it was idle.
+        is_task_fault = self.num_tasks == 0 and status != 0
         if status in (-signal.SIGABRT, -signal.SIGKILL):
             return TaskFailed("needs too much memory", is_task_fault=is_task_fault)
         return TaskFailed(f"ended its process with status {status}", is_task_fault=is_task_fault)

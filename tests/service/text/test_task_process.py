@@ -106,6 +106,16 @@ def test_it_is_not_idle_during_a_task() -> None:
     process.close()
 
 
+def test_that_it_was_idle_before_its_first_task_is_not_the_fault_of_that() -> None:
+    process = TaskProcess(MODULE, replace(LIMITS, idle_s=0.01))
+    process._start()
+    assert process._popen is not None
+    assert process._popen.wait(timeout=30) == 0
+    with pytest.raises(TaskFailed) as failed:
+        process.run(b"echo a")
+    assert not failed.value.is_task_fault
+
+
 def test_it_inherits_no_descriptors_and_no_secrets(
     process: TaskProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
