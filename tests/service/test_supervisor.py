@@ -135,7 +135,8 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
     async def stop(self, *, grace_s: float) -> int:
         self.grace_s = grace_s
         self.exit()
-        await self._server.stop(None)
+        # Shielded: after a cancelled stop, grpc.aio cancels the next one too, which is the fixture's.
+        await asyncio.shield(asyncio.create_task(self._server.stop(None)))
         return await self._exit
 
 
