@@ -1,8 +1,10 @@
 """Packed products beside torch's: `python -m benchmarks.products`. Prints a table of docs/performance.md.
 
 Products of some rows and 60 weights [3072, 1024], more than caches hold. A turn is the next few weights.
-Turns alternate; the least of thirty counts. "torch" is oneDNN with weights in its own packed layout for
-bfloat16, and torch's plain product for float32. oneDNN is left out where it has no instructions for bfloat16.
+Turns alternate; the least of thirty counts. Each begins after 30 ms of the same: OpenMP's threads spin for
+some 13 ms after torch's turn, on the cores that ours need, and Linux takes a while to move threads to free
+cores. "torch" is oneDNN with weights in its own packed layout for bfloat16, and torch's plain product for
+float32. oneDNN is left out where it has no instructions for bfloat16.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 128, 512, 2048)
 _TURNS = 30
 _TURN_ROWS = 120
 _READ_BYTES = 128 << 20
+_WARM_UP_S = 0.03
 
 Product = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -73,6 +76,9 @@ def _least_s(runs: Sequence[Callable[[], object]]) -> list[float]:
     least = [float("inf")] * len(runs)
     for _ in range(_TURNS):
         for index, run in enumerate(runs):
+            until_s = time.perf_counter() + _WARM_UP_S
+            while time.perf_counter() < until_s:
+                run()
             began_s = time.perf_counter()
             run()
             least[index] = min(least[index], time.perf_counter() - began_s)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.packed_pages import PackedKeys, PackedValues, Pages
+
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -59,8 +61,8 @@ def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
 
 
 def check_pages(
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     kv_heads: int | None,
     width: int,
     other_name: str,
@@ -68,7 +70,7 @@ def check_pages(
     *,
     value_width: int | None = None,
 ) -> None:
-    """Check the pages of keys and values, [pages, S, K, D] each.
+    """Check the pages of keys and values, [pages, S, K, D] each, both packed or both plain.
 
     Args:
         k_pages: Pages of keys.
@@ -81,8 +83,15 @@ def check_pages(
 
     Raises:
         ValueError: A shape differs, or pages are not contiguous.
-        TypeError: Dtype or device differ.
+        TypeError: Dtype or device differ, or one is packed and the other is not.
     """
+    if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
+        k_pages, v_pages = k_pages.data, v_pages.data
+    if not isinstance(k_pages, torch.Tensor) or not isinstance(v_pages, torch.Tensor):
+        raise TypeError(
+            f"v_pages: must be packed if k_pages are, and only then, got {type(v_pages).__name__}"
+            f" and {type(k_pages).__name__}"
+        )
     check_tensor("k_pages", k_pages, (None, None, kv_heads, width), FLOAT_DTYPES)
     value_shape = (*k_pages.shape[:3], width if value_width is None else value_width)
     check_tensor("v_pages", v_pages, value_shape, FLOAT_DTYPES)

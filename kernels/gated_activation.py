@@ -17,6 +17,7 @@ from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import gated_activation as cpu
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
+# In the order of their numbers in kernels/cpu/gates.h.
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
@@ -53,5 +54,5 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation = "silu") -> 
 
         return cuda.gated_activation(gate_up, activation)
     if cpu.can_gated_activation(gate_up):
-        return cpu.gated_activation(gate_up, activation)
+        return cpu.gated_activation(gate_up, ACTIVATIONS.index(activation))
     return gated_activation_reference(gate_up, activation)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 
 from kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_pages, check_same, check_tensor
+from kernels.cpu import kv_write as cpu
+from kernels.packed_pages import PackedKeys, PackedValues, Pages
 
 
 def kv_write_reference(
@@ -30,8 +32,8 @@ def kv_write_reference(
 def kv_write(
     key: torch.Tensor,
     value: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     slots: torch.Tensor,
 ) -> None:
     """Write each token's key and value to its slot.
@@ -41,8 +43,8 @@ def kv_write(
     Args:
         key: [T, K, D]; float32, bfloat16 or float16.
         value: [T, K, D]; dtype of key.
-        k_pages: [P, S, K, D] contiguous; dtype of key.
-        v_pages: [P, S, K, D] contiguous; dtype of key.
+        k_pages: [P, S, K, D] contiguous, or packed; dtype of key.
+        v_pages: [P, S, K, D], packed if the keys are; dtype of key.
         slots: [T] int32 or int64, page * S + offset; negative for a padding token, which is not written.
 
     Raises:
@@ -55,4 +57,7 @@ def kv_write(
     check_same("value", value, "key", key)
     check_tensor("slots", slots, (tokens,), INDEX_DTYPES)
     check_pages(k_pages, v_pages, heads, width, "key", key)
-    kv_write_reference(key, value, k_pages, v_pages, slots)
+    if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
+        return cpu.kv_write(key, value, k_pages, v_pages, slots)
+    assert isinstance(k_pages, torch.Tensor) and isinstance(v_pages, torch.Tensor)
+    return kv_write_reference(key, value, k_pages, v_pages, slots)

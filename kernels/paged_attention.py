@@ -22,6 +22,7 @@ from kernels.attention_reference import paged_attention_reference
 from kernels.attention_scoring import Scoring
 from kernels.checks import FLOAT_DTYPES, check_pages, check_tensor
 from kernels.cpu import paged_attention as cpu
+from kernels.packed_pages import PackedKeys, PackedValues, Pages
 
 # The head widths that the CUDA kernels support; other widths run in torch.
 CUDA_WIDTHS = (64, 80, 96, 128, 256)
@@ -31,8 +32,8 @@ CUDA_WIDTH_PAIRS = ((192, 128),)
 
 def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
     query: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     batch: AttentionBatch,
     *,
     scale: float,
@@ -46,8 +47,8 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
 
     Args:
         query: [T, H, D]; float32, bfloat16 or float16; heads contiguous.
-        k_pages: [pages, S, K, D] contiguous; dtype of query.
-        v_pages: [pages, S, K, V] contiguous; dtype of query.
+        k_pages: [pages, S, K, D] contiguous, or packed; dtype of query.
+        v_pages: [pages, S, K, V], packed if the keys are; dtype of query.
         batch: Rows and pages of the items.
         scale: Multiplies the scores.
         sliding_window: The number of positions that a token attends to, its own included; None: all.
@@ -66,29 +67,31 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
     """
     scoring = Scoring(scale, sliding_window, softcap, sinks, alibi_slopes)
     _check(query, k_pages, v_pages, batch, scoring)
+    if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
+        allocate = torch.zeros if 0 in batch.context_lens_host else torch.empty  # rows of padding stay zero
+        out = allocate((*query.shape[:2], v_pages.shape[3]), dtype=query.dtype)  # [T, H, V]
+        cpu.attend(out, query, k_pages, v_pages, batch, scoring)
+        return out
+    assert isinstance(k_pages, torch.Tensor) and isinstance(v_pages, torch.Tensor)
     if query.is_cuda and _has_cuda_kernel(query.shape[2], v_pages.shape[3]):
         from kernels.cuda import paged_attention as cuda
 
         return cuda.paged_attention(query, k_pages, v_pages, batch, scoring, batch_invariant=batch_invariant)
-    if not cpu.can_attend(query, k_pages, v_pages, batch):
-        return paged_attention_reference(query, k_pages, v_pages, batch, scoring)
-    allocate = torch.zeros if 0 in batch.context_lens_host else torch.empty  # rows of padding stay zero
-    out = allocate((*query.shape[:2], v_pages.shape[3]), dtype=query.dtype)  # [T, H, V]
-    cpu.attend(out, query, k_pages, v_pages, batch, scoring)
-    return out
+    return paged_attention_reference(query, k_pages, v_pages, batch, scoring)
 
 
 def _check(
     query: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     batch: AttentionBatch,
     scoring: Scoring,
 ) -> None:
     """Check the arguments of `paged_attention`."""
     check_tensor("query", query, (sum(batch.query_lens), None, None), FLOAT_DTYPES)
     heads, width = query.shape[1:]
-    check_tensor("v_pages", v_pages, (None, None, None, None), FLOAT_DTYPES)
+    if len(v_pages.shape) != 4:
+        raise ValueError(f"v_pages: shape must be [any, any, any, any], got {list(v_pages.shape)}")
     check_pages(k_pages, v_pages, None, width, "query", query, value_width=v_pages.shape[3])
     page_size, kv_heads = k_pages.shape[1:3]
     if heads % kv_heads:

@@ -16,6 +16,7 @@ import torch
 from kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_pages, check_tensor
 from kernels.cpu import rope_kv_write as cpu
 from kernels.kv_write import kv_write_reference
+from kernels.packed_pages import PackedKeys, PackedValues, Pages
 from kernels.rms_norm import check_norm_weight, rms_norm_reference
 from kernels.rope import apply_rope_reference
 
@@ -47,8 +48,8 @@ def rope_kv_write(
     qk_norm: torch.Tensor | None,
     cos_sin: torch.Tensor | None,
     slots: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: Pages,
+    v_pages: Pages,
     eps: float,
 ) -> torch.Tensor:
     """Normalise and rotate queries and keys, and write keys and values to their slots.
@@ -63,8 +64,8 @@ def rope_kv_write(
         cos_sin: [T, R] float32, the rows of `rope_table` at the positions of the tokens, R even and at most
             D: the first R elements of each head are rotated. None: no head is rotated.
         slots: [T] int32 or int64, page * S + offset; negative for a padding token, which is not written.
-        k_pages: [P, S, K, D] contiguous; dtype of qkv.
-        v_pages: [P, S, K, D] contiguous; dtype of qkv.
+        k_pages: [P, S, K, D] contiguous, or packed; dtype of qkv.
+        v_pages: [P, S, K, D], packed if the keys are; dtype of qkv.
         eps: Added to the mean square; positive.
 
     Returns:
@@ -90,10 +91,11 @@ def rope_kv_write(
             raise ValueError(f"cos_sin: width must be even and at most the head's, {width}, got {turned}")
     check_tensor("slots", slots, (tokens,), INDEX_DTYPES)
     check_pages(k_pages, v_pages, kv_heads, width, "qkv", qkv)
+    if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
+        return cpu.rope_kv_write(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
+    assert isinstance(k_pages, torch.Tensor) and isinstance(v_pages, torch.Tensor)
     if qkv.is_cuda:
         from kernels.cuda import rope_kv_write as cuda
 
         return cuda.rope_kv_write(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
-    if cpu.can_rope_kv_write(qkv, k_pages):
-        return cpu.rope_kv_write(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
     return rope_kv_write_reference(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)

@@ -126,7 +126,9 @@ def hf_states(directory: Path, tokens: list[int]) -> list[torch.Tensor]:
     return [layer[0] for layer in (*result.hidden_states, result.logits)]
 
 
-def float32_losses(directory: Path, texts: Sequence[list[int]]) -> torch.Tensor:
+def float32_losses(
+    model: PreTrainedModel, texts: Sequence[list[int]], *, with_states: bool = True
+) -> torch.Tensor:
     """How far two correct computations in float32 may be apart: the bound for a comparison with transformers.
 
     It differs by model and text, since each layer amplifies the rounding errors of those before it, so it is
@@ -138,15 +140,16 @@ def float32_losses(directory: Path, texts: Sequence[list[int]]) -> torch.Tensor:
 
     Returns:
         [len(texts), num_layers + 2]: the largest absolute difference, in each of transformers' hidden_states
-        and, last, in the logits.
+        and, last, in the logits. Without hidden states [len(texts), 1].
     """
-    model, generator = hf_model(directory), torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     # Later tokens do not matter to earlier ones.
     padded = [text + [0] * (max(map(len, texts)) - len(text)) for text in texts]
 
     def run() -> list[torch.Tensor]:
-        result = model(torch.tensor(padded), use_cache=False, output_hidden_states=True)
-        return [*result.hidden_states, result.logits]
+        asked = {"output_hidden_states": True} if with_states else {}
+        result = model(torch.tensor(padded), use_cache=False, **asked)
+        return [*(result.hidden_states if with_states else ()), result.logits]
 
     with torch.no_grad():
         parameters = {parameter: parameter.double() for parameter in model.parameters()}

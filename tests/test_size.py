@@ -14,7 +14,7 @@ from benchmarks.size.lines import PRODUCT, length, longest_file, most_methods
 from benchmarks.size.way import TYPES, Way, way_of
 
 SERVICE_LINES = 22_440
-PRODUCT_LINES = 52_400
+PRODUCT_LINES = 52_810
 LONGEST_FILE_LINES = 538
 MOST_METHODS = 31
 FILES_ON_THE_WAY = 18

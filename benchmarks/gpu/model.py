@@ -55,7 +55,7 @@ def make_bench(shape: Shape, pool_tokens: int, max_rows: int, *, rehearsal: bool
     kv = new_pages(decoder, num_pages)
     for index in range(kv.num_layers):
         for pages in kv.layer(index):
-            pages.normal_()
+            pages.data.normal_()
     runner = CudaGraphRunner(
         decoder,
         kv,

@@ -2,15 +2,15 @@
 //
 // The order of a sum is that of the instruction for tiles. From zero, the even inputs of a group of 32 are multiplied and
 // added one after the other, and so are the odd ones; even + odd is then added to the sum of the groups before. All of it
-// is in float32, rounded to nearest, with denormals as zero. One or two rows do the same with AVX-512, which reads weights
-// faster. So the bits are the same for any number of rows.
+// is in float32, rounded to nearest, with denormals as zero. So the bits are the same for any number of rows, and wherever
+// sums are in between.
 
 #if defined(QUIRE_AMX)
 
 #include <algorithm>
 #include <vector>
 
-#include "intrinsics.h"
+#include "amx_tiles.h"
 #include "packed_product.h"
 
 namespace quire {
@@ -18,8 +18,9 @@ namespace {
 
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kGroupPairs = kGroupInputs / 2;
-// The rows for which a weight is read once, which limits the memory for copies.
-constexpr int64_t kPassRows = 256;
+constexpr int64_t kTileElements = kGroupInputs * kBlockOutputs;  // of weights
+// The inputs of a panel: what stays of two blocks in the L1 cache while all rows are multiplied, which prefetch the next.
+constexpr int64_t kPanelGroups = 8;
 
 // A row of a tile.
 struct alignas(64) Group {
@@ -63,13 +64,6 @@ class DenormalsAsZero {
   unsigned before_;
 };
 
-// What LDTILECFG reads.
-struct TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
 // Tiles 0 to 3 are sums [pair of row tiles][pair of blocks], 4 and 5 are rows, 6 and 7 are weights.
 void configure_tiles(int64_t rows) {
   TileConfig config;
@@ -77,126 +71,109 @@ void configure_tiles(int64_t rows) {
     config.row_bytes[tile] = sizeof(Group);
     config.rows[tile] = static_cast<uint8_t>(tile < 6 ? rows : kGroupPairs);
   }
-  // GCC's intrinsics do not tell the compiler all the memory that they read: neither this one nor those that load tiles.
-  asm volatile("" : : "r"(&config) : "memory");
-  _tile_loadconfig(&config);
+  configure_tiles(config);
 }
 
-// Some rows of a product.
+// Some rows of a product. They are divided into pairs of tiles, which are multiplied by pairs of blocks. Tiles are configured
+// once, so all have the same number of rows, and the last two may have rows in common.
 class Pass {
  public:
   Pass(const Products<Bf16>& products, int64_t first, int64_t count)
-      : products_(products), first_(first), count_(count), inputs_(find_groups(products.rows + first, count, products.inputs)),
-        groups_(groups_of(products.inputs)), block_size_(block_size_of<Bf16>(products.inputs)) {}
+      : products_(products), first_(first), count_(count), pairs_((count + 2 * kTileRows - 1) / (2 * kTileRows)),
+        tile_rows_((count + 2 * pairs_ - 1) / (2 * pairs_)),
+        inputs_(find_groups(products.rows + first, count, products.inputs)), groups_(groups_of(products.inputs)),
+        block_size_(block_size_of<Bf16>(products.inputs)) {}
 
   __attribute__((noinline)) void multiply_blocks(int64_t begin, int64_t end) const {
-    if (count_ == 1) return multiply_few<1, 4>(begin, end);
-    if (count_ == 2) return multiply_few<2, 2>(begin, end);
-    // Tiles are configured once, so all have the same number of rows, and the last two may have rows in common.
-    const int64_t tiles = (count_ + kTileRows - 1) / kTileRows, tile_rows = (count_ + tiles - 1) / tiles;
-    const auto row_of = [&](int64_t tile) { return std::min(tile * tile_rows, count_ - tile_rows); };
-    configure_tiles(tile_rows);
-    for (int64_t block = begin; block < end; block += 2)
-      for (int64_t tile = 0; tile < tiles; tile += 2) {
-        const bool two_tiles = tile + 1 < tiles, two_blocks = block + 1 < end;
-        const auto multiply = two_tiles    ? two_blocks ? &Pass::multiply_tiles<2, 2> : &Pass::multiply_tiles<2, 1>
-                              : two_blocks ? &Pass::multiply_tiles<1, 2>
-                                           : &Pass::multiply_tiles<1, 1>;
-        (this->*multiply)({row_of(tile), row_of(tile + 1)}, tile_rows, block);
-      }
+    configure_tiles(tile_rows_);
+    for (int64_t block = begin; block < end; block += 2) multiply_pair(block, std::min<int64_t>(2, end - block));
     _tile_release();
   }
 
  private:
-  struct TilePair {
-    int64_t first, second;  // their first rows
-  };
+  // Of a tile of rows and a pair of blocks.
+  using Sums = Floats[kTileRows][2];
 
-  // One or two tiles of rows, and one or two blocks.
-  template <int kTiles, int kBlocks>
-  void multiply_tiles(TilePair tiles, int64_t tile_rows, int64_t block) const {
-    _tile_zero(0);
-    if constexpr (kBlocks == 2) _tile_zero(1);
-    if constexpr (kTiles == 2) _tile_zero(2);
-    if constexpr (kTiles == 2 && kBlocks == 2) _tile_zero(3);
-    for (int64_t group = 0; group < groups_; group++) {
-      _tile_loadd(4, inputs_.at(tiles.first, group), inputs_.between_rows);
-      _tile_loadd(6, weights_at(block, group), sizeof(Group));
+  // A block without a second one is multiplied twice.
+  void multiply_pair(int64_t block, int64_t blocks) const {
+    Sums sums[kPassRows / kTileRows];
+    const int64_t panel = pairs_ == 1 ? groups_ : kPanelGroups;
+    for (int64_t group = 0; group < groups_; group += panel) {
+      const int64_t end = std::min(group + panel, groups_);
+      const int64_t second = (blocks - 1) * block_size_;
+      const Bf16* weights = weights_at(block, group);
+      // The next panel, of which each pair of tiles prefetches a part. One pair needs no panels, but the next group.
+      const Bf16* next = pairs_ == 1     ? weights + kTileElements
+                         : end < groups_ ? weights_at(block, end)
+                                         : weights_at(block + blocks, 0);
+      for (int64_t pair = 0; pair < pairs_; pair++) {
+        add_products(&sums[2 * pair], 2 * pair, group, end, weights, second, next + panel * kTileElements * pair / pairs_);
+        if (end < groups_) continue;
+        write(sums[2 * pair], row_of(2 * pair), block, blocks);
+        write(sums[2 * pair + 1], row_of(2 * pair + 1), block, blocks);
+      }
+    }
+  }
+
+  int64_t row_of(int64_t tile) const { return std::min(tile * tile_rows_, count_ - tile_rows_); }
+
+  // Adds the products of the groups group..end of two tiles and two blocks; `second` is the distance between the blocks.
+  // Sums begin with zero in the first group.
+  void add_products(Sums* sums, int64_t tile, int64_t group, int64_t end, const Bf16* weights, int64_t second,
+                    const Bf16* next) const {
+    if (group == 0) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      _tile_loadd(0, &sums[0][0][0], sizeof(sums[0][0]));
+      _tile_loadd(1, &sums[0][0][1], sizeof(sums[0][0]));
+      _tile_loadd(2, &sums[1][0][0], sizeof(sums[0][0]));
+      _tile_loadd(3, &sums[1][0][1], sizeof(sums[0][0]));
+    }
+    const int64_t next_elements = kTileElements / pairs_;
+    for (; group < end; group++) {
+      _tile_loadd(4, inputs_.at(row_of(tile), group), inputs_.between_rows);
+      _tile_loadd(6, weights, sizeof(Group));
       _tile_dpbf16ps(0, 4, 6);
-      if constexpr (kBlocks == 2) {
-        _tile_loadd(7, weights_at(block + 1, group), sizeof(Group));
-        _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(7, weights + second, sizeof(Group));
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, inputs_.at(row_of(tile + 1), group), inputs_.between_rows);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+      weights += kTileElements;
+      for (const Bf16* line = next; line < next + next_elements; line += kGroupInputs) {
+        __builtin_prefetch(line);
+        __builtin_prefetch(line + second);
       }
-      if constexpr (kTiles == 2) {
-        _tile_loadd(5, inputs_.at(tiles.second, group), inputs_.between_rows);
-        _tile_dpbf16ps(2, 5, 6);
-        if constexpr (kBlocks == 2) _tile_dpbf16ps(3, 5, 7);
-      }
+      next += next_elements;
     }
-    Floats sums[kTiles][kTileRows][kBlocks];
     _tile_stored(0, &sums[0][0][0], sizeof(sums[0][0]));
-    if constexpr (kBlocks == 2) _tile_stored(1, &sums[0][0][1], sizeof(sums[0][0]));
-    if constexpr (kTiles == 2) _tile_stored(2, &sums[1][0][0], sizeof(sums[1][0]));
-    if constexpr (kTiles == 2 && kBlocks == 2) _tile_stored(3, &sums[1][0][1], sizeof(sums[1][0]));
-    write<kBlocks>(sums[0], tiles.first, tile_rows, block);
-    if constexpr (kTiles == 2) write<kBlocks>(sums[1], tiles.second, tile_rows, block);
-  }
-
-  template <int kRows, int kBlocks>
-  void multiply_few(int64_t block, int64_t end) const {
-    for (; block + kBlocks <= end; block += kBlocks) multiply_vectors<kRows, kBlocks>(block);
-    for (; block < end; block++) multiply_vectors<kRows, 1>(block);
-  }
-
-  // All rows and some blocks, without tiles.
-  template <int kRows, int kBlocks>
-  void multiply_vectors(int64_t block) const {
-    Floats sums[kRows][kBlocks] = {};
-    for (int64_t group = 0; group < groups_; group++) {
-      Floats even_inputs[kRows], odd_inputs[kRows], even[kRows][kBlocks] = {}, odd[kRows][kBlocks] = {};
-      for (int r = 0; r < kRows; r++) split(load<Words>(inputs_.at(r, group)), even_inputs[r], odd_inputs[r]);
-      for (int64_t pair = 0; pair < kGroupPairs; pair++)
-        for (int b = 0; b < kBlocks; b++) {
-          Floats even_weights, odd_weights;
-          split(load<Words>(weights_at(block + b, group) + pair * 2 * kBlockOutputs), even_weights, odd_weights);
-          for (int r = 0; r < kRows; r++) {
-            add_product(even[r][b], even_weights, even_inputs[r][pair]);
-            add_product(odd[r][b], odd_weights, odd_inputs[r][pair]);
-          }
-        }
-      for (int r = 0; r < kRows; r++)
-        for (int b = 0; b < kBlocks; b++) sums[r][b] += even[r][b] + odd[r][b];
-    }
-    write<kBlocks>(sums, 0, kRows, block);
-  }
-
-  static void split(Words pairs, Floats& even, Floats& odd) {
-    even = (Floats)(pairs << 16);
-    odd = (Floats)(pairs & 0xffff0000u);
-  }
-
-  static void add_product(Floats& sum, Floats a, float b) {
-    sum = (Floats)_mm512_fmadd_ps((__m512)a, _mm512_set1_ps(b), (__m512)sum);
+    _tile_stored(1, &sums[0][0][1], sizeof(sums[0][0]));
+    _tile_stored(2, &sums[1][0][0], sizeof(sums[0][0]));
+    _tile_stored(3, &sums[1][0][1], sizeof(sums[0][0]));
   }
 
   const Bf16* weights_at(int64_t block, int64_t group) const {
-    return products_.weight + block * block_size_ + group * kGroupInputs * kBlockOutputs;
+    return products_.weight + block * block_size_ + group * kTileElements;
   }
 
-  // Not inlined: it is called for each pair of tiles.
-  template <int kBlocks>
-  __attribute__((noinline)) void write(const Floats (*sums)[kBlocks], int64_t row, int64_t rows, int64_t block) const {
-    for (int b = 0; b < kBlocks; b++) {
-      const int64_t output = (block + b) * kBlockOutputs;
-      const int lanes = static_cast<int>(std::min(kBlockOutputs, products_.outputs - output));
-      const Floats bias = products_.bias == nullptr ? Floats{} : load_lanes(products_.bias + output, lanes);
-      for (int64_t r = 0; r < rows; r++)
-        store_lanes(products_.results[first_ + row + r] + output, sums[r][b] + bias, lanes);
+  void write(const Sums& sums, int64_t row, int64_t block, int64_t blocks) const {
+    const int64_t output = block * kBlockOutputs, width = std::min(blocks * kBlockOutputs, products_.outputs - output);
+    Floats bias[2]{};
+    if (products_.bias != nullptr)
+      for_lanes(width, [&](int64_t i, int lanes) { bias[i / kBlockOutputs] = load_lanes(products_.bias + output + i, lanes); });
+    for (int64_t r = 0; r < tile_rows_; r++) {
+      const __m512bh both = _mm512_cvtne2ps_pbh((__m512)(sums[r][1] + bias[1]), (__m512)(sums[r][0] + bias[0]));
+      Bf16* to = products_.results[first_ + row + r] + output;
+      if (width == 2 * kBlockOutputs) std::memcpy(to, &both, sizeof(both));
+      else std::memcpy(to, &both, width * sizeof(Bf16));
     }
   }
 
   const Products<Bf16>& products_;
-  int64_t first_, count_;
+  int64_t first_, count_, pairs_, tile_rows_;
   RowGroups inputs_;
   int64_t groups_, block_size_;
 };

@@ -1,15 +1,13 @@
 // Causal attention over paged keys and values. kernels/paged_attention.py has the formula, and checks the arguments.
 //
-// Both products, of queries and keys and of weights and values, are those of packed_product.h: a block of 64 positions
-// of a head is packed as two weights, its keys (64 outputs, D inputs) and its values (V outputs, 64 inputs). A row goes
-// through its blocks with a running maximum (online softmax). With instructions for bfloat16, the softmax's weights are
-// rounded to it before the product with bfloat16 values, as torch's own attention does.
+// Both products, of queries and keys and of weights and values, are those of packed_product.h: pages have its layout
+// (kv_pages.h). A row goes through blocks of 64 positions with a running maximum (online softmax). With instructions for
+// bfloat16, the softmax's weights are rounded to it before the product with bfloat16 values, as torch's own attention does.
 //
 // Blocks, and the splits of 512 positions after which sums are merged, are at fixed positions of the sequence. So the
 // bits of a row depend only on its own sequence: not on the batch, nor on how many tokens an item has, nor on threads.
 //
-// Items with few tokens pack each block where they use it, and are divided among threads by split. Items with many pack
-// all blocks of a head first, and are divided by rows.
+// Items with few tokens are divided among threads by split, items with many by rows.
 //
 // Letters as in kernels/paged_attention.py. A row of a head is a token and one of its G query heads: token * G + head.
 
@@ -18,23 +16,20 @@
 #include <algorithm>
 #include <vector>
 
+#include "attention_product.h"
 #include "attention_scores.h"
 #include "attention_trees.h"
-#include "product_tile.h"
+#if defined(QUIRE_AMX)
+#include "amx_attention_product.h"
+#endif
 
 namespace quire {
 namespace {
 
 using Arguments = AttentionArguments;
 
-constexpr int64_t kBlockKeys = 64;
-constexpr int64_t kKeyBlocks = kBlockKeys / kBlockOutputs;
-// The inputs of a key whose products are summed one after the other.
-constexpr int64_t kSummedInputs = 128;
 // The rows of a task of a long item: their sums stay in L2, while keys and values stream through L1.
 constexpr int64_t kTaskRows = 96;
-// The bytes of keys and values that are packed at a time, over several heads. A head of a long sequence may need more.
-constexpr int64_t kScratchBytes = 32 << 20;
 
 template <typename T>
 void grow(std::vector<T>& memory, size_t size) {
@@ -66,100 +61,37 @@ struct Head {
   int64_t first_block() const { return item.oldest / kBlockKeys; }
   int64_t end_block() const { return (item.context + kBlockKeys - 1) / kBlockKeys; }
 
-  // The positions of a block that the context has, rounded up to 16.
-  int64_t keys_in(int64_t block) const {
-    const int64_t keys = std::min(kBlockKeys, item.context - block * kBlockKeys);
-    return (keys + kBlockOutputs - 1) / kBlockOutputs * kBlockOutputs;
-  }
-
-  // The slot of a position, as an index of a page's elements [S, K].
   int64_t slot(int64_t position) const {
     const int64_t page = a.tables[index * a.table_stride + position / a.page_size];
-    return (page * a.page_size + position % a.page_size) * a.kv_heads + kv_head;
+    return page * a.page_size + position % a.page_size;
   }
 };
 
-// A packed block of a head.
+int64_t scratch_size(const Arguments& a) { return kBlockKeys * a.value_width; }
+
+// Slots that are visible to no row may have any content, so their values are copied to `scratch` as zeros.
 template <typename T>
-struct PackedBlock {
-  T *keys, *values;
-
-  static int64_t size(const Arguments& a) { return kBlockKeys * (a.width + a.value_width); }
-  PackedBlock(T* memory, const Arguments& a) : keys(memory), values(memory + kBlockKeys * a.width) {}
-
-  void fill(const Head<T>& head, int64_t block) const {
-    for (int64_t key = 0; key < head.keys_in(block); key += kBlockOutputs) fill(head, block, key);
-  }
-
-  // Packs 16 positions, from the key `from` of a block on: they are in one page. Slots that are visible to no row may
-  // have any content, so they are read as zeros.
-  void fill(const Head<T>& head, int64_t block, int64_t from) const {
-    const Arguments& a = head.a;
-    const int64_t first = block * kBlockKeys + from, slot = head.slot(first);
-    // What one head has of a page is not in one piece, which the CPU would fetch ahead by itself.
-    if (first + kBlockOutputs < head.item.context) fetch(head, head.slot(first + kBlockOutputs));
-    const T *key_rows[kBlockOutputs], *value_rows[kBlockOutputs];
-    for (int64_t key = 0; key < kBlockOutputs; key++) {
-      const bool visible = first + key >= head.item.oldest && first + key < head.item.context;
-      const int64_t offset = slot + key * a.kv_heads;
-      key_rows[key] = visible ? static_cast<const T*>(a.keys) + offset * a.width : zeros();
-      value_rows[key] = visible ? static_cast<const T*>(a.values) + offset * a.value_width : zeros();
+Block<T> block_of(const Head<T>& head, int64_t index, T* scratch) {
+  const Arguments& a = head.a;
+  Block<T> block;
+  block.index = index;
+  const int64_t begin = index * kBlockKeys;
+  block.parts = (std::min(kBlockKeys, head.item.context - begin) + kPartPositions - 1) / kPartPositions;
+  for (int64_t part = 0; part < kBlockParts; part++) {
+    if (part >= block.parts) {
+      block.keys[part] = block.keys[part - 1];
+      continue;
     }
-    pack_keys(key_rows, a.width, keys + from * a.width);
-    pack_values(value_rows, a.value_width, values + from * kBlockOutputs);
+    const int64_t first = begin + part * kPartPositions, slot = head.slot(first);
+    block.keys[part] = static_cast<const T*>(a.keys) + part_of(slot, a.kv_heads, head.kv_head, a.width);
+    block.values[part] = static_cast<const T*>(a.values) + part_of(slot, a.kv_heads, head.kv_head, a.value_width);
+    if (first >= head.item.oldest && first + kPartPositions <= head.item.context) continue;
+    T* copy = scratch + part * kPartPositions * a.value_width;
+    copy_values(copy, block.values[part], head.item.oldest - first, head.item.context - first, a.value_width);
+    block.values[part] = copy;
   }
-
- private:
-  static const T* zeros() {
-    static const T row[kMaxHeadWidth] = {};
-    return row;
-  }
-
-  static void fetch(const Head<T>& head, int64_t slot) {
-    constexpr int64_t kLine = 64 / sizeof(T);
-    for (int64_t key = 0; key < kBlockOutputs; key++, slot += head.a.kv_heads) {
-      for (int64_t d = 0; d < head.a.width; d += kLine)
-        __builtin_prefetch(static_cast<const T*>(head.a.keys) + slot * head.a.width + d);
-      for (int64_t d = 0; d < head.a.value_width; d += kLine)
-        __builtin_prefetch(static_cast<const T*>(head.a.values) + slot * head.a.value_width + d);
-    }
-  }
-
-  // A step of a key is 4 bytes for both types: two elements of bfloat16, or one float.
-  static void pack_keys(const T* const (&rows)[kBlockOutputs], int64_t width, T* to) {
-    const int64_t steps = width * static_cast<int64_t>(sizeof(T)) / 4;
-    for (int64_t step = 0; step < steps; step += kLanes) {
-      // Widths are multiples of 16, so of bfloat16 the last 8 steps may be half a square.
-      const int64_t count = std::min<int64_t>(kLanes, steps - step);
-      Words square[kLanes];
-      for (int i = 0; i < kLanes; i++) {
-        const uint32_t* from = reinterpret_cast<const uint32_t*>(rows[i]) + step;
-        if (count == kLanes) square[i] = load<Words>(from);
-        else std::memcpy(&(square[i] = Words{}), from, kLanes / 2 * sizeof(uint32_t));
-      }
-      transpose(square);
-      std::memcpy(reinterpret_cast<uint32_t*>(to) + step * kBlockOutputs, square, count * sizeof(Words));
-    }
-  }
-
-  // Row by row, since the distance between two of them is often a power of two, so that a cache could not hold them all.
-  static void pack_values(const float* const (&rows)[kBlockOutputs], int64_t width, float* to) {
-    for (int64_t i = 0; i < kBlockOutputs; i++)
-      for (int64_t d = 0; d < width; d += kBlockOutputs) {
-        const Floats row = load<Floats>(rows[i] + d);
-        std::memcpy(to + d * kBlockKeys + i * kBlockOutputs, &row, sizeof(row));
-      }
-  }
-
-  static void pack_values(const Bf16* const (&rows)[kBlockOutputs], int64_t width, Bf16* to) {
-    for (int64_t i = 0; i < kBlockOutputs; i += 2)
-      for (int64_t d = 0; d < width; d += kBlockOutputs) {
-        const Words low = __builtin_convertvector(load<Halves>(rows[i] + d), Words);
-        const Words both = low | (__builtin_convertvector(load<Halves>(rows[i + 1] + d), Words) << 16);
-        std::memcpy(to + d * kBlockKeys + i * kBlockOutputs, &both, sizeof(both));
-      }
-  }
-};
+  return block;
+}
 
 // The unnormalised rows of a task.
 struct Rows {
@@ -197,8 +129,8 @@ __attribute__((noinline)) void weigh(InputOf<T>* weights, const float* products,
                                      const Head<T>& head, int64_t row, int64_t block, const Rows& rows, int64_t into) {
   const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int64_t own = head.position(row), window = head.a.window, q_head = head.head_of(row);
-  Floats scores[kKeyBlocks], highest_lanes = splat(kHidden);
-  for (int64_t v = 0; v < kKeyBlocks; v++) {
+  Floats scores[kBlockParts], highest_lanes = splat(kHidden);
+  for (int64_t v = 0; v < kBlockParts; v++) {
     const int64_t first = block * kBlockKeys + v * kLanes;
     const Floats product = load<Floats>(products + v * kLanes);
     Ints seen;
@@ -216,7 +148,7 @@ __attribute__((noinline)) void weigh(InputOf<T>* weights, const float* products,
   }
   const float before = rows.maxima[into], highest = std::max(before, reduce(highest_lanes, larger));
   Floats total{};
-  for (int64_t v = 0; v < kKeyBlocks; v++) {
+  for (int64_t v = 0; v < kBlockParts; v++) {
     // Without a visible key so far there is no maximum to subtract.
     const Floats weight = highest == kHidden ? Floats{} : power_of_two(scores[v] - highest);
     total += weight;
@@ -231,42 +163,42 @@ __attribute__((noinline)) void weigh(InputOf<T>* weights, const float* products,
   rows.totals[into] += reduce(total, [](Floats a, Floats b) { return a + b; });
 }
 
-// One packed block and the rows row..row + kRows of the head, which are the rows from `into` on of the task.
+// One block and `count` rows of the head from `row` on, which are the rows from `into` on of the task. If there are fewer
+// than kRows, the others are undefined, and so are their products.
 template <bool kTrees, int kRows, typename T, Shaping kShaping>
-void attend_tile(const Head<T>& head, const Scores<kShaping>& shape, const InputOf<T>* queries, int64_t row,
-                 const PackedBlock<T>& packed, int64_t block, const Rows& rows, int64_t into) {
-  const int64_t keys = head.keys_in(block);
-  const InputOf<T>*query_rows[kRows], *weight_rows[kRows];
-  float products[kRows * kBlockKeys] = {};
+void attend_tile(const Head<T>& head, const Scores<kShaping>& shape, const InputOf<T>* queries, int64_t row, int64_t count,
+                 const Block<T>& block, const Block<T>& next, const Rows& rows, int64_t into) {
+  float products[kRows * kBlockKeys];
   InputOf<T> weights[kRows * kBlockKeys];
-  for (int r = 0; r < kRows; r++) weight_rows[r] = weights + r * kBlockKeys;
-  // Long sums lose more than those of their parts.
-  for (int64_t first = 0; first < head.a.width; first += kSummedInputs) {
-    float part[kRows * kBlockKeys] = {};
-    for (int r = 0; r < kRows; r++) query_rows[r] = queries + (into + r) * head.a.width + first;
-    add_blocks<T, kRows>(part, kBlockKeys, packed.keys + first * kBlockOutputs, head.a.width * kBlockOutputs, keys / kBlockOutputs,
-                         query_rows, std::min(kSummedInputs, head.a.width - first));
-    for (int i = 0; i < kRows * kBlockKeys; i++) products[i] += part[i];
-  }
-  for (int r = 0; r < kRows; r++)
-    weigh<kTrees, T, kShaping>(weights + r * kBlockKeys, products + r * kBlockKeys, shape, head, row + r, block, rows,
+  multiply_keys<T, kRows>(products, queries + into * head.a.width, head.a.width, block);
+  for (int64_t r = 0; r < count; r++)
+    weigh<kTrees, T, kShaping>(weights + r * kBlockKeys, products + r * kBlockKeys, shape, head, row + r, block.index, rows,
                                into + r);
-  add_blocks<T, kRows>(rows.sums + into * rows.width, rows.width, packed.values, kBlockKeys * kBlockOutputs,
-                       rows.width / kBlockOutputs, weight_rows, keys);
+  float* sums = rows.sums + into * rows.width;
+  if (kFillsUpRows<T> && count < kRows) {
+    float copies[kRows * kMaxHeadWidth];
+    std::copy_n(sums, count * rows.width, copies);
+    add_values<T, kRows>(copies, weights, rows.width, block, next);
+    std::copy_n(copies, count * rows.width, sums);
+  } else {
+    add_values<T, kRows>(sums, weights, rows.width, block, next);
+  }
 }
 
-// One packed block and `rows.count` rows of the head, from `first` on.
-template <bool kTrees, typename T, Shaping kShaping, int kRows = Product<T>::kTileRows>
+// One block and `rows.count` rows of the head, from `first` on.
+template <bool kTrees, typename T, Shaping kShaping, int kRows = kProductRows<T>>
 void attend_block(const Head<T>& head, const Scores<kShaping>& shape, const InputOf<T>* queries, int64_t first,
-                  const PackedBlock<T>& packed, int64_t block, const Rows& rows, int64_t into = 0) {
-  for (; into + kRows <= rows.count; into += kRows) {
+                  const Block<T>& block, const Block<T>& next, const Rows& rows, int64_t into = 0) {
+  constexpr int kLeast = kFillsUpRows<T> ? 1 : kRows;
+  for (; into + kLeast <= rows.count; into += kRows) {
+    const int64_t count = std::min<int64_t>(kRows, rows.count - into);
     // All keys are later than these rows.
-    if (head.position(first + into + kRows - 1) < block * kBlockKeys) continue;
-    attend_tile<kTrees, kRows>(head, shape, queries, first + into, packed, block, rows, into);
+    if (head.position(first + into + count - 1) < block.index * kBlockKeys) continue;
+    attend_tile<kTrees, kRows>(head, shape, queries, first + into, count, block, next, rows, into);
   }
-  if constexpr (kRows > 1)
+  if constexpr (kLeast > 1)
     if (into < rows.count)
-      attend_block<kTrees, T, kShaping, kRows - 1>(head, shape, queries, first, packed, block, rows, into);
+      attend_block<kTrees, T, kShaping, kRows - 1>(head, shape, queries, first, block, next, rows, into);
 }
 
 template <typename T>
@@ -282,9 +214,33 @@ __attribute__((noinline)) void write_rows(const Head<T>& head, int64_t first, co
     T* out = static_cast<T*>(head.a.out) + (head.token(first + row) * head.a.heads + q_head) * rows.width;
     const float factor = 1.0f / (rows.totals[row] + sink_weight(head.a, q_head, rows.maxima[row]));
     for_lanes(rows.width, [&](int64_t d, int count) {
-      store_lanes(out + d, load<Floats>(rows.sums + row * rows.width + d) * factor, count);
+      // Which zero a sum is depends on how many keys of no weight were added: +0 makes it the positive one.
+      store_lanes(out + d, load<Floats>(rows.sums + row * rows.width + d) * factor + 0.0f, count);
     });
   }
+}
+
+// The unmerged rows of a split of one of its heads.
+template <typename T>
+Rows partial_rows(AttentionWork& work, const AttentionTask& task, int64_t n, const Head<T>& head) {
+  const int64_t first = task.partial_row + n * head.rows(), width = head.a.value_width;
+  return Rows(work.partials.data() + first * Rows::size(1, width), head.rows(), width);
+}
+
+template <typename T>
+void merge_splits(const Arguments& a, AttentionWork& work, const Worker& worker) {
+  const std::vector<AttentionTask>& tasks = work.plan.tasks;
+  worker.for_each(static_cast<int64_t>(work.plan.merged.size()), [&](int64_t index) {
+    const size_t begin = work.plan.merged[index];
+    const AttentionTask& task = tasks[begin];
+    for (int64_t n = 0; n < task.num_heads; n++) {
+      const Head<T> head(a, task.item, task.kv_head + n);
+      const Rows merged = partial_rows(work, task, n, head);
+      for (size_t next = begin + 1; next < tasks.size() && tasks[next].continues(task); next++)
+        merged.merge(partial_rows(work, tasks[next], n, head));
+      write_rows(head, 0, merged);
+    }
+  });
 }
 
 // Some splits of items with few tokens, one task after the other.
@@ -298,124 +254,102 @@ void attend_few(const Arguments& a, AttentionWork& work, const Worker& worker) {
   const std::vector<AttentionTask>& tasks = work.plan.tasks;
   if (tasks.empty()) return;
   const Scores<kShaping> shape(a);
-  const auto partial_rows = [&](const AttentionTask& task, int64_t n, int64_t count) {
-    return Rows(work.partials.data() + (task.partial_row + n * count) * Rows::size(1, a.value_width), count, a.value_width);
-  };
   const int64_t most_heads = work.plan.heads_per_task, queries_size = work.plan.most_rows * a.width;
   // Kept for the next call, as long as the thread.
   thread_local std::vector<float> own;
   thread_local std::vector<InputOf<T>> queries;
-  thread_local std::vector<T> memory;
+  thread_local std::vector<T> scratch;
   thread_local std::vector<Head<T>> heads;
   thread_local std::vector<Rows> rows;
   grow(own, most_heads * Rows::size(work.plan.most_rows, a.value_width));
-  grow(queries, most_heads * queries_size);
-  grow(memory, most_heads * PackedBlock<T>::size(a));
+  grow(queries, most_heads * queries_size + kProductRows<T> * a.width);
+  grow(scratch, 2 * scratch_size(a));
   worker.for_each(static_cast<int64_t>(tasks.size()), [&](int64_t index) {
+    const ProductScope<T> scope;
     const AttentionTask& task = tasks[index];
     heads.clear();
     rows.clear();
     for (int64_t n = 0; n < task.num_heads; n++) {
       const Head<T>& head = heads.emplace_back(a, task.item, task.kv_head + n);
       float* at = own.data() + n * Rows::size(head.rows(), a.value_width);
-      rows.push_back(task.is_whole() ? Rows(at, head.rows(), a.value_width) : partial_rows(task, n, head.rows()));
+      rows.push_back(task.is_whole() ? Rows(at, head.rows(), a.value_width) : partial_rows(work, task, n, head));
       rows.back().clear();
       copy_queries(head, queries.data() + n * queries_size, 0, head.rows());
     }
-    const int64_t first = task.split * kSplitKeys / kBlockKeys, end = first + kSplitKeys / kBlockKeys;
-    const auto packed = [&](int64_t n) { return PackedBlock<T>(memory.data() + n * PackedBlock<T>::size(a), a); };
-    for (int64_t block = std::max(first, heads[0].first_block()); block < std::min(end, heads[0].end_block()); block++) {
-      // All heads of 16 positions are in one piece of a page.
-      for (int64_t key = 0; key < heads[0].keys_in(block); key += kBlockOutputs)
-        for (int64_t n = 0; n < task.num_heads; n++) packed(n).fill(heads[n], block, key);
-      for (int64_t n = 0; n < task.num_heads; n++)
-        attend_block<kTrees>(heads[n], shape, queries.data() + n * queries_size, 0, packed(n), block, rows[n]);
+    const int64_t begin = std::max(task.split * kSplitKeys / kBlockKeys, heads[0].first_block());
+    const int64_t end = std::min((task.split + 1) * kSplitKeys / kBlockKeys, heads[0].end_block());
+    // The heads of a part are next to each other, so memory is read in order.
+    const int64_t places = (end - begin) * task.num_heads;
+    const auto block_at = [&](int64_t place) {
+      return block_of(heads[place % task.num_heads], begin + place / task.num_heads,
+                      scratch.data() + place % 2 * scratch_size(a));
+    };
+    Block<T> here = block_at(0);
+    for (int64_t place = 0; place < places; place++) {
+      const int64_t n = place % task.num_heads;
+      const Block<T> next = place + 1 < places ? block_at(place + 1) : here;
+      attend_block<kTrees>(heads[n], shape, queries.data() + n * queries_size, 0, here, next, rows[n]);
+      here = next;
     }
     for (int64_t n = 0; task.is_whole() && n < task.num_heads; n++) write_rows(heads[n], 0, rows[n]);
   });
-  worker.for_each(static_cast<int64_t>(work.plan.merged.size()), [&](int64_t index) {
-    const size_t begin = work.plan.merged[index];
-    const AttentionTask& task = tasks[begin];
-    for (int64_t n = 0; n < task.num_heads; n++) {
-      const Head<T> head(a, task.item, task.kv_head + n);
-      const Rows merged = partial_rows(task, n, head.rows());
-      for (size_t next = begin + 1; next < tasks.size() && tasks[next].continues(task); next++)
-        merged.merge(partial_rows(tasks[next], n, head.rows()));
-      write_rows(head, 0, merged);
-    }
-  });
+  merge_splits<T>(a, work, worker);
 }
 
-// Some rows of a head, whose blocks are packed from `packed` on.
+// Some rows of a head.
 template <bool kTrees, typename T, Shaping kShaping>
-void attend_rows(const Head<T>& head, const Scores<kShaping>& shape, int64_t first, T* packed, const Rows& rows,
-                 const Rows& split_rows, InputOf<T>* queries) {
+void attend_rows(const Head<T>& head, const Scores<kShaping>& shape, int64_t first, const Rows& rows,
+                 const Rows& split_rows, InputOf<T>* queries, T* scratch) {
   copy_queries(head, queries, first, rows.count);
-  const int64_t packed_begin = head.first_block(), size = PackedBlock<T>::size(head.a);
   // Blocks before the window of the first row are not visible to the later rows either. Rows of trees are in no order.
   const int64_t oldest = head.a.window ? std::max<int64_t>(0, head.position(first) - head.a.window + 1) : 0;
   const bool in_tree = kTrees && head.tree_row(first).is_in_tree();
-  const int64_t begin = in_tree ? packed_begin : std::max(packed_begin, oldest / kBlockKeys);
+  const int64_t begin = in_tree ? head.first_block() : std::max(head.first_block(), oldest / kBlockKeys);
   const int64_t end = head.position(first + rows.count - 1) / kBlockKeys + 1;
   for (int64_t block = begin; block < end;) {
     // The first split is that of `rows`, as it is where splits are computed one by one.
     const Rows& into = block == begin ? rows : split_rows;
     const int64_t split_end = std::min(end, (block * kBlockKeys / kSplitKeys + 1) * (kSplitKeys / kBlockKeys));
     into.clear();
-    for (; block < split_end; block++)
-      attend_block<kTrees>(head, shape, queries, first, PackedBlock<T>(packed + (block - packed_begin) * size, head.a), block,
-                           into);
+    for (; block < split_end; block++) {
+      const Block<T> here = block_of(head, block, scratch);
+      attend_block<kTrees>(head, shape, queries, first, here, here, into);
+    }
     if (into.sums != rows.sums) rows.merge(into);
   }
   write_rows(head, first, rows);
 }
 
-// The attention of some heads of an item with many tokens.
 template <bool kTrees, typename T, Shaping kShaping>
-void attend_heads(const Arguments& a, int64_t index, int64_t first_head, int64_t num_heads, T* scratch,
-                  const Worker& worker) {
-  const Head<T> any(a, index, first_head);
+void attend_many(const Arguments& a, const Worker& worker) {
   const Scores<kShaping> shape(a);
-  const int64_t begin = any.first_block(), blocks = any.end_block() - begin, size = PackedBlock<T>::size(a);
-  const int64_t tasks = (any.rows() + kTaskRows - 1) / kTaskRows;
   thread_local std::vector<float> memory;
   thread_local std::vector<InputOf<T>> queries;
+  thread_local std::vector<T> scratch;
   grow(memory, 2 * Rows::size(kTaskRows, a.value_width));
-  grow(queries, kTaskRows * a.width);
-  worker.for_shares(num_heads * blocks, [&](int64_t task) {
-    PackedBlock<T>(scratch + task * size, a).fill(Head<T>(a, index, first_head + task / blocks), begin + task % blocks);
-  });
-  worker.for_each(num_heads * tasks, [&](int64_t place) {
-    // The last rows have the most visible keys. They come first, so that the threads end at about the same time.
-    const int64_t task = num_heads * tasks - 1 - place, number = task % num_heads, first = task / num_heads * kTaskRows;
-    const int64_t count = std::min(kTaskRows, any.rows() - first);
-    const Rows rows(memory.data(), count, a.value_width);
-    const Rows split_rows(memory.data() + Rows::size(kTaskRows, a.value_width), count, a.value_width);
-    attend_rows<kTrees>(Head<T>(a, index, first_head + number), shape, first, scratch + number * blocks * size, rows,
-                        split_rows, queries.data());
-  });
-}
-
-template <bool kTrees, typename T, Shaping kShaping>
-void attend_many(const Arguments& a, AttentionWork& work, const Worker& worker) {
+  grow(queries, (kTaskRows + kProductRows<T>) * a.width);
+  grow(scratch, scratch_size(a));
   for (int64_t index = 0; index < a.items; index++) {
     const Head<T> any(a, index, 0);
     if (any.item.query_len <= kFewTokens || any.item.context == 0) continue;
-    const int64_t size = (any.end_block() - any.first_block()) * PackedBlock<T>::size(a);
-    const int64_t room = kScratchBytes / static_cast<int64_t>(sizeof(T));
-    const int64_t heads = std::clamp<int64_t>(room / size, 1, a.kv_heads);
-    if (worker.index == 0) work.reserve_packed(heads * size * sizeof(T));
-    worker.barrier();
-    for (int64_t head = 0; head < a.kv_heads; head += heads)
-      attend_heads<kTrees, T, kShaping>(a, index, head, std::min(heads, a.kv_heads - head),
-                                        reinterpret_cast<T*>(work.packed.get()), worker);
+    const int64_t tasks = (any.rows() + kTaskRows - 1) / kTaskRows;
+    worker.for_each(a.kv_heads * tasks, [&](int64_t place) {
+      const ProductScope<T> scope;
+      // The last rows have the most visible keys. They come first, so that the threads end at about the same time.
+      const int64_t task = a.kv_heads * tasks - 1 - place, first = task / a.kv_heads * kTaskRows;
+      const int64_t count = std::min(kTaskRows, any.rows() - first);
+      const Rows rows(memory.data(), count, a.value_width);
+      const Rows split_rows(memory.data() + Rows::size(kTaskRows, a.value_width), count, a.value_width);
+      attend_rows<kTrees>(Head<T>(a, index, task % a.kv_heads), shape, first, rows, split_rows, queries.data(),
+                          scratch.data());
+    });
   }
 }
 
 template <bool kTrees, typename T, Shaping kShaping>
 void attend(const Arguments& a, AttentionWork& work, const Worker& worker) {
   attend_few<kTrees, T, kShaping>(a, work, worker);
-  attend_many<kTrees, T, kShaping>(a, work, worker);
+  attend_many<kTrees, T, kShaping>(a, worker);
 }
 
 template <bool kTrees, typename T>

@@ -10,8 +10,7 @@ namespace quire {
 struct AttentionArguments {
   void* out;          // [T, H, V] contiguous
   const void* query;  // [T, H, D]
-  const void* keys;   // [pages, S, K, D] contiguous
-  const void* values;  // [pages, S, K, V] contiguous
+  const void *keys, *values;  // pages: see kv_pages.h
   const int32_t* tables;    // [N, P]
   const int32_t* starts;    // [N + 1]
   const int32_t* contexts;  // [N]

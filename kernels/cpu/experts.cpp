@@ -26,7 +26,8 @@ struct Arguments {
   const void* const* down;       // [E] packed weights [C, I]
   const int64_t* expert_ids;     // [T, k]
   const float* expert_weights;   // [T, k]
-  void *both, *inner, *results;  // scratch: [T * k, 2 * I] and [T * k, I] by expert, [T * k, C] by pair
+  // Scratch: [T * k, 2 * I] and [T * k, I] by expert; [T * k, C] by pair, at first for the rows of x by expert.
+  void *both, *inner, *results;
   void *x_copy, *inner_copy;     // scratch: [T, C] and [T * k, I] by expert
   int64_t tokens, choices, experts, width, inner_width, x_stride, threads;
 };
@@ -94,6 +95,15 @@ const InputOf<T>* as_inputs(const T* row, void* copies, int64_t index, int64_t i
   return copy;
 }
 
+// Tiles of AMX are loaded from rows at equal distances: those of an expert are copied, once for all of its outputs.
+#if defined(QUIRE_AMX)
+template <typename T>
+constexpr bool kGathers = std::is_same_v<T, Bf16>;
+#else
+template <typename T>
+constexpr bool kGathers = false;
+#endif
+
 template <typename Activation, typename T>
 bool run(const Arguments& a) {
   Groups groups;
@@ -111,6 +121,11 @@ bool run(const Arguments& a) {
     });
     worker.for_shares(pairs, [&](int64_t place) {
       outer_rows[place] = tokens[groups.pairs[place] / a.choices];
+      if constexpr (kGathers<T>)
+        if (a.width % kGroupInputs == 0) {
+          T* gathered = results + place * a.width;  // where there is nothing yet
+          outer_rows[place] = std::copy_n(outer_rows[place], a.width, gathered) - a.width;
+        }
       both_rows[place] = both + place * both_width;
       result_rows[place] = results + groups.pairs[place] * a.width;
     });

@@ -8,9 +8,6 @@ import torch
 
 from kernels.cpu import library
 
-# In the order of their numbers in gates.h.
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
-
 
 class _Arguments(ctypes.Structure):
     """GateArguments of gated_activation.h: the fields must agree."""
@@ -26,16 +23,14 @@ def can_gated_activation(gate_up: torch.Tensor) -> bool:
     return gate_up.device.type == "cpu" and gate_up.dtype in library.SUFFIXES and library.available()
 
 
-def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def gated_activation(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
     """See `kernels.gated_activation.gated_activation`, which checks the arguments.
 
-    Requires `can_gated_activation`.
+    Requires `can_gated_activation`. The activation is its place in ACTIVATIONS there.
     """
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype)  # [T, I]
-    arguments = _Arguments(
-        out.data_ptr(), gate_up.data_ptr(), rows, width, gate_up.stride(0), ACTIVATIONS.index(activation)
-    )
+    arguments = _Arguments(out.data_ptr(), gate_up.data_ptr(), rows, width, gate_up.stride(0), activation)
     name = f"quire_gated_activation_{library.SUFFIXES[gate_up.dtype]}"
     run = library.function(name, (ctypes.c_void_p, ctypes.c_int64))
     run(ctypes.addressof(arguments), torch.get_num_threads())

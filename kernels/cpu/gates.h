@@ -48,7 +48,7 @@ struct Gelu {
   }
 };
 
-// Calls body with an activation of this number, which is its place in ACTIVATIONS of kernels/cpu/gated_activation.py.
+// Calls body with an activation of this number, which is its place in ACTIVATIONS of kernels/gated_activation.py.
 template <typename Body>
 inline void with_activation(int64_t number, Body body) {
   if (number == 0) body(Silu());

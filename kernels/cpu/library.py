@@ -239,7 +239,7 @@ def instruction_set() -> InstructionSet | None:
         return None
     named = next((known for known in (*INSTRUCTION_SETS, *EMULATED_SETS) if known.name == name), None)
     if named is None:
-        names = ", ".join(known.name for known in INSTRUCTION_SETS)
+        names = ", ".join(known.name for known in (*INSTRUCTION_SETS, *EMULATED_SETS))
         raise InstructionSetError(f"{VARIABLE} = {name}: must be one of {names}, {_NONE}")
     if missing := named.cpu_flags - flags:
         raise InstructionSetError(f"{VARIABLE} = {name}: this machine lacks {', '.join(sorted(missing))}")

@@ -28,8 +28,8 @@ void linear(const LinearArguments& a, const Worker& worker) {
     const Products<T> products{static_cast<const T*>(a.weight), static_cast<const T*>(a.bias), rows, results, count,
                                a.inputs, a.outputs};
     products.multiply_blocks(worker.begin_of(blocks), worker.end_of(blocks));
-    // The copies are in use until all are done.
-    worker.barrier();
+    // Copies are in use, and results incomplete, until all are done.
+    if (copied || first + count == a.rows) worker.barrier();
   }
 }
 

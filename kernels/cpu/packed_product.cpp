@@ -7,16 +7,15 @@
 namespace quire {
 namespace {
 
-// The rows that pass a panel of weights: the inputs of some blocks that stay in the cache, while one tile of rows after
-// the other is multiplied. Between panels, sums are in memory.
-constexpr int64_t kPassingRows = 256;
+// A panel of weights: the inputs of some blocks that stay in the cache, while one tile of rows after the other is
+// multiplied. Between panels, sums are in memory.
 constexpr int64_t kPanelBytes = 32 << 10;
 // A single tile waits for memory, which is faster at several places at once: in these blocks, by turns.
 constexpr int64_t kSingleTileBlocks = 4, kTurnBytes = 4 << 10;
 
 template <typename Weight>
 constexpr int64_t kMostSums =
-    std::max(kPassingRows * Product<Weight>::kTileBlocks, Product<Weight>::kTileRows* kSingleTileBlocks) * kBlockOutputs;
+    std::max(kPassRows * Product<Weight>::kTileBlocks, Product<Weight>::kTileRows* kSingleTileBlocks) * kBlockOutputs;
 
 // `add_blocks` for up to a tile of rows.
 template <typename Weight, int kRows = Product<Weight>::kTileRows>
@@ -43,7 +42,7 @@ template <typename Weight>
 void multiply_rows(const Products<Weight>& products, int64_t first, int64_t count, int64_t begin, int64_t end) {
   using P = Product<Weight>;
   alignas(64) float sums[kMostSums<Weight>];
-  const InputOf<Weight>* rows[kPassingRows];
+  const InputOf<Weight>* rows[kPassRows];
   const int64_t block_size = block_size_of<Weight>(products.inputs);
   const int64_t tiles = (count + P::kTileRows - 1) / P::kTileRows;
   const int64_t width = tiles == 1 ? kSingleTileBlocks : P::kTileBlocks;
@@ -73,8 +72,8 @@ void multiply_rows(const Products<Weight>& products, int64_t first, int64_t coun
 
 template <typename Weight>
 void Products<Weight>::multiply_blocks(int64_t begin, int64_t end) const {
-  for (int64_t row = 0; row < count; row += kPassingRows)
-    multiply_rows(*this, row, std::min(kPassingRows, count - row), begin, end);
+  for (int64_t row = 0; row < count; row += kPassRows)
+    multiply_rows(*this, row, std::min(kPassRows, count - row), begin, end);
 }
 
 template struct Products<Bf16>;

@@ -18,6 +18,9 @@ namespace quire {
 constexpr int64_t kBlockOutputs = 16;
 constexpr int64_t kGroupInputs = 32;
 
+// The rows that pass a block of a weight at a time, which limits the memory for their sums.
+constexpr int64_t kPassRows = 256;
+
 // The type that rows must have for products with a weight. Without instructions for bfloat16 it is float.
 #if defined(QUIRE_AVX512_BF16)
 template <typename Weight>

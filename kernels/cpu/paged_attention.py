@@ -13,10 +13,7 @@ import torch
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
 from kernels.cpu import library
-
-# The kernel reads so many elements at once; widths of heads and page sizes must be multiples of it.
-_STEP = 16
-_MAX_WIDTH = 256
+from kernels.packed_pages import PackedKeys, PackedValues
 
 
 class _Arguments(ctypes.Structure):
@@ -38,44 +35,15 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def can_attend_width(width: int) -> bool:
-    """Whether the kernel supports heads of this width, if it is available."""
-    return width % _STEP == 0 and width <= _MAX_WIDTH
-
-
-def can_attend_pages(page_size: int) -> bool:
-    """Whether the kernel supports pages of so many tokens, if it is available."""
-    return page_size % _STEP == 0
-
-
-def can_attend(
-    query: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    batch: AttentionBatch,
-) -> bool:
-    """Whether the kernel is available and supports these shapes and dtypes."""
-    page_size = k_pages.shape[1]
-    widths = (k_pages.shape[3], v_pages.shape[3])
-    return (
-        query.device.type == "cpu"
-        and query.dtype in library.SUFFIXES
-        and all(width % _STEP == 0 and width <= _MAX_WIDTH for width in widths)
-        and page_size % _STEP == 0
-        and batch.page_tables.device.type == "cpu"
-        and library.available()
-    )
-
-
 def attend(
     out: torch.Tensor,
     query: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: PackedKeys,
+    v_pages: PackedValues,
     batch: AttentionBatch,
     scoring: Scoring,
 ) -> None:
-    """Requires `can_attend`. Mutates `out`, [T, H, V] contiguous: writes the rows of all but padding items.
+    """Mutates `out`, [T, H, V] contiguous: writes the rows of all but padding items.
 
     The other arguments are as in `kernels.paged_attention.paged_attention`, and checked.
     """
@@ -89,8 +57,8 @@ def attend(
     arguments = _Arguments(
         out.data_ptr(),
         query.data_ptr(),
-        k_pages.data_ptr(),
-        v_pages.data_ptr(),
+        k_pages.data.data_ptr(),
+        v_pages.data.data_ptr(),
         tables.data_ptr(),
         starts.data_ptr(),
         contexts.data_ptr(),

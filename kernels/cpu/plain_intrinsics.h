@@ -51,6 +51,13 @@ __attribute__((noinline)) inline void add_dot_products(__m512& sums, const Words
   sums = fused(low(a), low(b), sums);
 }
 
+// The nearest bfloat16, with denormals as zero.
+inline uint16_t nearest(uint32_t bits) {
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);  // NaN
+  if ((bits & 0x7f800000u) == 0) bits &= 0x80000000u;
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
 // The tiles of a thread.
 constexpr int kTiles = 8, kRows = 16, kRowBytes = 64;
 struct Tiles {
@@ -94,6 +101,15 @@ inline __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
   const quire::plain::Flushing flushing;
   quire::plain::add_dot_products(sums, (quire::plain::Words)a, (quire::plain::Words)b);
   return sums;
+}
+
+inline __m512bh _mm512_cvtne2ps_pbh(__m512 second, __m512 first) {
+  __m512bh both{};
+  for (int lane = 0; lane < quire::plain::kLanes; lane++) {
+    both[lane] = static_cast<short>(quire::plain::nearest(((quire::plain::Words)first)[lane]));
+    both[lane + quire::plain::kLanes] = static_cast<short>(quire::plain::nearest(((quire::plain::Words)second)[lane]));
+  }
+  return both;
 }
 
 inline void _tile_loadconfig(const void* config) {

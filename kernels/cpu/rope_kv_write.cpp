@@ -3,6 +3,7 @@
 
 #include "rope_kv_write.h"
 
+#include "kv_pages.h"
 #include "rms_norm.h"
 
 namespace quire {
@@ -45,18 +46,18 @@ void write(const RopeArguments& a, const Worker& worker) {
     };
     for (int64_t head = 0; head < a.heads; head++) rotate_head(query + head * a.width, head);
     if (a.slots[token] < 0) return;  // a padding token
-    const int64_t at = a.slots[token] * a.kv_heads * a.width;
-    T *keys = static_cast<T*>(a.k_pages) + at, *values = static_cast<T*>(a.v_pages) + at;
-    for (int64_t head = 0; head < a.kv_heads; head++) rotate_head(keys + head * a.width, a.heads + head);
-    std::memcpy(values, from + (a.heads + a.kv_heads) * a.width, a.kv_heads * a.width * sizeof(T));
+    for (int64_t head = 0; head < a.kv_heads; head++) {
+      const int64_t slot = a.slots[token], part = part_of(slot, a.kv_heads, head, a.width);
+      T key[kMaxHeadWidth];
+      rotate_head(key, a.heads + head);
+      write_key(static_cast<T*>(a.k_pages) + part, slot, key, a.width);
+      const T* value = from + (a.heads + a.kv_heads + head) * a.width;
+      write_value(static_cast<T*>(a.v_pages) + part, slot, value, a.width);
+    }
   });
 }
 
 }  // namespace
-
-bool slots_exist(const int64_t* slots, int64_t tokens, int64_t num_slots) {
-  return std::all_of(slots, slots + tokens, [&](int64_t slot) { return slot < num_slots; });
-}
 
 template <typename T>
 void rope_kv_write(const RopeArguments& a, const Worker& worker) {

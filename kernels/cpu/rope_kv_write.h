@@ -12,14 +12,11 @@ struct RopeArguments {
   const void* qk_norm;      // [H + K, D] contiguous, of the type of qkv or float; or null
   const float* cos_sin;     // [T, R]; null where R is 0
   const int64_t* slots;     // [T]
-  void *k_pages, *v_pages;  // [P * S, K, D] contiguous
+  void *k_pages, *v_pages;  // packed: see kv_pages.h
   int64_t tokens, heads, kv_heads, width, rotary_dim, qkv_stride, cos_sin_stride;
   int64_t wide_norm;  // whether qk_norm is float
   double eps;
 };
-
-// Whether all slots are in pages.
-bool slots_exist(const int64_t* slots, int64_t tokens, int64_t num_slots);
 
 // Requires `slots_exist`.
 template <typename T>

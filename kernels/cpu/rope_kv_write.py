@@ -7,8 +7,8 @@ import ctypes
 import torch
 
 from kernels.cpu import library
+from kernels.packed_pages import PackedKeys, PackedValues
 
-_MAX_WIDTH = 256
 _TYPES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -26,26 +26,16 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def can_rope_kv_write(qkv: torch.Tensor, k_pages: torch.Tensor) -> bool:
-    """Whether the kernel is available and supports these shapes, device and dtype."""
-    return (
-        qkv.device.type == "cpu"
-        and qkv.dtype in library.SUFFIXES
-        and k_pages.shape[3] <= _MAX_WIDTH
-        and library.available()
-    )
-
-
 def rope_kv_write(
     qkv: torch.Tensor,
     qk_norm: torch.Tensor | None,
     cos_sin: torch.Tensor | None,
     slots: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: PackedKeys,
+    v_pages: PackedValues,
     eps: float,
 ) -> torch.Tensor:
-    """See `kernels.rope_kv_write.rope_kv_write`, which checks the arguments. Requires `can_rope_kv_write`.
+    """See `kernels.rope_kv_write.rope_kv_write`, which checks the arguments.
 
     Raises IndexError for a slot beyond the last page, and writes nothing then.
     """
@@ -62,8 +52,8 @@ def rope_kv_write(
         None if qk_norm is None else qk_norm.data_ptr(),
         None if cos_sin is None else cos_sin.data_ptr(),
         slots.data_ptr(),
-        k_pages.data_ptr(),
-        v_pages.data_ptr(),
+        k_pages.data.data_ptr(),
+        v_pages.data.data_ptr(),
         tokens,
         heads,
         kv_heads,

@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "gated_activation.h"
+#include "kv_pages.h"
 #include "linear.h"
 #include "packed_product.h"
 #include "rms_norm.h"

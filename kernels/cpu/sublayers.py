@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import cast
@@ -14,7 +15,7 @@ import torch
 
 from kernels.attention_batch import AttentionBatch
 from kernels.cpu import library
-from kernels.cpu.paged_attention import can_attend_pages
+from kernels.packed_pages import PackedKeys, PackedValues, Pages
 
 
 def _fields(kind: type, *names: str) -> tuple[tuple[str, type], ...]:
@@ -76,16 +77,16 @@ def _delete_with(owner: object, function: str, address: object) -> None:
     weakref.finalize(owner, delete, address).atexit = False
 
 
-class Pages:
+class LayerPages:
     """The keys and values of all layers of a model. Their memory must not move."""
 
-    def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Take keys and values of each layer, [pages, S, K, D] contiguous, all with as many pages."""
+    def __init__(self, layers: Sequence[tuple[Pages, Pages]]) -> None:
+        """Take keys and values of each layer, packed, all with as many pages."""
         self.num_pages, self.page_size = layers[0][0].shape[:2]
-        if not can_attend_pages(self.page_size):
-            raise ValueError(f"page_size: attention has no kernel for pages of {self.page_size} tokens")
+        if not all(isinstance(pages, PackedKeys | PackedValues) for layer in layers for pages in layer):
+            raise ValueError("kv: the kernels need packed pages in all layers")
         self.keys, self.values = (
-            (ctypes.c_void_p * len(layers))(*(tensor.data_ptr() for tensor in tensors))
+            (ctypes.c_void_p * len(layers))(*(pages.data.data_ptr() for pages in tensors))
             for tensors in zip(*layers, strict=True)
         )
 
@@ -93,10 +94,12 @@ class Pages:
 class Memory:
     """Memory for the rows of a step. It grows to what the largest step needs, and is kept."""
 
-    def __init__(self) -> None:
-        """Begin without any."""
-        self.address = library.function("quire_memory_new", (), ctypes.c_void_p)()
-        _delete_with(self, "quire_memory_delete", self.address)
+    @functools.cached_property
+    def address(self) -> object:
+        """Where it is. The first use needs compiled kernels; who has none does not get here."""
+        address = library.function("quire_memory_new", (), ctypes.c_void_p)()
+        _delete_with(self, "quire_memory_delete", address)
+        return address
 
 
 class Sublayers:
@@ -129,7 +132,7 @@ class Sublayers:
         rotations: Sequence[torch.Tensor],
         slots: torch.Tensor,
         wanted: torch.Tensor,
-        pages: Pages,
+        pages: LayerPages,
         batch: AttentionBatch,
         *,
         has_x: bool,
@@ -155,10 +158,8 @@ class Sublayers:
             MemoryError: There is not enough for so many rows. Nothing is written then.
             ValueError: The numbers of rows, or a context and its page table, do not fit each other.
         """
-        longest, capacity = (
-            max(batch.context_lens_host, default=0),
-            batch.page_tables.shape[1] * pages.page_size,
-        )
+        longest = max(batch.context_lens_host, default=0)
+        capacity = batch.page_tables.shape[1] * pages.page_size
         fits = len(wanted) <= len(slots) == sum(batch.query_lens) and longest <= capacity
         if not fits or len(x) not in (len(slots), len(wanted)):
             raise ValueError(

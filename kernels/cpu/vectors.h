@@ -10,7 +10,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <utility>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -97,35 +96,6 @@ inline void for_lanes(int64_t width, Body body) {
   int64_t first = 0;
   for (; first + kLanes <= width; first += kLanes) body(first, kLanes);
   if (first < width) body(first, static_cast<int>(width - first));
-}
-
-// Of each square of 2 * kBit rows and columns, the upper right and the lower left quarter change places.
-template <int kBit, int... kLane>
-inline void exchange(Words (&square)[kLanes], std::integer_sequence<int, kLane...>) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; i++) {
-    if (i & kBit) continue;
-    const Words a = square[i], b = square[i | kBit];
-    square[i] = __builtin_shufflevector(a, b, (kLane & kBit ? kLane + kLanes - kBit : kLane)...);
-    square[i | kBit] = __builtin_shufflevector(a, b, (kLane & kBit ? kLane + kLanes : kLane + kBit)...);
-  }
-}
-
-// square[i][j] and square[j][i] change places.
-inline void transpose(Words (&square)[kLanes]) {
-#if defined(QUIRE_AVX512)
-  constexpr std::make_integer_sequence<int, kLanes> lanes;
-  exchange<1>(square, lanes);
-  exchange<2>(square, lanes);
-  exchange<4>(square, lanes);
-  exchange<8>(square, lanes);
-#else
-  uint32_t rows[kLanes][kLanes], columns[kLanes][kLanes];
-  std::memcpy(rows, square, sizeof(rows));
-  for (int i = 0; i < kLanes; i++)
-    for (int j = 0; j < kLanes; j++) columns[j][i] = rows[i][j];
-  std::memcpy(square, columns, sizeof(columns));
-#endif
 }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -85,6 +86,15 @@ def layers_of_gemma3(max_positions: int) -> ModelConfig:
     )
 
 
+def layers_of_each_kind(max_positions: int) -> dict[str, ModelConfig]:
+    """A dense model, one with experts and one with windows, all with the same vocabulary."""
+    return {
+        "dense": layers_of_qwen3_8b(max_positions),
+        "experts": layers_of_qwen3_moe(max_positions),
+        "windows": layers_of_gemma3(max_positions),
+    }
+
+
 def random_decoder(config: ModelConfig, device: torch.device) -> Decoder:
     """Seeded weights under which activations keep their size."""
     decoder = build_decoder(config, MODEL_DTYPE, device)
@@ -108,5 +118,11 @@ def nan_kv(config: ModelConfig, num_pages: int, device: torch.device) -> KvTenso
     )
     for layer in range(kv.num_layers):
         for pages in kv.layer(layer):
-            pages.fill_(torch.nan)
+            pages.data.fill_(torch.nan)
     return kv
+
+
+def repeat_launches(run: Callable[[], None]) -> Callable[[], None]:
+    """In place of a CUDA graph."""
+    run()
+    return run

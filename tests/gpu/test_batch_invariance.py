@@ -10,14 +10,7 @@ import random
 import pytest
 import torch
 
-from tests.gpu.sizes import (
-    layers_of_gemma3,
-    layers_of_qwen3_8b,
-    layers_of_qwen3_moe,
-    nan_kv,
-    random_decoder,
-    sized,
-)
+from tests.gpu.sizes import layers_of_each_kind, nan_kv, random_decoder, repeat_launches, sized
 from tests.kernels.conftest import INTERPRETED
 from tests.kernels.instruction_sets import need_compiled
 from tests.workers.packing import HandPacker, HandSequence, Item
@@ -30,18 +23,8 @@ torch.set_num_threads(1)
 
 MAX_ROWS = sized(64, 4)
 PAGES = sized(4000, 80)
-CONFIGS = {
-    "dense": layers_of_qwen3_8b(4096),
-    "experts": layers_of_qwen3_moe(4096),
-    "windows": layers_of_gemma3(4096),
-}
+CONFIGS = layers_of_each_kind(4096)
 LENGTHS = sized([1, 40, 300, 700, 1500, *[90] * 40], [1, 20, 45])
-
-
-def repeat_launches(run):  # type: ignore[no-untyped-def]  # as `Capture`
-    """In place of a CUDA graph."""
-    run()
-    return run
 
 
 @pytest.mark.parametrize("name", CONFIGS)

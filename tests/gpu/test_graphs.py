@@ -9,14 +9,7 @@ import pytest
 import torch
 import triton
 
-from tests.gpu.sizes import (
-    layers_of_gemma3,
-    layers_of_qwen3_8b,
-    layers_of_qwen3_moe,
-    nan_kv,
-    random_decoder,
-    sized,
-)
+from tests.gpu.sizes import layers_of_each_kind, nan_kv, random_decoder, repeat_launches, sized
 from tests.kernels.conftest import INTERPRETED
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.kv.tensors import KvTensors
@@ -32,23 +25,13 @@ torch.set_num_threads(1)
 
 MAX_ROWS = sized(256, 3)
 MAX_TOKENS = sized(4096, 64)
-CONFIGS = {
-    "dense": layers_of_qwen3_8b(MAX_TOKENS),
-    "experts": layers_of_qwen3_moe(MAX_TOKENS),
-    "windows": layers_of_gemma3(MAX_TOKENS),
-}
+CONFIGS = layers_of_each_kind(MAX_TOKENS)
 VOCAB = CONFIGS["dense"].vocab_size  # of all of them
 PAGES = sized(20_000, 40)
 # A batch that is full, one that is padded, and sizes between.
 BATCHES = sized((1, 2, 3, 7, 8, 13, 24, 30, 33, 64, 100, 200, 256), (1, 3))
 # Prefill attention, and variants of the others that go by the shape of a batch.
 MOST_PREFILL_VARIANTS = 8
-
-
-def repeat_launches(run: Callable[[], None]) -> Callable[[], None]:
-    """In place of a CUDA graph."""
-    run()
-    return run
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -51,9 +51,9 @@ def test_far_pages_are_copied(device: torch.device) -> None:
     last = kv.num_pages - 1
     for layer in range(2):
         for index, pages in enumerate(kv.layer(layer)):
-            pages[[0, 1, last]] = 0
-            pages[last] = 1 + 2 * layer + index
+            pages.data[[0, 1, last]] = 0
+            pages.data[last] = 1 + 2 * layer + index
     kv.copy_pages([(last, 0)])
     for layer in range(2):
         for index, pages in enumerate(kv.layer(layer)):
-            assert (pages[0] == 1 + 2 * layer + index).all() and not pages[1].any()
+            assert (pages.data[0] == 1 + 2 * layer + index).all() and not pages.data[1].any()

@@ -18,8 +18,8 @@ import torch
 from kernels import paged_attention as module
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
-from kernels.cpu import paged_attention as cpu
 from tests.kernels.instruction_sets import need_compiled
+from tests.kernels.pages import packed
 from tests.kernels.tree_batches import Tree, with_trees
 
 # For so many heads: a cap that most scores feel, sinks of no weight and of most of it, slopes as of BLOOM.
@@ -85,7 +85,7 @@ class Case:
         )
         return replace(self, query=query[rows], batch=mine)
 
-    def check(self, out: torch.Tensor, *, rounds_weights: bool = False, many: bool = False) -> None:
+    def check(self, out: torch.Tensor, *, rounds_weights: bool = False, any_order: bool = False) -> None:
         """Compare a result [T, H, V] with float64, item by item.
 
         Allowed is twice what rounding the exact result costs, plus 1e-6 for the float32 accumulation, as in
@@ -97,14 +97,17 @@ class Case:
         average of absolute values. Weights too small for that are off by half the smallest number, each; the
         sum of weights is at least 1.
 
-        With `many`, there is one thing more in float32, which shows among millions of results. A score is a
-        sum of D products; its rounding errors are of either sign and add up to about sqrt(D) half units in
-        the last place, relative to |q| |k| scale, here about sqrt(D). A weight is off by as much, and the
-        result by that times the average distance of values.
+        With `any_order`, there is one thing more in float32: what the sum of a score's D products costs,
+        which shows among millions of results, and earlier if they are summed in an unlucky order, as torch
+        may. In any order a sum of some of the products is at most |q| |k|, here about D. So D rounding errors
+        of either sign add up to about sqrt(D) half units in the last place of |q| |k| scale, here about
+        sqrt(D). A weight is off by as much, and the result by that times the average distance of values.
         """
         dtype, info = self.query.dtype, torch.finfo(self.query.dtype)
-        width = self.v_pages.shape[3]
-        assert out.shape == (*self.query.shape[:2], width) and out.dtype is dtype and out.is_contiguous()
+        width, value_width = self.k_pages.shape[3], self.v_pages.shape[3]
+        assert (
+            out.shape == (*self.query.shape[:2], value_width) and out.dtype is dtype and out.is_contiguous()
+        )
         assert torch.isfinite(out).all(), "not finite"
         for item, rows in enumerate(torch.split(out, list(self.batch.query_lens))):
             if not len(rows) or not self.batch.context_lens_host[item]:
@@ -117,7 +120,7 @@ class Case:
                 allowed = (
                     allowed + info.eps / 2 * average + length * largest * info.smallest_normal * info.eps / 2
                 )
-            if dtype is torch.float32 and many:
+            if dtype is torch.float32 and any_order:
                 allowed = allowed + width * info.eps / 2 * (average + exact.abs())
             excess = ((rows.double() - exact).abs() - allowed).max().item()
             assert excess <= 0, f"item {item}: off by {excess} more than allowed"
@@ -249,10 +252,9 @@ def attend(case: Case, backend: str) -> torch.Tensor:
             if backend == SMALL:
                 patch.setattr(cuda, "limits_of", lambda _: cuda.DeviceLimits(132, SHARED_BYTES[89]))
             return cuda.paged_attention(*tensors, case.scoring)
-        if backend == TORCH:
-            patch.setattr(cpu, "can_attend", lambda *_: False)
-        else:
-            need_compiled()
-            patch.setattr(module, "paged_attention_reference", None)
         told = {name: getattr(case.scoring, name) for name in Scoring.__dataclass_fields__}
-        return module.paged_attention(*tensors, **told)
+        if backend == TORCH:
+            return module.paged_attention(*tensors, **told)
+        need_compiled()
+        pages = packed(case.k_pages, case.v_pages)
+        return module.paged_attention(case.query, *pages, case.batch, **told)

@@ -12,9 +12,10 @@ import torch
 from kernels import attention_reference as reference
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_trees import MAX_TREE_TOKENS, TokenTrees, depths_and_ancestors, distances
-from kernels.cpu import paged_attention as cpu
+from kernels.packed_pages import PackedValues, can_pack
 from kernels.paged_attention import paged_attention
 from tests.kernels.attention_case import FEATURES, TORCH, attend, make_case
+from workers.kv.tensors import KvTensors, LayerKv
 
 
 @pytest.mark.parametrize(
@@ -28,9 +29,11 @@ from tests.kernels.attention_case import FEATURES, TORCH, attend, make_case
     ],
 )
 def test_other_shapes_and_dtypes_are_left_to_torch(width: int, value_width: int, dtype: torch.dtype) -> None:
+    kv = KvTensors([LayerKv(2, width, value_width)], num_pages=2, page_size=16, dtype=dtype)
+    assert all(isinstance(pages, torch.Tensor) for pages in kv.layer(0))
     case = make_case([(1, 20), (3, 18)], width=width, value_width=value_width, dtype=dtype)
-    assert not cpu.can_attend(case.query, case.k_pages, case.v_pages, case.batch)
-    case.check(paged_attention(case.query, case.k_pages, case.v_pages, case.batch, scale=case.scoring.scale))
+    out = paged_attention(case.query, case.k_pages, case.v_pages, case.batch, scale=case.scoring.scale)
+    case.check(out, any_order=True)
 
 
 @pytest.mark.parametrize("features", [(), *FEATURES], ids="+".join)
@@ -41,11 +44,11 @@ def test_the_reference_in_blocks_and_groups(features: Sequence[str], monkeypatch
             patch.setattr(reference, "QUERY_BLOCK_TOKENS", 7)
             patch.setattr(reference, "MASK_ELEMENTS", 700)
             case = make_case([(50, 70), (40, 40)], features=features, window=window)
-            case.check(attend(case, TORCH))
+            case.check(attend(case, TORCH), any_order=True)
     case = make_case([(1, length) for length in (30, 31, 33, 64, 65, 90)], features=features)
     for scratch_bytes in (reference.GROUP_SCRATCH_BYTES, 1):
         monkeypatch.setattr(reference, "GROUP_SCRATCH_BYTES", scratch_bytes)
-        case.check(attend(case, TORCH))
+        case.check(attend(case, TORCH), any_order=True)
 
 
 def test_memory_of_a_group_is_bounded() -> None:
@@ -91,6 +94,9 @@ def test_wrong_arguments_are_named() -> None:
         run(v_pages=v_pages[1:])
     with pytest.raises(ValueError, match="query: 3 heads are not a multiple of the 2 heads"):
         run(query[:, :3])
+    if can_pack(v_pages):
+        with pytest.raises(TypeError, match="v_pages: must be packed if k_pages are"):
+            run(v_pages=PackedValues(v_pages))
     with pytest.raises(TypeError, match="k_pages: must have the dtype"):
         run(query, k_pages.half())
     with pytest.raises(ValueError, match="page_tables: must hold 20 positions, got 16"):

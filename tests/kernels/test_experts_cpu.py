@@ -75,7 +75,10 @@ def one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(
     ("tokens", "count", "k", "inner", "width"),
-    [(1, 1, 1, 1, 3), (5, 3, 2, 40, 72), (8, 4, 3, 64, 128), (13, 64, 8, 33, 200), (90, 2, 2, 130, 66)],
+    [
+        *[(1, 1, 1, 1, 3), (5, 3, 2, 40, 72), (8, 4, 3, 64, 128), (13, 64, 8, 33, 200), (90, 2, 2, 130, 66)],
+        (300, 1, 1, 40, 33),  # more rows of an expert than pass a weight at once
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_are_those_of_each_pair_by_itself(

@@ -13,8 +13,11 @@ from tests.kernels.instruction_sets import need_compiled
 
 TESTS = ("tests/kernels/test_experts_cpu.py", "tests/kernels/test_linear.py")
 # What those tests need of the library: a whole one takes longer to build.
-SOURCES = ("experts.cpp", "linear.cpp", "packed_product.cpp", "gated_activation.cpp")
-EXPERTS, PRODUCT = "experts.cpp", "packed_product.cpp"
+SOURCES = (
+    *("experts.cpp", "linear.cpp", "packed_product.cpp", "amx_product.cpp"),
+    *("gated_activation.cpp", "threads.cpp"),
+)
+EXPERTS, PRODUCT, LAYOUT = "experts.cpp", "packed_product.cpp", "packed_product.h"
 # What goes wrong: the source, what it says, and what it is made to say.
 MISTAKES = {
     "a row of another token": (
@@ -41,27 +44,34 @@ MISTAKES = {
     "one expert too many": (EXPERTS, "expert >= a.experts", "expert > a.experts"),
     "a last block is as wide as others": (
         PRODUCT,
-        "std::min(kBlockOutputs, products.outputs - output)",
-        "kBlockOutputs",
+        "std::min(blocks * kBlockOutputs, products.outputs - first)",
+        "blocks * kBlockOutputs",
     ),
     "the gate is up": (
         EXPERTS,
         "both_rows[place], both_rows[place] + a",
         "both_rows[place], both_rows[place] + 0 * a",
     ),
-    "inputs are not filled up": (
+    "inputs are not filled up": (LAYOUT, "(inputs + kGroup - 1) / kGroup * kGroup", "inputs"),
+    "a second tile has the rows of the first": (
         PRODUCT,
-        "products.weight + block * block_size",
-        "products.weight + block * kBlockOutputs * products.inputs",
+        "rows + row, next_row - row",
+        "rows, next_row - row",
     ),
-    "a second tile has the rows of the first": (PRODUCT, "products.rows + row,", "products.rows,"),
-    "a second tile is the first": (PRODUCT, "write(products, row + r,", "write(products, r,"),
+    "a second tile is the first": (PRODUCT, "sums + row * stride, stride,", "sums, stride,"),
+    "a second panel has the inputs of the first": (PRODUCT, "[first + row] + input", "[first + row]"),
+    "a second pass is the first": (PRODUCT, "write(products, first + row,", "write(products, row,"),
     "sums begin with each other": (
         PRODUCT,
-        "sums[r][b] = zero_sums();",
-        "if (b == 0) sums[r][b] = zero_sums();",
+        "std::fill_n(sums,",
+        "if (block == begin) std::fill_n(sums,",
     ),
 }
+
+
+def test_what_the_mistakes_replace_is_there_once() -> None:
+    for name, old, _ in MISTAKES.values():
+        assert (ROOT / "kernels" / "cpu" / name).read_text(encoding="utf-8").count(old) == 1, old
 
 
 @pytest.mark.thorough
@@ -80,7 +90,6 @@ def test_each_is_noticed_and_nothing_else_is(mistake: str | None, tmp_path: Path
     if mistake is not None:
         name, old, new = MISTAKES[mistake]
         text = (directory / name).read_text(encoding="utf-8")
-        assert text.count(old) == 1, "the text to replace must occur exactly once"
         (directory / name).write_text(text.replace(old, new), encoding="utf-8")
     with ForkedTests() as forked:
         outcome = forked.run(tmp_path, *TESTS)

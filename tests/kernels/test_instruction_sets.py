@@ -15,6 +15,7 @@ from tests import isa
 from tests.kernels.attention_case import FEATURES, make_case
 from tests.kernels.instruction_sets import instructions_used, need_compiled
 from workers.__main__ import EXIT_CONFIG, _make_executor, report
+from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.errors import ModelError
 
 AVX2, AVX512 = library._V3_FLAGS, library._V4_FLAGS
@@ -118,8 +119,8 @@ def test_without_compiled_kernels_on_request(choose: Choose, capsys: pytest.Capt
     ("asked", "said"),
     [
         ("avx512bf16", "QUIRE_CPU_ISA = avx512bf16: this machine lacks avx512_bf16, avx512bw, avx512cd, "),
-        ("AVX2", "QUIRE_CPU_ISA = AVX2: must be one of amx, avx512bf16, avx512, avx2, neon, none"),
-        ("", "QUIRE_CPU_ISA = : must be one of amx, avx512bf16, avx512, avx2, neon, none"),
+        ("AVX2", "QUIRE_CPU_ISA = AVX2: must be one of amx, avx512bf16, avx512, avx2, neon, emulated-amx, "),
+        ("", "QUIRE_CPU_ISA = : must be one of amx, avx512bf16, avx512, avx2, neon, emulated-amx, "),
     ],
 )
 def test_another_one_is_refused_before_anything_runs(
@@ -155,6 +156,8 @@ def unavailable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
 @pytest.mark.usefixtures("unavailable")
 def test_without_a_build_torch_stands_in() -> None:
     assert not library.available() and library.kernel_name() is None
+    kv = KvTensors([LayerKv(2, 16, 16)], num_pages=2, page_size=16, dtype=torch.bfloat16)
+    assert isinstance(kv.layer(0)[0], torch.Tensor)
     for features in ((), *FEATURES):
         case = make_case([(1, 20), (3, 18), (1, 0), (40, 50)], dtype=torch.bfloat16, features=features)
         told = {name: getattr(case.scoring, name) for name in features}

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kernels.cpu import rope_kv_write as cpu
+from kernels.packed_pages import PackedKeys, PackedValues, Pages, can_pack
 from kernels.rope import RopeSpec, rope_frequencies, rope_table
 from kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
 from tests.kernels.conftest import HAS_TRITON
 from tests.kernels.cuda.poison import assert_rounded, assert_same_roundings, far_apart, same_bits, surrounded
+from tests.kernels.pages import dense, packed
 from tests.kernels.references import angle_loss, assert_close, norm_loss, rms_norm64, rotate64
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -62,7 +63,7 @@ Run = Callable[[Case], Result]
 @pytest.fixture(params=[TRITON, "cpu"])
 def run(request: pytest.FixtureRequest, device: str) -> Run:
     """Gives the queries and both pages, on the CPU, and leaves the case as it is."""
-    on_device, kernel = "cpu", rope_kv_write
+    on_device, kernel = "cpu", rope_kv_write  # type: str, Callable[..., torch.Tensor]
     if request.param == "triton":
         from kernels.cuda import rope_kv_write as cuda
 
@@ -70,16 +71,19 @@ def run(request: pytest.FixtureRequest, device: str) -> Run:
 
     def run(case: Case) -> Result:
         k_pages, v_pages = (pages.to(on_device, copy=True) for pages in (case.k_pages, case.v_pages))
+        pages: tuple[Pages, Pages] = k_pages, v_pages
+        if request.param == "cpu" and can_pack(k_pages):
+            pages = packed(k_pages, v_pages)
         query = kernel(
             surrounded(case.qkv, on_device),
             None if case.qk_norm is None else case.qk_norm.to(on_device),
             None if case.cos_sin is None else surrounded(case.cos_sin, on_device),
             case.slots.to(on_device),
-            k_pages,
-            v_pages,
+            *pages,
             EPS,
         )
-        return query.cpu(), k_pages.cpu(), v_pages.cpu()
+        keys, values = (dense(one).cpu() for one in pages)
+        return query.cpu(), keys, values
 
     return run
 
@@ -220,7 +224,10 @@ def test_a_slot_beyond_the_pages_is_refused_and_nothing_written(dtype: torch.dty
     qkv = torch.randn(2, 64).to(dtype)
     with pytest.raises((IndexError, RuntimeError)):
         rope_kv_write(qkv, None, torch.ones(2, 16), torch.tensor([0, 48]), keys, values, EPS)
-    if cpu.can_rope_kv_write(qkv, keys):
+    if can_pack(keys):
+        pages = PackedKeys(keys.fill_(torch.nan)), PackedValues(values.fill_(torch.nan))
+        with pytest.raises(IndexError):
+            rope_kv_write(qkv, None, torch.ones(2, 16), torch.tensor([0, 48]), *pages, EPS)
         assert keys.isnan().all() and values.isnan().all()
 
 

@@ -87,7 +87,7 @@ def poison(kv: KvTensors) -> None:
     """Fill all pages with NaN: what no token was written to must not reach a result."""
     for layer in range(kv.num_layers):
         for pages in kv.layer(layer):
-            pages.fill_(float("nan"))
+            pages.data.fill_(float("nan"))
 
 
 def rows_in_chunks(

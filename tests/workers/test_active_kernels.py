@@ -12,9 +12,9 @@ from workers.models.active_kernels import active_products
 @pytest.mark.parametrize(
     ("dtype", "has", "compiled", "expected"),
     [
-        ("bfloat16", "avx2", True, "cpu-avx2 (bfloat16 weights, float32 arithmetic)"),
-        ("bfloat16", "avx512bf16", True, "cpu-avx512bf16 (bfloat16 weights, bfloat16 arithmetic)"),
-        ("float32", "avx512bf16", True, "cpu-avx512bf16 (float32 weights, float32 arithmetic)"),
+        ("bfloat16", "avx2", True, "cpu-avx2 (bfloat16 weights, float32 inputs and sums)"),
+        ("bfloat16", "avx512bf16", True, "cpu-avx512bf16 (bfloat16 weights and inputs, float32 sums)"),
+        ("float32", "avx512bf16", True, "cpu-avx512bf16 (float32 weights, inputs and sums)"),
         ("float16", "avx2", True, "torch: there are no float16 products for a CPU"),
         (
             "bfloat16",

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from kernels.packed_pages import PackedKeys, can_pack_width
+from tests.kernels.instruction_sets import need_compiled
+from tests.kernels.pages import dense
 from workers.kv.tensors import KvTensors, LayerKv
 
 torch.set_num_threads(1)
@@ -24,7 +27,7 @@ def new_kv(
     kv = KvTensors(layers, num_pages=num_pages, page_size=16, dtype=dtype)
     for index in range(kv.num_layers):
         for pages in kv.layer(index):
-            pages.copy_(torch.randn(pages.shape))
+            pages.data.copy_(torch.randn(pages.shape))
     return kv
 
 
@@ -38,17 +41,18 @@ def test_layers_are_apart_and_contiguous(layers: Sequence[LayerKv]) -> None:
         assert keys.shape == (40, 16, layer.kv_heads, layer.key_dim)
         assert values.shape == (40, 16, layer.kv_heads, layer.value_dim)
         for pages in (keys, values):
-            assert pages.is_contiguous()
-            taken.append((pages.data_ptr(), pages.data_ptr() + pages.nbytes))
+            data = pages.data
+            assert data.is_contiguous()
+            taken.append((data.data_ptr(), data.data_ptr() + data.nbytes))
     taken.sort()
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
-    assert kv.layer(1)[0].data_ptr() == kv.layer(1)[0].data_ptr()
+    assert kv.layer(1)[0].data.data_ptr() == kv.layer(1)[0].data.data_ptr()
 
 
 def test_one_piece_of_memory_where_all_is_alike() -> None:
     """Else a copy of pages would be one for each layer."""
     kv = new_kv()
-    storages = {pages.untyped_storage().data_ptr() for index in range(3) for pages in kv.layer(index)}
+    storages = {pages.data.untyped_storage().data_ptr() for index in range(3) for pages in kv.layer(index)}
     assert len(storages) == 1
 
 
@@ -56,7 +60,7 @@ def test_one_piece_of_memory_where_all_is_alike() -> None:
 @pytest.mark.parametrize("count", [1, 16, 17, 19])
 def test_copy_copies_all_layers_and_nothing_else(layers: Sequence[LayerKv], count: int) -> None:
     kv = new_kv(layers)
-    before = [[pages.clone() for pages in kv.layer(index)] for index in range(kv.num_layers)]
+    before = [[pages.data.clone() for pages in kv.layer(index)] for index in range(kv.num_layers)]
     pairs = [(3 if i % 2 else i, 39 - i) for i in range(count)]  # one source occurs often
     kv.copy_pages(pairs)
     for index in range(kv.num_layers):
@@ -64,7 +68,31 @@ def test_copy_copies_all_layers_and_nothing_else(layers: Sequence[LayerKv], coun
             expected = old.clone()
             for source, destination in pairs:
                 expected[destination] = old[source]
-            assert torch.equal(pages, expected)
+            assert torch.equal(pages.data, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("widths", [(8, 8), (16, 32), (16, 512)])
+def test_tokens_move_in_all_layers(widths: tuple[int, int], dtype: torch.dtype) -> None:
+    """Chains, of which all sources are read first; of packed layers, plain ones, and one of each."""
+    need_compiled()
+    kv = new_kv([LayerKv(2, width, width) for width in widths], num_pages=3, dtype=dtype)
+    for index, width in enumerate(widths):
+        packs = dtype is not torch.float16 and can_pack_width(width)
+        assert isinstance(kv.layer(index)[0], PackedKeys) == packs
+    before = [[dense(pages) for pages in kv.layer(index)] for index in range(2)]
+    pairs = [(5, 4), (6, 5), (17, 6), (47, 32)]
+    kv.move_slots(pairs)
+    kv.move_slots([])
+    for index in range(2):
+        for pages, old in zip(kv.layer(index), before[index], strict=True):
+            expected = old.flatten(0, 1).clone()
+            for source, destination in pairs:
+                expected[destination] = old.flatten(0, 1)[source]
+            assert torch.equal(dense(pages).flatten(0, 1), expected)
+    for pair in ((-1, 3), (3, 48)):
+        with pytest.raises(ValueError, match=r"slot must be in 0\.\.47"):
+            kv.move_slots([pair])
 
 
 def test_copy_refuses_what_depends_on_order() -> None:
@@ -81,7 +109,7 @@ def test_copy_refuses_what_depends_on_order() -> None:
 @SHAPES
 def test_bytes_of_a_page(layers: Sequence[LayerKv]) -> None:
     kv = new_kv(layers, dtype=torch.bfloat16)
-    taken_bytes = sum(pages.nbytes for index in range(kv.num_layers) for pages in kv.layer(index))
+    taken_bytes = sum(pages.data.nbytes for index in range(kv.num_layers) for pages in kv.layer(index))
     assert kv.bytes_per_page == taken_bytes // 40
     assert kv.bytes_per_page == KvTensors.page_bytes(layers, page_size=16, dtype=torch.bfloat16)
 

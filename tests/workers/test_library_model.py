@@ -7,7 +7,7 @@ import json
 import random
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.model_factory import float32_losses
 from tests.workers.packing import (
     HandPacker,
     poison,
@@ -89,6 +90,7 @@ ROUTED: dict[str, Any] = {"n_group": 1, "topk_group": 1, "first_k_dense_replace"
 # What a family needs besides; None: leave it to the family.
 MORE: dict[str, dict[str, Any]] = {
     "codegen": {"head_dim": None, "rotary_dim": 8},
+    "ctrl": {"dff": 96},
     "deepseek_v2": LATENT | ROUTED,
     "deepseek_v3": LATENT | ROUTED,
     "glm4_moe_lite": LATENT | ROUTED,
@@ -105,6 +107,7 @@ MORE: dict[str, dict[str, Any]] = {
     "granitemoe": {"attention_multiplier": 0.25},
     "granitemoeshared": {"attention_multiplier": 0.25},
     "minicpm3": LATENT,
+    "qwen2_moe": {"shared_expert_intermediate_size": 48},
 }
 
 RUN = """
@@ -158,21 +161,26 @@ def check_over_pages(model: LibraryModel) -> None:
     layers = len(model.kv_layers) if model.has_hidden_states else None
     kv = new_pages(model, PAGES)
     poison(kv)
-    for text, rows in zip(texts, rows_in_chunks(model, texts, kv, packer, dice, layers), strict=True):
+    in_chunks = rows_in_chunks(model, texts, kv, packer, dice, layers)
+    for text, rows, losses in zip(texts, in_chunks, losses_of(model, texts), strict=True):
         with model._use_attention(EAGER), torch.inference_mode():
             plain = model.module(
                 torch.tensor([text]), use_cache=False, output_hidden_states=layers is not None
             )
         expected = [*(plain.hidden_states or ()), plain.logits]
         for (layer, position), row in rows.items():
-            largest = expected[layer].abs().max()
-            assert (row - expected[layer][0, position]).abs().max() < RELATIVE_ERROR * largest
+            assert (row - expected[layer][0, position]).abs().max() < losses[layer], (layer, position)
     if model.takes_trees:
         poison(kv)
-        for path, found in rows_of_trees(model, kv, HandPacker(PAGE_SIZE, range(1, PAGES))):
-            expected_rows = model.plain_logits(torch.tensor(path))
-            largest = expected_rows.abs().max()
-            assert (found - expected_rows[-len(found) :]).abs().max() < RELATIVE_ERROR * largest
+        paths = rows_of_trees(model, kv, HandPacker(PAGE_SIZE, range(1, PAGES)))
+        for (path, found), losses in zip(paths, losses_of(model, [path for path, _ in paths]), strict=True):
+            expected_rows = model.plain_logits(torch.tensor(path))[-len(found) :]
+            assert (found - expected_rows).abs().max() < losses[-1]
+
+
+def losses_of(model: LibraryModel, texts: Sequence[list[int]]) -> torch.Tensor:
+    with model._use_attention(EAGER):
+        return float32_losses(model.module, texts, with_states=model.has_hidden_states)
 
 
 @pytest.mark.parametrize("model_type", (RUN + GATHERED).split())

@@ -14,9 +14,11 @@ from kernels.attention_reference import paged_attention_reference
 from kernels.attention_scoring import Scoring
 from kernels.experts import experts_reference
 from kernels.gated_activation import gated_activation_reference
+from kernels.packed_pages import PackedKeys, PackedValues
 from kernels.rms_norm import rms_norm_reference
 from tests.families import settings_of
 from tests.kernels.instruction_sets import need_compiled
+from tests.kernels.pages import dense
 from tests.model_factory import load_decoder, make_family_model
 from tests.workers.company import assert_same_bits
 from tests.workers.test_families import random_texts
@@ -135,7 +137,7 @@ def attention_of_long_chunks_by_another_kernel(patch: pytest.MonkeyPatch) -> Non
         if max(batch.query_lens) <= MANY:
             return original(*args, **options)
         query, k, v = args[:3]
-        return paged_attention_reference(query, k, v, batch, Scoring(**options))
+        return paged_attention_reference(query, dense(k), dense(v), batch, Scoring(**options))
 
     replace(patch, layers, "paged_attention", attend)
 
@@ -150,8 +152,8 @@ def attention_that_is_split_by_load(patch: pytest.MonkeyPatch) -> None:
 
     def in_two_parts(
         query: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: PackedKeys,
+        v: PackedValues,
         batch: AttentionBatch,
         *,
         scale: float,
@@ -160,7 +162,7 @@ def attention_that_is_split_by_load(patch: pytest.MonkeyPatch) -> None:
         length, pages = batch.context_lens_host[0], batch.page_tables[0].long()
         group = query.shape[1] // k.shape[2]
         keys, values = (
-            half[pages].flatten(0, 1)[:length].float().repeat_interleave(group, 1) for half in (k, v)
+            half.dense(pages).flatten(0, 1)[:length].float().repeat_interleave(group, 1) for half in (k, v)
         )  # [M, H, D]
         scores = torch.einsum("thd,mhd->htm", query.float(), keys) * scale
         ahead = torch.arange(length) > torch.arange(length - len(query), length)[:, None]

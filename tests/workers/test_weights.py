@@ -17,7 +17,7 @@ from tests.model_factory import TinyModel, load_decoder, make_model
 from workers.models import checkpoint
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
-from workers.models.model import ModelDescription
+from workers.models.model import ModelDescription, new_pages
 from workers.models.weights import load_planned, plan_load
 
 torch.set_num_threads(1)
@@ -120,14 +120,15 @@ def test_a_tied_checkpoint_may_repeat_its_head(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs a kernel with huge pages"
 )
-def test_large_weights_are_in_memory_that_asks_for_huge_pages(tmp_path: Path) -> None:
+def test_large_weights_and_kv_are_in_memory_that_asks_for_huge_pages(tmp_path: Path) -> None:
     spec = TinyModel(vocab_size=3000, hidden_size=512, intermediate_size=2048, num_layers=1)
     decoder = load_decoder(make_model(tmp_path, spec))
+    kv = new_pages(decoder, 1024)
     smaps = Path("/proc/self/smaps").read_text()
     mappings = re.findall(r"^(\w+)-(\w+) .*?^VmFlags: (.*?)$", smaps, re.MULTILINE | re.DOTALL)
     large = [t.tensor for t in decoder.targets().values() if t.tensor.nbytes >= 2 << 20]
     assert len(large) == 5
-    for tensor in large:
+    for tensor in (*large, kv.layer(0)[0].data):
         begin = tensor.data_ptr()
         (flags,) = [f for low, high, f in mappings if int(low, 16) <= begin < int(high, 16)]
         assert "hg" in flags.split()

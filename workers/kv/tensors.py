@@ -15,6 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.cpu.kv_write import kv_write
+from kernels.packed_pages import PackedKeys, PackedValues, Pages, can_pack
+from workers import huge_pages
+
 # Pages copied at once. Limits the temporary memory of `copy_pages`.
 _COPY_BATCH_PAGES = 16
 
@@ -61,8 +65,9 @@ class KvTensors:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        pack: bool = True,
     ) -> None:
-        """Allocate. On the CPU the system provides the memory of a page when it is first written.
+        """Allocate. On the CPU the system provides memory when it is first written.
 
         Args:
             layers: The shape of each layer; they may differ.
@@ -70,6 +75,7 @@ class KvTensors:
             page_size: S.
             dtype: Of keys and values.
             device: Their device.
+            pack: Pack the pages of layers for which there are compiled kernels.
 
         Raises:
             ValueError: A size is below 1, or there are no layers.
@@ -85,11 +91,15 @@ class KvTensors:
         # them. If keys, values and layers have the same shape, that is the whole cache.
         shapes = Counter(shape for layer in layers for shape in (layer.key_shape, layer.value_shape))
         self._pieces = {
-            shape: torch.empty((count, num_pages, page_size, *shape), dtype=dtype, device=self.device)
+            shape: huge_pages.empty((count, num_pages, page_size, *shape), dtype, self.device)
             for shape, count in shapes.items()
         }  # [N, P, S, K, D] each
         unused = {shape: iter(piece) for shape, piece in self._pieces.items()}
-        self._layers = [(next(unused[one.key_shape]), next(unused[one.value_shape])) for one in layers]
+        self._layers: list[tuple[Pages, Pages]] = []
+        for layer in layers:
+            keys, values = next(unused[layer.key_shape]), next(unused[layer.value_shape])
+            packs = pack and can_pack(keys) and can_pack(values)
+            self._layers.append((PackedKeys(keys), PackedValues(values)) if packs else (keys, values))
 
     @property
     def num_layers(self) -> int:
@@ -107,10 +117,11 @@ class KvTensors:
         numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
         return page_size * numbers * dtype.itemsize
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer, each [P, S, K, D] contiguous. Views: writing to them writes the cache.
+    def layer(self, index: int) -> tuple[Pages, Pages]:
+        """K and V of a layer, each [P, S, K, D]: contiguous tensors, or packed if the layer is.
 
-        D is the layer's `key_dim` for K, and its `value_dim` for V.
+        Writing to their `data` writes the cache. D is the layer's `key_dim` for K, and its
+        `value_dim` for V.
         """
         return self._layers[index]
 
@@ -149,15 +160,30 @@ class KvTensors:
 
         Args:
             pairs: (source, destination) slots, page * page_size + offset. A destination occurs once.
+
+        Raises:
+            ValueError: A slot is out of range.
         """
         if not pairs:
             return
+        for slot in (slot for pair in pairs for slot in pair):
+            if not 0 <= slot < self.num_pages * self.page_size:
+                raise ValueError(
+                    f"pairs: slot must be in 0..{self.num_pages * self.page_size - 1}, got {slot}"
+                )
         source = torch.tensor([pair[0] for pair in pairs], device=self.device)
         destination = torch.tensor([pair[1] for pair in pairs], device=self.device)
-        slots = [piece.flatten(1, 2) for piece in self._pieces.values()]  # [N, P * S, K, D] each
-        read = [piece.index_select(1, source) for piece in slots]
-        for piece, tokens in zip(slots, read, strict=True):
-            piece.index_copy_(1, destination, tokens)
+        plain: list[torch.Tensor] = []  # [.., P, S, K, D] each
+        for keys, values in self._layers:
+            if isinstance(keys, PackedKeys) and isinstance(values, PackedValues):
+                kv_write(keys.rows(source), values.rows(source), keys, values, destination)
+            else:
+                plain += [pages for pages in (keys, values) if isinstance(pages, torch.Tensor)]
+        if len(plain) == 2 * len(self._layers):
+            plain = list(self._pieces.values())
+        for pages in plain:
+            slots = pages.flatten(-4, -3)  # [.., P * S, K, D]
+            slots.index_copy_(-3, destination, slots.index_select(-3, source))
 
 
 def _check_size(name: str, size: int) -> None:

@@ -30,15 +30,18 @@ def active_kernels(device: torch.device) -> tuple[str, ...]:
 def active_products(device: torch.device, dtype: str, *, batch_invariant: bool = False) -> str:
     """What multiplies by weights of a dtype, as an operator reads it; with `SLOW` if the CPU could do better.
 
-    "cpu-avx2 (bfloat16 weights, float32 arithmetic)".
+    "cpu-avx2 (bfloat16 weights, float32 inputs and sums)".
     """
     if device.type == "cuda":
         return f"{'triton' if batch_invariant else 'torch'} ({dtype} weights)"
     if getattr(torch, dtype) not in library.SUFFIXES:
         reason = f"there are no {dtype} products for a CPU"
     elif name := kernel_name():
-        arithmetic = dtype if library.multiplies_bfloat16() else "float32"
-        return f"{name} ({dtype} weights, {arithmetic} arithmetic)"
+        if dtype == "float32":
+            return f"{name} (float32 weights, inputs and sums)"
+        if library.multiplies_bfloat16():
+            return f"{name} ({dtype} weights and inputs, float32 sums)"
+        return f"{name} ({dtype} weights, float32 inputs and sums)"
     elif instruction_set() is not None:
         reason = "there is no build of the CPU kernels; `make setup` compiles them with g++"
     elif library.VARIABLE in os.environ:

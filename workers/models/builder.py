@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels.experts import ExpertWeights
-from workers.models import huge_pages
+from workers import huge_pages
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
 from workers.models.experts import Experts

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 
 from kernels.cpu import sublayers
-from kernels.cpu.gated_activation import ACTIVATIONS
-from kernels.cpu.paged_attention import can_attend_width
+from kernels.gated_activation import ACTIVATIONS
+from kernels.packed_pages import can_pack_width
 from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec
 from workers.kv.tensors import KvTensors
@@ -28,18 +28,14 @@ class Stage(Protocol):
         """See `Sublayer`."""
 
 
-def compiled(
-    model: Sequence[Sublayer], ropes: Sequence[RopeSpec], memory: sublayers.Memory | None
-) -> list[Stage]:
+def compiled(model: Sequence[Sublayer], ropes: Sequence[RopeSpec], memory: sublayers.Memory) -> list[Stage]:
     """Sublayers, with those that are next to each other and can be compiled as one stage.
 
     Args:
         model: Consecutive sublayers, packed.
         ropes: The rotary embeddings of the model.
-        memory: That of the model; None: nothing is compiled.
+        memory: That of the model.
     """
-    if memory is None:
-        return list(model)
     stages: list[Stage] = []
     for can, group in groupby(model, _can_compile):
         members = list(group)
@@ -69,7 +65,7 @@ class CompiledSublayers:
         inputs = context.inputs
         if self._kv is None or self._kv() is not context.kv:
             self._kv = weakref.ref(context.kv)
-            self._pages = sublayers.Pages([context.kv.layer(i) for i in range(len(context.kv.layers))])
+            self._pages = sublayers.LayerPages([context.kv.layer(i) for i in range(len(context.kv.layers))])
         has_x = x is not None
         if x is None:
             x = torch.empty_like(residual)
@@ -91,7 +87,7 @@ def _can_compile(sublayer: Sublayer) -> bool:
     return (
         isinstance(body, Attention | GatedMlp)
         and all(isinstance(matrix.weight, PackedWeight) for matrix in _matrices(body))
-        and (isinstance(body, GatedMlp) or can_attend_width(body.shape.head_dim))
+        and (isinstance(body, GatedMlp) or can_pack_width(body.shape.head_dim))
     )
 
 

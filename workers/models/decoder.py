@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kernels.cpu import library
-from kernels.cpu.paged_attention import can_attend_width
 from kernels.cpu.sublayers import Memory
 from kernels.linear import Weight, linear, pack_weight
+from kernels.packed_pages import can_pack_width
 from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec, rope_table
 from workers.kv.tensors import KvTensors, LayerKv
@@ -41,6 +40,7 @@ class Decoder:
 
     has_hidden_states = True
     takes_trees = True
+    packs_kv = True
     graphable = True
 
     def __init__(
@@ -107,13 +107,12 @@ class Decoder:
         for sublayer in self._sublayers():
             sublayer.body.pack()
         *before, last = self._sublayers()
-        ropes, memory = tuple(self.config.ropes), Memory() if library.available() else None
+        ropes, memory = tuple(self.config.ropes), Memory()
         self._before_last_mlp = compiled(before, ropes, memory)
         (self._last_mlp,) = compiled([last], ropes, memory)
+        is_packed = isinstance(self.lm_head, PackedWeight)
         # Attention of heads of other widths runs in torch.
-        self.batch_invariant = isinstance(self.lm_head, PackedWeight) and can_attend_width(
-            self.config.head_dim
-        )
+        self.batch_invariant = is_packed and can_pack_width(self.config.head_dim)
 
     def _sublayers(self) -> list[Sublayer]:
         """In order: attention and MLP of each layer."""

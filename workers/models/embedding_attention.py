@@ -36,6 +36,7 @@ class EmbeddingAttention:
     # With one layer and no norm or residual stream there are no hidden states.
     has_hidden_states = False
     takes_trees = True
+    packs_kv = True
     batch_invariant = False
     graphable = False
     rotation_bytes = 0

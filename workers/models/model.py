@@ -61,6 +61,8 @@ class Model(Protocol):
     has_hidden_states: bool
     # Whether its attention supports token trees; see `AttentionBatch`.
     takes_trees: bool
+    # Whether only kernels read its pages, so that they may be packed.
+    packs_kv: bool
     # Whether the bits of a row depend only on the tokens up to it: not on the rest of the batch or on chunks.
     batch_invariant: bool
     # Whether its decodes may be captured as CUDA graphs.
@@ -88,5 +90,10 @@ def page_bytes(model: Model) -> int:
 def new_pages(model: Model, num_pages: int) -> KvTensors:
     """Allocate pages for a model, in its dtype and on its device."""
     return KvTensors(
-        model.kv_layers, num_pages=num_pages, page_size=PAGE_SIZE, dtype=model.dtype, device=model.device
+        model.kv_layers,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        dtype=model.dtype,
+        device=model.device,
+        pack=model.packs_kv,
     )

@@ -91,7 +91,7 @@ def _run_paged(model: Model, sequences: list[list[int]]) -> list[torch.Tensor]:
     kv = new_pages(model, sum(pages) + 2)
     for index in range(kv.num_layers):
         for half in kv.layer(index):
-            half.fill_(torch.nan)
+            half.data.fill_(torch.nan)
     lengths, rows = [0, 0], [[], []]  # type: tuple[list[int], list[list[torch.Tensor]]]
     for step in _STEPS:
         parts = [min(step[i], len(sequences[i]) - lengths[i]) for i in range(2)]

@@ -128,7 +128,8 @@ def test_attention(features: tuple[str, ...], window: int | None, dtype: torch.d
     items: list[Item] = [(45, 45), (20, 150), (3, 90)]
     case = make_case(items, device, group=3, kv_heads=1, dtype=dtype, window=window, features=features)
     together = torch.split(attend(case, case.batch, case.query), list(case.batch.query_lens))
-    for chunks in random_chunks(random.Random(window), list(case.batch.query_lens)):
+    # With this seed some batches begin with decodes, whose bits differ where they have a kernel of their own.
+    for chunks in random_chunks(random.Random(0), list(case.batch.query_lens)):
         rows = torch.split(attend(case, *batch_of(case, chunks)), [end - begin for _, begin, end in chunks])
         for (item, begin, end), some in zip(chunks, rows, strict=True):
             assert torch.equal(some, together[item][begin:end])

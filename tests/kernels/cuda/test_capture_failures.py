@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.gpu.sizes import repeat_launches
 from tests.kernels.cuda import test_decode_runner
-from tests.kernels.cuda.test_decode_runner import Twins, repeat_launches
+from tests.kernels.cuda.test_decode_runner import Twins
 from tests.model_factory import TinyModel, make_model
 from tests.workers.packing import HandSequence, Item
 from workers.executors.llm import LlmExecutor

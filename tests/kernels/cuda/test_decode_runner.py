@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 
+from tests.gpu.sizes import repeat_launches
 from tests.kernels.tree_batches import Tree, with_trees
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.kv.tensors import KvTensors, LayerKv
@@ -49,12 +49,6 @@ CONFIG = ModelConfig.from_settings(
 )
 
 
-def repeat_launches(run: Callable[[], None]) -> Callable[[], None]:
-    """In place of a CUDA graph."""
-    run()
-    return run
-
-
 def make_kv(device: str) -> KvTensors:
     """Unused slots hold NaN."""
     kv = KvTensors(
@@ -66,7 +60,7 @@ def make_kv(device: str) -> KvTensors:
     )
     for layer in range(2):
         for pages in kv.layer(layer):
-            pages.fill_(torch.nan)
+            pages.data.fill_(torch.nan)
     return kv
 
 
@@ -190,11 +184,13 @@ def test_a_step_ahead_uses_the_tokens_on_the_device(decoder: Decoder, device: st
     twins.step([Item(sequence, range(5))])
     (token,) = twins.step([Item(sequence, [1])])
     twins.graph.replay_last(3, count=1)
-    kv_ahead = twins.graph._kv.layer(1)[0].clone()
+    kv_ahead = twins.graph._kv.layer(1)[0].data.clone()
     for _ in range(3):
         inputs = twins.packer.pack([Item(sequence, [token])])
         token = int(twins.eager.step(inputs, [SamplingRow()]).chosen)
-    torch.testing.assert_close(kv_ahead, twins.eager._kv.layer(1)[0], equal_nan=True, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        kv_ahead, twins.eager._kv.layer(1)[0].data, equal_nan=True, rtol=1e-4, atol=1e-4
+    )
     twins.step([Item(sequence, [token])])
 
 
@@ -206,7 +202,7 @@ def test_unusable_logits_name_their_rows(decoder: Decoder, device: str) -> None:
     page = sequences[1].pages[0]
     for layer in range(2):
         for pages in twins.graph._kv.layer(layer):
-            pages[page, 0] = torch.nan
+            pages.data[page, 0] = torch.nan
     inputs = twins.packer.pack([Item(sequence, [1]) for sequence in sequences])
     with pytest.raises(BadLogitsError) as caught:
         twins.graph.step(inputs, [SamplingRow()] * 3)

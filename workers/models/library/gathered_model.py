@@ -52,8 +52,9 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 class GatheredModel(LibraryModel):
     """A model that stores only keys and values, in the library's cache."""
 
-    # The model's own attention code does not support token trees.
+    # The model's own attention code does not support token trees, and wants plain keys and values.
     takes_trees = False
+    packs_kv = False
 
     def __init__(self, module: PreTrainedModel) -> None:
         """Take ownership of a loaded model, and run one token to find the shapes of its keys and values.
@@ -118,7 +119,9 @@ class GatheredModel(LibraryModel):
             def extend(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 keys, values = (new[0].transpose(0, 1).to(kv.dtype).contiguous() for new in (key, value))
                 writes.write(keys, values, k_pages, v_pages)
-                gathered = (half.index_select(0, pages).flatten(0, 1)[:length] for half in (k_pages, v_pages))
+                gathered = (
+                    half.data.index_select(0, pages).flatten(0, 1)[:length] for half in (k_pages, v_pages)
+                )
                 all_keys, all_values = (half.transpose(0, 1)[None] for half in gathered)  # [1, K, C, D]
                 return all_keys.to(key.dtype), all_values.to(value.dtype)
 

@@ -28,6 +28,7 @@ class LibraryModel(ABC):
     """Implements `workers.models.model.Model` with a model of the library. Runs one forward at a time."""
 
     takes_trees = True
+    packs_kv = True
     batch_invariant = False
     graphable = False
     rotation_bytes = 0  # the library recomputes them in each step

@@ -24,12 +24,28 @@ from kernels.linear import can_pack, linear
 from kernels.packed_weight import PackedWeight
 
 
-class PackedLinear(nn.Linear):
-    """A linear layer with a packed weight; made by `pack_linears`."""
+class _Packed(nn.Module):
+    """A layer with a packed weight; made by `pack_linears`."""
 
     _packed: PackedWeight
     _plain_kind: type[nn.Module]
-    _use_plain_product: bool
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[O, I]. Unpacks the weight, and turns the layer into an ordinary one."""
+        plain = self._packed.to_dense()
+        if self._plain_kind is Conv1D:
+            plain = plain.T.contiguous()
+        self.__class__ = self._plain_kind  # type: ignore[assignment]
+        del self._packed, self._plain_kind
+        self.register_parameter("weight", nn.Parameter(plain, requires_grad=False))
+        return plain
+
+
+class PackedLinear(_Packed, nn.Linear):  # type: ignore[override]  # of an attribute
+    """A linear layer with a packed weight."""
+
+    _use_plain_product = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the library's name
         """[..., I] -> [..., O]."""
@@ -41,35 +57,13 @@ class PackedLinear(nn.Linear):
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         return linear(rows, self._packed, self.bias).view(*input.shape[:-1], self.out_features)
 
-    @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]  # an attribute of ordinary layers
-        """[O, I]. Unpacks the weight, and turns the layer into an ordinary one."""
-        plain = self._packed.to_dense()
-        if self._plain_kind is Conv1D:
-            plain = plain.T.contiguous()
-        self.__class__ = self._plain_kind  # type: ignore[assignment]
-        del self._packed, self._use_plain_product, self._plain_kind
-        self.register_parameter("weight", nn.Parameter(plain, requires_grad=False))
-        return plain
 
-
-class PackedEmbedding(nn.Embedding):
-    """An embedding whose weight is packed as that of the head; made by `pack_linears`."""
-
-    _packed: PackedWeight
+class PackedEmbedding(_Packed, nn.Embedding):  # type: ignore[override]  # of an attribute
+    """An embedding whose weight is packed as that of the head."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the library's name
         """[...] -> [..., C]."""
         return self._packed.rows(input.flatten()).view(*input.shape, self.embedding_dim)
-
-    @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]  # an attribute of ordinary layers
-        """[V, C]. Unpacks the weight, and turns the layer into an ordinary one."""
-        plain = self._packed.to_dense()
-        del self._packed
-        self.__class__ = nn.Embedding  # type: ignore[assignment]
-        self.register_parameter("weight", nn.Parameter(plain, requires_grad=False))
-        return plain
 
 
 @torch.inference_mode()
@@ -84,12 +78,7 @@ def pack_linears(module: nn.Module) -> None:
         for parameter in part.parameters(recurse=False):
             users[parameter.data_ptr()].append(part)
     for parts in users.values():
-        # Subclasses may use the weight in another way.
-        kinds = {type(part) for part in parts}
-        shared = len(parts) == 2 and kinds == {nn.Embedding, nn.Linear}
-        if (shared or (len(parts) == 1 and type(parts[0]) in (nn.Linear, Conv1D))) and all(
-            map(_can_pack, parts)
-        ):
+        if _are_packable_kinds(parts) and all(map(_can_pack, parts)):
             _pack(parts)
 
 
@@ -106,6 +95,14 @@ def plain_products(module: nn.Module) -> Iterator[None]:
             layer._use_plain_product = False  # noqa: SLF001
 
 
+def _are_packable_kinds(parts: Sequence[nn.Module]) -> bool:
+    """Whether a weight is that of one projection, or of an embedding and a head, and of nothing else."""
+    # Subclasses may use the weight in another way.
+    kinds = [type(part) for part in parts]
+    alone = kinds in ([nn.Linear], [Conv1D])
+    return alone or (len(kinds) == 2 and set(kinds) == {nn.Embedding, nn.Linear})
+
+
 def _can_pack(part: Any) -> bool:
     """Whether there is a product for its weight, which is used for all inputs."""
     return can_pack(part.weight) and all(each.dtype == part.weight.dtype for each in part.parameters())
@@ -117,11 +114,9 @@ def _pack(parts: Sequence[Any]) -> None:
     packed = PackedWeight(plain.T.contiguous() if type(parts[0]) is Conv1D else plain, in_place=True)
     for part in parts:
         del part.weight
-        part._packed = packed  # noqa: SLF001
+        part._packed, part._plain_kind = packed, type(part)  # noqa: SLF001
         if isinstance(part, nn.Embedding):
             part.__class__ = PackedEmbedding
         else:
-            part._plain_kind = type(part)  # noqa: SLF001
             part.__class__ = PackedLinear
             part.out_features, part.in_features = packed.shape
-            part._use_plain_product = False  # noqa: SLF001

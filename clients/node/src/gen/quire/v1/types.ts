@@ -388,7 +388,7 @@ export interface ExecutorCapabilities {
   supportsHiddenStates: boolean;
   /**
    * For people: what multiplies by the weights, and why, if the CPU has nothing fast for it. For example
-   * "cpu-avx2 (bfloat16 weights, float32 arithmetic)" or "torch: this CPU has no AVX2; expect it to be slow".
+   * "cpu-avx2 (bfloat16 weights, float32 inputs and sums)" or "torch: this CPU has no AVX2; expect it to be slow".
    */
   products: string;
   /**

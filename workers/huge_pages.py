@@ -1,4 +1,4 @@
-"""Memory for weights in pages of 2 MiB, where Linux has them: reads need fewer address translations."""
+"""Memory in pages of 2 MiB, where Linux has them: reads need fewer address translations."""
 
 from __future__ import annotations
 

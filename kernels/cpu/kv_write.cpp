@@ -1,0 +1,47 @@
+// Writes keys and values to their slots. kernels/cpu/kv_write.py checks the arguments.
+
+#include "kv_pages.h"
+#include "threads.h"
+
+namespace quire {
+namespace {
+
+// Plain data, filled by kernels/cpu/kv_write.py: the fields must agree.
+struct Arguments {
+  const void *keys, *values;  // [T, K, D] and [T, K, V] contiguous
+  const int64_t* slots;       // [T]
+  void *k_pages, *v_pages;    // packed: see kv_pages.h
+  int64_t tokens, kv_heads, width, value_width, num_slots;
+};
+
+template <typename T>
+bool run(const Arguments& a, int64_t threads) {
+  if (!slots_exist(a.slots, a.tokens, a.num_slots)) return false;
+  const int64_t bytes = a.tokens * a.kv_heads * (a.width + a.value_width) * static_cast<int64_t>(sizeof(T));
+  run_together(threads_for(bytes, threads), [&](const Worker& worker) {
+    worker.for_shares(a.tokens, [&](int64_t token) {
+      const int64_t slot = a.slots[token];
+      if (slot < 0) return;  // a padding token
+      for (int64_t head = 0; head < a.kv_heads; head++) {
+        const int64_t from = token * a.kv_heads + head;
+        write_key(static_cast<T*>(a.k_pages) + part_of(slot, a.kv_heads, head, a.width), slot,
+                  static_cast<const T*>(a.keys) + from * a.width, a.width);
+        write_value(static_cast<T*>(a.v_pages) + part_of(slot, a.kv_heads, head, a.value_width), slot,
+                    static_cast<const T*>(a.values) + from * a.value_width, a.value_width);
+      }
+    });
+  });
+  return true;
+}
+
+}  // namespace
+}  // namespace quire
+
+// False if a slot is beyond the last page; nothing is written then.
+
+extern "C" bool quire_kv_write_bf16(const quire::Arguments* a, int64_t threads) {
+  return quire::run<quire::Bf16>(*a, threads);
+}
+extern "C" bool quire_kv_write_f32(const quire::Arguments* a, int64_t threads) {
+  return quire::run<float>(*a, threads);
+}
