@@ -151,6 +151,10 @@ def _is_listen_address(value: str) -> bool:
     return ":" not in host or (host.startswith("[") and host.endswith("]"))
 
 
+def _is_directory(value: str) -> bool:
+    return not value or os.path.isdir(value)  # noqa: PTH112 - see _is_file
+
+
 def _is_http_address(value: str) -> bool:
     return not value or (_is_listen_address(value) and not value.startswith("unix:"))
 
@@ -260,6 +264,22 @@ class Config:
     cuda_graphs: str = _setting(
         _AUTO, "CUDA graphs for decode steps on a GPU; off launches every kernel separately", (_AUTO, "off")
     )
+    adapters: str = _setting(
+        "",
+        "directory of LoRA adapters for all tenants: each subdirectory in PEFT's layout is one, by its name",
+        _Text(_is_directory, "must be a directory"),
+        group="LoRA adapters",
+    )
+    max_lora_adapters: int = _setting(
+        64, "maximum adapters in the memory of a worker; others are loaded when needed", _Range(1, 4096)
+    )
+    max_lora_rank: int = _setting(256, "maximum rank of an adapter", _Range(1, 256))
+    max_lora_bytes: int = _setting(
+        2 << 30,
+        "maximum memory of a worker for adapters, and maximum size of an adapter's file",
+        _MEMORY_BYTES,
+    )
+    max_adapters: int = _setting(4096, "maximum versions of adapters that are in use", _COUNT)
     max_batch_tokens: int = _setting(
         512,
         "maximum tokens in one step of a worker; longer prompts are split into chunks",

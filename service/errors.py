@@ -96,6 +96,12 @@ class CacheNotFound(QuireError, code="NOT_FOUND", reason="CACHE_NOT_FOUND"):
     message = "no such cache: it never existed, was released, or its lease expired"
 
 
+class AdapterNotFound(QuireError, code="NOT_FOUND", reason="ADAPTER_NOT_FOUND"):
+    """No adapter has this id, or it belongs to another tenant."""
+
+    message = "no such adapter: ListAdapters returns those that can be used"
+
+
 class RuntimeNotFound(QuireError, code="NOT_FOUND", reason="RUNTIME_NOT_FOUND"):
     """The configuration has no runtime with this name."""
 
@@ -128,6 +134,13 @@ class WeightsChanged(QuireError, code="FAILED_PRECONDITION", reason="WEIGHTS_CHA
         advice = "nothing was applied, retry" if can_be_repeated else "this cache can only be released"
         retry_after_s = 0.01 if can_be_repeated else None
         super().__init__(f"the server now serves other weights: {advice}", retry_after_s=retry_after_s)
+
+
+class AdapterLost(QuireError, code="FAILED_PRECONDITION", reason="ADAPTER_LOST"):
+    """The cache's version of its adapter cannot be loaded any more. `why` is for the caller."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}: a cache of this adapter can only be released until that is mended")
 
 
 class LoadFailed(QuireError, code="FAILED_PRECONDITION", reason="LOAD_FAILED"):
@@ -259,6 +272,13 @@ class QuotaExceeded(QuireError, code="RESOURCE_EXHAUSTED", reason="QUOTA"):
         super().__init__(message, retry_after_s=retry_after_s, quota=quota, limit=f"{limit:g}")
 
 
+class AdapterLimit(QuireError, code="RESOURCE_EXHAUSTED", reason="ADAPTER_LIMIT", retry_after_s=1.0):
+    """There are as many adapters as the server allows, or as many are being loaded."""
+
+    def __init__(self, what: str, limit: int) -> None:
+        super().__init__(f"the server has {limit} {what}, its limit", limit=limit)
+
+
 class NoMemory(QuireError, code="RESOURCE_EXHAUSTED", reason="NO_MEMORY"):
     """New weights do not fit in memory beside those that are served."""
 
@@ -307,6 +327,13 @@ class JournalUnavailable(QuireError, code="UNAVAILABLE", reason="JOURNAL_UNAVAIL
     """The journal cannot be written, for example on a full disk. A retry helps once that is fixed."""
 
     message = "the journal cannot be written; nothing was applied"
+
+
+class StorageUnavailable(QuireError, code="UNAVAILABLE", reason="STORAGE_UNAVAILABLE", retry_after_s=1.0):
+    """The disk of the server cannot be written, for example because it is full."""
+
+    def __init__(self, why: str | None) -> None:
+        super().__init__(f"the server cannot store it: {why}; nothing was changed")
 
 
 class ResumedElsewhere(QuireError, code="ABORTED", reason="RESUMED_ELSEWHERE"):

@@ -22,6 +22,9 @@ from quire.v1 import (
     runner_pb2_grpc,
 )
 
+from service.adapters.loader import AdapterLoader, FindAdapter
+from service.adapters.registry import Adapters
+from service.adapters.store import AdapterStore
 from service.api import admin
 from service.api.executor import ExecutorApi
 from service.api.grpc_services import HealthApi, add_reflection
@@ -73,8 +76,16 @@ _POLL_INTERVAL_S = 0.02
 class Gateway:
     """Owner of all parts of one gateway."""
 
-    def __init__(self, config: Config, find_model: FindModel | None = None) -> None:
-        """`find_model`: finds models of the hub. Raises JournalUnusable, BadRuntimes or ConfigError."""
+    def __init__(
+        self,
+        config: Config,
+        find_model: FindModel | None = None,
+        find_adapter: FindAdapter | None = None,
+    ) -> None:
+        """`find_...`: finds models and adapters of the hub.
+
+        Raises JournalUnusable, BadRuntimes or ConfigError.
+        """
         self._find_model = find_model
         self.config = config
         # Limits are settings of the same names.
@@ -98,11 +109,19 @@ class Gateway:
         self.restarts = RollingRestart(self.pool, self.dispatcher)
         # Set when the server has to stop.
         self.stopping = asyncio.Event()
+        adapters = Adapters(config.max_adapters)
+        self.adapter_store = AdapterStore(directory, config.max_lora_bytes)
+        self.adapters = AdapterLoader(
+            adapters, self.adapter_store, self.pool, self.caches, config, find_adapter
+        )
         self.state = ServerState(
-            config, versions, lambda cache_id: self.caches.index.weights_of(cache_id, current_tenant())
+            config,
+            versions,
+            lambda cache_id: self.caches.index.weights_of(cache_id, current_tenant()),
+            adapters,
         )
         self.state.has_recovered = len(self.caches) > 0
-        self.api = ExecutorApi(self.dispatcher, self.state, self.pool)
+        self.api = ExecutorApi(self.dispatcher, self.state, self.pool, adapters)
         self.text = TextModel(lambda: self.state.first_ready, current_tenant_name)
         # Spending is durable if the journal is.
         is_durable = isinstance(self.journal, SqliteJournal)
@@ -183,7 +202,7 @@ class Gateway:
         if admin.is_available(self.config):
             operators = cast(
                 admin_pb2_grpc.AdminServiceServicer,
-                admin.AdminApi(self.state, self.restarts, self.config, self.stop),
+                admin.AdminApi(self.state, self.restarts, self.adapters, self.config, self.stop),
             )
             admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self.server)
             names.append(ADMIN_SERVICE)
@@ -204,12 +223,14 @@ class Gateway:
         """Stops the tokenizer processes and closes the journal. All other parts have stopped before."""
         self.text.close()
         self.journal.close()
+        self.adapter_store.close()
 
     async def run_workers(self) -> None:
         """Runs the workers and all background tasks until cancelled. Raises PoolFailed."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.run(self.dispatcher), name="pool")
             group.create_task(self.dispatcher.keep_time(), name="time")
+            group.create_task(self.adapters.run(), name="adapters")
             if self.authenticator is not None:
                 group.create_task(self.authenticator.watch(), name="authenticator")
             group.create_task(self.state.watch.run(), name="watch")

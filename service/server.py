@@ -12,6 +12,7 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
+from service.adapters.loader import FindAdapter
 from service.auth.unix_socket import LockedUnixSocket
 from service.config import Config
 from service.errors import BadRuntimes
@@ -25,10 +26,12 @@ from service.runtimes.sources import FindModel
 _log = get_logger(__name__)
 
 
-async def serve(config: Config, find_model: FindModel | None = None) -> int:
+async def serve(
+    config: Config, find_model: FindModel | None = None, find_adapter: FindAdapter | None = None
+) -> int:
     """Runs a gateway until a signal or a failure. Returns the exit status of the process.
 
-    The caller raises the limit on file descriptors: see `with_descriptors`. `find_model`: see `Gateway`.
+    The caller raises the limit on file descriptors: see `with_descriptors`. `find_...`: see `Gateway`.
     """
     with contextlib.ExitStack() as stack:
         is_unix = config.listen.startswith("unix:")
@@ -39,7 +42,7 @@ async def serve(config: Config, find_model: FindModel | None = None) -> int:
                 _log.error("cannot listen", listen=config.listen, error=error.strerror)
                 return 1
         try:
-            gateway = Gateway(config, find_model)
+            gateway = Gateway(config, find_model, find_adapter)
         except JournalUnusable as error:
             # A server on the same port has locked the data directory, too. The port is the clearer message.
             if not is_unix and (why_not := why_not_listening(config.listen)) != ADDRESS_IS_FREE:

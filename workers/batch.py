@@ -40,6 +40,7 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
     query_lens: list[int] = []
     context_lens: list[int] = []
     is_tree: list[bool] = []
+    has_adapter = False
     for chunk in chunks:
         forward, first_row = chunk.forward, len(token_ids)
         start, pages = forward.position + chunk.start, forward.kv.pages
@@ -52,11 +53,13 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
         query_lens.append(chunk.count)
         context_lens.append(end)
         is_tree.append(bool(forward.parents))
+        has_adapter |= forward.lora_slot >= 0
     return ForwardInputs(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),  # [T]
         positions=torch.tensor(positions, dtype=torch.int64),  # [T]
         slots=torch.tensor(slots, dtype=torch.int64),  # [T]
         wanted_rows=torch.tensor(wanted_rows, dtype=torch.int64),  # [R]
+        lora_slots=_lora_slots(chunks) if has_adapter else None,  # [T]
         attention=AttentionBatch(
             page_tables=_page_tables(chunks, context_lens, page_size),  # [N, P]
             query_starts=torch.tensor(query_starts, dtype=torch.int32),  # [N + 1]
@@ -66,6 +69,12 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
             trees=_trees(chunks, context_lens, is_tree) if any(is_tree) else None,
         ),
     )
+
+
+def _lora_slots(chunks: Sequence[Chunk]) -> torch.Tensor:
+    """The slot of each row's adapter. -1: it has none."""
+    slots = torch.tensor([chunk.forward.lora_slot for chunk in chunks], dtype=torch.int32)
+    return slots.repeat_interleave(torch.tensor([chunk.count for chunk in chunks]))
 
 
 def _positions_in_tree(chunk: Chunk) -> list[int]:

@@ -211,6 +211,9 @@ class Forward:
     ephemeral: bool = False
     # For a new sequence: it shares pages only with sequences of the same salt.
     salt: bytes = b""
+    # The adapter of the sequence. 0: none. And the model's slot that has it, while the forward is scheduled.
+    adapter: int = 0
+    lora_slot: int = -1
     priority: Priority = Priority.NORMAL
     # It expires if it has not begun by this time.monotonic_ns(). None: never.
     deadline_ns: int | None = None
@@ -396,7 +399,36 @@ class Adopt:
     claims: Sequence[Claim]
 
 
-Command = Forward | Fork | Truncate | Release | Abort | CheckIntegrity | Adopt
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """An adapter that forwards can name: a directory, and what its files must have (`identity`)."""
+
+    number: int
+    directory: str
+    identity: str = ""
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeAdapters:
+    """Change which adapters forwards can name; see AdapterCommand in worker.proto."""
+
+    op_id: int
+    added: Sequence[AdapterSource] = ()
+    removed: Sequence[int] = ()
+    load: bool = False
+    all: bool = False
+
+
+Command = Forward | Fork | Truncate | Release | Abort | CheckIntegrity | Adopt | ChangeAdapters
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRead:
+    """An adapter was read: a `LoadedAdapter`, or why it could not be. From the worker's own thread."""
+
+    number: int
+    outcome: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +449,7 @@ class FailureReason(enum.Enum):
     FAULT = enum.auto()
     TIMEOUT = enum.auto()
     UNSUPPORTED = enum.auto()
+    ADAPTER = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +461,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A command failed. `detail` is for logs, never for clients."""
+    """A command failed. `detail` is for logs, never for clients, except with ADAPTER."""
 
     op_id: int
     reason: FailureReason
@@ -461,5 +494,14 @@ class Adopted:
     kept: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """The answer to a `ChangeAdapters` with `load`."""
+
+    op_id: int
+    rank: int
+    size_bytes: int
+
+
 # A complete forward is its own result.
-Result = Forward | Done | Failed | IntegrityReport | HeldSequences | Adopted
+Result = Forward | Done | Failed | IntegrityReport | HeldSequences | Adopted | AdapterLoaded

@@ -83,6 +83,9 @@ class Prelauncher:
             caller=op.caller,
             prompt_len=op.prompt_len,
             priority=op.priority,
+            adapter=op.adapter,
+            # It stays there: adapters of scheduled forwards are not evicted.
+            lora_slot=op.lora_slot,
             is_prelaunched=True,
         )
         self._next_id -= 1

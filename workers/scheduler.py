@@ -52,7 +52,8 @@ _DECODES = (Kind.DECODE, Kind.VERIFY)
 _FEW_FLOWS = 64
 _by_start = attrgetter("virtual_start")
 _by_order = attrgetter("virtual_start", "arrival")
-_in_order = attrgetter("forward.is_long", "has_many", "forward.arrival")
+# Chunks with the same adapter follow each other.
+_in_order = attrgetter("forward.is_long", "has_many", "forward.lora_slot", "forward.arrival")
 
 
 def cost_of(forward: Forward, tokens: int) -> int:
@@ -270,6 +271,10 @@ class Scheduler:
     def __len__(self) -> int:
         """The number of forwards, begun or not."""
         return len(self._forwards)
+
+    def adapters(self) -> set[int]:
+        """The adapters of all forwards."""
+        return {forward.adapter for forward in self._forwards.values()}
 
     @property
     def may_delay_step(self) -> bool:

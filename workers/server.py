@@ -124,6 +124,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                 capabilities.kv_capacity_tokens,
                 # On a CPU steps compete for cores with the processes that send the next commands.
                 prelaunch_unrequested=not capabilities.device.startswith("cpu"),
+                adapters=executor.adapters,
             )
             self._loop.call_soon_threadsafe(self._on_loaded, executor, scheduler, step_loop)
             step_loop.run()

@@ -15,9 +15,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import structlog
 
+from workers.adapters.errors import AdapterError
+from workers.adapters.table import AdapterTable
 from workers.adoption import keep_confirmed, report_sequences
 from workers.coalescing import CoalescingWindow
 from workers.executors.engine import Engine
@@ -25,7 +28,9 @@ from workers.executors.errors import KvMissing, NoTrees
 from workers.kv.page_pool import OutOfPages
 from workers.operations import (
     Abort,
+    AdapterRead,
     Adopt,
+    ChangeAdapters,
     CheckIntegrity,
     Chunk,
     Command,
@@ -54,6 +59,9 @@ _DRAW_BUDGET = 1 << 21
 _MAX_DRAWING = 16
 
 
+_Arrived = tuple[Sequence[Command | Reset | AdapterRead], int]
+
+
 class StepLoop:
     """Runs commands on an engine until stopped. Calls `emit` on its thread, at most twice per round.
 
@@ -68,13 +76,17 @@ class StepLoop:
         max_seq_tokens: int,
         *,
         prelaunch_unrequested: bool = False,
+        adapters: AdapterTable[Any] | None = None,
     ) -> None:
-        """`max_seq_tokens`: the longest sequence that fits the engine. The rest: see `Prelauncher`."""
+        """`max_seq_tokens`: the longest sequence that fits the engine. `adapters`: None if it has none.
+
+        The rest: see `Prelauncher`.
+        """
         self._engine = engine
         self._scheduler = scheduler
         self._emit = emit
         # Commands, and when they arrived. None ends the loop.
-        self._inbox: queue.SimpleQueue[tuple[Sequence[Command | Reset], int] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Arrived | None] = queue.SimpleQueue()
         self._results: list[Result] = []
         # Sequences that the running step has answered, whose callers may soon send the next token.
         self._answered: list[int] = []
@@ -82,6 +94,9 @@ class StepLoop:
         self._prelauncher = Prelauncher(
             engine, scheduler, max_seq_tokens, prelaunch_unrequested=prelaunch_unrequested
         )
+        self._adapters = adapters
+        if adapters is not None:
+            adapters.submit = lambda read: self.submit([read])
         self._stopping = threading.Event()
         # Forwards that have run, and have extra samples left to draw.
         self._drawing: deque[Forward] = deque()
@@ -92,7 +107,7 @@ class StepLoop:
 
     # Called by other threads.
 
-    def submit(self, commands: Sequence[Command | Reset]) -> None:
+    def submit(self, commands: Sequence[Command | Reset | AdapterRead]) -> None:
         """Queues commands. They take effect in this order, and those of one call are taken together."""
         self._inbox.put((commands, time.monotonic_ns()))
 
@@ -103,8 +118,9 @@ class StepLoop:
 
     @property
     def operations_in_flight(self) -> int:
-        """The forwards in the scheduler, and those with extra samples left to draw."""
-        return len(self._scheduler) + len(self._drawing)
+        """The forwards in the scheduler, those that wait for an adapter, and those with samples to draw."""
+        waiting = 0 if self._adapters is None else len(self._adapters)
+        return len(self._scheduler) + len(self._drawing) + waiting
 
     # The loop's thread.
 
@@ -130,6 +146,9 @@ class StepLoop:
             for command in commands:
                 if isinstance(command, Reset):
                     self._reset(command)
+                elif isinstance(command, AdapterRead):
+                    assert self._adapters is not None
+                    self._adapters.read(command)
                 else:
                     self._carry_out(command, arrived_ns)
             wait_ns = 0
@@ -144,7 +163,7 @@ class StepLoop:
             if self._stopping.is_set():
                 return
 
-    def _wait(self) -> tuple[Sequence[Command | Reset], int] | None:
+    def _wait(self) -> _Arrived | None:
         """Waits for commands. Returns them and when they arrived, or None to end the loop."""
         if self._prelauncher.ready:
             try:
@@ -164,6 +183,8 @@ class StepLoop:
         # An iterator that is dropped unregisters itself from the table.
         self._integrity_check, self._checked_for, self._next_checked_for = None, [], []
         self._answered, self._window = [], CoalescingWindow()
+        if self._adapters is not None:
+            self._adapters.clear()
         self._results = [report_sequences(self._engine, command.stream)]
 
     def _carry_out(self, command: Command, arrived_ns: int) -> None:
@@ -171,10 +192,15 @@ class StepLoop:
             match command:
                 case Forward():
                     self._window.request_arrived(command.sequence, arrived_ns)
+                    if command.adapter:
+                        self._adapter_table.count(command)
                     if command.sequence in self._prelauncher.expected and self._prelauncher.consume(command):
                         self._answer(command)
-                    else:
+                    elif not command.adapter or self._adapter_table.admit(command):
                         self._scheduler.add(command)
+                    return
+                case ChangeAdapters():
+                    self._adapter_table.change(command)
                     return
                 case Abort():
                     self._abort(command)
@@ -192,13 +218,27 @@ class StepLoop:
         except Exception as error:
             self._results.append(_failure(command.op_id, error, "a command failed"))
 
+    @property
+    def _adapter_table(self) -> AdapterTable[Any]:
+        if self._adapters is None:
+            raise AdapterError("this model has no adapters")
+        return self._adapters
+
+    def _advance_adapters(self, adapters: AdapterTable[Any]) -> None:
+        for forward in adapters.expire(time.monotonic_ns()):
+            self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
+        ready, results = adapters.advance(self._scheduler.adapters)
+        self._results += results
+        for forward in ready:
+            self._scheduler.add(forward)
+
     def _answer(self, forward: Forward) -> None:
         """Answers a forward that is complete, and prelaunches the next one of its sequence."""
         self._results.append(forward)
         prelauncher = self._prelauncher
         may_follow = (
             forward.prelaunch or prelauncher.prelaunch_unrequested or forward.sequence in prelauncher.expected
-        )
+        ) and not (forward.adapter and self._adapters is not None and self._adapters.is_full)
         if not (may_follow and prelauncher.prelaunch_next(forward)) and not forward.ephemeral:
             self._answered.append(forward.sequence)
 
@@ -219,6 +259,8 @@ class StepLoop:
         forward = self._scheduler.remove(command.target_op_id)
         if forward is not None and forward.has_begun:
             self._engine.roll_back(forward)
+        if self._adapters is not None and len(self._adapters):
+            self._adapters.remove(command.target_op_id)
         for forward in [one for one in self._drawing if one.op_id == command.target_op_id]:
             self._drawing.remove(forward)
             self._engine.roll_back(forward)
@@ -254,6 +296,8 @@ class StepLoop:
         """Runs one forward over the chunks that the scheduler picks, and a slice of an integrity check."""
         if self._integrity_check is not None or self._next_checked_for:
             self._continue_check()
+        if self._adapters is not None and self._adapters.has_work:
+            self._advance_adapters(self._adapters)
         self._prelauncher.next_step()
         began_ns = time.monotonic_ns()
         for forward in self._scheduler.expire(began_ns):
@@ -378,6 +422,8 @@ def _failure(op_id: int, error: Exception, what: str) -> Failed:
             return Failed(op_id, FailureReason.KV_EXHAUSTED, pages_needed=needed, pages_available=available)
         case KvMissing():
             return Failed(op_id, FailureReason.KV_MISSING, str(error))
+        case AdapterError():
+            return Failed(op_id, FailureReason.ADAPTER, str(error))
         case NoTrees():
             return Failed(op_id, FailureReason.UNSUPPORTED, str(error))
         case _:

@@ -21,8 +21,11 @@ from workers.operations import (
     GREEDY,
     Abort,
     Accept,
+    AdapterLoaded,
+    AdapterSource,
     Adopt,
     Adopted,
+    ChangeAdapters,
     CheckIntegrity,
     Claim,
     Command,
@@ -103,6 +106,8 @@ def to_command(  # noqa: PLR0911 - one for each command
         case "adopt":
             items = message.adopt.items
             return Adopt(op_id, [Claim(item.sequence, item.length, item.digest) for item in items])
+        case "adapter":
+            return _to_change(op_id, message.adapter)
         case kind:
             raise ValueError(f"unknown command {kind}")
 
@@ -123,12 +128,24 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int,
         prompt_len=message.prompt_len,
         ephemeral=message.ephemeral,
         salt=message.salt,
+        adapter=message.adapter,
         priority=_PRIORITIES[message.priority],
         deadline_ns=now_ns + message.timeout_ns if message.timeout_ns else None,
         arrived_ns=now_ns,
         prelaunch=message.prelaunch,
         **options,
     )
+
+
+def _to_change(op_id: int, message: worker_pb2.AdapterCommand) -> ChangeAdapters:
+    """Raises ValueError if not one adapter is to be loaded now."""
+    if message.load and len(message.added) != 1:
+        raise ValueError(f"{len(message.added)} adapters to load")
+    added = [
+        AdapterSource(source.adapter, source.directory, source.identity, source.pinned)
+        for source in message.added
+    ]
+    return ChangeAdapters(op_id, added, list(message.removed), message.load, message.all)
 
 
 @functools.lru_cache(_CACHED_OPTIONS)
@@ -241,7 +258,7 @@ def _inflated(deflated: bytes, max_bytes: int) -> bytes:
         raise ValueError(f"a mask that is no zlib stream: {error}") from None
 
 
-def to_event(result: Forward | Done | Failed | Adopted) -> worker_pb2.WorkerEvent:
+def to_event(result: Forward | Done | Failed | Adopted | AdapterLoaded) -> worker_pb2.WorkerEvent:
     """Encodes a result."""
     match result:
         case Forward():
@@ -250,6 +267,9 @@ def to_event(result: Forward | Done | Failed | Adopted) -> worker_pb2.WorkerEven
             return worker_pb2.WorkerEvent(op_id=result.op_id, done=worker_pb2.ControlDone())
         case Adopted():
             return worker_pb2.WorkerEvent(op_id=result.op_id, adopted=worker_pb2.Adopted(kept=result.kept))
+        case AdapterLoaded():
+            loaded = worker_pb2.AdapterLoaded(rank=result.rank, size_bytes=result.size_bytes)
+            return worker_pb2.WorkerEvent(op_id=result.op_id, adapter_loaded=loaded)
         case Failed():
             error = worker_pb2.WorkerError(
                 reason=_REASONS[result.reason],  # type: ignore[arg-type]  # an enum to the stubs

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
 from quire.v1 import admin_pb2, executor_pb2
 
+from service.adapters.loader import AdapterLoader
+from service.adapters.registry import AdapterVersion
 from service.api import validation
+from service.api.parsing import parsed
 from service.api.server_state import ServerState
+from service.auth.authenticator import current_tenant_name
 from service.config import Config, is_private
 from service.errors import InvalidArgument
 from service.pool.rolling_restart import RollingRestart
@@ -35,8 +40,16 @@ class Stop(Protocol):
 class AdminApi:
     """Implements the service. A wait ends at the caller's deadline or when the server stops."""
 
-    def __init__(self, state: ServerState, restarts: RollingRestart, config: Config, stop: Stop) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        restarts: RollingRestart,
+        adapters: AdapterLoader,
+        config: Config,
+        stop: Stop,
+    ) -> None:
         self._state = state
+        self._adapters = adapters
         self._restarts = restarts
         self._config = config
         self._stop = stop
@@ -63,6 +76,44 @@ class AdminApi:
         for worker in replaced:
             response.workers.add(worker_id=worker.worker_id, old_pid=worker.old_pid, new_pid=worker.new_pid)
         return response
+
+    async def LoadAdapter(
+        self, requests: AsyncIterator[Any], _context: Context
+    ) -> admin_pb2.LoadAdapterResponse:
+        """Loads an adapter from a source or from the stream."""
+        version = await self._adapters.load(parsed(requests), current_tenant_name())
+        return admin_pb2.LoadAdapterResponse(adapter=self._describe([version])[0])
+
+    async def UnloadAdapter(
+        self, request: admin_pb2.UnloadAdapterRequest, _context: Context
+    ) -> admin_pb2.UnloadAdapterResponse:
+        """Removes an id."""
+        owner = None if request.shared else current_tenant_name()
+        return admin_pb2.UnloadAdapterResponse(
+            unloaded=await self._adapters.unload(request.adapter_id, owner)
+        )
+
+    async def ListAdapters(
+        self, _request: admin_pb2.ListAdaptersRequest, _context: Context
+    ) -> admin_pb2.ListAdaptersResponse:
+        """Lists the adapters that the caller can use."""
+        visible = self._adapters.visible_to(current_tenant_name())
+        return admin_pb2.ListAdaptersResponse(adapters=self._describe(visible))
+
+    def _describe(self, versions: Sequence[AdapterVersion]) -> list[admin_pb2.Adapter]:
+        caches = self._adapters.caches_of_versions()
+        return [
+            admin_pb2.Adapter(
+                adapter_id=version.adapter_id,
+                version=version.number,
+                pinned=version.pinned,
+                shared=version.tenant is None,
+                rank=version.rank,
+                size_bytes=version.size_bytes,
+                caches=caches[version.number],
+            )
+            for version in versions
+        ]
 
     async def Shutdown(self, request: Message, _context: Context) -> admin_pb2.ShutdownResponse:
         """Starts to stop the server."""

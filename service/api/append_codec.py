@@ -54,7 +54,7 @@ PRIORITIES = {
 
 
 def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
-    """A Prefill. Raises InvalidArgument, and Unsupported for an adapter."""
+    """A Prefill. Raises InvalidArgument, and AdapterNotFound or Unsupported for an adapter."""
     limits = limits.of(request.cache_id)
     validation.check_tokens(request.token_ids, limits)
     validation.check_creation(request)
@@ -69,6 +69,7 @@ def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout
         options,
         kind=AppendKind.PREFILL,
         token_ids=_packed(request.token_ids),
+        adapter=validation.check_adapter(request.adapter_id, request.cache_id, limits),
         lease_s=validation.lease_seconds(request.lease) if request.HasField("lease") else None,
         request_id=request.request_id,
         cache_salt=request.cache_salt,
@@ -121,7 +122,15 @@ def unified_item(
     is_decode = bool(item.cache_id) and is_final and len(item.token_ids) == 1
     kind = AppendKind.DECODE if is_decode else AppendKind.PREFILL
     options = worker_pb2.ForwardOptions(rows=int(is_final))
-    return _append(item, limits, timeout_s, options, kind=kind, token_ids=_packed(item.token_ids))
+    return _append(
+        item,
+        limits,
+        timeout_s,
+        options,
+        kind=kind,
+        token_ids=_packed(item.token_ids),
+        adapter=validation.check_adapter(item.adapter_id, item.cache_id, limits),
+    )
 
 
 def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
@@ -137,6 +146,7 @@ def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s
         options,
         kind=AppendKind.SCORE,
         token_ids=_packed(request.token_ids),
+        adapter=validation.check_adapter(request.adapter_id, "", limits),
         cache_salt=request.cache_salt,
     )
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 from quire.v1 import executor_pb2 as pb
 
+from service.adapters.registry import Adapters
 from service.api import validation
 from service.api.append_codec import held_bytes, write_handle
 from service.api.calls import CALLS
@@ -36,10 +37,13 @@ _Answer: TypeAlias = Coroutine[Any, Any, _Response]
 class ExecutorApi:
     """The data calls and the read-only calls."""
 
-    def __init__(self, dispatcher: Dispatcher, state: ServerState, pool: Supervisor) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, state: ServerState, pool: Supervisor, adapters: Adapters
+    ) -> None:
         self._dispatcher = dispatcher
         self._state = state
         self._pool = pool
+        self._adapters = adapters
         self._sessions: set[Session] = set()
         self._version = metadata.version("quire-llm-server")
 
@@ -219,7 +223,12 @@ class ExecutorApi:
     ) -> pb.GetLoraMetricsResponse:
         response = pb.GetLoraMetricsResponse()
         for slot in await self._pool.refresh_snapshots():
-            response.workers.add(worker_id=slot.worker_id, adapters=slot.snapshot.lora_adapters)
+            worker = response.workers.add(worker_id=slot.worker_id, adapters=slot.snapshot.lora_adapters)
+            held = self._dispatcher.caches.adapters_on(slot.worker_id)
+            for metrics in worker.adapters:
+                version = self._adapters.get(metrics.version)
+                metrics.adapter_id = "" if version is None else version.adapter_id
+                metrics.sequences = held[metrics.version]
         return response
 
 

@@ -10,7 +10,7 @@ This module uses the wire format and the names of the limited fields: calls, ite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,15 @@ class LargeRequest:
             except QuireError as error:
                 return error.without_traceback()
             return self._message
+
+
+async def parsed(received: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The messages of a stream of requests. Raises QuireError for one that is refused."""
+    async for one in received:
+        message = await one.parse() if isinstance(one, LargeRequest) else one
+        if isinstance(message, QuireError):
+            raise message
+        yield message
 
 
 def deferring_deserializer(parse: Callable[[bytes], Any], state: ServerState) -> Callable[[bytes], Any]:

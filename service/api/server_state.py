@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 
 from quire.v1 import executor_pb2, worker_pb2
 
+from service.adapters.registry import Adapters
 from service.api.budget import AnswerBudget
 from service.api.parsing import MAX_CONCURRENT
 from service.api.refusal_log import RefusalLog
 from service.api.request_receiver import RequestReceiver
 from service.api.time_slice import LoopWatch
-from service.api.validation import RequestLimits
+from service.api.validation import RequestLimits, no_adapter
+from service.auth.authenticator import current_tenant_name
 from service.auth.connections import ConnectionCount
 from service.config import Config
 from service.errors import NoWorker, QueueFull, WeightsChanged
@@ -36,6 +38,7 @@ class ServerState:
         config: Config,
         versions: ModelVersions,
         version_of: Callable[[str], int | None] = lambda _: None,
+        adapters: Adapters | None = None,
     ) -> None:
         """`version_of`: returns the model version of a caller's cache, or None if there is no such cache."""
         self.config = config
@@ -43,6 +46,7 @@ class ServerState:
         self.watch = LoopWatch()
         self._versions = versions
         self._version_of = version_of
+        self._adapters = Adapters(0) if adapters is None else adapters
         # For each model version that callers may use, once a worker has loaded it.
         self._limits: dict[int, RequestLimits] = {}
         self._started_s = time.monotonic()
@@ -80,7 +84,15 @@ class ServerState:
             weights=version.number,
             # With the first version there are no caches of other versions.
             limits_of_cache=self._limits_of_cache if version.number else None,
+            adapter_of=self._adapter_of if ready.executor.supports_lora else no_adapter,
         )
+
+    def adapter_ids(self) -> list[str]:
+        """The adapters that the caller can use."""
+        return [version.adapter_id for version in self._adapters.visible_to(current_tenant_name())]
+
+    def _adapter_of(self, adapter_id: str) -> int:
+        return self._adapters.resolve(adapter_id, current_tenant_name()).number
 
     @property
     def slots(self) -> Sequence[WorkerSlot]:

@@ -22,7 +22,7 @@ from quire.v1 import executor_pb2
 from service.api import validation
 from service.api.append_codec import held_bytes
 from service.api.calls import CALLS, Call, Outcome, start_weight
-from service.api.parsing import LargeRequest
+from service.api.parsing import parsed
 from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.api.time_slice import TimeSlice
@@ -125,10 +125,7 @@ class Session:
     # Reading.
 
     async def _read(self, messages: AsyncIterator[executor_pb2.SessionRequest]) -> None:
-        async for received in messages:
-            message = await received.parse() if isinstance(received, LargeRequest) else received
-            if isinstance(message, QuireError):
-                raise message
+        async for message in parsed(messages):
             assert isinstance(message, executor_pb2.SessionRequest)
             await self._start(message.calls)
 

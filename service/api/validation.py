@@ -58,6 +58,11 @@ HANDLE_BYTES = 128
 _LONGEST_TIMEOUT_S = 365 * 86_400.0
 
 
+def no_adapter(_adapter_id: str) -> int:
+    """What an executor without adapters answers."""
+    raise Unsupported("this executor does not support LoRA adapters", field="adapter_id")
+
+
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """The limits that requests are checked against."""
@@ -73,6 +78,8 @@ class RequestLimits:
     # The model version of these limits. If caches of other versions exist: the limits for a known cache.
     weights: int = 0
     limits_of_cache: Callable[[str], RequestLimits | None] | None = None
+    # The number of the adapter that an id names. Raises AdapterNotFound, or Unsupported.
+    adapter_of: Callable[[str], int] = no_adapter
 
     def of(self, cache_id: str) -> RequestLimits:
         """The limits for an append to a cache; an empty id is a new cache. Raises WeightsChanged."""
@@ -209,10 +216,17 @@ def check_accept(request: executor_pb2.ForwardVerifyRequest) -> None:
         raise InvalidArgument("BAD_SAMPLING", "output.sampling.temperature", text)
 
 
+def check_adapter(adapter_id: str, cache_id: str, limits: RequestLimits) -> int:
+    """The number of the adapter of a new cache. 0: none. Raises AdapterNotFound or Unsupported, too."""
+    if not adapter_id:
+        return 0
+    if cache_id:
+        raise InvalidArgument("BAD_ADAPTER", "adapter_id", "must be empty for an existing cache")
+    return limits.adapter_of(adapter_id)
+
+
 def check_creation(request: executor_pb2.PrefillRequest) -> None:
-    """The fields that only a prefill has. Raises Unsupported for an adapter: no executor has any yet."""
-    if request.adapter_id:
-        raise Unsupported("this executor does not support LoRA adapters", field="adapter_id")
+    """The fields that only a prefill has."""
     check_request_id(request.request_id)
     check_cache_salt(request.cache_salt)
     if request.cache_salt and request.cache_id:

@@ -29,6 +29,7 @@ _ROLES = {
     **dict.fromkeys(("GetStatus", "GetCacheMetrics", "GetLoraMetrics"), (Role.OBSERVE,)),
     **dict.fromkeys(("GetModelInfo", "GetCapabilities", "ListCaches"), (Role.CALL, Role.OBSERVE)),
     **dict.fromkeys(("GetRuntime", "ListRuntimes"), (Role.CALL, Role.OBSERVE)),
+    "ListAdapters": (Role.CALL, Role.OBSERVE, Role.ADMINISTER),
     # These change what all tenants are served.
     **dict.fromkeys(("LoadWeights", "RebuildSession"), (Role.ADMINISTER,)),
 }

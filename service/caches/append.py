@@ -46,11 +46,12 @@ class Appends(OperationKind[Append]):
             number=self._parts.context.number(),
             cache_id=self._parts.new_cache_id(),
             tenant=tenant.name,
-            salt=tenant.salt(append.cache_salt),
+            salt=tenant.salt(append.cache_salt, append.adapter),
             seed=self._parts.new_seed(),
             lease_s=min(lease_s, self._parts.limits.max_lease_s),
             request_id="" if append.is_scoring else append.request_id,
             weights=weights,
+            adapter=append.adapter,
         )
         state = CacheState.of(created)
         entry = self._parts.admission.new_cache(state, tenant, ephemeral=append.is_scoring)
@@ -65,6 +66,8 @@ class Appends(OperationKind[Append]):
         creates_again = entry.visible and not request.cache_id
         if creates_again:
             position = 0
+            if request.adapter != state.adapter:
+                raise reused_request_id()
         if position is not None:
             if position == state.last_base and is_repeated(state, request):
                 return self._begin_repetition(operation, request)

@@ -342,6 +342,7 @@ class Attempts:
             is_copy,
             not replays and (is_copy or entry.ephemeral),
             state.salt,
+            state.adapter,
             timeout_s,
             replays,
             -(-tokens // worker.page_tokens),

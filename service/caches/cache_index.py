@@ -157,4 +157,5 @@ class CacheIndex:
 
 
 def _remembered(entry: CacheEntry) -> Remembered:
-    return Remembered(entry.state.cache_id, entry.state.tokens.copy(), entry.state.weights)
+    state = entry.state
+    return Remembered(state.cache_id, state.tokens.copy(), state.weights, state.adapter)

@@ -40,6 +40,8 @@ class Attempt:
     ephemeral: bool
     # A sequence shares pages only with those of the same salt.
     salt: bytes = b""
+    # The adapter of the cache. 0: none.
+    adapter: int = 0
     # It has to begin within this time. None: no limit.
     timeout_s: float | None = None
 

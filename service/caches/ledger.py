@@ -56,8 +56,9 @@ class CacheState:
     prompt_len: int = 0
     # The placement of the KV on which the last tokens were computed.
     ownership: int = 0
-    # The only weights with which it is computed.
+    # The only weights with which it is computed, and the adapter (0: none).
     weights: int = 0
+    adapter: int = 0
     # The last append, to recognise its repetition: see `LastAppend`. None: there is none.
     last_base: int | None = None
     last_kept: int = 0
@@ -77,6 +78,7 @@ class CacheState:
             record.lease_s,
             record.request_id,
             weights=record.weights,
+            adapter=record.adapter,
         )
 
     @property
@@ -164,6 +166,7 @@ class Ledger:
             shared_len=shared_len,
             token_ids=state.tokens.copy(shared_len),
             weights=state.weights,
+            adapter=state.adapter,
         )
 
     def _append(self, record: TokensAppended) -> None:
@@ -209,6 +212,7 @@ class Ledger:
             tokens=self._store.fork(parent.tokens),
             prompt_len=parent.prompt_len,
             weights=parent.weights,
+            adapter=parent.adapter,
         )
 
     def _restate(self, record: CacheRestated) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -220,6 +221,18 @@ class CacheMachine:
         """How many operations of callers need these weights."""
         its = operations_with(self._queues.operations.values(), weights)
         return sum(operation.kind.needs_weights and not operation.is_internal for operation in its)
+
+    def adapters_in_use(self) -> Counter[int]:
+        """The adapters of caches, and of operations that create one; each with its number of caches."""
+        used = Counter(state.adapter for state in self.ledger if state.adapter)
+        for operation in self._queues.operations.values():
+            used.update({entry.state.adapter: 0 for entry in operation.entries if entry.state.adapter})
+        return used
+
+    def adapters_on(self, worker_id: str) -> Counter[int]:
+        """The adapters of caches whose KV is on a worker; each with its number of caches."""
+        held = (entry for w in self._workers if w.worker_id == worker_id for entry in w.held)
+        return Counter(entry.state.adapter for entry in held)
 
     # Requests.
 

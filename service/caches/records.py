@@ -23,8 +23,9 @@ class CacheCreated:
     lease_s: float
     # To recognise a repeated creation. Empty: not recognised.
     request_id: str
-    # The only weights with which it is computed.
+    # The only weights with which it is computed, and the adapter (0: none).
     weights: int = 0
+    adapter: int = 0
 
 
 @frozen_struct
@@ -63,7 +64,7 @@ class Child:
 
 @frozen_struct
 class CacheForked:
-    """New caches with the tokens, the tenant, the salt, the lease and the weights of `parent`."""
+    """New caches with the tokens, tenant, salt, lease, weights and adapter of `parent`."""
 
     parent: int
     children: Sequence[Child]
@@ -133,6 +134,7 @@ class CacheRestated:
     # The tokens after these.
     token_ids: Sequence[int]
     weights: int = 0
+    adapter: int = 0
 
 
 Record = (

@@ -63,6 +63,8 @@ class Append:
     is_large: bool = False
     # The weights for which it was checked. None: any.
     weights: int | None = None
+    # The adapter of a new cache. 0: none.
+    adapter: int = 0
     # The chosen token is expected to be appended next, with the same output.
     prelaunch: bool = False
 
@@ -210,3 +212,4 @@ class Remembered:
     cache_id: str
     token_ids: Sequence[int]
     weights: int
+    adapter: int

@@ -51,12 +51,13 @@ class Tenant:
     # None: no request was made yet.
     _rate: TokenBucket | None = field(default=None, repr=False)
 
-    def salt(self, cache_salt: str) -> bytes:
-        """The salt that separates prefixes by tenant and by `cache_salt`."""
+    def salt(self, cache_salt: str, adapter: int = 0) -> bytes:
+        """The salt that separates prefixes by tenant, by `cache_salt` and by adapter."""
+        of_adapter = f"a{adapter}/" if adapter else ""
         if not self.name and not cache_salt:
-            return b""
+            return of_adapter.encode()
         # The length keeps ("a", "bc") apart from ("ab", "c").
-        return f"{len(self.name)}:{self.name}{cache_salt}".encode()
+        return f"{of_adapter}{len(self.name)}:{self.name}{cache_salt}".encode()
 
     def admit(self, now_s: float) -> None:
         """Admits one more request. Raises QuotaExceeded if too many run, or the rate is too high."""

@@ -14,7 +14,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,25 @@ def find_model(
     except Exception as error:
         # The library raises its own errors and those of its HTTP client.
         raise _to_hub_error(error, hub_id, revision) from error
+
+
+def find_adapter(hub_id: str, names: Sequence[str], *, download: bool) -> Path:
+    """The directory of a LoRA adapter in the local cache, after a download of its files if necessary.
+
+    Raises:
+        HubError: See `find_model`.
+    """
+    may_download = download and not constants.is_offline_mode()
+    try:
+        paths = [
+            Path(hf_hub_download(hub_id, name, local_files_only=not may_download)).parent for name in names
+        ]
+    except Exception as error:
+        # The library raises its own errors and those of its HTTP client.
+        raise _to_hub_error(error, hub_id, None) from error
+    if len(set(paths)) > 1:
+        raise HubError(f"{hub_id} changed while it was downloaded: try again")
+    return paths[0]
 
 
 def _look_in_cache(hub_id: str, revision: str | None) -> tuple[Path | None, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import uvloop
 
+from service.adapters.store import FILES, bad_adapter
 from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.config import Config, ConfigError, is_hub_id, load_config
 from service.errors import LoadFailed
@@ -53,7 +54,9 @@ def _run(config: Config) -> int:
     # seconds.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config, functools.partial(_find_on_hub, download=may_download)))
+        find = functools.partial(_find_on_hub, download=may_download)
+        find_adapter = functools.partial(_find_adapter_on_hub, download=may_download)
+        return runner.run(serve(config, find, find_adapter))
 
 
 def _failed(error: Exception) -> int:
@@ -69,3 +72,13 @@ def _find_on_hub(hub_id: str, on_progress: Callable[[float], None], *, download:
         return hub.find_model(hub_id, None, download=download, on_progress=on_progress)
     except hub.HubError as error:
         raise LoadFailed(str(error)) from None
+
+
+def _find_adapter_on_hub(hub_id: str, *, download: bool) -> Path:
+    """Finds an adapter for LoadAdapter. Raises InvalidArgument."""
+    from service.cli import hub
+
+    try:
+        return hub.find_adapter(hub_id, FILES, download=download)
+    except hub.HubError as error:
+        raise bad_adapter(str(error)) from None

@@ -9,8 +9,9 @@ All values are little-endian. The crc of a row covers the bytes before it and th
 are stored beside the row. The crc of a frame covers the bytes before it in the frame. A frame holds one
 record, or packed decodes: a run of appends of one token each, of any caches, with 20 bytes an append.
 
-A record that creates a cache ends with the number of its weights, unless that is 0. Such a record has a kind
-of its own. Earlier versions used the same kind with and without weights, which can still be read.
+A record that creates a cache ends with the numbers of its weights and its adapter; zeros at its end are left
+out. There is a kind for each number of these. Earlier versions used the same kind with and without weights,
+which can still be read.
 
 A program that does not know the format of a row must refuse the journal. It must not treat the row as a
 damaged one, since a damaged last row is dropped.
@@ -40,7 +41,7 @@ from service.caches.records import (
 )
 
 # The newest format. A row has the oldest format that has all its kinds, so that older programs can read it.
-VERSION: Final = 3
+VERSION: Final = 4
 _FIRST_VERSION: Final = 1
 _TOKEN_BYTES: Final = 4
 _ROW_HEAD = struct.Struct("<BBHI")
@@ -51,10 +52,17 @@ _ROW_START: Final = _ROW_HEAD.size + _CRC.size
 FRAME_BYTES: Final = _FRAME_HEAD.size + _CRC.size
 
 _CREATED, _APPENDED, _TRUNCATED, _FORKED, _RENEWED, _RELEASED, _RESTATED, _PACKED_DECODES = range(1, 9)
-# A fork of one of several parents in a request; caches with weights other than 0.
+# A fork of one of several parents in a request; caches with weights other than 0; caches with an adapter.
 _FORKED_TOGETHER, _CREATED_WITH_WEIGHTS, _RESTATED_WITH_WEIGHTS = range(9, 12)
+_CREATED_WITH_ADAPTER, _RESTATED_WITH_ADAPTER = range(12, 14)
 # The first format that has a kind, if that is not the first of all.
-_FORMATS: Final = {_FORKED_TOGETHER: 2, _CREATED_WITH_WEIGHTS: 3, _RESTATED_WITH_WEIGHTS: 3}
+_FORMATS: Final = {
+    _FORKED_TOGETHER: 2,
+    _CREATED_WITH_WEIGHTS: 3,
+    _RESTATED_WITH_WEIGHTS: 3,
+    _CREATED_WITH_ADAPTER: 4,
+    _RESTATED_WITH_ADAPTER: 4,
+}
 
 _U8, _U32, _U64, _F64 = map(struct.Struct, ("<B", "<I", "<Q", "<d"))
 # Number, position, prompt_len, ownership and token, each an u32.
@@ -178,6 +186,8 @@ def _encode_one(record: Record) -> bytes:
     kind = _KINDS[type(record)]
     if isinstance(record, CacheForked) and record.total:
         kind = _FORKED_TOGETHER
+    elif isinstance(record, CacheCreated | CacheRestated) and record.adapter:
+        kind = _CREATED_WITH_ADAPTER if kind == _CREATED else _RESTATED_WITH_ADAPTER
     elif isinstance(record, CacheCreated | CacheRestated) and record.weights:
         kind = _CREATED_WITH_WEIGHTS if kind == _CREATED else _RESTATED_WITH_WEIGHTS
     try:
@@ -309,8 +319,7 @@ _CHILDREN = _list_of(_Layout(Child, ("number", _INT), ("seed", _INT), ("cache_id
 _LAST = _if_set(_Layout(LastAppend, ("base", _INT), ("kept", _INT), ("accept", _INT), ("asked", _BLOB)))
 _FORK = _if_set(_Layout(ForkKey, ("parent", _INT), ("index", _INT), ("count", _INT), ("request_id", _TEXT)))
 _FORK_FIELDS = (("parent", _INT), ("request_id", _TEXT), ("children", _CHILDREN))
-_CREATED_LAYOUT = _Layout(
-    CacheCreated,
+_CREATED_FIELDS = (
     ("number", _INT),
     ("seed", _INT),
     ("lease_s", _FLOAT),
@@ -318,10 +327,8 @@ _CREATED_LAYOUT = _Layout(
     ("tenant", _TEXT),
     ("request_id", _TEXT),
     ("salt", _BLOB),
-    ("weights", _WEIGHTS),
 )
-_RESTATED_LAYOUT = _Layout(
-    CacheRestated,
+_RESTATED_FIELDS = (
     ("number", _INT),
     ("seed", _INT),
     ("lease_s", _FLOAT),
@@ -338,11 +345,14 @@ _RESTATED_LAYOUT = _Layout(
     ("last", _LAST),
     ("fork", _FORK),
     ("token_ids", _TOKENS),
-    ("weights", _WEIGHTS),
 )
+_WITH_ADAPTER = (("weights", _INT), ("adapter", _INT))
+_CREATED_LAYOUT = _Layout(CacheCreated, *_CREATED_FIELDS, ("weights", _WEIGHTS))
+_RESTATED_LAYOUT = _Layout(CacheRestated, *_RESTATED_FIELDS, ("weights", _WEIGHTS))
 _LAYOUTS: Final = {
     _CREATED: _CREATED_LAYOUT,
     _CREATED_WITH_WEIGHTS: _CREATED_LAYOUT,
+    _CREATED_WITH_ADAPTER: _Layout(CacheCreated, *_CREATED_FIELDS, *_WITH_ADAPTER),
     _APPENDED: _Layout(
         TokensAppended,
         ("number", _INT),
@@ -360,6 +370,7 @@ _LAYOUTS: Final = {
     _RELEASED: _Layout(CacheReleased, ("number", _INT)),
     _RESTATED: _RESTATED_LAYOUT,
     _RESTATED_WITH_WEIGHTS: _RESTATED_LAYOUT,
+    _RESTATED_WITH_ADAPTER: _Layout(CacheRestated, *_RESTATED_FIELDS, *_WITH_ADAPTER),
 }
 # The oldest kind of each record.
 _KINDS: Final[dict[type, int]] = {

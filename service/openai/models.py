@@ -1,4 +1,4 @@
-"""The names for `model`: the runtimes, and the models that they serve."""
+"""The names for `model`: the runtimes, the models that they serve, and the adapters of the local one."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class ResolvedModel:
     sampling_defaults: types_pb2.SamplingParams
     # Of a prompt, if known.
     max_tokens: int = _MANY_TOKENS
+    # Empty: the base model.
+    adapter_id: str = ""
 
 
 class Models:
@@ -53,6 +55,7 @@ class Models:
             is_local=True,
             sampling_defaults=ready.sampling_defaults,
             max_tokens=self._state.limits.max_seq_tokens,
+            adapter_id="" if model in (runtime.name, runtime.model_id) else model,
         )
 
     def is_remote(self, model: object) -> bool:
@@ -79,6 +82,10 @@ class Models:
         for each in described:
             if each.model_id:
                 by_name.setdefault(each.model_id, each)
+        own = next((each for each in described if each.runtime_kind == _OWN), None)
+        if own is not None:
+            for adapter_id in self._state.adapter_ids():
+                by_name.setdefault(adapter_id, own)
         return by_name
 
     def _named(self, name: str) -> runner_pb2.Runtime:

@@ -115,6 +115,7 @@ def _set_common(item: runner_pb2.ExecuteItem, fields: Fields, model: ResolvedMod
     """Sets the fields that completions and chats have in common. Returns n."""
     n = fields.get("n", integer, 1, _MAX_SAMPLES) or 1
     item.n = n
+    item.adapter_id = model.adapter_id
     stop = fields.raw("stop")
     if stop is not None:
         texts = [stop] if isinstance(stop, str) else stop

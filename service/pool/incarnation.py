@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quire.v1 import executor_pb2, worker_pb2
@@ -20,6 +20,7 @@ from service.caches.effects import Claim
 from service.caches.workers import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
+from service.errors import NoWorker
 from service.logging import get_logger
 from service.pool import wire
 from service.pool.launcher import PoolFailed, WorkerProcesses
@@ -44,18 +45,21 @@ class Incarnation:
         config: Config,
         dispatcher: Dispatcher,
         versions: ModelVersions,
+        adapters: Callable[[], worker_pb2.AdapterCommand],
         *,
         adopted: bool = False,
     ) -> None:
+        """`adapters`: what a worker is told when it is ready."""
         self.slot = slot
         self.epoch = processes.epoch
         self.processes = processes
         self._dispatcher = dispatcher
         self._versions = versions
+        self._adapters = adapters
         self._liveness = Liveness(config, adopted=adopted)
         self._terminated: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
         self._op_ids = itertools.count(_FIRST_OP_ID)
-        self._snapshot_waiters: dict[int, asyncio.Future[worker_pb2.WorkerSnapshot]] = {}
+        self._waiters: dict[int, asyncio.Future[worker_pb2.WorkerEvent]] = {}
         # The pending adopt command: its op id, the worker's ready event, and the claimed lengths by sequence.
         self._adoption: tuple[int, worker_pb2.WorkerReady, dict[int, int]] | None = None
         self.link = WorkerLink(processes.address, processes.secret, config, self._receive)
@@ -96,6 +100,9 @@ class Incarnation:
         """Marks the slot as dead. Later messages of this incarnation are ignored."""
         slot = self.slot
         slot.state, slot.suspect = executor_pb2.WORKER_STATE_DEAD, False
+        for waiter in self._waiters.values():
+            if not waiter.done():
+                waiter.set_exception(NoWorker())
         if slot.ready is not None:
             self._dispatcher.worker_lost(slot.worker_id, self.epoch, crashed=crashed)
             self._versions.changed()
@@ -104,17 +111,29 @@ class Incarnation:
         self, *, check_integrity: bool, timeout_s: float
     ) -> worker_pb2.WorkerSnapshot | None:
         """Returns the worker's state after all commands sent so far. None if it does not answer in time."""
-        op_id = next(self._op_ids)
-        answer: asyncio.Future[worker_pb2.WorkerSnapshot] = asyncio.get_running_loop().create_future()
-        self._snapshot_waiters[op_id] = answer
-        self._send_snapshot_command(op_id, ordered=True, check_integrity=check_integrity)
+        command = worker_pb2.SnapshotCommand(ordered=True, check_integrity=check_integrity)
         try:
             async with asyncio.timeout(timeout_s):
-                return await answer
+                return (await self.ask(worker_pb2.WorkerCommand(snapshot=command))).snapshot
         except TimeoutError:
             return None
+
+    async def ask(self, command: worker_pb2.WorkerCommand) -> worker_pb2.WorkerEvent:
+        """Sends a command and returns its answer. Raises NoWorker if the incarnation ends before."""
+        command.op_id = next(self._op_ids)
+        answer: asyncio.Future[worker_pb2.WorkerEvent] = asyncio.get_running_loop().create_future()
+        self._waiters[command.op_id] = answer
+        self.link.send(command)
+        try:
+            return await answer
         finally:
-            del self._snapshot_waiters[op_id]
+            del self._waiters[command.op_id]
+
+    def send_adapters(self, command: worker_pb2.AdapterCommand) -> None:
+        """Tells the worker of changes, if it serves and can use adapters. The answer says nothing new."""
+        ready = self.slot.ready
+        if ready is not None and ready.executor.supports_lora:
+            self.link.send(worker_pb2.WorkerCommand(op_id=next(self._op_ids), adapter=command))
 
     async def _heartbeat(self) -> WorkerExit:
         """Polls the worker until the health check fails. Returns why it failed."""
@@ -123,7 +142,8 @@ class Incarnation:
         while (failed := liveness.check()) is None:
             self._publish_suspect()
             if liveness.take_request():
-                self._send_snapshot_command(next(self._op_ids))
+                command = worker_pb2.SnapshotCommand()
+                self.link.send(worker_pb2.WorkerCommand(op_id=next(self._op_ids), snapshot=command))
             await asyncio.sleep(liveness.tick_s)
             now_s = time.monotonic()
             liveness.tick(now_s - last_s)
@@ -138,10 +158,6 @@ class Incarnation:
             _log.warning(event, worker_id=slot.worker_id, epoch=self.epoch)
             self._dispatcher.worker_suspected(slot.worker_id, self.epoch, suspect=slot.suspect)
 
-    def _send_snapshot_command(self, op_id: int, **options: bool) -> None:
-        command = worker_pb2.SnapshotCommand(**options)
-        self.link.send(worker_pb2.WorkerCommand(op_id=op_id, snapshot=command))
-
     def _receive(self, response: worker_pb2.ConnectResponse) -> None:
         slot = self.slot
         if slot.state == executor_pb2.WORKER_STATE_DEAD:
@@ -153,23 +169,20 @@ class Incarnation:
         for event in response.events:
             match event.WhichOneof("event"):
                 case "snapshot":
-                    self._on_snapshot(event)
+                    self.slot.snapshot = event.snapshot
+                    self._liveness.on_snapshot(event.snapshot)
                 case "progress":
                     _on_progress(slot, event.progress)
                 case "ready":
                     self._on_ready(event.ready)
                 case "adopted":
                     self._on_adopted(event)
+            waiter = self._waiters.get(event.op_id) if event.op_id >= _FIRST_OP_ID else None
+            if waiter is not None and not waiter.done():
+                waiter.set_result(event)
         if slot.ready is not None:
             events = wire.to_events(response)
             self._dispatcher.worker_answered(slot.worker_id, self.epoch, events, response.pages_available)
-
-    def _on_snapshot(self, event: worker_pb2.WorkerEvent) -> None:
-        self.slot.snapshot = event.snapshot
-        self._liveness.on_snapshot(event.snapshot)
-        waiter = self._snapshot_waiters.get(event.op_id)
-        if waiter is not None and not waiter.done():
-            waiter.set_result(event.snapshot)
 
     # From ready to serving.
 
@@ -231,6 +244,8 @@ class Incarnation:
         log = _log.bind(worker_id=slot.worker_id, epoch=slot.epoch, kept=len(kept))
         log.info("worker ready", model=ready.model.model_id, backend=ready.model.backend)
         self._versions.worker_ready(slot)
+        # Before the forwards that name them.
+        self.send_adapters(self._adapters())
         self._dispatcher.worker_ready(_view_of(slot, ready), kept)
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context
 
 from quire.v1 import executor_pb2, worker_pb2
 
 from service.config import Config
 from service.dispatcher import Dispatcher
+from service.errors import NoWorker, Unsupported
 from service.logging import get_logger
 from service.pool.incarnation import Incarnation
 from service.pool.launcher import Launcher, PoolFailed, WorkerProcesses
@@ -63,6 +64,8 @@ class Supervisor:
         # Workers of an earlier gateway that no slot has taken yet, by worker_id.
         self._adopted: dict[str, WorkerProcesses] = {}
         self._detaches = False
+        # What a worker is told of adapters when it is ready.
+        self.adapter_command: Callable[[], worker_pb2.AdapterCommand] = worker_pb2.AdapterCommand
 
     @property
     def start_timeout_s(self) -> float:
@@ -108,6 +111,22 @@ class Supervisor:
             if snapshot is not None and incarnation in self._running.values():
                 incarnation.slot.snapshot = snapshot
         return self.versions.all_slots
+
+    def send_adapters(self, command: worker_pb2.AdapterCommand) -> None:
+        """Tells all workers of changed adapters."""
+        for incarnation in self._running.values():
+            incarnation.send_adapters(command)
+
+    async def load_adapter(self, source: worker_pb2.AdapterSource) -> worker_pb2.WorkerEvent:
+        """Loads an adapter on a worker that serves, and returns the answer. Raises NoWorker, Unsupported."""
+        serving = (i for i in self._running.values() if i.slot.version is self.versions.serving)
+        incarnation = next((i for i in serving if i.slot.ready is not None), None)
+        if incarnation is None or incarnation.slot.ready is None:
+            raise NoWorker
+        if not incarnation.slot.ready.executor.supports_lora:
+            raise Unsupported("this executor does not support LoRA adapters")
+        command = worker_pb2.AdapterCommand(added=[source], load=True)
+        return await incarnation.ask(worker_pb2.WorkerCommand(adapter=command))
 
     async def run(self, dispatcher: Dispatcher) -> None:
         """Starts the workers of the served version and keeps all workers running until cancelled.
@@ -214,7 +233,13 @@ class Supervisor:
                 _log.error("worker cannot be started", worker_id=slot.worker_id, file=file, error=why)
                 return None
         incarnation = Incarnation(
-            slot, processes, self._config, self._dispatcher, self.versions, adopted=is_adopted
+            slot,
+            processes,
+            self._config,
+            self._dispatcher,
+            self.versions,
+            self.adapter_command,
+            adopted=is_adopted,
         )
         event = "worker adopted" if is_adopted else "worker started"
         _log.info(event, worker_id=slot.worker_id, epoch=slot.epoch, pid=slot.pid)

@@ -11,7 +11,7 @@ from quire.v1 import types_pb2, worker_pb2
 
 from service.caches import effects
 from service.caches.requests import AppendKind, Priority
-from service.errors import DeadlinePassed, KvExhausted, QuireError, Unsupported, WorkerFault
+from service.errors import AdapterLost, DeadlinePassed, KvExhausted, QuireError, Unsupported, WorkerFault
 from service.pool.link import WorkerLink
 
 # The protocol uses the same names.
@@ -47,6 +47,7 @@ def to_message(command: effects.Command) -> worker_pb2.WorkerCommand:
             if command.position == 0:
                 body.salt = command.salt
             body.prelaunch = append.prelaunch
+            body.adapter = command.adapter
             body.priority = _PRIORITIES[append.priority]  # type: ignore[assignment]
             if command.timeout_s is not None:
                 body.timeout_ns = max(1, int(command.timeout_s * 1e9))
@@ -91,6 +92,8 @@ def _to_error(error: worker_pb2.WorkerError) -> QuireError:
             return KvExhausted(error.pages_needed, error.pages_available)
         case worker_pb2.WORKER_ERROR_REASON_TIMEOUT:
             return DeadlinePassed()
+        case worker_pb2.WORKER_ERROR_REASON_ADAPTER:
+            return AdapterLost(error.detail)
         case worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED:
             return Unsupported("this executor cannot do it")
         case _:

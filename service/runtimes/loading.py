@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import psutil
 from quire.v1 import runner_pb2
 
+from service.completion import complete
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import LoadFailed, Loading, NoMemory
@@ -88,10 +89,10 @@ class WeightsLoader:
             async with self._restarts.lock:
                 if version.failure is not None:
                     raise LoadFailed(version.failure)
-                await _complete(self._switch(version, drain_s))
+                await complete(self._switch(version, drain_s))
         finally:
             if version is not None and self._versions.serving is not version:
-                await _complete(self._discard(version))
+                await complete(self._discard(version))
             elif self._draining is None:
                 self.is_busy = False
         async for update in self._report_drain(drain_s):
@@ -183,13 +184,3 @@ def _load_progress(version: ModelVersion) -> _Progress:
         return _Progress(phase=runner_pb2.LOAD_WEIGHTS_PHASE_LOADING, progress=fraction)
     fraction = sum(slot.ready is not None for slot in version.slots) / len(version.slots)
     return _Progress(phase=runner_pb2.LOAD_WEIGHTS_PHASE_CHECKING, progress=fraction)
-
-
-async def _complete(step: Coroutine[Any, Any, None]) -> None:
-    """Runs a short step to completion. A cancellation during the step takes effect afterwards."""
-    task = asyncio.ensure_future(step)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise

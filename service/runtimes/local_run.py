@@ -196,6 +196,7 @@ class LocalRun:
                 answer_bytes=item.answer_bytes,
                 is_large=item.is_large,
                 weights=item.weights,
+                adapter=item.adapter,
                 prelaunch=sample is not None and sample.can_prelaunch,
             ),
         )
@@ -214,11 +215,11 @@ class LocalRun:
         # The first sample is charged for a shared prefix. The others found it computed.
         cached_tokens = [0] * len(indexes)
         try:
-            if any(cache is not None and cache.weights != item.weights for cache in forked):
-                # No run can use these caches.
-                for cache in filter(None, forked):
-                    self._caches.add(cache.cache_id)
-                raise WeightsChanged
+            for cache in filter(None, forked):
+                # If no run can use one, all are released.
+                for each in filter(None, forked):
+                    self._caches.add(each.cache_id)
+                _require_same_model(item, cache)
             if item_id in self._batch.resumed and not (forked or any(caches)):
                 raise ExecutionLost
             if item.num_samples > 1 and len(item.spec.prompt) > 1 and not forked:
@@ -252,7 +253,9 @@ class LocalRun:
             raise
         assert isinstance(forked, Handles)
         self._caches.discard(parent)
-        caches = [Remembered(handle.cache_id, prompt, item.weights) for handle in forked.handles]
+        caches = [
+            Remembered(handle.cache_id, prompt, item.weights, item.adapter) for handle in forked.handles
+        ]
         return [*caches], done_of(prefix).reused_tokens
 
     # Samples.
@@ -318,8 +321,7 @@ class LocalRun:
         """Takes the tokens that a sample's cache holds after the prompt. Raises QuireError."""
         prompt = item.spec.prompt
         self._caches.add(cache.cache_id)
-        if cache.weights != item.weights:
-            raise WeightsChanged
+        _require_same_model(item, cache)
         if not _is_either_prefix(cache.token_ids, prompt):
             raise reused_request_id()
         sample.cache_id = cache.cache_id
@@ -350,6 +352,15 @@ class LocalRun:
         # Fewer if the run has ended meanwhile.
         for (_, future), mask in zip(batch, masks, strict=False):
             self._continue(future, mask)
+
+
+def _require_same_model(item: PreparedItem, cache: Remembered) -> None:
+    """Raises WeightsChanged or ExecutionLost if a cache cannot continue an item."""
+    if cache.weights != item.weights:
+        raise WeightsChanged
+    if cache.adapter != item.adapter:
+        # The adapter's id names another version by now.
+        raise ExecutionLost
 
 
 def _is_either_prefix(token_ids: Sequence[int], prompt: Sequence[int]) -> bool:

@@ -40,6 +40,7 @@ class PreparedItem:
     new_matcher: Callable[[], Matcher] | None
     # The weights whose tokenizer made the tokens.
     weights: int
+    adapter: int
     _output: types_pb2.OutputOptions
     _first_mask: bytes | None
 
@@ -80,6 +81,7 @@ class ItemPreparer:
         """
         limits = self._state.limits
         items.check(item)
+        adapter = validation.check_adapter(item.adapter_id, "", limits)
         prompt = await self._prompt(item, limits)
         output = types_pb2.OutputOptions(
             sampling=item.sampling if item.HasField("sampling") else None,
@@ -121,6 +123,7 @@ class ItemPreparer:
             deadline_s=deadline_s,
             new_matcher=new_matcher,
             weights=limits.weights,
+            adapter=adapter,
             _output=output,
             _first_mask=first_mask,
         )

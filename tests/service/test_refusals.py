@@ -13,6 +13,7 @@ import pytest_asyncio
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2, worker_pb2
 
+from service.adapters.registry import Adapters
 from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor
 from service.caches.machine import CacheMachine
@@ -48,7 +49,7 @@ async def stub() -> AsyncIterator[Any]:
     executor = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
     model = types_pb2.ModelDescription(vocab_size=1000)
     state = state_of(Config(), worker_pb2.WorkerReady(model=model, executor=executor))
-    api = ExecutorApi(dispatcher, state, cast(Supervisor, None))
+    api = ExecutorApi(dispatcher, state, cast(Supervisor, None), Adapters(0))
     server = grpc.aio.server(interceptors=[CallInterceptor(state)])
     servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, api)
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from workers.adapters.table import AdapterTable
 from workers.executors.engine import Engine
 from workers.executors.errors import ExecutorClosed, ExecutorError, KvMissing
 from workers.executors.info import Capabilities, ExecutorStatus, LoraAdapterMetrics
@@ -43,11 +45,23 @@ class ModelExecutor:
 
     name: str
 
-    def __init__(self, model: ModelDescription, engine: Engine, text: ModelText | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelDescription,
+        engine: Engine,
+        text: ModelText | None = None,
+        adapters: AdapterTable[Any] | None = None,
+    ) -> None:
+        """`adapters`: None if the model supports none."""
         self.engine = engine
+        self.adapters = adapters
         self.text = text or ModelText()
         self._model = model
         self._capabilities = _capabilities(self.name, model, engine)
+        if adapters is not None:
+            self._capabilities = dataclasses.replace(
+                self._capabilities, supports_lora=True, max_lora_adapters=adapters.max_adapters
+            )
         self._op_ids = itertools.count(1)
         self._closed = False
 
@@ -189,8 +203,8 @@ class ModelExecutor:
         return self.engine.usage()
 
     def lora_metrics_snapshot(self) -> Sequence[LoraAdapterMetrics]:
-        """The use of adapters: none, since `supports_lora` is False."""
-        return ()
+        """The use of adapters."""
+        return () if self.adapters is None else self.adapters.metrics()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if pool and sequences disagree."""

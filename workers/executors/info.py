@@ -91,7 +91,12 @@ class ExecutorStatus:
 class LoraAdapterMetrics:
     """The use of one adapter."""
 
-    adapter_id: str
+    version: int
     rank: int
-    sequences: int
     operations: int
+    tokens: int
+    resident: bool
+    size_bytes: int
+    loads: int
+    evictions: int
+    waiting: int

@@ -78,6 +78,7 @@ def prepared(item_id: str, prompt: Sequence[int], max_tokens: int, samples: int)
         spec,
         samples,
         weights=0,
+        adapter=0,
         answer_bytes=100,
         is_large=False,
         deadline_s=None,

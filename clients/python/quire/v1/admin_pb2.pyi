@@ -54,3 +54,73 @@ class ShutdownRequest(_message.Message):
 class ShutdownResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("adapter_id", "source", "pinned", "shared", "file")
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    source: str
+    pinned: bool
+    shared: bool
+    file: AdapterFile
+    def __init__(self, adapter_id: _Optional[str] = ..., source: _Optional[str] = ..., pinned: _Optional[bool] = ..., shared: _Optional[bool] = ..., file: _Optional[_Union[AdapterFile, _Mapping]] = ...) -> None: ...
+
+class AdapterFile(_message.Message):
+    __slots__ = ("name", "data")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    data: bytes
+    def __init__(self, name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("adapter_id", "shared")
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    shared: bool
+    def __init__(self, adapter_id: _Optional[str] = ..., shared: _Optional[bool] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ("unloaded",)
+    UNLOADED_FIELD_NUMBER: _ClassVar[int]
+    unloaded: bool
+    def __init__(self, unloaded: _Optional[bool] = ...) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("adapter_id", "version", "pinned", "shared", "rank", "size_bytes", "caches")
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CACHES_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    version: int
+    pinned: bool
+    shared: bool
+    rank: int
+    size_bytes: int
+    caches: int
+    def __init__(self, adapter_id: _Optional[str] = ..., version: _Optional[int] = ..., pinned: _Optional[bool] = ..., shared: _Optional[bool] = ..., rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., caches: _Optional[int] = ...) -> None: ...

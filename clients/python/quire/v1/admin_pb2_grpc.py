@@ -46,6 +46,21 @@ class AdminServiceStub:
                 request_serializer=quire_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.stream_unary(
+                '/quire.v1.AdminService/LoadAdapter',
+                request_serializer=quire_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/quire.v1.AdminService/UnloadAdapter',
+                request_serializer=quire_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/quire.v1.AdminService/ListAdapters',
+                request_serializer=quire_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/quire.v1.AdminService/Shutdown',
                 request_serializer=quire_dot_v1_dot_admin__pb2.ShutdownRequest.SerializeToString,
@@ -75,6 +90,30 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request_iterator, context):
+        """Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
+        server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
+        this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
+        changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Removes an id. Caches of its adapter can be used until they are released; then its memory is freed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Returns the adapters that the caller can use, ordered by id. Also available to callers with the role `call`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Stops the server gracefully, as SIGTERM does; with `leave_workers`, as SIGUSR2 does. Returns immediately.
         """
@@ -94,6 +133,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=quire_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=quire_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.stream_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=quire_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=quire_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=quire_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -157,6 +211,87 @@ class AdminService:
             '/quire.v1.AdminService/Drain',
             quire_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             quire_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/quire.v1.AdminService/LoadAdapter',
+            quire_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            quire_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.AdminService/UnloadAdapter',
+            quire_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            quire_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.AdminService/ListAdapters',
+            quire_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            quire_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,16 @@ class AdminServiceStub:
     recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
     calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
     """
+    LoadAdapter: _grpc.StreamUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
+    """Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
+    server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
+    this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
+    changes nothing.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
+    """Removes an id. Caches of its adapter can be used until they are released; then its memory is freed."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
+    """Returns the adapters that the caller can use, ordered by id. Also available to callers with the role `call`."""
     Shutdown: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ShutdownRequest, _admin_pb2.ShutdownResponse]
     """Stops the server gracefully, as SIGTERM does; with `leave_workers`, as SIGUSR2 does. Returns immediately."""
 
@@ -63,6 +73,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
     recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
     calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
     """
+    LoadAdapter: _aio.StreamUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
+    server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
+    this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
+    changes nothing.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Removes an id. Caches of its adapter can be used until they are released; then its memory is freed."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Returns the adapters that the caller can use, ordered by id. Also available to callers with the role `call`."""
     Shutdown: _aio.UnaryUnaryMultiCallable[_admin_pb2.ShutdownRequest, _admin_pb2.ShutdownResponse]  # type: ignore[assignment]
     """Stops the server gracefully, as SIGTERM does; with `leave_workers`, as SIGUSR2 does. Returns immediately."""
 
@@ -91,6 +111,34 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
         calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
         """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request_iterator: _MaybeAsyncIterator[_admin_pb2.LoadAdapterRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_pb2.LoadAdapterResponse]]:
+        """Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
+        server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
+        this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
+        changes nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _admin_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_pb2.UnloadAdapterResponse]]:
+        """Removes an id. Caches of its adapter can be used until they are released; then its memory is freed."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _admin_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]:
+        """Returns the adapters that the caller can use, ordered by id. Also available to callers with the role `call`."""
 
     @_abc_1.abstractmethod
     def Shutdown(

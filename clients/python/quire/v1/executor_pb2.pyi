@@ -197,20 +197,22 @@ class UnifiedForwardRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[UnifiedForwardItem, _Mapping]]] = ...) -> None: ...
 
 class UnifiedForwardItem(_message.Message):
-    __slots__ = ("cache_id", "token_ids", "position", "is_final_chunk", "output", "priority")
+    __slots__ = ("cache_id", "token_ids", "position", "is_final_chunk", "output", "priority", "adapter_id")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     IS_FINAL_CHUNK_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     position: int
     is_final_chunk: bool
     output: _types_pb2.OutputOptions
     priority: _types_pb2.Priority
-    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., is_final_chunk: _Optional[bool] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
+    adapter_id: str
+    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., is_final_chunk: _Optional[bool] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., adapter_id: _Optional[str] = ...) -> None: ...
 
 class UnifiedForwardResponse(_message.Message):
     __slots__ = ("results",)
@@ -241,18 +243,20 @@ class UnifiedForwardItemResponse(_message.Message):
     def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("token_ids", "output", "priority", "score_from", "cache_salt")
+    __slots__ = ("token_ids", "output", "priority", "score_from", "cache_salt", "adapter_id")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SCORE_FROM_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     output: _types_pb2.OutputOptions
     priority: _types_pb2.Priority
     score_from: int
     cache_salt: str
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., score_from: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    adapter_id: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., score_from: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter_id: _Optional[str] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
     __slots__ = ("outputs", "token_logprobs", "timing", "token_is_argmax", "reused_tokens")

@@ -290,7 +290,7 @@ class ModelExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetLoraMetrics(self, request, context):
-        """Returns the usage of LoRA adapters.
+        """Returns the usage of LoRA adapters, of all tenants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -82,7 +82,7 @@ class ModelExecutorServiceStub:
     GetCacheMetrics: _grpc.UnaryUnaryMultiCallable[_executor_pb2.GetCacheMetricsRequest, _executor_pb2.GetCacheMetricsResponse]
     """Returns the usage of the KV pages."""
     GetLoraMetrics: _grpc.UnaryUnaryMultiCallable[_executor_pb2.GetLoraMetricsRequest, _executor_pb2.GetLoraMetricsResponse]
-    """Returns the usage of LoRA adapters."""
+    """Returns the usage of LoRA adapters, of all tenants."""
 
 @_typing.type_check_only
 class ModelExecutorServiceAsyncStub(ModelExecutorServiceStub):
@@ -138,7 +138,7 @@ class ModelExecutorServiceAsyncStub(ModelExecutorServiceStub):
     GetCacheMetrics: _aio.UnaryUnaryMultiCallable[_executor_pb2.GetCacheMetricsRequest, _executor_pb2.GetCacheMetricsResponse]  # type: ignore[assignment]
     """Returns the usage of the KV pages."""
     GetLoraMetrics: _aio.UnaryUnaryMultiCallable[_executor_pb2.GetLoraMetricsRequest, _executor_pb2.GetLoraMetricsResponse]  # type: ignore[assignment]
-    """Returns the usage of LoRA adapters."""
+    """Returns the usage of LoRA adapters, of all tenants."""
 
 class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
     """Runs a language model one forward at a time. The caller runs the decoding loop and holds cache ids. The service
@@ -311,6 +311,6 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.GetLoraMetricsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.GetLoraMetricsResponse, _abc.Awaitable[_executor_pb2.GetLoraMetricsResponse]]:
-        """Returns the usage of LoRA adapters."""
+        """Returns the usage of LoRA adapters, of all tenants."""
 
 def add_ModelExecutorServiceServicer_to_server(servicer: ModelExecutorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -137,7 +137,7 @@ class ExecuteRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., runtime: _Optional[str] = ..., policy: _Optional[_Union[RoutingPolicy, str]] = ..., items: _Optional[_Iterable[_Union[ExecuteItem, _Mapping]]] = ..., resume_after: _Optional[_Iterable[_Union[SampleProgress, _Mapping]]] = ..., keep: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class ExecuteItem(_message.Message):
-    __slots__ = ("item_id", "tokens", "text", "chat", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "n", "constraint", "tokens_only", "timeout", "max_cost_usd")
+    __slots__ = ("item_id", "tokens", "text", "chat", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "n", "constraint", "tokens_only", "timeout", "max_cost_usd", "adapter_id")
     ITEM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +154,7 @@ class ExecuteItem(_message.Message):
     TOKENS_ONLY_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     MAX_COST_USD_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     item_id: str
     tokens: TokenPrompt
     text: str
@@ -170,7 +171,8 @@ class ExecuteItem(_message.Message):
     tokens_only: bool
     timeout: _duration_pb2.Duration
     max_cost_usd: float
-    def __init__(self, item_id: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., tokens_only: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ...) -> None: ...
+    adapter_id: str
+    def __init__(self, item_id: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., tokens_only: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., adapter_id: _Optional[str] = ...) -> None: ...
 
 class TokenPrompt(_message.Message):
     __slots__ = ("token_ids",)

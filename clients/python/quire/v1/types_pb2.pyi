@@ -376,13 +376,27 @@ class StepCounts(_message.Message):
     def __init__(self, prefill_operations: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_operations: _Optional[int] = ..., decode_ns: _Optional[int] = ..., verify_operations: _Optional[int] = ..., verify_ns: _Optional[int] = ..., score_operations: _Optional[int] = ..., score_ns: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ...) -> None: ...
 
 class LoraAdapterMetrics(_message.Message):
-    __slots__ = ("adapter_id", "rank", "sequences", "operations")
+    __slots__ = ("adapter_id", "rank", "sequences", "operations", "tokens", "version", "resident", "size_bytes", "loads", "evictions", "waiting")
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     adapter_id: str
     rank: int
     sequences: int
     operations: int
-    def __init__(self, adapter_id: _Optional[str] = ..., rank: _Optional[int] = ..., sequences: _Optional[int] = ..., operations: _Optional[int] = ...) -> None: ...
+    tokens: int
+    version: int
+    resident: bool
+    size_bytes: int
+    loads: int
+    evictions: int
+    waiting: int
+    def __init__(self, adapter_id: _Optional[str] = ..., rank: _Optional[int] = ..., sequences: _Optional[int] = ..., operations: _Optional[int] = ..., tokens: _Optional[int] = ..., version: _Optional[int] = ..., resident: _Optional[bool] = ..., size_bytes: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...

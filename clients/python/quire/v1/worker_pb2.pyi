@@ -24,6 +24,7 @@ class WorkerErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_ERROR_REASON_FAULT: _ClassVar[WorkerErrorReason]
     WORKER_ERROR_REASON_TIMEOUT: _ClassVar[WorkerErrorReason]
     WORKER_ERROR_REASON_UNSUPPORTED: _ClassVar[WorkerErrorReason]
+    WORKER_ERROR_REASON_ADAPTER: _ClassVar[WorkerErrorReason]
 OPERATION_KIND_UNSPECIFIED: OperationKind
 OPERATION_KIND_PREFILL: OperationKind
 OPERATION_KIND_DECODE: OperationKind
@@ -35,9 +36,10 @@ WORKER_ERROR_REASON_KV_EXHAUSTED: WorkerErrorReason
 WORKER_ERROR_REASON_FAULT: WorkerErrorReason
 WORKER_ERROR_REASON_TIMEOUT: WorkerErrorReason
 WORKER_ERROR_REASON_UNSUPPORTED: WorkerErrorReason
+WORKER_ERROR_REASON_ADAPTER: WorkerErrorReason
 
 class WorkerConfig(_message.Message):
-    __slots__ = ("worker_id", "model", "device", "device_index", "dtype", "kv_pages", "gpu_memory_utilization", "cuda_graphs", "threads", "max_batch_tokens", "max_batch_items", "max_mixed_prefill_tokens", "max_request_bytes", "max_response_bytes", "log_level", "log_format", "model_backend", "no_self_check", "model_was_proved", "orphan_grace_s", "batch_invariant")
+    __slots__ = ("worker_id", "model", "device", "device_index", "dtype", "kv_pages", "gpu_memory_utilization", "cuda_graphs", "threads", "max_batch_tokens", "max_batch_items", "max_mixed_prefill_tokens", "max_request_bytes", "max_response_bytes", "log_level", "log_format", "model_backend", "no_self_check", "model_was_proved", "orphan_grace_s", "batch_invariant", "max_lora_adapters", "max_lora_bytes", "max_lora_rank")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +61,9 @@ class WorkerConfig(_message.Message):
     MODEL_WAS_PROVED_FIELD_NUMBER: _ClassVar[int]
     ORPHAN_GRACE_S_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORA_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model: str
     device: str
@@ -80,7 +85,10 @@ class WorkerConfig(_message.Message):
     model_was_proved: bool
     orphan_grace_s: float
     batch_invariant: str
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_pages: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., cuda_graphs: _Optional[str] = ..., threads: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_mixed_prefill_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., model_backend: _Optional[str] = ..., no_self_check: _Optional[str] = ..., model_was_proved: _Optional[bool] = ..., orphan_grace_s: _Optional[float] = ..., batch_invariant: _Optional[str] = ...) -> None: ...
+    max_lora_adapters: int
+    max_lora_bytes: int
+    max_lora_rank: int
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_pages: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., cuda_graphs: _Optional[str] = ..., threads: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_mixed_prefill_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., model_backend: _Optional[str] = ..., no_self_check: _Optional[str] = ..., model_was_proved: _Optional[bool] = ..., orphan_grace_s: _Optional[float] = ..., batch_invariant: _Optional[str] = ..., max_lora_adapters: _Optional[int] = ..., max_lora_bytes: _Optional[int] = ..., max_lora_rank: _Optional[int] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
     __slots__ = ("commands",)
@@ -89,7 +97,7 @@ class ConnectRequest(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[WorkerCommand, _Mapping]]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("op_id", "forward", "fork", "truncate", "release", "abort", "snapshot", "adopt")
+    __slots__ = ("op_id", "forward", "fork", "truncate", "release", "abort", "snapshot", "adopt", "adapter")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +106,7 @@ class WorkerCommand(_message.Message):
     ABORT_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     op_id: int
     forward: ForwardCommand
     fork: ForkCommand
@@ -106,7 +115,8 @@ class WorkerCommand(_message.Message):
     abort: AbortCommand
     snapshot: SnapshotCommand
     adopt: AdoptCommand
-    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., adopt: _Optional[_Union[AdoptCommand, _Mapping]] = ...) -> None: ...
+    adapter: AdapterCommand
+    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., adopt: _Optional[_Union[AdoptCommand, _Mapping]] = ..., adapter: _Optional[_Union[AdapterCommand, _Mapping]] = ...) -> None: ...
 
 class ForwardOptions(_message.Message):
     __slots__ = ("rows", "scored", "output", "verify_rows", "sample_seeds", "parents", "accept")
@@ -127,7 +137,7 @@ class ForwardOptions(_message.Message):
     def __init__(self, rows: _Optional[int] = ..., scored: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., verify_rows: _Optional[_Iterable[_Union[_types_pb2.VerifyRow, _Mapping]]] = ..., sample_seeds: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ...) -> None: ...
 
 class ForwardCommand(_message.Message):
-    __slots__ = ("sequence", "position", "token_ids", "options", "default_seed", "keep_all", "prompt_len", "ephemeral", "timeout_ns", "kind", "caller", "salt", "priority", "prelaunch")
+    __slots__ = ("sequence", "position", "token_ids", "options", "default_seed", "keep_all", "prompt_len", "ephemeral", "timeout_ns", "kind", "caller", "salt", "priority", "prelaunch", "adapter")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +152,7 @@ class ForwardCommand(_message.Message):
     SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PRELAUNCH_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -156,7 +167,8 @@ class ForwardCommand(_message.Message):
     salt: bytes
     priority: _types_pb2.Priority
     prelaunch: bool
-    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., options: _Optional[bytes] = ..., default_seed: _Optional[int] = ..., keep_all: _Optional[bool] = ..., prompt_len: _Optional[int] = ..., ephemeral: _Optional[bool] = ..., timeout_ns: _Optional[int] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., caller: _Optional[int] = ..., salt: _Optional[bytes] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., prelaunch: _Optional[bool] = ...) -> None: ...
+    adapter: int
+    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., options: _Optional[bytes] = ..., default_seed: _Optional[int] = ..., keep_all: _Optional[bool] = ..., prompt_len: _Optional[int] = ..., ephemeral: _Optional[bool] = ..., timeout_ns: _Optional[int] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., caller: _Optional[int] = ..., salt: _Optional[bytes] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., prelaunch: _Optional[bool] = ..., adapter: _Optional[int] = ...) -> None: ...
 
 class ForkCommand(_message.Message):
     __slots__ = ("sequence", "children")
@@ -209,6 +221,30 @@ class AdoptCommand(_message.Message):
     items: _containers.RepeatedCompositeFieldContainer[AdoptCommand.Item]
     def __init__(self, items: _Optional[_Iterable[_Union[AdoptCommand.Item, _Mapping]]] = ...) -> None: ...
 
+class AdapterCommand(_message.Message):
+    __slots__ = ("added", "removed", "load", "all")
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    added: _containers.RepeatedCompositeFieldContainer[AdapterSource]
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    load: bool
+    all: bool
+    def __init__(self, added: _Optional[_Iterable[_Union[AdapterSource, _Mapping]]] = ..., removed: _Optional[_Iterable[int]] = ..., load: _Optional[bool] = ..., all: _Optional[bool] = ...) -> None: ...
+
+class AdapterSource(_message.Message):
+    __slots__ = ("adapter", "directory", "identity", "pinned")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    adapter: int
+    directory: str
+    identity: str
+    pinned: bool
+    def __init__(self, adapter: _Optional[int] = ..., directory: _Optional[str] = ..., identity: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
+
 class ConnectResponse(_message.Message):
     __slots__ = ("events", "pages_available")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -218,7 +254,7 @@ class ConnectResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[WorkerEvent, _Mapping]]] = ..., pages_available: _Optional[int] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("op_id", "forward", "done", "error", "progress", "ready", "snapshot", "adopted")
+    __slots__ = ("op_id", "forward", "done", "error", "progress", "ready", "snapshot", "adopted", "adapter_loaded")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +263,7 @@ class WorkerEvent(_message.Message):
     READY_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_LOADED_FIELD_NUMBER: _ClassVar[int]
     op_id: int
     forward: ForwardDone
     done: ControlDone
@@ -235,7 +272,8 @@ class WorkerEvent(_message.Message):
     ready: WorkerReady
     snapshot: WorkerSnapshot
     adopted: Adopted
-    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardDone, _Mapping]] = ..., done: _Optional[_Union[ControlDone, _Mapping]] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., progress: _Optional[_Union[LoadProgress, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., snapshot: _Optional[_Union[WorkerSnapshot, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ...) -> None: ...
+    adapter_loaded: AdapterLoaded
+    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardDone, _Mapping]] = ..., done: _Optional[_Union[ControlDone, _Mapping]] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., progress: _Optional[_Union[LoadProgress, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., snapshot: _Optional[_Union[WorkerSnapshot, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., adapter_loaded: _Optional[_Union[AdapterLoaded, _Mapping]] = ...) -> None: ...
 
 class ForwardDone(_message.Message):
     __slots__ = ("outputs", "kept", "reused_tokens", "timing", "token_logprobs", "token_is_argmax", "kept_path", "samples")
@@ -260,6 +298,14 @@ class ForwardDone(_message.Message):
 class ControlDone(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class AdapterLoaded(_message.Message):
+    __slots__ = ("rank", "size_bytes")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    size_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class Adopted(_message.Message):
     __slots__ = ("kept",)

@@ -1,0 +1,317 @@
+"""Loads, replaces and removes adapters, and tells workers which there are.
+
+A version is copied, and tried on a worker, before its id names it. A failure or cancellation before that
+leaves nothing behind. Workers load an adapter when a forward first needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from quire.v1 import admin_pb2, worker_pb2
+
+from service.adapters import store as files
+from service.adapters.registry import Adapters, AdapterVersion
+from service.adapters.store import AdapterStore, UploadedFile, bad_adapter
+from service.caches.machine import CacheMachine
+from service.completion import complete
+from service.config import Config, is_hub_id
+from service.errors import (
+    AdapterLimit,
+    InvalidArgument,
+    MessageTimeout,
+    NoWorker,
+    QuireError,
+    StorageUnavailable,
+)
+from service.logging import get_logger
+from service.pool.supervisor import Supervisor
+
+_log = get_logger(__name__)
+# How often versions that nobody uses are looked for, and the operator's directory is read.
+_INTERVAL_S = 5.0
+# Loads at a time. Each may hold a copy on the disk.
+_MOST_LOADS = 4
+_MAX_ID_CHARS = 128
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
+# Finds an adapter on the hub, with a download if necessary. Runs in a thread; raises InvalidArgument.
+FindAdapter = Callable[[str], Path]
+
+
+class AdapterLoader:
+    """Owner of the running loads. Changes the registry, the files, and what workers know."""
+
+    def __init__(
+        self,
+        adapters: Adapters,
+        store: AdapterStore,
+        pool: Supervisor,
+        caches: CacheMachine,
+        config: Config,
+        find_adapter: FindAdapter | None = None,
+    ) -> None:
+        """Without `find_adapter`, adapters of the hub are refused."""
+        self._adapters = adapters
+        self._store = store
+        self._pool = pool
+        self._caches = caches
+        self._config = config
+        self._find_adapter = find_adapter
+        self._directory = Path(config.adapters).resolve() if config.adapters else None
+        self._loads = 0
+        # Changes of the list are written one after the other.
+        self._writing = asyncio.Lock()
+        adapters.restore(*store.read_list())
+        adapters.last_number = max([adapters.last_number, *caches.adapters_in_use()])
+        self._scanned(self._scan())
+        pool.adapter_command = self._all_adapters
+
+    # LoadAdapter.
+
+    async def load(
+        self, requests: AsyncIterator[admin_pb2.LoadAdapterRequest], tenant: str
+    ) -> AdapterVersion:
+        """See AdminService.LoadAdapter. Raises QuireError, without any change."""
+        if self._loads >= _MOST_LOADS:
+            raise AdapterLimit("adapters being loaded", _MOST_LOADS)
+        self._loads += 1
+        number = 0
+        try:
+            first = await self._next(requests)
+            if first is None:
+                raise InvalidArgument(
+                    "BAD_ADAPTER", "adapter_id", "the first message must have an adapter_id"
+                )
+            check_adapter_id(first.adapter_id)
+            self._remove_unused()
+            number = self._adapters.next_number()
+            await self._copy(first, requests, number)
+            version = AdapterVersion(
+                number,
+                first.adapter_id,
+                None if first.shared else tenant,
+                str(self._store.path(number)),
+                pinned=first.pinned,
+            )
+            await self._try(version)
+            await complete(self._add(version))
+        except BaseException as error:
+            if number and self._adapters.get(number) is None:
+                self._pool.send_adapters(worker_pb2.AdapterCommand(removed=[number]))
+                await asyncio.shield(asyncio.to_thread(self._store.remove, number))
+            if isinstance(error, OSError):
+                raise StorageUnavailable(error.strerror) from None
+            raise
+        finally:
+            self._loads -= 1
+        _log.info("adapter loaded", adapter=version.adapter_id, version=number, rank=version.rank)
+        return version
+
+    async def _copy(
+        self,
+        first: admin_pb2.LoadAdapterRequest,
+        requests: AsyncIterator[admin_pb2.LoadAdapterRequest],
+        number: int,
+    ) -> None:
+        if not first.source:
+            await self._receive(first, requests, number)
+            return
+        if first.HasField("file"):
+            raise InvalidArgument("BAD_ADAPTER", "file", "must be unset if there is a source")
+        path = Path(first.source)
+        if self._find_adapter is not None and is_hub_id(first.source):
+            path = await asyncio.to_thread(self._find_adapter, first.source)
+        elif not path.is_absolute():
+            what = "neither an absolute path of a directory of this machine, nor an adapter of the hub"
+            raise InvalidArgument("BAD_SOURCE", "source", f"the source is {what}")
+        await asyncio.to_thread(self._store.copy, path, number)
+
+    async def _receive(
+        self,
+        request: admin_pb2.LoadAdapterRequest | None,
+        requests: AsyncIterator[admin_pb2.LoadAdapterRequest],
+        number: int,
+    ) -> None:
+        """Writes the parts of both files. `request`: the first message."""
+        received: dict[str, UploadedFile] = {}
+        with contextlib.ExitStack() as stack:
+            name = ""
+            while request is not None:
+                part = request.file
+                if part.name != name and request.HasField("file"):
+                    name = part.name
+                    if name not in files.FILES or name in received:
+                        allowed = (
+                            f"must be {' or '.join(files.FILES)}, the parts of a file one after the other"
+                        )
+                        raise InvalidArgument("BAD_ADAPTER", "file.name", allowed)
+                    opened = await asyncio.to_thread(UploadedFile, self._store, number, name)
+                    received[name] = stack.enter_context(opened)
+                if part.data:
+                    await asyncio.to_thread(received[name].write, part.data)
+                request = await self._next(requests)
+            missing = [name for name in files.FILES if name not in received]
+            if missing:
+                raise InvalidArgument("BAD_ADAPTER", "file", f"{missing[0]} is missing")
+            for file in received.values():
+                await asyncio.to_thread(file.sync)
+
+    async def _next(
+        self, requests: AsyncIterator[admin_pb2.LoadAdapterRequest]
+    ) -> admin_pb2.LoadAdapterRequest | None:
+        """The next message, None at the end. Raises MessageTimeout."""
+        try:
+            async with asyncio.timeout(self._config.message_timeout_s):
+                return await anext(requests, None)
+        except TimeoutError:
+            raise MessageTimeout(self._config.message_timeout_s) from None
+
+    async def _try(self, version: AdapterVersion) -> None:
+        """Loads a version on one worker. Raises InvalidArgument, NoWorker or AdapterLimit."""
+        try:
+            async with asyncio.timeout(self._config.worker_start_timeout_s):
+                event = await self._pool.load_adapter(_source(version))
+        except TimeoutError:
+            raise NoWorker from None
+        if event.WhichOneof("event") == "error":
+            if event.error.reason != worker_pb2.WORKER_ERROR_REASON_ADAPTER:
+                raise bad_adapter("the worker could not load it")
+            raise bad_adapter(event.error.detail)
+        version.rank, version.size_bytes = event.adapter_loaded.rank, event.adapter_loaded.size_bytes
+
+    async def _add(self, version: AdapterVersion) -> None:
+        """Makes the id name the version, on the disk first."""
+        async with self._writing:
+            # The list as it will be. `add` retires the version that has the id so far.
+            listed = Adapters(self._config.max_adapters)
+            listed.restore(self._adapters.snapshot(), version.number)
+            listed.add(version)
+            await asyncio.to_thread(self._store.write_list, listed.snapshot(), listed.last_number)
+            self._pool.send_adapters(worker_pb2.AdapterCommand(added=[_source(version)]))
+            self._adapters.add(version)
+
+    # UnloadAdapter.
+
+    async def unload(self, adapter_id: str, tenant: str | None) -> bool:
+        """Removes an id. False: there was none. Raises StorageUnavailable."""
+        check_adapter_id(adapter_id)
+        async with self._writing:
+            version = self._adapters.of(tenant, adapter_id)
+            if version is None:
+                return False
+            if version.identity:
+                raise InvalidArgument(
+                    "BAD_ADAPTER",
+                    "adapter_id",
+                    "it is in the server's directory of adapters: remove it there",
+                )
+            listed = self._adapters.snapshot()
+            for one in listed:
+                one.retired |= one.number == version.number
+            try:
+                await complete(asyncio.to_thread(self._store.write_list, listed, self._adapters.last_number))
+            except OSError as error:
+                raise StorageUnavailable(error.strerror) from None
+            self._adapters.retire(tenant, adapter_id)
+        self._remove_unused()
+        _log.info("adapter unloaded", adapter=adapter_id, version=version.number)
+        return True
+
+    # For lists.
+
+    def visible_to(self, tenant: str) -> list[AdapterVersion]:
+        """See `Adapters.visible_to`."""
+        return self._adapters.visible_to(tenant)
+
+    def caches_of_versions(self) -> Counter[int]:
+        """The number of caches of each version, by its number."""
+        return self._caches.adapters_in_use()
+
+    # What nobody uses, and the operator's directory.
+
+    async def run(self) -> None:
+        """Removes versions that nobody uses, and finds new ones in the directory, until cancelled."""
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            self._remove_unused()
+            if self._directory is not None and self._scanned(await asyncio.to_thread(self._scan)):
+                async with self._writing:
+                    try:
+                        listed, last = self._adapters.snapshot(), self._adapters.last_number
+                        await asyncio.to_thread(self._store.write_list, listed, last)
+                    except OSError as error:
+                        _log.warning("cannot store which adapters there are", error=error.strerror)
+
+    def _remove_unused(self) -> None:
+        if not any(version.retired for version in self._adapters):
+            return
+        removed = self._adapters.remove_unused(self._caches.adapters_in_use())
+        if removed:
+            self._pool.send_adapters(worker_pb2.AdapterCommand(removed=[v.number for v in removed]))
+            for version in removed:
+                if not version.identity:
+                    self._store.remove(version.number)
+
+    def _scan(self) -> dict[str, str]:
+        if self._directory is None:
+            return {}
+        try:
+            return files.scan(self._directory)
+        except OSError as error:
+            _log.warning("cannot read the directory of adapters", error=error.strerror)
+            return {}
+
+    def _scanned(self, found: dict[str, str]) -> bool:
+        """Adds new and changed adapters of the directory; retires those that are gone. Whether any."""
+        changed = False
+        mine = {v.adapter_id: v for v in self._adapters if v.identity and not v.retired}
+        for adapter_id in mine.keys() - found.keys():
+            changed |= self._adapters.retire(None, adapter_id)
+        for adapter_id, identity in found.items():
+            version = mine.get(adapter_id)
+            is_other = version is None and self._adapters.of(None, adapter_id) is not None
+            if (version is not None and version.identity == identity) or is_other:
+                continue
+            if not _is_adapter_id(adapter_id):
+                continue
+            try:
+                number = self._adapters.next_number()
+            except QuireError as error:
+                _log.warning("not all adapters of the directory can be used", why=error.message)
+                break
+            version = AdapterVersion(number, adapter_id, None, f"{self._directory}/{adapter_id}", identity)
+            self._pool.send_adapters(worker_pb2.AdapterCommand(added=[_source(version)]))
+            self._adapters.add(version)
+            changed = True
+        return changed
+
+    def _all_adapters(self) -> worker_pb2.AdapterCommand:
+        """What a worker is told when it is ready."""
+        return worker_pb2.AdapterCommand(added=map(_source, self._adapters), all=True)
+
+
+def check_adapter_id(adapter_id: str) -> None:
+    """Raises InvalidArgument."""
+    if not _is_adapter_id(adapter_id):
+        allowed = (
+            f"must have 1 to {_MAX_ID_CHARS} letters, digits and characters of ._-/, a letter or digit first"
+        )
+        raise InvalidArgument("BAD_ADAPTER", "adapter_id", allowed)
+
+
+def _is_adapter_id(text: str) -> bool:
+    return len(text) <= _MAX_ID_CHARS and _ID.fullmatch(text) is not None
+
+
+def _source(version: AdapterVersion) -> worker_pb2.AdapterSource:
+    return worker_pb2.AdapterSource(
+        adapter=version.number,
+        directory=version.directory,
+        identity=version.identity,
+        pinned=version.pinned,
+    )

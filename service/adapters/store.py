@@ -1,0 +1,167 @@
+"""The files of adapters: copies in the data directory, their list, and a directory of the operator's.
+
+    adapters/<number>/    a copy, made by LoadAdapter
+    adapters.json         all versions
+
+All functions block on the disk and raise OSError, unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Self
+
+from service import durable_file
+from service.adapters.registry import AdapterVersion
+from service.errors import InvalidArgument
+from service.logging import get_logger
+
+CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
+MAX_CONFIG_BYTES = 1 << 20
+_DIRECTORY, _LIST = "adapters", "adapters.json"
+_MAX_LIST_BYTES = 64 << 20
+_PART_BYTES = 1 << 20
+_log = get_logger(__name__)
+
+
+class AdapterStore:
+    """Owner of the copies and of the list."""
+
+    def __init__(self, data_dir: Path | None, max_bytes: int) -> None:
+        """`data_dir`: None if nothing outlives the gateway. `max_bytes`: of a file of weights."""
+        self._data_dir = data_dir
+        self._max_bytes = max_bytes
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def _directory(self) -> Path:
+        if self._data_dir is not None:
+            return self._data_dir / _DIRECTORY
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="quire-adapters-")
+        return Path(self._temporary.name)
+
+    def path(self, number: int) -> Path:
+        """Where the copy of a version is."""
+        return self._directory / str(number)
+
+    def copy(self, source: Path, number: int) -> None:
+        """Copies an adapter. Raises InvalidArgument, too."""
+        for name in FILES:
+            with UploadedFile(self, number, name) as copy:
+                try:
+                    descriptor = os.open(source / name, os.O_RDONLY | os.O_NONBLOCK)
+                except (OSError, ValueError) as error:
+                    why = error.strerror if isinstance(error, OSError) else "the path is not valid"
+                    raise bad_adapter(f"{name} cannot be read: {why}") from None
+                with os.fdopen(descriptor, "rb") as file:
+                    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                        raise bad_adapter(f"{name} is not a regular file")
+                    while part := file.read(_PART_BYTES):
+                        copy.write(part)
+                copy.sync()
+
+    def max_bytes(self, name: str) -> int:
+        """The largest allowed size of a file."""
+        return MAX_CONFIG_BYTES if name == CONFIG else self._max_bytes
+
+    def remove(self, number: int) -> None:
+        """Removes the copy of a version, if there is one. Never raises."""
+        shutil.rmtree(self.path(number), ignore_errors=True)
+
+    def write_list(self, versions: Sequence[AdapterVersion], last_number: int) -> None:
+        """Stores all versions, for the next gateway."""
+        if self._data_dir is not None:
+            content = {"last_number": last_number, "versions": [asdict(version) for version in versions]}
+            durable_file.write(self._data_dir / _LIST, json.dumps(content))
+
+    def read_list(self) -> tuple[list[AdapterVersion], int]:
+        """What was stored last. Removes copies that are not in it. Raises nothing."""
+        if self._data_dir is None:
+            return [], 0
+        try:
+            with (self._data_dir / _LIST).open("rb") as file:
+                content = json.loads(file.read(_MAX_LIST_BYTES))
+            versions = [AdapterVersion(**fields) for fields in content["versions"]]
+            last_number = int(content["last_number"])
+        except FileNotFoundError:
+            return [], 0
+        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+            _log.error("cannot read which adapters there are", error=repr(error))
+            return [], 0
+        kept = {str(version.number) for version in versions}
+        if self._directory.is_dir():
+            for left in self._directory.iterdir():
+                if left.name not in kept:
+                    shutil.rmtree(left, ignore_errors=True)
+        return versions, last_number
+
+    def close(self) -> None:
+        """Removes what must not outlive the gateway. Never raises."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+class UploadedFile:
+    """A file of a copy while it is written. The file is removed unless everything was written."""
+
+    def __init__(self, store: AdapterStore, number: int, name: str) -> None:
+        """Raises OSError."""
+        self._name = name
+        self._left_bytes = store.max_bytes(name)
+        self._max_bytes = self._left_bytes
+        directory = store.path(number)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = os.fdopen(descriptor, "wb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, part: bytes) -> None:
+        """Appends a part. Raises InvalidArgument if the file becomes too large."""
+        self._left_bytes -= len(part)
+        if self._left_bytes < 0:
+            raise bad_adapter(f"{self._name} has more than {self._max_bytes} bytes, the limit")
+        self._file.write(part)
+
+    def sync(self) -> None:
+        """Waits until the disk has it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def identity(directory: Path) -> str:
+    """The size and the time of change of both files, which differ if they are replaced.
+
+    `workers/adapters` computes the same before and after it reads them.
+    """
+    stats = [(directory / name).stat() for name in FILES]
+    return ",".join(f"{one.st_size}:{one.st_mtime_ns}" for one in stats)
+
+
+def scan(directory: Path) -> dict[str, str]:
+    """The adapters in a directory of the operator's: for each subdirectory's name its identity."""
+    found = {}
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            try:
+                found[entry.name] = identity(Path(entry.path))
+            except OSError:
+                continue  # no adapter, or not complete yet
+    return found
+
+
+def bad_adapter(why: str) -> InvalidArgument:
+    """The files are not an adapter that can be served. `why` has no paths of this machine."""
+    return InvalidArgument("BAD_ADAPTER", "source", why)

@@ -1,0 +1,19 @@
+"""Steps that a cancellation must not interrupt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+
+
+async def complete(step: Coroutine[Any, Any, _Result]) -> _Result:
+    """Runs a short step to completion. A cancellation during the step takes effect afterwards."""
+    task = asyncio.ensure_future(step)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
