@@ -142,12 +142,9 @@ class UploadedFile:
 
 
 def identity(directory: Path) -> str:
-    """The size and the time of change of both files, which differ if they are replaced.
-
-    `workers/adapters` computes the same before and after it reads them.
-    """
+    """Differs if a file is written to or replaced. As `identity` in workers/adapters/adapter.py."""
     stats = [(directory / name).stat() for name in FILES]
-    return ",".join(f"{one.st_size}:{one.st_mtime_ns}" for one in stats)
+    return ".".join(f"{one.st_ino:x}-{one.st_size:x}-{one.st_mtime_ns:x}" for one in stats)
 
 
 def scan(directory: Path) -> dict[str, str]:

@@ -64,10 +64,10 @@ class Appends(OperationKind[Append]):
         entry, state = operation.entry, operation.entry.state
         length, position = state.tokens.length, request.position
         creates_again = entry.visible and not request.cache_id
+        if not request.cache_id and request.adapter != state.adapter:
+            raise reused_request_id()
         if creates_again:
             position = 0
-            if request.adapter != state.adapter:
-                raise reused_request_id()
         if position is not None:
             if position == state.last_base and is_repeated(state, request):
                 return self._begin_repetition(operation, request)

@@ -29,6 +29,9 @@ SAMPLED = (
     types_pb2.OutputOptions(sampling=types_pb2.SamplingParams(temperature=1.0), top_logprobs=1),
 )
 
+# The numbers of adapters that callers name. 0: none.
+ADAPTERS = (0, 0, 1, 2)
+
 
 class Callers:
     """Makes requests up. What they know of the caches is what the oracle knows."""
@@ -140,7 +143,10 @@ class Callers:
         rng = self._rng
         if rng.random() < 0.1:
             tokens = self._tokens(1, 8)
-            return append(AppendKind.SCORE, "", tokens, rows=len(tokens), output=rng.choice(PLAIN))
+            adapter = rng.choice(ADAPTERS)
+            return append(
+                AppendKind.SCORE, "", tokens, rows=len(tokens), output=rng.choice(PLAIN), adapter=adapter
+            )
         request_id = ""
         if rng.random() < 0.6:
             self._last_request_id += 1
@@ -156,6 +162,7 @@ class Callers:
             lease_s=rng.choice((None, 5.0, 5000.0)),
             request_id=request_id,
             timeout_s=self._timeout_s(),
+            adapter=rng.choice(ADAPTERS),
         )
 
     def _append(self, cache: Cache) -> Append:
@@ -197,7 +204,7 @@ class Callers:
             if is_tree:
                 parents.append(rng.randint(max(0, index - 2), index))
             line = line_to(drafts, parents, parents[-1]) if is_tree else drafts
-            right = next_token(tokens + line, salt, cache.weights)
+            right = next_token(tokens + line, salt, cache.weights, cache.adapter)
             drafts.append(right if rng.random() < (0.5 if is_tree else 0.75) else (right + 1) % VOCAB)
         return drafts, parents
 
@@ -228,6 +235,8 @@ class Callers:
             tokens = self._tokens(1, 3)
             rows = min(options_of(asked).rows, len(tokens))
             asked = with_options(dataclasses.replace(asked, token_ids=tokens), rows=rows, parents=())
+        elif change < 0.4 and asked.request_id:
+            asked = dataclasses.replace(asked, adapter=rng.choice(ADAPTERS))
         if asked.accept:
             asked = with_options(asked, rows=len(asked.token_ids))
         return dataclasses.replace(asked, timeout_s=self._timeout_s())

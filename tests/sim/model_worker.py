@@ -90,6 +90,8 @@ class ModelWorker:
         self.inbox: deque[worker_pb2.WorkerCommand] = deque()
         self.outbox: deque[worker_pb2.WorkerEvent] = deque()
         self.sequences: dict[int, list[int]] = {}
+        # With which adapter the KV of each was computed.
+        self.adapters: dict[int, int] = {}
         # What is true of what each forward must find, by op id. Filled by the simulator.
         self.expected: dict[int, Sequence[int]] = {}
         # Op ids that met a copy that was forgotten.
@@ -284,6 +286,7 @@ class ModelWorker:
                 if child in self.sequences:
                     raise ProtocolError(f"fork into sequence {child}, which exists")
                 self.sequences[child] = list(tokens)
+                self.adapters[child] = self.adapters[command.fork.sequence]
             if command.fork.sequence in self.untrimmed:
                 self.untrimmed.update(command.fork.children)
         else:
@@ -322,6 +325,10 @@ class ModelWorker:
         if len(tokens) > body.position:
             self._seen["a longer copy was cut"] += 1
             del tokens[body.position :]
+        if not tokens:
+            self.adapters[body.sequence] = body.adapter
+        if self.adapters[body.sequence] != body.adapter:
+            raise ProtocolError(f"op {job.op_id}: of adapter {body.adapter}, and its KV is of another one")
         expected = self.expected.pop(job.op_id, None)
         if expected is not None and list(expected) != tokens:
             raise ProtocolError(f"op {job.op_id}: the copy holds {tokens}, in truth {list(expected)}")
@@ -343,7 +350,7 @@ class ModelWorker:
             salt = (output.sampling.seed if own else body.default_seed, body.prompt_len)
         before, parents = tokens[: body.position], list(options.parents)
         lines = (line_to(job.tokens, parents, index) for index in range(len(job.tokens)))
-        chosen = [next_token(before + line, salt, self.weights) for line in lines]
+        chosen = [next_token(before + line, salt, self.weights, body.adapter) for line in lines]
         path = list(range(1 if parents else len(job.tokens)))
         if options.accept and not body.keep_all:
             path = accepted_path(job.tokens, parents, chosen)

@@ -8,7 +8,7 @@ one that the promises allow.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from quire.v1 import worker_pb2
@@ -97,6 +97,8 @@ class Oracle:
         # Why workers died that computed a sequence: the numbers of the guilty, 0 for no fault of theirs.
         self.deaths: dict[int, list[int]] = {}
         self._submitted = 0
+        # The adapters that were asked for with a request id, by tenant.
+        self.asked_adapters: defaultdict[tuple[Tenant, str], set[int]] = defaultdict(set)
         # With the journal, the oldest first: what was given to it together.
         self._groups: deque[list[tuple[Asked | None, Sequence[Record]]]] = deque()
 
@@ -109,6 +111,8 @@ class Oracle:
         caches = self.caches_of(asked)
         asked.could_be_used = all(cache is None or self.can_use(cache.weights) for cache in caches)
         self.outstanding[asked.number] = asked
+        if isinstance(request, Append) and request.request_id:
+            self.asked_adapters[tenant, request.request_id].add(request.adapter)
         if isinstance(request, Append) and request.request_id and POISON in request.token_ids:
             self.poisoned.add((tenant, request.request_id))
         lengths = [len(cache.tokens) if cache is not None else None for cache in caches]
@@ -279,6 +283,8 @@ class Oracle:
         cache = Cache(record.cache_id, record.number, asked.tenant, record.seed, record.lease_s)
         assert append.request_id or cache.lease_s == min(lease_s, self.max_lease_s)
         cache.request_id, cache.weights = append.request_id, record.weights
+        cache.adapter = record.adapter
+        assert record.adapter == append.adapter, "of the adapter that was asked for"
         wanted = asked.weights if append.weights is None else append.weights
         # A repetition may meet its original, which was asked for before.
         assert record.weights == wanted or (append.request_id and record.weights < wanted)
@@ -337,7 +343,7 @@ class Oracle:
         for child in record.children:
             cache = Cache(child.cache_id, child.number, parent.tenant, child.seed, parent.lease_s)
             cache.tokens, cache.prompt_len = parent.tokens[:], parent.prompt_len
-            cache.weights = parent.weights
+            cache.weights, cache.adapter = parent.weights, parent.adapter
             if fork.request_id:
                 cache.fork = (forked, len(forked.children))
             forked.children.append(cache)
@@ -412,12 +418,12 @@ class Oracle:
     def _check_append(self, asked: Asked, append: Append, result: Appended) -> None:
         if append.is_scoring:
             assert not result.cache_id and asked.records is None
-            self._check_outputs(append, result, list(append.token_ids), None, 0, asked.weights)
+            of_model = asked.weights, append.adapter
+            self._check_outputs(append, result, list(append.token_ids), None, 0, of_model)
         elif asked.done is not None:
             done = asked.done
-            chosen = self._check_outputs(
-                append, result, done.tokens, done.cache, done.prompt_len, done.cache.weights
-            )
+            of_model = done.cache.weights, done.cache.adapter
+            chosen = self._check_outputs(append, result, done.tokens, done.cache, done.prompt_len, of_model)
             base, path = len(done.tokens) - len(append.token_ids), list(range(len(append.token_ids)))
             if append.accept:
                 path = accepted_path(append.token_ids, append.parents, chosen)
@@ -436,10 +442,12 @@ class Oracle:
         assert cache is not None and cache.last is not None, "a success that was not written"
         last = cache.last
         assert append.weights in (None, cache.weights), "with the weights it was checked for"
+        assert append.cache_id or append.adapter == cache.adapter, "of the adapter that was asked for"
         assert cache.is_repeat(append, asked.position), "only a repetition is answered without being applied"
         assert result.kept == last.kept
         tokens = cache.tokens[: last.base] + list(append.token_ids)
-        self._check_outputs(append, result, tokens, cache, cache.prompt_len, cache.weights)
+        of_model = cache.weights, cache.adapter
+        self._check_outputs(append, result, tokens, cache, cache.prompt_len, of_model)
         if append.parents:
             kept = list(result.path)
             assert line_to(append.token_ids, append.parents, kept[-1]) == cache.tokens[last.base :]
@@ -457,9 +465,12 @@ class Oracle:
         tokens: Sequence[int],
         cache: Cache | None,
         prompt_len: int,
-        weights: int,
+        of_model: tuple[int, int],
     ) -> list[int]:
-        """Asserts that the answer has the wanted rows; returns what the model chooses in every row."""
+        """Asserts that the answer has the wanted rows; returns what the model chooses in every row.
+
+        `of_model`: the weights and the adapter.
+        """
         options, salt = options_of(append), None
         if options.output.HasField("sampling"):
             assert cache is not None
@@ -470,7 +481,7 @@ class Oracle:
             line_to(own, append.parents, index)
             for index in range(0 if append.accept else len(own) - options.rows, len(own))
         )
-        chosen = [next_token(before + line, salt, weights) for line in lines]
+        chosen = [next_token(before + line, salt, *of_model) for line in lines]
         wanted = chosen[len(chosen) - options.rows :]
         expected = [output_of(token, options.output) for token in wanted]
         assert list(_done(result).outputs) == expected, "what the model says of the tokens"

@@ -203,6 +203,13 @@ def weights_not_written_down(patch: pytest.MonkeyPatch) -> None:
     _written_as(patch, of_the_first)
 
 
+def adapters_not_written_down(patch: pytest.MonkeyPatch) -> None:
+    def of_the_model_itself(record: Record) -> Record:
+        return dataclasses.replace(record, adapter=0) if isinstance(record, CacheCreated) else record
+
+    _written_as(patch, of_the_model_itself)
+
+
 # Forks of several caches.
 
 

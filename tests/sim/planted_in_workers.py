@@ -238,3 +238,38 @@ class WhatIsUnderWaySurvivesItsWeights(PlantedMachine):
     def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
         worker = self.worker(worker_id, epoch)
         return () if worker is not None and worker.weights in self.ended else (command,)
+
+
+# Adapters.
+
+
+class _LedgerOfForksWithoutAdapters(Ledger):
+    def apply(self, record: Record) -> None:
+        super().apply(record)
+        for number in numbers_of(record) if isinstance(record, CacheForked) else ():
+            state = self.get(number)
+            assert state is not None
+            state.adapter = 0
+
+
+class ForksHaveNoAdapter(PlantedMachine):
+    silent = (KEPT,)
+    ledger_type = _LedgerOfForksWithoutAdapters
+
+
+class ReplaysHaveNoAdapter(PlantedMachine):
+    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+        if isinstance(command, Attempt) and command.replays:
+            command.adapter = 0
+        return (command,)
+
+
+class RepeatedCreationsIgnoreTheAdapter(PlantedMachine):
+    """A creation that is repeated with another adapter gets the cache of the first."""
+
+    def on_request(self, request: Request, asked: Asked) -> Request:
+        if isinstance(request, Append) and request.request_id:
+            made = self.oracle.made.get((asked.tenant, request.request_id))
+            if made is not None:
+                return dataclasses.replace(request, adapter=made.adapter)
+        return request

@@ -180,6 +180,10 @@ def _check_reused(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireErr
         assert rivals or (forked is not None and not forked.is_repeated_by(asked.request))
         return
     assert isinstance(asked.request, Append) and not asked.request.cache_id
+    if cache is None or cache.adapter != asked.request.adapter:
+        # The cache that has the request id, or was about to, is of another adapter.
+        assert len(oracle.asked_adapters[asked.tenant, asked.request.request_id]) > 1
+        return
     assert cache is not None and cache.last is not None and cache.last.base == 0
     assert not cache.is_repeat(asked.request, 0), "a repetition is answered"
 

@@ -18,7 +18,7 @@ from tests.sim.simulation import Simulation
 
 SCHEDULES = 10_000
 # A planted bug shows within this many; most within ten.
-CONTROL_SCHEDULES = 1500
+CONTROL_SCHEDULES = 3000
 # Without these a passing run would say little.
 MUST_HAPPEN = (
     "applied prefill",

@@ -10,9 +10,11 @@ from quire.v1 import types_pb2
 VOCAB = 16
 
 
-def next_token(tokens: Sequence[int], salt: tuple[int, int] | None, weights: int = 0) -> int:
+def next_token(
+    tokens: Sequence[int], salt: tuple[int, int] | None, weights: int = 0, adapter: int = 0
+) -> int:
     """The model: a token that depends on all before it, and for a draw on (seed, prompt_len) as well."""
-    digest = zlib.crc32(bytes(tokens), weights)
+    digest = zlib.crc32(bytes(tokens), weights + (adapter << 16))
     if salt is not None:
         digest = zlib.crc32(repr(salt).encode(), digest)
     return digest % VOCAB

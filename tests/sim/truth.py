@@ -46,6 +46,7 @@ class Cache:
     recorded_s: float = 0.0
     # Those that were served when its creation was asked for.
     weights: int = 0
+    adapter: int = 0
 
     def is_repeat(self, append: Append, position: int | None) -> bool:
         """Whether an append says what the last one said."""
