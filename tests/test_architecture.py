@@ -32,6 +32,7 @@ WORKER_LAYERS = (
         "executors",
     },
     {"runners"},
+    {"adapters"},
     {"models", "row_outputs", "device_sampling"},
     {"sampling", "counter_rng", "logit_settings"},
     {"operations"},

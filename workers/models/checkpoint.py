@@ -123,14 +123,14 @@ def read_entries(directory: Path) -> dict[str, TensorEntry]:
     """
     single = directory / SINGLE_FILE
     if exists(single):
-        return _read_header(single)
+        return read_header(single)
     index = directory / INDEX_FILE
     if not exists(index):
         raise ModelError(f"{directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
     weight_map = _read_index(index)
     entries: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):
-        for name, entry in _read_header(directory / shard).items():
+        for name, entry in read_header(directory / shard).items():
             if name in entries:
                 raise ModelError(f"{entry.file}: tensor {name} is also in {entries[name].file.name}")
             entries[name] = entry
@@ -219,13 +219,16 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of one file. They fill it from the header to the end without gaps. Raises ModelError."""
+def read_header(path: Path, max_bytes: int = _MAX_NAMES_BYTES) -> dict[str, TensorEntry]:
+    """The tensors of one file, by name. They fill it from the header to the end without gaps.
+
+    Raises ModelError, also for a header of more than `max_bytes`.
+    """
     try:
         with open_regular(path) as file:
             prefix = file.read(8)
             size = int.from_bytes(prefix, "little")
-            header = file.read(size) if size <= _MAX_NAMES_BYTES else b""
+            header = file.read(size) if size <= max_bytes else b""
             status = os.fstat(file.fileno())
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
@@ -233,7 +236,7 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
     if len(prefix) < 8 or size + 8 > file_bytes:
         raise ModelError(f"{path}: is truncated or not a safetensors file")
     if len(header) != size:
-        raise ModelError(f"{path}: the header is larger than {_MAX_NAMES_BYTES >> 10} KiB")
+        raise ModelError(f"{path}: the header is larger than {max_bytes >> 10} KiB")
     content = parse_object(header, path, "the header ")
     content.pop("__metadata__", None)
     data_begin = 8 + size

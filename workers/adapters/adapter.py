@@ -1,0 +1,121 @@
+"""Reads a LoRA adapter in PEFT's layout: adapter_config.json and adapter_model.safetensors.
+
+A directory may be hostile: nothing in it is run, and all is checked before memory is allocated. What is not
+plain LoRA is refused by name. Does not know models beyond the shapes of their projections, nor slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.adapters.config import CONFIG_FILE, LoraSettings, read_settings
+from workers.adapters.errors import AdapterError, errors_of_file, quoted
+from workers.adapters.tensors import WEIGHTS_FILE, PairEntries, find_pairs, name_in_file, read_pair
+from workers.models.lora import LoraWeights
+
+PICKLE_FILE = "adapter_model.bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that fits a model.
+
+    Attributes:
+        weights: By the names of the model's modules; float32, owned by the caller.
+        rank: The largest rank.
+        size_bytes: The memory of the weights.
+        identity: Of the directory when it was read; see `identity`.
+    """
+
+    weights: LoraWeights
+    rank: int
+    size_bytes: int
+    identity: str
+
+
+def read_adapter(
+    directory: Path, modules: Mapping[str, tuple[int, int]], *, max_rank: int, max_bytes: int
+) -> Adapter:
+    """Read a directory. Takes `max_bytes` of memory and a few MiB.
+
+    Args:
+        directory: The adapter. Its two files may be links, as in a snapshot of the hub.
+        modules: The outputs and inputs of each module that may have an adapter.
+        max_rank: The largest rank that is allowed.
+        max_bytes: The most memory that the weights may take, as float32.
+
+    Raises:
+        AdapterError: The adapter is not supported, does not fit the model, or changed while it was read.
+    """
+    before = identity(directory)
+    settings = read_settings(directory)
+    pairs = find_pairs(directory, modules)
+    with errors_of_file(CONFIG_FILE):
+        _check_targets(settings, pairs, modules)
+        scales = {module: _scale(settings, pair, max_rank) for module, pair in pairs.items()}
+    size_bytes = sum(pair.size_bytes for pair in pairs.values())
+    if size_bytes > max_bytes:
+        raise AdapterError(
+            f"{WEIGHTS_FILE}: needs {-(-size_bytes >> 20)} MiB as float32, and {max_bytes >> 20} MiB are"
+            " allowed: use a smaller rank, or raise the limit"
+        )
+    weights = {module: read_pair(pair, scales[module]) for module, pair in pairs.items()}
+    if identity(directory) != before:
+        raise AdapterError("has changed while it was read: try again when no process writes to it")
+    return Adapter(weights, max(pair.rank for pair in pairs.values()), size_bytes, before)
+
+
+def identity(directory: Path) -> str:
+    """Changes when a file of an adapter is written to or replaced. Takes microseconds.
+
+    Raises:
+        AdapterError: A file is missing.
+    """
+    parts = []
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        try:
+            status = (directory / name).stat()
+        except (OSError, ValueError) as error:
+            if name == WEIGHTS_FILE and (directory / PICKLE_FILE).exists():
+                raise AdapterError(
+                    f"{PICKLE_FILE}: is a pickle, which runs code when it is loaded: save the adapter again"
+                    " with safe_serialization=True"
+                ) from error
+            raise AdapterError(f"{name}: cannot be read: {getattr(error, 'strerror', error)}") from error
+        parts.append(f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}")
+    return ".".join(parts)
+
+
+def _check_targets(
+    settings: LoraSettings, pairs: Mapping[str, PairEntries], modules: Mapping[str, tuple[int, int]]
+) -> None:
+    """Raises AdapterError unless the modules with tensors are those that the config names."""
+    for pair in pairs.values():
+        if pair.name not in settings.targets:
+            raise AdapterError(
+                f"target_modules: module {quoted(pair.name)} has tensors, but is not named: PEFT would ignore"
+                " them, so name it or remove them"
+            )
+    example = next(iter(pairs.values())).name
+    for module in modules:
+        name = name_in_file(module, example)
+        if module not in pairs and name in settings.targets:
+            raise AdapterError(
+                f"target_modules: names module {quoted(name)}, which has no tensors: check that the adapter"
+                " is complete and for this model"
+            )
+
+
+def _scale(settings: LoraSettings, pair: PairEntries, max_rank: int) -> float:
+    """The factor of a module's B A. Raises AdapterError for a rank that is wrong or too large."""
+    rank = settings.rank_of(pair.name)
+    if rank != pair.rank:
+        raise AdapterError(
+            f"r, rank_pattern: the rank of module {quoted(pair.name)} is {rank}, but that of its tensors is"
+            f" {pair.rank}"
+        )
+    if rank > max_rank:
+        raise AdapterError(f"r: the rank of module {quoted(pair.name)} is {rank}, and {max_rank} is allowed")
+    return settings.scale_of(pair.name, rank)

@@ -1,0 +1,177 @@
+"""Reads adapter_config.json: the rank and scale of each module, and which modules are adapted.
+
+A setting that PEFT would compute differently is refused by name. Does not read tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from workers.adapters.errors import AdapterError, errors_of_file, quoted
+from workers.adapters.patterns import Pattern, Steps
+from workers.adapters.targets import Targets
+from workers.models.files import parse_object, read_file
+from workers.models.values import boolean, integer
+
+CONFIG_FILE = "adapter_config.json"
+
+_MAX_FILE_BYTES = 1 << 20
+_MAX_ALPHA = 1e12
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_READ = _names(
+    """
+    peft_type task_type bias r lora_alpha use_rslora rank_pattern alpha_pattern init_lora_weights
+    target_modules exclude_modules layers_to_transform layers_pattern
+    """
+)
+# Without effect at any value: the origin of the file, training, and settings of what is refused by itself.
+_WITHOUT_EFFECT = _names(
+    """
+    auto_mapping base_model_name_or_path revision peft_version inference_mode lora_dropout runtime_config
+    loftq_config eva_config corda_config lora_ga_config qalora_group_size megatron_core ensure_weight_tying
+    """
+)
+_MERGE = "merge the adapter into the model and serve that"
+# Refused unless the value is null, false or empty.
+_REFUSED = {
+    "use_dora": f"DoRA is not supported, only plain LoRA: {_MERGE}",
+    "lora_bias": "an adapter with biases is not supported: train without",
+    "modules_to_save": f"whole modules in an adapter are not supported: {_MERGE}",
+    "trainable_token_indices": f"an adapter with embeddings is not supported: {_MERGE}",
+    "fan_in_fan_out": "transposed weights are not supported: no model that has adapters here has them",
+    "target_parameters": f"parameters, such as those of experts, cannot have an adapter: {_MERGE}",
+    "layer_replication": f"an adapter that repeats layers is not supported: {_MERGE}",
+    "alora_invocation_tokens": "an adapter that begins at certain tokens (aLoRA) is not supported",
+    "megatron_config": "adapters of Megatron's layers are not supported: convert it to plain LoRA",
+    "use_qalora": "QA-LoRA is not supported, only plain LoRA",
+    "arrow_config": "routing between adapters (Arrow) is not supported: request one adapter by name",
+    "use_bdlora": "block-diagonal adapters are not supported: save it as plain LoRA",
+    "kasa_config": f"KaSA changes the weights of the model: {_MERGE}",
+    "monteclora_config": "adapters with random weights (MonteCLoRA) are not supported",
+    "velora_config": "VeLoRA is not supported, only plain LoRA",
+}
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
+_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+N = TypeVar("N", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """What a config says of the adapted modules. Names of modules are those of the directory.
+
+    Attributes:
+        rank: The rank of modules that no pattern of ranks matches.
+        alpha: The same for alpha.
+        is_rank_stabilized: The scale is alpha / sqrt(rank) instead of alpha / rank.
+        ranks: Patterns and ranks; the first that matches a module counts.
+        alphas: The same for alpha.
+        targets: The modules that are adapted.
+    """
+
+    rank: int
+    alpha: float
+    is_rank_stabilized: bool
+    ranks: tuple[tuple[Pattern, int], ...]
+    alphas: tuple[tuple[Pattern, float], ...]
+    targets: Targets
+
+    def rank_of(self, name: str) -> int:
+        """The rank of a module. Raises AdapterError if a pattern takes too long to match."""
+        return _first(self.ranks, name, self.rank)
+
+    def scale_of(self, name: str, rank: int) -> float:
+        """The factor of a module's B A. Raises AdapterError if a pattern takes too long to match."""
+        return _first(self.alphas, name, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+
+
+def read_settings(directory: Path) -> LoraSettings:
+    """Read adapter_config.json.
+
+    Raises:
+        AdapterError: The file cannot be read, or a setting is missing, invalid or not supported.
+    """
+    with errors_of_file(CONFIG_FILE):
+        file = directory / CONFIG_FILE
+        settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
+        _check_kind(settings)
+        _check_keys(settings)
+        steps = Steps()
+        return LoraSettings(
+            rank=integer(settings, "r"),
+            alpha=_alpha("lora_alpha", settings.get("lora_alpha")),
+            is_rank_stabilized=boolean(settings, "use_rslora", default=False),
+            ranks=tuple(
+                (_pattern("rank_pattern", text, steps), integer({"rank_pattern": rank}, "rank_pattern"))
+                for text, rank in _patterns(settings, "rank_pattern").items()
+            ),
+            alphas=tuple(
+                (_pattern("alpha_pattern", text, steps), _alpha("alpha_pattern", alpha))
+                for text, alpha in _patterns(settings, "alpha_pattern").items()
+            ),
+            targets=Targets(settings, steps),
+        )
+
+
+def _check_kind(settings: Mapping[str, object]) -> None:
+    """Raises AdapterError unless it is LoRA for a language model, without biases, and the model as it is."""
+    for name, wanted, is_optional in (
+        ("peft_type", "LORA", False),
+        ("task_type", "CAUSAL_LM", True),
+        ("bias", "none", True),
+    ):
+        value = settings.get(name)
+        if value != wanted and not (is_optional and value is None):
+            raise AdapterError(f"{name}: only {wanted} is supported, got {quoted(value)}")
+    init = settings.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGING_INITS):
+        raise AdapterError(
+            f"init_lora_weights: {quoted(init)} changes the weights of the model: save the adapter with"
+            " path_initial_model_for_weight_conversion, which makes it plain LoRA, or merge it"
+        )
+    if init is not None and not isinstance(init, bool) and init not in _PLAIN_INITS:
+        raise AdapterError(f"init_lora_weights: is not supported, got {quoted(init)}")
+
+
+def _check_keys(settings: Mapping[str, object]) -> None:
+    """Raises AdapterError for a setting that might change what is computed."""
+    for name in sorted(settings.keys() - _READ - _WITHOUT_EFFECT):
+        value = settings[name]
+        if value:
+            reason = _REFUSED.get(name, f"is not known, got {quoted(value)}: only plain LoRA is supported")
+            raise AdapterError(f"{quoted(name)}: {reason}")
+
+
+def _patterns(settings: Mapping[str, object], name: str) -> Mapping[str, object]:
+    value = settings.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise AdapterError(f"{name}: must be an object, got {quoted(value)}")
+    return value or {}
+
+
+def _pattern(setting: str, text: str, steps: Steps) -> Pattern:
+    try:
+        return Pattern(text, steps)
+    except AdapterError as error:
+        raise AdapterError(f"{setting}: {error}") from None
+
+
+def _alpha(name: str, value: object) -> float:
+    """A number that may be 0 or negative. Raises AdapterError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_ALPHA:
+        got = "nothing" if value is None else quoted(value)
+        raise AdapterError(f"{name}: must be a number of at most {_MAX_ALPHA:.0e}, got {got}")
+    return float(value)
+
+
+def _first(patterns: tuple[tuple[Pattern, N], ...], name: str, default: N) -> N:
+    return next((value for pattern, value in patterns if pattern.matches_end(name)), default)

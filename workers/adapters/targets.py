@@ -1,0 +1,89 @@
+"""Which modules an adapter's config adapts: target_modules, exclude_modules and layers_to_transform.
+
+The tensors of a directory say it too. PEFT ignores tensors of other modules, so the two are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from workers.adapters.errors import AdapterError, quoted
+from workers.adapters.patterns import Pattern, Steps
+
+ALL_LINEAR = "all-linear"
+
+Matches = Callable[[str], bool]
+
+
+class Targets:
+    """The modules that a config names, as PEFT finds them (`check_target_module_exists`)."""
+
+    def __init__(self, settings: Mapping[str, object], steps: Steps) -> None:
+        """Read the settings. Raises AdapterError."""
+        targets = settings.get("target_modules")
+        if targets is None:
+            raise AdapterError("target_modules: must name the modules that are adapted, got nothing")
+        self._names = frozenset(targets) if isinstance(targets, list) else frozenset()
+        self._matches = _matcher("target_modules", targets, steps)
+        excluded = settings.get("exclude_modules")
+        self._excludes = _matcher("exclude_modules", excluded, steps) if excluded else None
+        self._layers = None if isinstance(targets, str) else _layers(settings.get("layers_to_transform"))
+        self._containers = _containers(settings.get("layers_pattern"))
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a module is adapted. Raises AdapterError if a pattern takes too long to match."""
+        if self._excludes is not None and self._excludes(name):
+            return False
+        # PEFT does not look at the layer of a module that is named in full.
+        return name in self._names or (self._matches(name) and self._is_in_layers(name))
+
+    def _is_in_layers(self, name: str) -> bool:
+        if self._layers is None:
+            return True
+        parts = name.split(".")
+        for at in range(1, len(parts) - 1):
+            container_fits = parts[at - 1] in self._containers if self._containers else at >= 2
+            if container_fits and parts[at].isdecimal():
+                return int(parts[at]) in self._layers
+        return False
+
+
+def _matcher(setting: str, value: object, steps: Steps) -> Matches:
+    """The test for a setting that is a pattern, or a list of names or of their ends. Raises AdapterError."""
+    if isinstance(value, str):
+        if setting == "target_modules" and value.lower() == ALL_LINEAR:
+            return lambda _: True
+        try:
+            return Pattern(value, steps).matches
+        except AdapterError as error:
+            raise AdapterError(f"{setting}: {error}") from None
+    if not isinstance(value, list) or any(not isinstance(name, str) for name in value):
+        raise AdapterError(f"{setting}: must be a pattern or a list of names, got {quoted(value)}")
+    names = frozenset(value)
+
+    def matches(name: str) -> bool:
+        parts = name.split(".")
+        return any(".".join(parts[at:]) in names for at in range(len(parts)))
+
+    return matches
+
+
+def _layers(value: object) -> frozenset[int] | None:
+    """The numbers of the layers that are adapted; None: all. Raises AdapterError."""
+    if value is None or value == []:
+        return None
+    layers = value if isinstance(value, list) else [value]
+    if any(type(layer) is not int for layer in layers):
+        raise AdapterError(f"layers_to_transform: must be a list of layer numbers, got {quoted(value)}")
+    return frozenset(layers)
+
+
+def _containers(value: object) -> frozenset[str]:
+    """The names of the lists of layers; empty: any. Raises AdapterError."""
+    names = [value] if isinstance(value, str) and value else value or []
+    # PEFT takes them for patterns. A name without special characters matches itself only.
+    if not isinstance(names, list) or any(
+        not isinstance(name, str) or not name.isidentifier() for name in names
+    ):
+        raise AdapterError(f"layers_pattern: must be a name such as layers, or a list, got {quoted(value)}")
+    return frozenset(names)

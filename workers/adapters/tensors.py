@@ -1,0 +1,174 @@
+"""Finds the pairs of tensors in the header of an adapter's file, and reads them.
+
+Dimension letters: r rank; I inputs; O outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from workers.adapters.errors import AdapterError, errors_of_file, quoted
+from workers.models.checkpoint import DTYPES, TensorEntry, name_of, read_header, read_parts
+from workers.models.lora import LoraPair
+from workers.models.registry import WRAPPERS
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+# A tensor needs some 200 bytes: enough for 20,000 tensors.
+_MAX_HEADER_BYTES = 4 << 20
+_PREFIX = "base_model.model."
+# Also with the name of the adapter in memory, which PEFT reads and other writers leave in.
+_SUFFIXES = {f".lora_{part}{name}.weight": part for part in "AB" for name in ("", ".default")}
+_RENAMED = tuple(pair for wrapper in WRAPPERS.values() for pair in wrapper.renamed)
+_LEFT_OUT = tuple(prefix for wrapper in WRAPPERS.values() for prefix in wrapper.left_out)
+# Parts of names of tensors that are not of plain LoRA, and what they are.
+_OTHER_TENSORS = {
+    "lora_magnitude_vector": "a tensor of DoRA, which is not supported",
+    "lora_embedding_": "an adapter of an embedding, which is not supported",
+    "trainable_tokens": "an adapter of an embedding, which is not supported",
+    "embed_tokens.": "a whole embedding, as for an enlarged vocabulary, which is not supported",
+    "lm_head.": "a whole output layer, as for an enlarged vocabulary, which is not supported",
+    ".bias": "a bias, which is not supported",
+}
+_OTHER_MODULES = {
+    "experts.": "experts",
+    "mlp.gate": "routers",
+    "block_sparse_moe.gate": "routers",
+    "embed_tokens": "embeddings",
+    "lm_head": "the output layer",
+}
+
+
+@dataclass(slots=True)
+class PairEntries:
+    """Where the two tensors of a module are.
+
+    Attributes:
+        name: The module's name in the file, without PEFT's prefix.
+        parts: The tensors by "A" and "B".
+    """
+
+    name: str
+    parts: dict[str, TensorEntry] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """From the shape of A."""
+        return self.parts["A"].shape[0]
+
+    @property
+    def size_bytes(self) -> int:
+        """In memory, as float32."""
+        return 4 * sum(math.prod(entry.shape) for entry in self.parts.values())
+
+
+def find_pairs(directory: Path, modules: Mapping[str, tuple[int, int]]) -> dict[str, PairEntries]:
+    """The pairs in adapter_model.safetensors, by the name of the module in the model.
+
+    Tensors of the other parts of a multimodal model are left out, as its weights are.
+
+    Args:
+        directory: The adapter.
+        modules: The outputs and inputs of each module that may have an adapter.
+
+    Raises:
+        AdapterError: The file is not safetensors, or has a tensor that the model cannot have.
+    """
+    with errors_of_file(WEIGHTS_FILE):
+        pairs: dict[str, PairEntries] = {}
+        for tensor, entry in sorted(read_header(directory / WEIGHTS_FILE, _MAX_HEADER_BYTES).items()):
+            name, part = _split(tensor)
+            if name.startswith(_LEFT_OUT):
+                continue
+            module = _module(name, modules)
+            pair = pairs.setdefault(module, PairEntries(name))
+            if pair.name != name or part in pair.parts:
+                raise AdapterError(f"tensor {quoted(tensor)}: is there twice, under different names")
+            pair.parts[part] = entry
+        for module, pair in pairs.items():
+            _check_pair(pair, *modules[module])
+        if not pairs:
+            raise AdapterError("has no tensor of a LoRA adapter")
+        return pairs
+
+
+def name_in_file(module: str, like: str) -> str:
+    """The name that a module of the model has in a file where another one is called `like`."""
+    before, after = next((pair for pair in _RENAMED if like.startswith(pair[0])), ("", ""))
+    return before + module.removeprefix(after)
+
+
+def read_pair(pair: PairEntries, scale: float) -> LoraPair:
+    """Read the tensors of a module as float32, B times `scale`.
+
+    Raises:
+        AdapterError: The file cannot be read or has changed, or a value is not finite.
+    """
+    with errors_of_file(WEIGHTS_FILE), torch.inference_mode():
+        return LoraPair(_read(pair.parts["A"], 1.0), _read(pair.parts["B"], scale))
+
+
+def _read(entry: TensorEntry, scale: float) -> torch.Tensor:
+    """[rows, columns] float32."""
+    tensor = torch.empty(entry.shape, dtype=torch.float32)
+    for first, part in read_parts(entry):
+        # In float64, so that the product is rounded once.
+        tensor[first : first + len(part)] = part if scale == 1.0 else part.double() * scale
+    if not tensor.isfinite().all():
+        times = "" if scale == 1.0 else f", times its scale of {scale:g},"
+        raise AdapterError(f"tensor {quoted(entry.name)}{times} is not finite: train the adapter again")
+    return tensor
+
+
+def _split(tensor: str) -> tuple[str, str]:
+    """The module's name in the file, and "A" or "B". Raises AdapterError."""
+    suffix = next((suffix for suffix in _SUFFIXES if tensor.endswith(suffix)), None)
+    if suffix is None or not tensor.startswith(_PREFIX):
+        kinds = (kind for part, kind in _OTHER_TENSORS.items() if part in tensor)
+        kind = next(kinds, "no tensor of LoRA in PEFT's layout, such as base_model.model.x.lora_A.weight")
+        raise AdapterError(f"tensor {quoted(tensor)}: is {kind}")
+    return tensor.removeprefix(_PREFIX).removesuffix(suffix), _SUFFIXES[suffix]
+
+
+def _module(name: str, modules: Mapping[str, tuple[int, int]]) -> str:
+    """The module of the model with this name in the file. Raises AdapterError."""
+    if name in modules:
+        return name
+    for before, after in _RENAMED:
+        if name.startswith(before) and (renamed := after + name.removeprefix(before)) in modules:
+            return renamed
+    kind = next((kind for part, kind in _OTHER_MODULES.items() if part in name), None)
+    if kind is not None:
+        raise AdapterError(f"module {quoted(name)}: adapters of {kind} are not supported")
+    raise AdapterError(
+        f"module {quoted(name)}: the model has no such projection, or it cannot have an adapter: check that"
+        " the adapter is for this model"
+    )
+
+
+def _check_pair(pair: PairEntries, outputs: int, inputs: int) -> None:
+    """Raises AdapterError unless it has an A [r, I] and a B [O, r] of a dtype that is known."""
+    for part in "AB":
+        if part not in pair.parts:
+            raise AdapterError(
+                f"module {quoted(pair.name)}: lora_{part}.weight is missing: save the adapter again"
+            )
+    for part, entry in pair.parts.items():
+        if entry.dtype not in DTYPES:
+            known = ", ".join(map(name_of, DTYPES.values()))
+            raise AdapterError(
+                f"tensor {quoted(entry.name)}: must be one of {known}, got {quoted(entry.dtype)}"
+            )
+        rank = pair.parts["A"].shape[0] if pair.parts["A"].shape else 0
+        wanted = (rank, inputs) if part == "A" else (outputs, rank)
+        if entry.shape != wanted or not rank:
+            asked = f"[rank, {inputs}]" if part == "A" else f"[{outputs}, {rank}]"
+            raise AdapterError(
+                f"tensor {quoted(entry.name)}: has shape {list(entry.shape)}, but the model asks for {asked}:"
+                " check that the adapter is for this model"
+            )
