@@ -12,6 +12,9 @@ from typing import Self
 
 import torch
 
+from workers.adapters.adapter import identity, read_adapter
+from workers.adapters.errors import AdapterError
+from workers.adapters.table import AdapterTable, LoadedAdapter
 from workers.executors.base import ModelExecutor
 from workers.executors.engine import Engine
 from workers.executors.loading import AUTO, NATIVE, choose_backend, load_served
@@ -22,9 +25,11 @@ from workers.models.active_kernels import check_cuda_device
 from workers.models.errors import ModelError
 from workers.models.files import check_not_pickled
 from workers.models.licence import read_licence
+from workers.models.lora import PackedLora
 from workers.models.model import PAGE_SIZE, Model, ModelDescription, new_pages, page_bytes
 from workers.models.text import read_text
 from workers.models.tokenizer import MAX_BYTES
+from workers.operations import AdapterSource
 from workers.runners.base import Runner
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
@@ -47,6 +52,15 @@ class StepLimits:
     cuda_graphs: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class LoraLimits:
+    """The adapters that are in memory at a time: how many, of which rank, and how large in all."""
+
+    max_adapters: int
+    max_rank: int
+    max_bytes: int
+
+
 class LlmExecutor(ModelExecutor):
     """Any decoder-only model that `workers/models` supports."""
 
@@ -61,6 +75,7 @@ class LlmExecutor(ModelExecutor):
         device: torch.device | str = "cpu",
         kv_pages: int | None = None,
         limits: StepLimits | None = None,
+        lora: LoraLimits | None = None,
         backend: str = AUTO,
         self_check: bool = True,
         batch_invariant: bool = False,
@@ -73,6 +88,7 @@ class LlmExecutor(ModelExecutor):
             float32 for float16.
         kv_pages: pages of 16 tokens; None sizes the pool from free memory.
         limits: the largest step; on a GPU it determines the memory that is left for the pool.
+        lora: None: no adapters. Models of the transformers library have none.
         backend: "native", "transformers" or "auto"; see `loading`.
         self_check: whether to check the model's outputs before it is served, with either backend.
         batch_invariant: refuse a model whose rows depend on the rest of the batch. On a GPU this selects
@@ -110,6 +126,7 @@ class LlmExecutor(ModelExecutor):
             ) from error
         if batch_invariant:
             _make_batch_invariant(model, directory, backend)
+        adapters = None if lora is None or backend != NATIVE else _adapter_table(model, lora)
         if device.type == "cuda":
             kv, runner = _on_gpu(model, description, kv_pages, limits)
         else:
@@ -122,7 +139,7 @@ class LlmExecutor(ModelExecutor):
         engine = Engine(
             table, kv, runner, takes_trees=model.takes_trees, batch_invariant=model.batch_invariant
         )
-        return cls(described, engine, text)
+        return cls(described, engine, text, adapters)
 
 
 def _make_batch_invariant(model: Model, directory: Path, backend: str) -> None:
@@ -134,6 +151,24 @@ def _make_batch_invariant(model: Model, directory: Path, backend: str) -> None:
             f"{directory}: batch_invariant is on, which the {backend} backend does not guarantee with"
             f" {model.dtype} on {model.device}"
         )
+
+
+def _adapter_table(model: Model, limits: LoraLimits) -> AdapterTable[PackedLora]:
+    """Make slots for adapters in a model."""
+    model.allocate_lora(limits.max_adapters, limits.max_rank)
+    modules = model.lora_modules()
+
+    def read(source: AdapterSource) -> LoadedAdapter[PackedLora]:
+        directory = Path(source.directory)
+        if source.identity and source.identity != identity(directory):
+            raise AdapterError("the files of the adapter have changed since it was found")
+        adapter = read_adapter(
+            directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes
+        )
+        packed = model.pack_lora(adapter.weights)
+        return LoadedAdapter(packed, adapter.rank, packed.bytes)
+
+    return AdapterTable(model, read, limits.max_bytes)
 
 
 def model_id_of(directory: Path) -> str:
