@@ -188,7 +188,7 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
         # Its operations are too short for a second thread.
         torch.set_num_threads(1)
         return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
-    from workers.executors.llm import LlmExecutor, StepLimits
+    from workers.executors.llm import LlmExecutor, LoraLimits, StepLimits
     from workers.models.files import unchanged_settings
 
     if config.no_self_check == "on":
@@ -206,7 +206,7 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
                 config.gpu_memory_utilization,
                 cuda_graphs=config.cuda_graphs != "off",
             ),
-            lora=_lora_limits(config),
+            lora=LoraLimits(config.max_lora_adapters, config.max_lora_rank, config.max_lora_bytes),
             backend=config.model_backend or "auto",
             self_check=config.no_self_check != "on" and not config.model_was_proved,
             batch_invariant=config.batch_invariant == "on",
@@ -216,14 +216,6 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
     useful = max(1, executor.info().num_parameters // _LEAST_PARAMETERS_PER_THREAD)
     torch.set_num_threads(min(config.threads, useful))
     return executor
-
-
-def _lora_limits(config: WorkerConfig) -> LoraLimits | None:
-    from workers.executors.llm import LoraLimits
-
-    if not config.max_lora_adapters:
-        return None
-    return LoraLimits(config.max_lora_adapters, config.max_lora_rank, config.max_lora_bytes)
 
 
 def _kv_pages(config: WorkerConfig) -> int | None:

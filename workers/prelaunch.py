@@ -84,7 +84,6 @@ class Prelauncher:
             prompt_len=op.prompt_len,
             priority=op.priority,
             adapter=op.adapter,
-            # It stays there: adapters of scheduled forwards are not evicted.
             lora_slot=op.lora_slot,
             is_prelaunched=True,
         )

@@ -139,7 +139,8 @@ class StepLoop:
         If there is, it may wait for requests that are about to arrive; see `CoalescingWindow`.
         """
         is_checking = self._integrity_check is not None or self._next_checked_for
-        is_busy = len(self._scheduler) or self._drawing or is_checking
+        has_adapters = self._adapters is not None and self._adapters.has_work
+        is_busy = len(self._scheduler) or self._drawing or is_checking or has_adapters
         taken = None if is_busy else self._wait()
         while True:
             commands, arrived_ns = taken or ((), 0)
@@ -238,7 +239,7 @@ class StepLoop:
         prelauncher = self._prelauncher
         may_follow = (
             forward.prelaunch or prelauncher.prelaunch_unrequested or forward.sequence in prelauncher.expected
-        ) and not (forward.adapter and self._adapters is not None and self._adapters.is_full)
+        ) and (not forward.adapter or self._adapter_table.find_slot(forward))
         if not (may_follow and prelauncher.prelaunch_next(forward)) and not forward.ephemeral:
             self._answered.append(forward.sequence)
 
@@ -296,7 +297,7 @@ class StepLoop:
         """Runs one forward over the chunks that the scheduler picks, and a slice of an integrity check."""
         if self._integrity_check is not None or self._next_checked_for:
             self._continue_check()
-        if self._adapters is not None and self._adapters.has_work:
+        if self._adapters is not None and (len(self._adapters) or self._adapters.has_work):
             self._advance_adapters(self._adapters)
         self._prelauncher.next_step()
         began_ns = time.monotonic_ns()

@@ -184,7 +184,7 @@ def _check_reused(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireErr
         # The cache that has the request id, or was about to, is of another adapter.
         assert len(oracle.asked_adapters[asked.tenant, asked.request.request_id]) > 1
         return
-    assert cache is not None and cache.last is not None and cache.last.base == 0
+    assert cache.last is not None and cache.last.base == 0
     assert not cache.is_repeat(asked.request, 0), "a repetition is answered"
 
 

@@ -119,8 +119,8 @@ class AdapterTable(Generic[_Weights]):
 
     @property
     def has_work(self) -> bool:
-        """Whether `advance` has something to do or to wait for."""
-        return bool(self._waiting or self._results or self._unplaced)
+        """Whether `advance` may do something. If not, a command is needed first, such as `AdapterRead`."""
+        return bool(self._results or self._unplaced or (self._waiting and self._has_changed))
 
     # Commands.
 
@@ -165,8 +165,7 @@ class AdapterTable(Generic[_Weights]):
         known = self._known.get(forward.adapter)
         if known is None:
             raise AdapterError("the version of the adapter is gone")
-        if known.slot >= 0 and not self.is_full:
-            self._use(known, forward)
+        if self.find_slot(forward):
             return True
         self._waiting.append(forward)
         self._has_changed = True
@@ -174,6 +173,14 @@ class AdapterTable(Generic[_Weights]):
         if known.slot < 0:
             self._want(known)
         return False
+
+    def find_slot(self, forward: Forward) -> bool:
+        """Whether a forward can run now. Sets its slot, which is right for as long as it is scheduled."""
+        known = self._known.get(forward.adapter)
+        if known is None or known.slot < 0 or self.is_full:
+            return False
+        self._use(known, forward)
+        return True
 
     def read(self, result: AdapterRead) -> None:
         """Takes what the reading thread has read, or why it could not."""

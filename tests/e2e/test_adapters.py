@@ -1,0 +1,290 @@
+"""LoRA adapters through the gateway: each cache has the tokens of its own version, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from quire.v1 import admin_pb2, admin_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
+from quire.v1 import executor_pb2 as pb
+
+from tests.adapter_factory import make_adapter, merge
+from tests.error_details import reason_of
+from tests.gateway_process import GatewayProcess
+from tests.model_factory import TinyModel, hf_greedy, make_model
+
+# Far more than anything takes.
+PATIENCE_S = 60
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+STEPS = 10
+FLAGS = ["--dtype", "float32", "--kv-pages", "128", "--max-lora-adapters", "2"]
+
+
+class Adapted:
+    """A model, adapters of it, and what each makes of the prompt. Index 0 is the model itself."""
+
+    def __init__(self, directory: Path, adapters: int) -> None:
+        self.model = make_model(directory / "model", TinyModel(seed=5))
+        self.adapters = [directory / f"adapter-{seed}" for seed in range(1, adapters + 1)]
+        self.tokens = [hf_greedy(self.model, PROMPT, STEPS)]
+        for seed, adapter in enumerate(self.adapters, start=1):
+            make_adapter(adapter, self.model, seed)
+            merged = merge(directory / f"merged-{seed}", self.model, adapter)
+            self.tokens.append(hf_greedy(merged, PROMPT, STEPS))
+        assert len({tuple(tokens) for tokens in self.tokens}) == adapters + 1, "all differ"
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return Adapted(tmp_path_factory.mktemp("adapted"), 4)
+
+
+@pytest.fixture(scope="module")
+def gateway(adapted: Adapted) -> Iterator[GatewayProcess]:
+    with GatewayProcess(model=str(adapted.model), workers=1, flags=FLAGS) as process:
+        yield process
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+def admin(gateway: GatewayProcess) -> admin_pb2_grpc.AdminServiceStub:
+    assert gateway.channel is not None
+    return admin_pb2_grpc.AdminServiceStub(gateway.channel)
+
+
+def load(gateway: GatewayProcess, adapter_id: str, source: Path | str, **fields: bool) -> admin_pb2.Adapter:
+    request = admin_pb2.LoadAdapterRequest(adapter_id=adapter_id, source=str(source), **fields)
+    return admin(gateway).LoadAdapter(iter([request]), timeout=PATIENCE_S).adapter
+
+
+def upload(gateway: GatewayProcess, adapter_id: str, directory: Path, part: int = 1000) -> admin_pb2.Adapter:
+    def requests() -> Iterator[admin_pb2.LoadAdapterRequest]:
+        yield admin_pb2.LoadAdapterRequest(adapter_id=adapter_id)
+        for file in sorted(directory.iterdir()):
+            data = file.read_bytes()
+            for at in range(0, len(data), part):
+                piece = admin_pb2.AdapterFile(name=file.name, data=data[at : at + part])
+                yield admin_pb2.LoadAdapterRequest(file=piece)
+
+    return admin(gateway).LoadAdapter(requests(), timeout=PATIENCE_S).adapter
+
+
+def unload(gateway: GatewayProcess, adapter_id: str) -> bool:
+    request = admin_pb2.UnloadAdapterRequest(adapter_id=adapter_id)
+    return admin(gateway).UnloadAdapter(request, timeout=PATIENCE_S).unloaded
+
+
+def ids(gateway: GatewayProcess) -> dict[str, admin_pb2.Adapter]:
+    listed = admin(gateway).ListAdapters(admin_pb2.ListAdaptersRequest(), timeout=PATIENCE_S)
+    return {adapter.adapter_id: adapter for adapter in listed.adapters}
+
+
+class Text:
+    """A cache that is decoded greedily, one token after the other."""
+
+    def __init__(self, gateway: GatewayProcess, adapter_id: str = "", request_id: str = "") -> None:
+        self.gateway = gateway
+        request = pb.PrefillRequest(token_ids=PROMPT, adapter_id=adapter_id, request_id=request_id)
+        response = gateway.stub.Prefill(request, timeout=PATIENCE_S)
+        self.reused = response.reused_tokens
+        self.cache_id = response.kv_cache.cache_id
+        self.tokens = [response.output.token_id]
+
+    def decode(self, steps: int) -> list[int]:
+        for _ in range(steps):
+            request = pb.DecodeRequest(cache_id=self.cache_id, token_id=self.tokens[-1])
+            response = self.gateway.stub.Decode(request, timeout=PATIENCE_S)
+            self.tokens.append(response.output.token_id)
+        return self.tokens
+
+    def finish(self) -> list[int]:
+        """The tokens up to the length of the references."""
+        return self.decode(STEPS - len(self.tokens))
+
+    def release(self) -> None:
+        self.gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=self.cache_id), timeout=PATIENCE_S)
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(grpc.RpcError) as error:
+        call()
+    return reason_of(error.value)
+
+
+def test_each_cache_has_the_tokens_of_its_adapter(gateway: GatewayProcess, adapted: Adapted) -> None:
+    """More adapters than slots, in batches of all of them: they are evicted and read again."""
+    for index, directory in enumerate(adapted.adapters, start=1):
+        loaded = load(gateway, f"a{index}", directory)
+        assert (loaded.adapter_id, loaded.rank, loaded.caches) == (f"a{index}", 4, 0)
+        assert loaded.size_bytes > 0
+    texts = [Text(gateway, "" if index == 0 else f"a{index}") for index in range(5)]
+    assert all(text.reused == 0 for text in texts), "adapters share no KV"
+    for _ in range(STEPS - 1):
+        items = [pb.DecodeRequest(cache_id=text.cache_id, token_id=text.tokens[-1]) for text in texts]
+        response = gateway.stub.BatchDecode(pb.BatchDecodeRequest(items=items), timeout=PATIENCE_S)
+        for text, result in zip(texts, response.results, strict=True):
+            text.tokens.append(result.response.output.token_id)
+    assert [text.tokens for text in texts] == adapted.tokens
+    assert Text(gateway, "a1").reused > 0, "the caches of an adapter share"
+    (worker,) = gateway.stub.GetLoraMetrics(pb.GetLoraMetricsRequest(), timeout=PATIENCE_S).workers
+    by_id = {metrics.adapter_id: metrics for metrics in worker.adapters}
+    assert by_id.keys() == {"a1", "a2", "a3", "a4"}
+    assert sum(metrics.resident for metrics in by_id.values()) == 2
+    assert all(metrics.operations >= STEPS and metrics.loads for metrics in by_id.values())
+    assert sum(metrics.evictions for metrics in by_id.values()) > 0
+    assert by_id["a1"].sequences == 2
+    executor = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=PATIENCE_S).executor
+    assert executor.supports_lora and executor.max_lora_adapters == 2
+
+
+def test_forks_scorings_and_unified_items_have_it_too(gateway: GatewayProcess, adapted: Adapted) -> None:
+    load(gateway, "mine", adapted.adapters[0])
+    text = Text(gateway, "mine")
+    forked = gateway.stub.ForkCache(pb.ForkCacheRequest(cache_id=text.cache_id, count=1), timeout=PATIENCE_S)
+    text.cache_id = forked.kv_caches[0].cache_id
+    assert text.finish() == adapted.tokens[1]
+    whole = PROMPT + adapted.tokens[1]
+    request = pb.ForwardRequest(token_ids=whole, score_from=len(PROMPT), adapter_id="mine")
+    assert all(gateway.stub.Forward(request, timeout=PATIENCE_S).token_is_argmax)
+    request.ClearField("adapter_id")
+    assert not all(gateway.stub.Forward(request, timeout=PATIENCE_S).token_is_argmax)
+    item = pb.UnifiedForwardItem(token_ids=PROMPT, adapter_id="mine")
+    response = gateway.stub.UnifiedForward(pb.UnifiedForwardRequest(items=[item]), timeout=PATIENCE_S)
+    assert response.results[0].response.output.token_id == adapted.tokens[1][0]
+
+
+def test_an_execution_has_the_adapter_of_its_item(gateway: GatewayProcess, adapted: Adapted) -> None:
+    load(gateway, "of-items", adapted.adapters[1])
+    items = [
+        runner_pb2.ExecuteItem(
+            item_id=str(index),
+            tokens=runner_pb2.TokenPrompt(token_ids=PROMPT),
+            max_tokens=STEPS,
+            tokens_only=True,
+            ignore_eos=True,
+            adapter_id=adapter_id,
+            n=2,
+        )
+        for index, adapter_id in enumerate(["", "of-items"])
+    ]
+    assert gateway.channel is not None
+    runner = runner_pb2_grpc.ModelRunnerServiceStub(gateway.channel)
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for response in runner.Execute(runner_pb2.ExecuteRequest(items=items), timeout=PATIENCE_S):
+        for chunk in response.chunks:
+            tokens.setdefault((chunk.item_id, chunk.sample), []).extend(chunk.token_ids)
+    expected = [adapted.tokens[0], adapted.tokens[2]]
+    assert tokens == {(str(i), sample): expected[i] for i in range(2) for sample in range(2)}
+
+
+def test_a_cache_keeps_its_version_until_it_is_released(gateway: GatewayProcess, adapted: Adapted) -> None:
+    first = load(gateway, "versions", adapted.adapters[0])
+    before = Text(gateway, "versions", request_id="before")
+    second = upload(gateway, "versions", adapted.adapters[1])
+    assert second.version > first.version
+    after = Text(gateway, "versions")
+    assert refused(lambda: Text(gateway, "versions", request_id="before")) == "REQUEST_ID_REUSED"
+    assert ids(gateway)["versions"].version == second.version and ids(gateway)["versions"].caches == 1
+    assert unload(gateway, "versions") and not unload(gateway, "versions")
+    assert refused(lambda: Text(gateway, "versions")) == "ADAPTER_NOT_FOUND"
+    assert "versions" not in ids(gateway)
+    assert before.finish() == adapted.tokens[1]
+    assert after.finish() == adapted.tokens[2]
+
+
+def test_an_upload_is_the_same_as_a_directory(gateway: GatewayProcess, adapted: Adapted) -> None:
+    upload(gateway, "uploaded", adapted.adapters[2])
+    assert Text(gateway, "uploaded").finish() == adapted.tokens[3]
+
+
+def test_what_cannot_be_loaded_changes_nothing(
+    gateway: GatewayProcess, adapted: Adapted, tmp_path: Path
+) -> None:
+    load(gateway, "kept", adapted.adapters[0])
+    broken = tmp_path / "broken"
+    shutil.copytree(adapted.adapters[1], broken)
+    weights = broken / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    other = make_model(tmp_path / "model", TinyModel(head_dim=48, seed=9))
+    others = make_adapter(tmp_path / "others", other, 1)
+    bad = "BAD_ADAPTER"
+    before = ids(gateway)
+    assert refused(lambda: load(gateway, "kept", broken)) == bad
+    assert refused(lambda: load(gateway, "kept", others)) == bad
+    assert refused(lambda: upload(gateway, "kept", broken)) == bad
+    assert refused(lambda: load(gateway, "kept", tmp_path / "nothing")) == bad
+    assert refused(lambda: load(gateway, "kept", "relative")) == "BAD_SOURCE"
+    assert refused(lambda: load(gateway, "../up", adapted.adapters[0])) == bad
+    assert refused(lambda: load(gateway, "", adapted.adapters[0])) == bad
+    assert refused(lambda: admin(gateway).LoadAdapter(iter(()), timeout=PATIENCE_S)) == bad
+    assert ids(gateway) == before
+    assert Text(gateway, "kept").finish() == adapted.tokens[1]
+    text = Text(gateway)
+    request = pb.PrefillRequest(token_ids=PROMPT, cache_id=text.cache_id, adapter_id="kept")
+    assert refused(lambda: gateway.stub.Prefill(request, timeout=PATIENCE_S)) == bad
+
+
+def test_kills_of_workers_and_of_the_gateway_change_no_token(adapted: Adapted, home: Path) -> None:
+    """A replaced and an unloaded version, and none, survive; new numbers are never old ones."""
+    flags = [*FLAGS, "--data-dir", str(home), "--orphan-grace-s", "0"]
+    with GatewayProcess(model=str(adapted.model), workers=2, flags=flags) as gateway:
+        version = load(gateway, "a", adapted.adapters[0]).version
+        load(gateway, "b", adapted.adapters[1])
+        texts = [Text(gateway, adapter_id) for adapter_id in ("", "a", "b")]
+        load(gateway, "a", adapted.adapters[2])
+        texts.append(Text(gateway, "a"))
+        unload(gateway, "b")
+        for text in texts:
+            text.decode(3)
+        for worker in gateway.status().workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        for text in texts:
+            text.decode(2)
+        gateway.process.kill()
+        gateway.process.wait()
+    with GatewayProcess(model=str(adapted.model), workers=2, flags=flags) as gateway:
+        for text in texts:
+            text.gateway = gateway
+            text.finish()
+        assert [text.tokens for text in texts] == [adapted.tokens[index] for index in (0, 1, 2, 3)]
+        assert list(ids(gateway)) == ["a"]
+        assert refused(lambda: Text(gateway, "b")) == "ADAPTER_NOT_FOUND"
+        assert load(gateway, "b", adapted.adapters[3]).version > version + 2
+        assert Text(gateway, "b").finish() == adapted.tokens[4]
+
+
+def test_a_directory_of_adapters(adapted: Adapted, home: Path) -> None:
+    directory = home / "adapters"
+    shutil.copytree(adapted.adapters[0], directory / "one")
+    flags = [*FLAGS, "--adapters", str(directory), "--data-dir", str(home / "data"), "--orphan-grace-s", "0"]
+    with GatewayProcess(model=str(adapted.model), workers=1, flags=flags) as gateway:
+        assert list(ids(gateway)) == ["one"] and ids(gateway)["one"].shared
+        version = ids(gateway)["one"].version
+        text = Text(gateway, "one")
+        text.decode(3)
+        shutil.rmtree(directory / "one")
+        shutil.copytree(adapted.adapters[1], directory / "one")
+        # In memory it is still there; then it is lost, and never another one's.
+        text.decode(2)
+        os.kill(gateway.status().workers[0].pid, signal.SIGKILL)
+        assert refused(lambda: text.decode(1)) == "ADAPTER_LOST"
+        text.release()
+        gateway.wait_until(lambda: ids(gateway)["one"].version > version)
+        assert Text(gateway, "one").finish() == adapted.tokens[2]
+
+
+def test_models_without_adapters_say_so(weightless_gateway: GatewayProcess, adapted: Adapted) -> None:
+    gateway = weightless_gateway
+    assert refused(lambda: Text(gateway, "a")) == "UNSUPPORTED_BY_EXECUTOR"
+    assert refused(lambda: load(gateway, "a", adapted.adapters[0])) == "UNSUPPORTED_BY_EXECUTOR"
+    assert types_pb2.ExecutorCapabilities().supports_lora is False
