@@ -1,14 +1,16 @@
-"""Small random models in Hugging Face directories, and transformers as the oracle for them."""
+"""Small random models and adapters in Hugging Face directories, and their libraries as oracles."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from workers.models.decoder import Decoder
@@ -18,6 +20,9 @@ from workers.models.weights import load_planned, plan_load
 WEIGHT_SCALE = 0.3
 # Of `float32_losses`.
 _DRAWS = 8
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,43 @@ def _save_with_random_weights(
     model.to(getattr(torch, dtype))
     model.save_pretrained(directory, max_shard_size=max_shard_bytes or "50GB")
     return directory
+
+
+def make_adapter(
+    directory: Path, model: Path | PreTrainedModel, *, seed: int = 0, dtype: str = "float32", **settings: Any
+) -> Path:
+    """Write an adapter with random weights, by PEFT; returns the directory.
+
+    Args:
+        directory: Where.
+        model: What it is for; if it is in memory, it is changed.
+        seed: The same seed gives the same weights.
+        dtype: Of the weights.
+        settings: Of its LoraConfig.
+    """
+    if isinstance(model, Path):
+        model = AutoModelForCausalLM.from_pretrained(model)
+    adapted = quietly(get_peft_model, model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" in name:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data = (WEIGHT_SCALE * noise).to(getattr(torch, dtype))
+    quietly(adapted.save_pretrained, str(directory))
+    return directory
+
+
+def peft_model(model: Path, adapter: Path) -> PeftModel:
+    """A model of transformers with an adapter, as PEFT reads it, in evaluation mode."""
+    base = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+    return quietly(PeftModel.from_pretrained, base, str(adapter))
+
+
+def quietly(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """The result of a call into PEFT, which warns of patterns that match no module, and causes warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call(*args, **kwargs)
 
 
 @functools.lru_cache(maxsize=4)
