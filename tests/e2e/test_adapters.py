@@ -62,8 +62,8 @@ def admin(gateway: GatewayProcess) -> admin_pb2_grpc.AdminServiceStub:
     return admin_pb2_grpc.AdminServiceStub(gateway.channel)
 
 
-def load(gateway: GatewayProcess, adapter_id: str, source: Path | str, **fields: bool) -> admin_pb2.Adapter:
-    request = admin_pb2.LoadAdapterRequest(adapter_id=adapter_id, source=str(source), **fields)
+def load(gateway: GatewayProcess, adapter_id: str, source: Path | str) -> admin_pb2.Adapter:
+    request = admin_pb2.LoadAdapterRequest(adapter_id=adapter_id, source=str(source))
     return admin(gateway).LoadAdapter(iter([request]), timeout=PATIENCE_S).adapter
 
 

@@ -238,7 +238,8 @@ class AdapterTable(Generic[_Weights]):
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant does not hold."""
         slots = [known.slot for known in self._known.values() if known.slot >= 0]
-        assert sorted([*slots, *self._free_slots]) == list(range(self.max_adapters)), "each slot has one owner"
+        assert {*slots, *self._free_slots} == {*range(self.max_adapters)}, "each slot has an owner"
+        assert len(slots) + len(self._free_slots) == self.max_adapters, "and only one"
         assert self._resident.keys() == {n for n, known in self._known.items() if known.slot >= 0}
         assert self._used_bytes == sum(known.size_bytes for known in self._resident.values())
         assert self._used_bytes <= self._max_bytes
