@@ -90,7 +90,8 @@ class Linear:
 
     def allocate_lora(self, slots: int) -> None:
         """Make empty slots for adapters."""
-        self.lora = LoraTable(slots, self.weight.shape[1], [*self.parts.values()])
+        weight = self.weight
+        self.lora = LoraTable(slots, weight.shape[1], [*self.parts.values()], weight.dtype, weight.device)
 
     def __call__(
         self, x: torch.Tensor, lora_slots: torch.Tensor | None = None, *, batch_invariant: bool
