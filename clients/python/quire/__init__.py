@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from quire.client import Client as Client
     from quire.client import Session as Session
     from quire.errors import Aborted as Aborted
+    from quire.errors import AdapterNotFound as AdapterNotFound
     from quire.errors import CacheNotFound as CacheNotFound
     from quire.errors import Cancelled as Cancelled
     from quire.errors import DeadlineExceeded as DeadlineExceeded
@@ -85,6 +86,7 @@ _EXPORTS = {
     "quire.client": ("Client", "Session"),
     "quire.errors": (
         "Aborted",
+        "AdapterNotFound",
         "CacheNotFound",
         "Cancelled",
         "DeadlineExceeded",

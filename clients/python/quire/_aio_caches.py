@@ -51,7 +51,8 @@ class AsyncCaller(ABC):
 
         `score_from` scores the tokens from this index on, into the cache's `token_logprobs` and
         `token_is_argmax`. For each of `sample_seeds` one extra token is drawn after them, into its `samples`.
-        With a `cache_salt`, prefixes are shared only with caches of the same salt.
+        With a `cache_salt`, prefixes are shared only with caches of the same salt. `adapter_id` names a LoRA
+        adapter, which the cache and its forks keep in its current version. Raises AdapterNotFound.
 
         To release the cache automatically: `async with await client.prefill(token_ids) as cache: ...`.
         """
@@ -137,9 +138,10 @@ class AsyncCaller(ABC):
         output: types_pb2.OutputOptions | None = None,
         score_from: int = 0,
         cache_salt: str = "",
+        adapter_id: str = "",
     ) -> executor_pb2.ForwardResponse:
         """Like `score`, but returns the response message."""
-        request = _batches.forward_request(ScoreItem(token_ids, score_from, output, cache_salt))
+        request = _batches.forward_request(ScoreItem(token_ids, score_from, output, cache_salt, adapter_id))
         return await self._call(_methods.FORWARD, request)
 
     async def score(
@@ -149,15 +151,15 @@ class AsyncCaller(ABC):
         score_from: int = 0,
         output: types_pb2.OutputOptions | None = None,
         cache_salt: str = "",
+        adapter_id: str = "",
     ) -> Scored:
         """The log-probability of each token given the tokens before it, and the predictions. Keeps no cache.
 
         Tokens before index `score_from` are context: they are not scored, and not computed if their KV is
-        cached. The first token is never scored.
+        cached. The first token is never scored. `adapter_id` is as in `prefill`.
         """
-        return _batches.scored(
-            await self.forward(token_ids, output=output, score_from=score_from, cache_salt=cache_salt)
-        )
+        item = ScoreItem(token_ids, score_from, output, cache_salt, adapter_id)
+        return _batches.scored(await self._call(_methods.FORWARD, _batches.forward_request(item)))
 
     async def score_batch(
         self, texts: Texts, *, output: types_pb2.OutputOptions | None = None

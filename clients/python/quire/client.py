@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 from quire import _calls, _methods
+from quire._adapters import AdapterFiles, Upload
 from quire._attempts import Attempts
 from quire._caches import Caller
 from quire._connection import (
@@ -32,7 +33,15 @@ from quire.session import (
     SessionStream,
 )
 from quire.text import ModelTokenizer
-from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
+from quire.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    executor_pb2,
+    executor_pb2_grpc,
+    runner_pb2,
+    runner_pb2_grpc,
+    types_pb2,
+)
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
@@ -88,8 +97,9 @@ class Client(Caller):
         self._retries = retries
         # The generated stub of ModelExecutorService. Its calls raise grpc.RpcError and are not retried.
         self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
-        # The generated stub of ModelRunnerService, likewise.
+        # The generated stubs of ModelRunnerService and AdminService, likewise.
         self.runner_stub = runner_pb2_grpc.ModelRunnerServiceStub(self._channel)
+        self.admin_stub = admin_pb2_grpc.AdminServiceStub(self._channel)
         # The metadata of every call. Pass it to the calls of the stubs.
         self.metadata = link.metadata
 
@@ -167,6 +177,54 @@ class Client(Caller):
         answer = self._call(_methods.CANCEL_EXECUTION, request)
         return answer.cancelled
 
+    def load_adapter(
+        self,
+        adapter_id: str,
+        source: str = "",
+        *,
+        files: AdapterFiles | None = None,
+        pinned: bool = False,
+        shared: bool = False,
+        timeout_s: float | None = None,
+    ) -> admin_pb2.Adapter:
+        """Loads a LoRA adapter in PEFT's layout: give either `source` or `files`.
+
+        If the id is in use, this makes a new version: caches keep theirs until they are released. It is never
+        retried, because each attempt can make a version. If its response was lost, `list_adapters` returns
+        the current version. Requires the role `administer` if the server requires tokens.
+
+        Raises QuireError; ValueError for both a source and files, or neither; OSError for unreadable files.
+
+        Args:
+            adapter_id: Its name in calls: letters, digits and ._-/, at most 128, a letter or digit first.
+            source: An absolute path of a directory of the server's machine, or ORG/NAME on the hub.
+            files: A directory of this machine, or the contents of adapter_config.json and
+                adapter_model.safetensors by their names.
+            pinned: Keep it in the memory of workers that have loaded it.
+            shared: All tenants can use it, not only this client's.
+            timeout_s: The timeout of the call. None: the client's.
+        """
+        settings = admin_pb2.LoadAdapterRequest(
+            adapter_id=adapter_id, source=source, pinned=pinned, shared=shared
+        )
+        upload = Upload(settings, files, self._max_request_bytes)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return upload.send(self.admin_stub.LoadAdapter, timeout=limit_s, metadata=self.metadata)
+
+    def unload_adapter(self, adapter_id: str, *, shared: bool = False) -> bool:
+        """Removes an adapter's id. Returns whether there was one. Its caches can be used until their release.
+
+        `shared` removes the one that all tenants can use, not this client's own.
+        """
+        request = admin_pb2.UnloadAdapterRequest(adapter_id=adapter_id, shared=shared)
+        response = self._call(_methods.UNLOAD_ADAPTER, request)
+        return response.unloaded
+
+    def list_adapters(self) -> list[admin_pb2.Adapter]:
+        """The adapters that this client can use, ordered by id."""
+        response = self._call(_methods.LIST_ADAPTERS, admin_pb2.ListAdaptersRequest())
+        return list(response.adapters)
+
     def model_info(
         self, *, include_tokenizer: bool = False, include_chat_template: bool = False
     ) -> executor_pb2.GetModelInfoResponse:
@@ -202,7 +260,7 @@ class Client(Caller):
 
     def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
         _calls.set_priority(request, self._priority)
-        call = getattr(self.runner_stub if method.is_runner_call else self.stub, method.rpc)
+        call = getattr(getattr(self, method.stub), method.rpc)
         attempts = Attempts(method, request, self._timeout_s, retries=self._retries)
         while True:
             try:
