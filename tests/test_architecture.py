@@ -29,6 +29,7 @@ WORKER_LAYERS = (
         "extra_samples",
         "batch",
         "adoption",
+        "adapters",
         "executors",
     },
     {"runners"},
@@ -61,6 +62,7 @@ SERVICE_ROOMS = {
     "service.memory": (),
     "service.running_clock": (),
     "service.token_bucket": (),
+    "service.completion": (),
     "service.background_log": (),
     "service.logging": ("service.background_log", "service.printable"),
     "service.durable_file": ("service.logging",),
@@ -79,17 +81,21 @@ SERVICE_ROOMS = {
         "service.caches", "service.config", "service.dispatcher", "service.durable_file", "service.errors",
         "service.logging", "service.running_clock",
     ),
+    "service.adapters": (
+        "service.caches.machine", "service.completion", "service.config", "service.durable_file",
+        "service.errors", "service.logging", "service.pool.supervisor",
+    ),
     "service.api": (
-        "service.caches.requests", "service.config", "service.dispatcher", "service.errors",
-        "service.auth", "service.logging", "service.memory", "service.pool.model_versions",
+        "service.adapters", "service.caches.requests", "service.config", "service.dispatcher",
+        "service.errors", "service.auth", "service.logging", "service.memory", "service.pool.model_versions",
         "service.pool.supervisor", "service.pool.rolling_restart",
         "service.printable", "service.running_clock",
     ),
     "service.text": ("service.errors", "service.logging", "service.printable"),
     "service.runtimes": (
-        "service.api", "service.caches.requests", "service.caches.tenants", "service.config",
-        "service.dispatcher", "service.auth", "service.durable_file", "service.errors", "service.logging",
-        "service.pool", "service.printable", "service.text", "service.token_bucket",
+        "service.api", "service.caches.requests", "service.caches.tenants", "service.completion",
+        "service.config", "service.dispatcher", "service.auth", "service.durable_file", "service.errors",
+        "service.logging", "service.pool", "service.printable", "service.text", "service.token_bucket",
     ),
     "service.openai": (
         "service.api", "service.config", "service.auth", "service.errors", "service.logging",
@@ -97,19 +103,20 @@ SERVICE_ROOMS = {
     ),
     "service.listening": ("service.auth.unix_socket",),
     "service.gateway": (
-        "service.api", "service.caches", "service.config", "service.data_directory", "service.dispatcher",
-        "service.auth", "service.errors",
+        "service.adapters", "service.api", "service.caches", "service.config", "service.data_directory",
+        "service.dispatcher", "service.auth", "service.errors",
         "service.journal", "service.listening", "service.logging", "service.memory", "service.openai",
         "service.pool", "service.runtimes", "service.text",
     ),
     "service.server": (
-        "service.auth.unix_socket", "service.config", "service.errors", "service.gateway",
-        "service.journal.base", "service.listening", "service.logging", "service.pool.launcher",
-        "service.runtimes.sources",
+        "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.errors",
+        "service.gateway", "service.journal.base", "service.listening", "service.logging",
+        "service.pool.launcher", "service.runtimes.sources",
     ),
     "service.cli": (
-        "service.config", "service.data_directory", "service.auth.connections", "service.auth.tokens",
-        "service.errors", "service.journal.files", "service.logging", "service.printable", "service.server",
+        "service.adapters.store", "service.config", "service.data_directory", "service.auth.connections",
+        "service.auth.tokens", "service.errors", "service.journal.files", "service.logging",
+        "service.printable", "service.server",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.
@@ -286,8 +293,12 @@ NEVER_STORED = {("CacheEntry", "waiting"), ("CacheEntry", "used_s"), ("CacheEntr
 
 
 def test_only_the_pool_speaks_with_workers() -> None:
-    """Others read the answers and descriptions that pass through them, or write the options that do."""
+    """Others read the answers and descriptions that pass through them, or write the options that do.
+
+    The loader of adapters describes them to the pool as workers are told of them.
+    """
     readers = (
+        "service.adapters.loader",
         "service.api.append_codec",
         "service.api.server_state",
         "service.text.text_model",

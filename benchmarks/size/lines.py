@@ -12,7 +12,12 @@ from benchmarks.checkout import ROOT
 PRODUCT = ("service", "workers", "kernels", "clients")
 PACKAGES = (*PRODUCT, "tests", "benchmarks")
 _SUFFIXES = (".py", ".cpp", ".h", ".ts")
-_GENERATED = ("clients/python/quire/v1", "clients/python/quire/client.py", "clients/node/src/gen")
+_GENERATED = (
+    "clients/python/quire/v1",
+    "clients/python/quire/client.py",
+    "clients/python/quire/_caches.py",
+    "clients/node/src/gen",
+)
 _NOT_OURS = ("build", "dist", "node_modules", "__pycache__")
 
 

@@ -1,7 +1,7 @@
 """Generates the blocking client from the asyncio one by removing `async` and `await`.
 
-    python clients/python/generate_blocking.py            writes quire/client.py from quire/aio.py
-    python clients/python/generate_blocking.py --check    fails if quire/client.py is not up to date
+    python clients/python/generate_blocking.py            writes quire/client.py and quire/_caches.py
+    python clients/python/generate_blocking.py --check    fails if one of them is not up to date
 
 There is one source for both, and both are committed as plain code with types and docstrings. _PHRASES has the
 texts in which they differ. Needs ruff to format the result.
@@ -16,10 +16,11 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent / "quire"
-SOURCE, GENERATED = PACKAGE / "aio.py", PACKAGE / "client.py"
+# The source of each generated file.
+SOURCES = {"client.py": "aio.py", "_caches.py": "_aio_caches.py"}
 COMMAND = "clients/python/generate_blocking.py"
 
-# Texts that occur exactly once in the source.
+# Texts that occur exactly once in the sources.
 _PHRASES = (
     (
         '"""The asyncio client. The blocking one is generated from this file: see generate_blocking.py."""',
@@ -37,6 +38,16 @@ _PHRASES = (
         "An abandoned call (cancelled, or its timeout\n    passed) may",
         "An abandoned call (its timeout passed)\n    may",
     ),
+    (
+        """Caches, and the calls that make them or score, of the asyncio client and its sessions.
+
+The blocking ones are generated from this file: see generate_blocking.py.
+""",
+        f"""Caches, and the calls that make them or score, of the blocking client and its sessions.
+
+Generated from _aio_caches.py by {COMMAND}: change that file.
+""",
+    ),
     ("use it in an `async with`", "use it in a `with`"),
     ("Leaving its `async with` block", "Leaving its `with` block"),
     ("# The stream's tasks do not refer", "# The stream's threads do not refer"),
@@ -44,6 +55,7 @@ _PHRASES = (
 # Patterns that are replaced everywhere.
 _WORDS = (
     (r"\bimport asyncio\b", "import time"),
+    (r"\b_aio_caches\b", "_caches"),
     (r"\basyncio\.sleep\(", "time.sleep("),
     (r"grpc\.aio\.AioRpcError\b", "grpc.RpcError"),
     (r"\bgrpc\.aio\.", "grpc."),
@@ -58,33 +70,37 @@ def main() -> int:
     """Runs the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail if it is stale; write nothing")
-    wanted = blocking(SOURCE.read_text(encoding="utf-8"))
-    if not parser.parse_args().check:
-        GENERATED.write_text(wanted, encoding="utf-8")
-        return 0
-    if GENERATED.read_text(encoding="utf-8") == wanted:
-        return 0
-    print(f"{GENERATED.name} is not that of {SOURCE.name}: run {COMMAND}", file=sys.stderr)
-    return 1
+    options = parser.parse_args()
+    sources = {name: (PACKAGE / name).read_text(encoding="utf-8") for name in SOURCES.values()}
+    for phrase, _ in _PHRASES:
+        if sum(source.count(phrase) for source in sources.values()) != 1:
+            raise ValueError(f"{' and '.join(sources)} must contain exactly once: {phrase}")
+    stale = []
+    for name, source_name in SOURCES.items():
+        generated, wanted = PACKAGE / name, formatted(blocking(sources[source_name]), name)
+        if not options.check:
+            generated.write_text(wanted, encoding="utf-8")
+        elif generated.read_text(encoding="utf-8") != wanted:
+            stale.append(f"{name} is not that of {source_name}: run {COMMAND}")
+    print(*stale, sep="\n", end="\n" if stale else "", file=sys.stderr)
+    return 1 if stale else 0
 
 
 def blocking(source: str) -> str:
-    """The blocking client for the asyncio one. Raises ValueError if a phrase is missing."""
+    """The blocking module for an asyncio one, not formatted. Raises ValueError if a word is left."""
     for phrase, other in _PHRASES:
-        if source.count(phrase) != 1:
-            raise ValueError(f"{SOURCE.name} must contain exactly once: {phrase}")
         source = source.replace(phrase, other)
     for pattern, word in _WORDS:
         source = re.sub(pattern, word, source)
     if left := re.search(r".*\b(?:async|asyncio|await|Async\w*)\b.*", source):
         raise ValueError(f"in the blocking client there would be: {left[0].strip()}")
-    return formatted(source)
+    return source
 
 
-def formatted(source: str) -> str:
+def formatted(source: str, file_name: str) -> str:
     """`source` formatted by ruff, with sorted imports."""
     ruff = Path(sys.executable).with_name("ruff")
-    name = ("--stdin-filename", str(GENERATED), "-")
+    name = ("--stdin-filename", str(PACKAGE / file_name), "-")
     for command in (("check", "--quiet", "--fix-only", "--select", "I"), ("format", "--quiet")):
         done = subprocess.run(  # noqa: S603 - our own tool
             [ruff, *command, "--no-cache", *name], input=source, capture_output=True, text=True, check=True

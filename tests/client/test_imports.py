@@ -74,6 +74,6 @@ def test_type_checkers_know_its_names(tmp_path: Path) -> None:
         timeout=240,
     )
     first, second, last = done.stdout.splitlines()
-    assert 'Revealed type is "quire.client.Cache"' in first
+    assert 'Revealed type is "quire._caches.Cache"' in first
     assert second.startswith("program.py:4: error:") and '"Clinet"' in second
     assert last.startswith("Found 1 error"), done.stdout

@@ -148,6 +148,7 @@ FIELDS = [
     ("Prefill", f"{PREFILL} cache_salt: '{'s' * 129}'", "BAD_CACHE_SALT", "cache_salt"),
     ("Forward", f"{FORWARD} cache_salt: '{'s' * 129}'", "BAD_CACHE_SALT", "cache_salt"),
     ("Prefill", f"{PREFILL} cache_salt: 's' cache_id: 'kv'", "BAD_CACHE_SALT", "cache_salt"),
+    ("Prefill", f"{PREFILL} adapter_id: 'lora' cache_id: 'kv'", "BAD_ADAPTER", "adapter_id"),
     ("Prefill", PREFILL + "sample_seeds: 1 " * 1025, "BAD_COUNT", "sample_seeds"),
     ("Prefill", f"{PREFILL} score_from: 1", "BAD_SCORE_FROM", "score_from"),
     ("Forward", f"{FORWARD} score_from: 2", "BAD_SCORE_FROM", "score_from"),
@@ -276,7 +277,7 @@ def state_cases() -> Iterator[Case]:
         text = f"cache_id: 'CACHE' new_len: {new_len}"
         yield Case("TruncateKV", text, "TRUNCATE_BEYOND_END", code=code_pb2.OUT_OF_RANGE, metadata=lengths)
     for rpc, text, at in (
-        ("Prefill", f"{PREFILL} adapter_id: 'lora'", "adapter_id"),
+        *((rpc, f"{APPENDS[rpc]} adapter_id: 'lora'", "adapter_id") for rpc in ("Prefill", "Forward")),
         *((rpc, f"{text} output {{ hidden {{ }} }}", "output.hidden") for rpc, text in APPENDS.items()),
     ):
         metadata = {"field": at}

@@ -20,10 +20,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire._aio_caches import AsyncCache as AsyncCache
     from quire._batches import PrefillItem as PrefillItem
     from quire._batches import Scored as Scored
     from quire._batches import ScoreItem as ScoreItem
     from quire._batches import checked as checked
+    from quire._caches import Cache as Cache
     from quire._connection import Tls as Tls
     from quire._items import item as item
     from quire._masks import token_mask as token_mask
@@ -32,13 +34,12 @@ if TYPE_CHECKING:
     from quire._options import output_options as output_options
     from quire._options import verify_rows as verify_rows
     from quire._tensors import floats as floats
-    from quire.aio import AsyncCache as AsyncCache
     from quire.aio import AsyncClient as AsyncClient
     from quire.aio import AsyncSession as AsyncSession
-    from quire.client import Cache as Cache
     from quire.client import Client as Client
     from quire.client import Session as Session
     from quire.errors import Aborted as Aborted
+    from quire.errors import AdapterNotFound as AdapterNotFound
     from quire.errors import CacheNotFound as CacheNotFound
     from quire.errors import Cancelled as Cancelled
     from quire.errors import DeadlineExceeded as DeadlineExceeded
@@ -79,10 +80,13 @@ _EXPORTS = {
     "quire._options": ("draft_from_top", "draft_probabilities", "output_options", "verify_rows"),
     "quire._tensors": ("floats",),
     "quire.executions": ("AsyncExecution", "Execution"),
-    "quire.aio": ("AsyncCache", "AsyncClient", "AsyncSession"),
-    "quire.client": ("Cache", "Client", "Session"),
+    "quire._aio_caches": ("AsyncCache",),
+    "quire._caches": ("Cache",),
+    "quire.aio": ("AsyncClient", "AsyncSession"),
+    "quire.client": ("Client", "Session"),
     "quire.errors": (
         "Aborted",
+        "AdapterNotFound",
         "CacheNotFound",
         "Cancelled",
         "DeadlineExceeded",

@@ -36,6 +36,7 @@ class ScoreItem:
     score_from: int = 0
     output: types_pb2.OutputOptions | None = None
     cache_salt: str = ""
+    adapter_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ def forward_request(
         output=output if item.output is None else item.output,
         score_from=item.score_from,
         cache_salt=item.cache_salt,
+        adapter_id=item.adapter_id,
     )
 
 

@@ -8,11 +8,12 @@ it is then not applied twice:
     BatchPrefill, BatchDecode                           if each item is safe to retry
     TruncateKV, ReleaseCache, RenewCache                always: idempotent
     Forward, BatchForward, GetModelInfo, GetStatus      always: read-only
-    CancelExecution                                     always: idempotent
+    CancelExecution, UnloadAdapter                      always: idempotent
+    ListAdapters                                        always: read-only
     every other call                                    never
 
 The clients' methods set `position` and `request_id`. Calls on a Session are not retried, because its stream
-ends with the server. Calls on `client.stub` and `client.runner_stub` are not retried either.
+ends with the server. Calls on `client.stub`, `runner_stub` and `admin_stub` are not retried either.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
-from quire.v1 import executor_pb2, runner_pb2
+from quire.v1 import admin_pb2, executor_pb2, runner_pb2
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
@@ -58,8 +59,8 @@ class Method(Generic[_Request, _Response]):
     field: str = ""
     # Whether a request is safe to retry; see the module docstring.
     can_retry: Callable[[_Request], bool] = _never
-    # A call of ModelRunnerService instead of ModelExecutorService.
-    is_runner_call: bool = False
+    # The attribute of a client that has the stub of its service.
+    stub: str = "stub"
 
 
 PREFILL: Method[executor_pb2.PrefillRequest, executor_pb2.PrefillResponse] = Method(
@@ -105,5 +106,11 @@ GET_STATUS: Method[executor_pb2.GetStatusRequest, executor_pb2.GetStatusResponse
     "GetStatus", can_retry=_always
 )
 CANCEL_EXECUTION: Method[runner_pb2.CancelExecutionRequest, runner_pb2.CancelExecutionResponse] = Method(
-    "CancelExecution", can_retry=_always, is_runner_call=True
+    "CancelExecution", can_retry=_always, stub="runner_stub"
+)
+UNLOAD_ADAPTER: Method[admin_pb2.UnloadAdapterRequest, admin_pb2.UnloadAdapterResponse] = Method(
+    "UnloadAdapter", can_retry=_always, stub="admin_stub"
+)
+LIST_ADAPTERS: Method[admin_pb2.ListAdaptersRequest, admin_pb2.ListAdaptersResponse] = Method(
+    "ListAdapters", can_retry=_always, stub="admin_stub"
 )

@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from quire import _batches, _calls, _methods
+from quire import _calls, _methods
+from quire._adapters import AdapterFiles, Upload
 from quire._attempts import Attempts
-from quire._batches import PrefillItem, Prompts, Scored, ScoreItem, Texts
-from quire._calls import CacheState, Decodes, Forks, Verified
+from quire._caches import Caller
 from quire._connection import (
     DEFAULT_MAX_REQUEST_BYTES,
     DEFAULT_MAX_RESPONSE_BYTES,
@@ -25,7 +24,7 @@ from quire._connection import (
 )
 from quire._items import Prompt, items_of
 from quire._methods import Method
-from quire.errors import QuireError, from_rpc_error
+from quire.errors import from_rpc_error
 from quire.executions import Execution
 from quire.session import (
     DEFAULT_CLOSE_TIMEOUT_S,
@@ -34,170 +33,21 @@ from quire.session import (
     SessionStream,
 )
 from quire.text import ModelTokenizer
-from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
+from quire.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    executor_pb2,
+    executor_pb2_grpc,
+    runner_pb2,
+    runner_pb2_grpc,
+    types_pb2,
+)
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
 
 
-class _Call(Protocol):
-    """Makes one call with the client's timeout. Raises QuireError."""
-
-    def __call__(self, method: Method[_Request, _Response], request: _Request, /) -> _Response: ...
-
-
-class _Caller(ABC):
-    """The operations that do not need a cache, as unary calls or on a session."""
-
-    @abstractmethod
-    def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
-        """See _Call."""
-
-    def prefill(
-        self,
-        token_ids: Sequence[int],
-        *,
-        output: types_pb2.OutputOptions | None = None,
-        lease_s: float | None = None,
-        adapter_id: str = "",
-        request_id: str = "",
-        cache_salt: str = "",
-        score_from: int | None = None,
-        sample_seeds: Sequence[int] = (),
-    ) -> Cache:
-        """Creates a cache of `token_ids`; its `output` predicts the next token. The caller releases it.
-
-        `score_from` scores the tokens from this index on, into the cache's `token_logprobs` and
-        `token_is_argmax`. For each of `sample_seeds` one extra token is drawn after them, into its `samples`.
-        With a `cache_salt`, prefixes are shared only with caches of the same salt.
-
-        To release the cache automatically: `with client.prefill(token_ids) as cache: ...`.
-        """
-        item = PrefillItem(
-            token_ids, output, lease_s, adapter_id, request_id, cache_salt, score_from, sample_seeds
-        )
-        request = _batches.prefill_request(item)
-        return Cache(self._call, self._call(_methods.PREFILL, request))
-
-    def batch_prefill(
-        self, prompts: Prompts, *, output: types_pb2.OutputOptions | None = None
-    ) -> list[Cache | QuireError]:
-        """Creates several caches in one call. The caller releases them.
-
-        A prompt is its token ids, or a `PrefillItem` with its own settings. Common prefixes are computed
-        once. The exceptions of failed items are returned in their places.
-        """
-        items = (prompt if isinstance(prompt, PrefillItem) else PrefillItem(prompt) for prompt in prompts)
-        requests = [_batches.prefill_request(item, output) for item in items]
-        request = executor_pb2.BatchPrefillRequest(items=requests)
-        response = self._call(_methods.BATCH_PREFILL, request)
-        made = map(_batches.result_of, response.results)
-        return [one if isinstance(one, QuireError) else Cache(self._call, one) for one in made]
-
-    def cache(self, cache_id: str) -> Cache:
-        """An existing cache, which another process may have created, with its current length.
-
-        Its lease restarts. Its `output` is empty until the next append. Raises CacheNotFound.
-        """
-        request = executor_pb2.RenewCacheRequest(cache_id=cache_id)
-        renewed = self._call(_methods.RENEW_CACHE, request)
-        return Cache(self._call, executor_pb2.PrefillResponse(kv_cache=renewed.kv_cache))
-
-    def batch_decode(
-        self, decodes: Decodes[Cache], *, output: types_pb2.OutputOptions | None = None
-    ) -> list[types_pb2.StepOutput | QuireError]:
-        """Appends one token to each cache in one call.
-
-        An item is (cache, token), or (cache, token, output) with its own output options. The exceptions of
-        failed items are returned in their places.
-        """
-        requests = [
-            _calls.decode_request(cache, token_id, own[0] if own and own[0] is not None else output)
-            for cache, token_id, *own in decodes
-        ]
-        request = executor_pb2.BatchDecodeRequest(items=requests)
-        response = self._call(_methods.BATCH_DECODE, request)
-        results = zip(decodes, map(_batches.result_of, response.results), strict=True)
-        return [
-            one if isinstance(one, QuireError) else cache._appended(one)  # noqa: SLF001 - a class of this module
-            for (cache, *_), one in results
-        ]
-
-    def fork_caches(
-        self, forks: Forks[Cache], *, release: Iterable[Cache] = (), request_id: str = ""
-    ) -> list[list[Cache]]:
-        """Copies several caches and releases others atomically, as a step of a beam search does.
-
-        A fork is (cache, count); each cache may occur at most once. At least one fork is required, but its
-        count may be 0: `[(caches[0], 0)], release=caches` releases all. `release` may contain caches that are
-        copied. Returns the copies of each cache, which the caller releases. Raises PositionMismatch if a
-        cache has another length than its `seq_len`, and CacheNotFound if a cache does not exist.
-        """
-        request = executor_pb2.ForkCachesRequest(
-            forks=[
-                executor_pb2.ForkSource(cache_id=cache.cache_id, count=count, position=cache.seq_len)
-                for cache, count in forks
-            ],
-            release=[cache.cache_id for cache in release],
-            # So that a retry returns the same copies.
-            request_id=request_id or _calls.new_request_id(),
-        )
-        response = self._call(_methods.FORK_CACHES, request)
-        return [
-            [Cache(self._call, copy) for copy in cache._forked(forked)]  # noqa: SLF001 - of this module
-            for (cache, _), forked in zip(forks, response.results, strict=True)
-        ]
-
-    def forward(
-        self,
-        token_ids: Sequence[int],
-        *,
-        output: types_pb2.OutputOptions | None = None,
-        score_from: int = 0,
-        cache_salt: str = "",
-    ) -> executor_pb2.ForwardResponse:
-        """Like `score`, but returns the response message."""
-        request = _batches.forward_request(ScoreItem(token_ids, score_from, output, cache_salt))
-        return self._call(_methods.FORWARD, request)
-
-    def score(
-        self,
-        token_ids: Sequence[int],
-        *,
-        score_from: int = 0,
-        output: types_pb2.OutputOptions | None = None,
-        cache_salt: str = "",
-    ) -> Scored:
-        """The log-probability of each token given the tokens before it, and the predictions. Keeps no cache.
-
-        Tokens before index `score_from` are context: they are not scored, and not computed if their KV is
-        cached. The first token is never scored.
-        """
-        return _batches.scored(
-            self.forward(token_ids, output=output, score_from=score_from, cache_salt=cache_salt)
-        )
-
-    def score_batch(
-        self, texts: Texts, *, output: types_pb2.OutputOptions | None = None
-    ) -> list[Scored | QuireError]:
-        """Scores several texts in one call. Common prefixes are computed once.
-
-        A text is its token ids, or a `ScoreItem` with its own settings. The exceptions of failed items are
-        returned in their places.
-        """
-        items = (text if isinstance(text, ScoreItem) else ScoreItem(text) for text in texts)
-        requests = [_batches.forward_request(item, output) for item in items]
-        request = executor_pb2.BatchForwardRequest(items=requests)
-        response = self._call(_methods.BATCH_FORWARD, request)
-        found = map(_batches.result_of, response.results)
-        return [one if isinstance(one, QuireError) else _batches.scored(one) for one in found]
-
-    def adopt(self, cache: Cache) -> None:
-        """Makes `cache` use this client or session for its calls from now on. Sends nothing."""
-        cache._call = self._call  # noqa: SLF001 - a class of this module
-
-
-class Client(_Caller):
+class Client(Caller):
     """A connection to a Quire server. Thread-safe. Close it, or use `with`."""
 
     def __init__(  # noqa: PLR0913 - the settings of a connection
@@ -247,8 +97,9 @@ class Client(_Caller):
         self._retries = retries
         # The generated stub of ModelExecutorService. Its calls raise grpc.RpcError and are not retried.
         self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
-        # The generated stub of ModelRunnerService, likewise.
+        # The generated stubs of ModelRunnerService and AdminService, likewise.
         self.runner_stub = runner_pb2_grpc.ModelRunnerServiceStub(self._channel)
+        self.admin_stub = admin_pb2_grpc.AdminServiceStub(self._channel)
         # The metadata of every call. Pass it to the calls of the stubs.
         self.metadata = link.metadata
 
@@ -326,6 +177,54 @@ class Client(_Caller):
         answer = self._call(_methods.CANCEL_EXECUTION, request)
         return answer.cancelled
 
+    def load_adapter(
+        self,
+        adapter_id: str,
+        source: str = "",
+        *,
+        files: AdapterFiles | None = None,
+        pinned: bool = False,
+        shared: bool = False,
+        timeout_s: float | None = None,
+    ) -> admin_pb2.Adapter:
+        """Loads a LoRA adapter in PEFT's layout: give either `source` or `files`.
+
+        If the id is in use, this makes a new version: caches keep theirs until they are released. It is never
+        retried, because each attempt can make a version. If its response was lost, `list_adapters` returns
+        the current version. Requires the role `administer` if the server requires tokens.
+
+        Raises QuireError; ValueError for both a source and files, or neither; OSError for unreadable files.
+
+        Args:
+            adapter_id: Its name in calls: letters, digits and ._-/, at most 128, a letter or digit first.
+            source: An absolute path of a directory of the server's machine, or ORG/NAME on the hub.
+            files: A directory of this machine, or the contents of adapter_config.json and
+                adapter_model.safetensors by their names.
+            pinned: Keep it in the memory of workers that have loaded it.
+            shared: All tenants can use it, not only this client's.
+            timeout_s: The timeout of the call. None: the client's.
+        """
+        settings = admin_pb2.LoadAdapterRequest(
+            adapter_id=adapter_id, source=source, pinned=pinned, shared=shared
+        )
+        upload = Upload(settings, files, self._max_request_bytes)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return upload.send(self.admin_stub.LoadAdapter, timeout=limit_s, metadata=self.metadata)
+
+    def unload_adapter(self, adapter_id: str, *, shared: bool = False) -> bool:
+        """Removes an adapter's id. Returns whether there was one. Its caches can be used until their release.
+
+        `shared` removes the one that all tenants can use, not this client's own.
+        """
+        request = admin_pb2.UnloadAdapterRequest(adapter_id=adapter_id, shared=shared)
+        response = self._call(_methods.UNLOAD_ADAPTER, request)
+        return response.unloaded
+
+    def list_adapters(self) -> list[admin_pb2.Adapter]:
+        """The adapters that this client can use, ordered by id."""
+        response = self._call(_methods.LIST_ADAPTERS, admin_pb2.ListAdaptersRequest())
+        return list(response.adapters)
+
     def model_info(
         self, *, include_tokenizer: bool = False, include_chat_template: bool = False
     ) -> executor_pb2.GetModelInfoResponse:
@@ -361,7 +260,7 @@ class Client(_Caller):
 
     def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
         _calls.set_priority(request, self._priority)
-        call = getattr(self.runner_stub if method.is_runner_call else self.stub, method.rpc)
+        call = getattr(getattr(self, method.stub), method.rpc)
         attempts = Attempts(method, request, self._timeout_s, retries=self._retries)
         while True:
             try:
@@ -375,7 +274,7 @@ class Client(_Caller):
                 raise failed
 
 
-class Session(_Caller):
+class Session(Caller):
     """A stream of many calls. Thread-safe. Close it, or use `with`.
 
     A cache that is created on a session uses it for its calls; `adopt` moves it to another session or back to
@@ -411,119 +310,3 @@ class Session(_Caller):
     def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
         _calls.set_priority(request, self._priority)
         return self._stream.call(method, request)
-
-
-class Cache(CacheState):
-    """A sequence that the server stores. Release it, or use it in a `with`."""
-
-    def __init__(self, call: _Call, prefilled: executor_pb2.PrefillResponse) -> None:
-        """Created by `prefill` and `fork`."""
-        super().__init__(prefilled)
-        self._call = call
-
-    def decode(self, token_id: int, *, output: types_pb2.OutputOptions | None = None) -> types_pb2.StepOutput:
-        """Appends a token and predicts the next one."""
-        request = _calls.decode_request(self, token_id, output)
-        response = self._call(_methods.DECODE, request)
-        return self._appended(response)
-
-    def extend(
-        self,
-        token_ids: Sequence[int],
-        *,
-        output: types_pb2.OutputOptions | None = None,
-        score_from: int | None = None,
-        sample_seeds: Sequence[int] = (),
-    ) -> types_pb2.StepOutput:
-        """Appends several tokens and predicts the next one. The options are those of `prefill`."""
-        request = executor_pb2.PrefillRequest(
-            cache_id=self.cache_id,
-            token_ids=token_ids,
-            position=self.seq_len,
-            output=output,
-            score_from=score_from,
-            sample_seeds=sample_seeds,
-        )
-        response = self._call(_methods.PREFILL, request)
-        return self._appended(response)
-
-    def verify(
-        self,
-        token_ids: Sequence[int],
-        *,
-        output: types_pb2.OutputOptions | None = None,
-        accept: types_pb2.VerifyAccept = types_pb2.VERIFY_ACCEPT_GREEDY,
-        score: bool = False,
-        rows: Sequence[types_pb2.VerifyRow] = (),
-        parents: Sequence[int] = (),
-    ) -> Verified:
-        """Appends the last accepted token and draft tokens in one forward, and keeps the accepted ones.
-
-        `score` returns the log-probability of each draft. `rows`, which `quire.verify_rows` makes, has one
-        item for each token: the mask for the next token, and the distribution that the next draft was drawn
-        from. With `parents` the tokens are a tree, of which one path is kept; it has the index of each
-        token's parent, except for the first token.
-        """
-        request = executor_pb2.ForwardVerifyRequest(
-            cache_id=self.cache_id,
-            token_ids=token_ids,
-            position=self.seq_len,
-            output=output,
-            accept=accept,
-            score=score,
-            rows=rows,
-            parents=parents,
-        )
-        return self._verified(self._call(_methods.FORWARD_VERIFY, request))
-
-    def truncate(self, new_len: int) -> None:
-        """Truncates the cache to `new_len` tokens. `output` is invalid until the next append.
-
-        With `seq_len` it undoes an abandoned append that may have been applied. With a shorter length it
-        raises PositionMismatch if the length of the cache is not `seq_len`.
-        """
-        _calls.check_given("new_len", new_len)
-        # No position when truncating to the known length, which undoes an abandoned append that was applied.
-        position = None if new_len == self.seq_len else self.seq_len
-        request = executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len, position=position)
-        response = self._call(_methods.TRUNCATE_KV, request)
-        self.seq_len = response.kv_cache.seq_len
-
-    def fork(self, count: int = 1, *, release: Iterable[Cache] = (), request_id: str = "") -> list[Cache]:
-        """Copies the cache. The copies share its pages, and the caller releases them.
-
-        The caches in `release`, which may include this one, are released afterwards in the same call.
-        """
-        request = executor_pb2.ForkCacheRequest(
-            cache_id=self.cache_id,
-            count=count,
-            release=[cache.cache_id for cache in release],
-            # So that a retry returns the same copies.
-            request_id=request_id or _calls.new_request_id(),
-        )
-        response = self._call(_methods.FORK_CACHE, request)
-        return [Cache(self._call, copy) for copy in self._forked(response)]
-
-    def renew(self, lease_s: float | None = None) -> None:
-        """Keeps the cache for `lease_s` seconds from now without use. None: restarts its lease."""
-        request = executor_pb2.RenewCacheRequest(cache_id=self.cache_id, lease=_calls.duration(lease_s))
-        self._call(_methods.RENEW_CACHE, request)
-
-    def release(self) -> bool:
-        """Releases the cache. Returns False if it did not exist any more."""
-        request = executor_pb2.ReleaseCacheRequest(cache_id=self.cache_id)
-        response = self._call(_methods.RELEASE_CACHE, request)
-        return response.released
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.release()
-        except QuireError:
-            # Do not hide the exception of the block. The cache is released when its lease expires.
-            if error is None:
-                raise

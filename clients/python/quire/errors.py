@@ -3,6 +3,7 @@
     QuireError
     ├── InvalidRequest        INVALID_ARGUMENT; `violations` names the fields
     ├── NotFound              NOT_FOUND
+    │   ├── AdapterNotFound
     │   ├── CacheNotFound
     │   └── RuntimeNotFound
     ├── PreconditionFailed    FAILED_PRECONDITION
@@ -71,6 +72,10 @@ class RuntimeNotFound(NotFound):
     """The server's configuration has no such runtime."""
 
 
+class AdapterNotFound(NotFound):
+    """No adapter has this id, or it is another tenant's."""
+
+
 class CacheNotFound(NotFound):
     """The cache never existed, was released, or its lease ran out."""
 
@@ -101,7 +106,7 @@ class Aborted(QuireError):
 
 
 class Unavailable(QuireError):
-    """The server is unreachable, has no worker, or cannot write its journal. Caches are kept."""
+    """The server is unreachable, has no worker, or cannot write to its disk. Caches are kept."""
 
 
 class SessionEnded(Unavailable):
@@ -133,6 +138,7 @@ class InternalError(QuireError):
 
 
 _BY_REASON: Mapping[str, type[QuireError]] = {
+    "ADAPTER_NOT_FOUND": AdapterNotFound,
     "CACHE_NOT_FOUND": CacheNotFound,
     "POSITION_MISMATCH": PositionMismatch,
     "RUNTIME_NOT_FOUND": RuntimeNotFound,

@@ -13,11 +13,12 @@ import concurrent.futures
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import AsyncIterator, Iterator
+from typing import TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
+from quire._first_status import FirstStatus
 from quire._methods import Method
 from quire._pending_calls import PendingCalls, response_of
 from quire.errors import Cancelled, DeadlineExceeded, QuireError, from_rpc_error
@@ -159,8 +160,7 @@ class AsyncSessionStream:
         )
         self._loop = asyncio.get_running_loop()
         self._stream = open_stream(self._outgoing(), metadata=metadata)
-        self._first_status: grpc.aio.AioRpcError | None = None
-        self._stream.add_done_callback(self._keep_first_status)
+        self._first_status = FirstStatus(self._stream)
         self._reader = self._loop.create_task(self._read(), name="quire-session")
 
     async def call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
@@ -223,33 +223,12 @@ class AsyncSessionStream:
             async for message in self._stream:
                 self._pending.answered(message)
         except grpc.aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.INTERNAL and self._first_status is not None:
-                error = self._first_status
-            cause = from_rpc_error(error)
+            cause = from_rpc_error(self._first_status.instead_of(error))
         except asyncio.CancelledError:
             # The stream was cancelled, or the event loop is being closed.
             cause = _cancelled()
         finally:
             self._pending.end(cause)
-
-    def _keep_first_status(self, stream: Any) -> None:
-        """Keeps the status with which the server ended the stream.
-
-        If a message was being sent at that moment, grpcio may then replace the status by INTERNAL "Internal
-        error from Core" (grpc/grpc issue 36066).
-        """
-        code, details = _result_of(stream.code()), _result_of(stream.details())
-        trailing = _result_of(stream.trailing_metadata())
-        self._first_status = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details)
-
-
-def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that does not suspend, for callbacks, which cannot await it."""
-    try:
-        coroutine.send(None)
-    except StopIteration as finished:
-        return finished.value
-    raise AssertionError("the status of a call that is done is known")
 
 
 def _at_least_one(max_in_flight: int) -> int:

@@ -17,6 +17,8 @@ from quire.errors import from_rpc_error
 
 # The timeout of calls that a running server answers immediately.
 CONTROL_TIMEOUT_S = 10.0
+# A year: effectively no timeout.
+NO_TIMEOUT_S = 365 * 86_400.0
 NO_WORKER = "NO_WORKER"
 # How long to wait for a worker to load, and the polling interval.
 WORKER_TIMEOUT_S = 60.0
@@ -73,13 +75,18 @@ def _end_process(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def converting_failures() -> Iterator[None]:
-    """Converts failed calls to CommandFailed with `CODE REASON message`, without empty parts."""
+    """Converts failed calls to CommandFailed with `line_of`."""
     try:
         yield
     except (QuireError, grpc.RpcError) as failed:
         error = failed if isinstance(failed, QuireError) else from_rpc_error(failed)
-        lines = [" ".join(part for part in (error.code.name, error.reason, error.message) if part)]
+        lines = [line_of(error)]
         # Without a reason the error is from gRPC, not from a server.
         if error.code == grpc.StatusCode.UNAVAILABLE and not error.reason:
             lines.append("is a server running there? --target names another one")
         raise CommandFailed(*lines) from error
+
+
+def line_of(error: QuireError) -> str:
+    """`CODE REASON message`, without empty parts."""
+    return " ".join(part for part in (error.code.name, error.reason, error.message) if part)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import tokenizers  # noqa: F401 - so that it is missed before a server is asked
 from quire import Client, QuireError, item
-from quire.cli.connecting import NO_WORKER, POLL_INTERVAL_S, WORKER_TIMEOUT_S, connected
+from quire.cli.connecting import NO_TIMEOUT_S, NO_WORKER, POLL_INTERVAL_S, WORKER_TIMEOUT_S, connected
 from quire.cli.terminal import CommandFailed, WrongUsage, stripped, tell
 from quire.errors import from_status
 from quire.text import ModelTokenizer
@@ -25,8 +25,6 @@ from quire.v1 import executor_pb2, runner_pb2, types_pb2
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 # The server's own workers, because providers sample differently.
 _RUNTIME = "local"
-# A year: effectively no timeout.
-_EXECUTE_TIMEOUT_S = 365 * 86_400.0
 # The maximum length of a library's error message about a file from the server.
 _MAX_ERROR_CHARS = 300
 _Answer = TypeVar("_Answer")
@@ -51,6 +49,7 @@ def generate(options: argparse.Namespace) -> int:
             sampling=_sampling(info.sampling_defaults, options),
             max_tokens=options.max_tokens,
             logprobs=options.logprobs,
+            adapter_id=options.adapter,
         )
         screen = _Printer(
             info.model.eos_token_ids, has_text=tokenizer is not None, with_logprobs=options.logprobs
@@ -109,7 +108,7 @@ def _chunks(client: Client, asked: runner_pb2.ExecuteItem) -> Iterator[runner_pb
     """The chunks of an item, which is cancelled when the loop over them ends. Raises QuireError."""
 
     def checked() -> Iterator[runner_pb2.SampleChunk]:
-        with client.execute([asked], runtime=_RUNTIME, timeout_s=_EXECUTE_TIMEOUT_S) as execution:
+        with client.execute([asked], runtime=_RUNTIME, timeout_s=NO_TIMEOUT_S) as execution:
             for chunk in execution:
                 if chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR:
                     raise from_status(chunk.error)

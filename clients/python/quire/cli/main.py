@@ -1,4 +1,4 @@
-"""The command `quire`: generate | status | load | caches, and the commands of an installed server.
+"""The command `quire`: generate | status | load | caches | adapters, and the commands of an installed server.
 
 A package adds a command by an entry point of the group `quire.commands`: a function that takes argparse's
 subparsers and adds a parser with the entry point's name. The parser's default `run` is the function that runs
@@ -29,6 +29,7 @@ _CLIENT_COMMANDS = {
     "generate": options.add_generate,
     "load": add_load,
     "caches": options.add_caches,
+    "adapters": options.add_adapters,
 }
 _SERVER_COMMANDS = ("serve", "state", "token")
 # The order in the help. Other commands come last.

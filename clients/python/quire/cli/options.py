@@ -1,4 +1,4 @@
-"""The flags of `quire status`, `generate` and `caches`, and the flags of all client commands.
+"""The flags of `quire status`, `generate`, `caches` and `adapters`, and the flags of all client commands.
 
 Imports only the standard library, so that invalid flags are reported quickly.
 """
@@ -153,6 +153,7 @@ def add_generate(commands: Commands) -> None:
     flag("--min-p", _number, "P", f"drop tokens below P times the highest probability {own}")
     flag("--repetition-penalty", _number, "R", f"above 1: earlier tokens are less likely {own}")
     flag("--seed", _whole_number, "N", "the seed of the sampling, for repeatable results")
+    flag("--adapter", str, "ID", "a LoRA adapter of the server, see `quire adapters` (default: none)", "")
     lines = "print a line for each token: id, log-probability, text"
     parser.add_argument("--logprobs", action="store_true", help=lines)
 
@@ -171,3 +172,36 @@ def add_caches(commands: Commands) -> None:
     which.add_argument("cache_ids", nargs="*", default=[], metavar="CACHE_ID", help="the caches to release")
     which.add_argument("--all", action="store_true", help="release all that `quire caches list` shows")
     release.add_argument("--yes", action="store_true", help="with --all: confirm the release")
+
+
+def add_adapters(commands: Commands) -> None:
+    """Adds `quire adapters`."""
+    parser = commands.add_parser("adapters", help="list, load or unload a server's LoRA adapters")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|load|unload")
+    listing = actions.add_parser("list", help="list the adapters that you can use, by id")
+    listing.set_defaults(run="quire.cli.adapters:list_adapters")
+    load = actions.add_parser(
+        "load",
+        help="load an adapter, or a new version of it",
+        description="Loads a LoRA adapter in PEFT's layout: adapter_config.json and"
+        " adapter_model.safetensors. If the id is in use, this makes a new version; caches keep theirs until"
+        " they are released.",
+    )
+    load.set_defaults(run="quire.cli.adapters:load_adapter")
+    load.add_argument("adapter_id", metavar="ID", help="its name in calls")
+    source = "a directory of the server's machine (with --upload: of this one), or ORG/NAME on the hub"
+    load.add_argument("source", metavar="DIRECTORY|HUB-ID", help=source)
+    load.add_argument("--upload", action="store_true", help="send the files of DIRECTORY to the server")
+    pin = "keep it in the memory of workers that have loaded it"
+    load.add_argument("--pin", action="store_true", help=pin)
+    unload = actions.add_parser(
+        "unload", help="remove an adapter; its caches can be used until their release"
+    )
+    unload.set_defaults(run="quire.cli.adapters:unload_adapter")
+    unload.add_argument("adapter_id", metavar="ID", help="the adapter to remove")
+    for changing, shared in ((load, "for"), (unload, "the one of")):
+        changing.add_argument(
+            "--shared", action="store_true", help=f"{shared} all tenants, not only your own"
+        )
+    for action in (listing, load, unload):
+        add_target(action)

@@ -6,12 +6,12 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from google.protobuf import json_format
 from quire import Client
-from quire.cli.connecting import connected
-from quire.cli.terminal import escaped
+from quire.cli.connecting import CONTROL_TIMEOUT_S, connected
+from quire.cli.terminal import escaped, size
 from quire.v1 import executor_pb2
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
@@ -52,7 +52,7 @@ _COLUMNS: Mapping[str, Callable[[executor_pb2.WorkerStatus], object]] = {
     "prefill ms": lambda worker: _mean_ms(worker.counts.prefill_ns, worker.counts.prefill_operations),
     "decode ms": lambda worker: _mean_ms(worker.counts.decode_ns, worker.counts.decode_operations),
     "batch": lambda worker: _mean(worker.counts.batch_items, worker.counts.steps),
-    "memory": lambda worker: _bytes(worker.memory_bytes),
+    "memory": lambda worker: size(worker.memory_bytes),
 }
 # Of two readings, with what they are the growth of.
 _RATES = {
@@ -75,6 +75,8 @@ class Reading:
 
     status: executor_pb2.GetStatusResponse
     taken_s: float  # time.monotonic()
+    # By worker: the LoRA adapters in its memory. Without workers that have none.
+    adapters: Mapping[str, int] = field(default_factory=dict)
 
 
 def show_status(options: argparse.Namespace) -> int:
@@ -103,12 +105,23 @@ def _readings(client: Client, interval_s: float | None) -> Iterator[tuple[Readin
     """Readings, each with the previous one. Without an interval only one. Raises QuireError."""
     before = None
     while True:
-        now = Reading(client.status(), time.monotonic())
+        status = client.status()
+        now = Reading(status, time.monotonic(), _adapters(client, status))
         yield now, before
         if interval_s is None:
             return
         before = now
         time.sleep(interval_s)
+
+
+def _adapters(client: Client, status: executor_pb2.GetStatusResponse) -> Mapping[str, int]:
+    """See Reading. Raises grpc.RpcError."""
+    if not any(worker.executor.supports_lora for worker in status.workers):
+        return {}
+    request = executor_pb2.GetLoraMetricsRequest()
+    metrics = client.stub.GetLoraMetrics(request, timeout=CONTROL_TIMEOUT_S, metadata=client.metadata)
+    counts = {w.worker_id: sum(adapter.resident for adapter in w.adapters) for w in metrics.workers}
+    return {worker_id: count for worker_id, count in counts.items() if count}
 
 
 def _json(status: executor_pb2.GetStatusResponse) -> str:
@@ -124,11 +137,11 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
     line = (
         f"{_enum_word(executor_pb2.ServerState.Name(status.state))}  version {status.version}"
         f"  up {_duration(status.uptime_ms / 1000)}  {status.caches} caches"
-        f"  {status.operations_in_flight} operations in flight  {_bytes(status.memory_bytes)}"
+        f"  {status.operations_in_flight} operations in flight  {size(status.memory_bytes)}"
     )
     limits = (
         f"{status.connections} connections  {status.sessions} sessions"
-        f"  {_bytes(status.journal_bytes)} of tokens  {_bytes(status.unread_bytes)} of answers unread"
+        f"  {size(status.journal_bytes)} of tokens  {size(status.unread_bytes)} of answers unread"
         f"  longest stall {status.longest_stall_ms} ms  {sum(status.refusals.values())} refused"
     )
     if before is not None and (elapsed_s := now.taken_s - before.taken_s) > 0:
@@ -147,6 +160,9 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
     for products in dict.fromkeys(w.executor.products for w in status.workers if w.executor.products):
         ids = ", ".join(w.worker_id for w in status.workers if w.executor.products == products)
         notes.append(Text(escaped(f"matrix products of {ids}: {products}")))
+    if now.adapters:
+        counts = ", ".join(f"{count} ({worker_id})" for worker_id, count in now.adapters.items())
+        notes.append(Text(escaped(f"LoRA adapters in memory: {counts}")))
     return Group(Text(escaped(line)), Text(escaped(limits)), table, *notes)
 
 
@@ -202,12 +218,3 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m{rest:02}s" if hours else f"{minutes}m{rest:02}s"
-
-
-def _bytes(count: int) -> str:
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Error messages on standard error, and removal of control characters from untrusted text.
+"""Error messages on standard error, sizes, and removal of control characters from untrusted text.
 
 Control characters (C0, DEL and C1), the only ones that control a terminal, are never printed.
 """
@@ -37,3 +37,13 @@ def escaped(text: str) -> str:
 def stripped(text: str) -> str:
     """The text without control characters, except for newlines and tabs."""
     return _CONTROLS_OF_TEXT.sub("", text)
+
+
+def size(count: int) -> str:
+    """A number of bytes with its unit, such as `1.5 MiB`."""
+    number, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if number < 1024:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

@@ -48,6 +48,61 @@ export interface ShutdownRequest {
 export interface ShutdownResponse {
 }
 
+/** The first message has all fields but the file. Without a `source`, it or further ones have the files in parts. */
+export interface LoadAdapterRequest {
+  /** The adapter's name in calls: at most 128 letters, digits and characters of ._-/ and not beginning with one of these. */
+  adapterId: string;
+  /** An absolute path of a directory, or ORG/NAME on the hub. Empty: the files are on this stream. */
+  source: string;
+  /** Keep it in the memory of workers that have loaded it. */
+  pinned: boolean;
+  /** All tenants can use it, not only the caller's. A tenant's own adapter hides a shared one of the same id. */
+  shared: boolean;
+  /** A part of a file, in order. The parts of one file follow each other. */
+  file: AdapterFile | undefined;
+}
+
+export interface AdapterFile {
+  /** "adapter_config.json" or "adapter_model.safetensors". */
+  name: string;
+  data: Buffer;
+}
+
+export interface LoadAdapterResponse {
+  adapter: Adapter | undefined;
+}
+
+export interface UnloadAdapterRequest {
+  adapterId: string;
+  /** The one that all tenants can use, not the caller's own. */
+  shared: boolean;
+}
+
+export interface UnloadAdapterResponse {
+  /** False: there was none. */
+  unloaded: boolean;
+}
+
+export interface ListAdaptersRequest {
+}
+
+export interface ListAdaptersResponse {
+  adapters: Adapter[];
+}
+
+export interface Adapter {
+  adapterId: string;
+  /** Numbers the versions of all adapters of a server; a later version has a larger number. */
+  version: bigint;
+  pinned: boolean;
+  shared: boolean;
+  /** The largest rank of its projections, and its size in a worker's memory. 0: it was not loaded yet. */
+  rank: number;
+  sizeBytes: bigint;
+  /** Caches of this version, of all tenants. */
+  caches: number;
+}
+
 function createBaseWarmupRequest(): WarmupRequest {
   return { workers: 0 };
 }
@@ -459,6 +514,588 @@ export const ShutdownResponse: MessageFns<ShutdownResponse> = {
   },
 };
 
+function createBaseLoadAdapterRequest(): LoadAdapterRequest {
+  return { adapterId: "", source: "", pinned: false, shared: false, file: undefined };
+}
+
+export const LoadAdapterRequest: MessageFns<LoadAdapterRequest> = {
+  encode(message: LoadAdapterRequest, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.adapterId !== "") {
+      writer.uint32(10).string(message.adapterId);
+    }
+    if (message.source !== "") {
+      writer.uint32(18).string(message.source);
+    }
+    if (message.pinned !== false) {
+      writer.uint32(24).bool(message.pinned);
+    }
+    if (message.shared !== false) {
+      writer.uint32(32).bool(message.shared);
+    }
+    if (message.file !== undefined) {
+      AdapterFile.encode(message.file, writer.uint32(42).fork()).join();
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): LoadAdapterRequest {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseLoadAdapterRequest();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.adapterId = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 18) {
+              break;
+            }
+
+            message.source = reader.string();
+            continue;
+          }
+          case 3: {
+            if (tag !== 24) {
+              break;
+            }
+
+            message.pinned = reader.bool();
+            continue;
+          }
+          case 4: {
+            if (tag !== 32) {
+              break;
+            }
+
+            message.shared = reader.bool();
+            continue;
+          }
+          case 5: {
+            if (tag !== 42) {
+              break;
+            }
+
+            message.file = AdapterFile.decode(reader, reader.uint32());
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<LoadAdapterRequest>): LoadAdapterRequest {
+    return LoadAdapterRequest.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<LoadAdapterRequest>): LoadAdapterRequest {
+    const message = createBaseLoadAdapterRequest();
+    message.adapterId = object.adapterId ?? "";
+    message.source = object.source ?? "";
+    message.pinned = object.pinned ?? false;
+    message.shared = object.shared ?? false;
+    message.file = (object.file !== undefined && object.file !== null)
+      ? AdapterFile.fromPartial(object.file)
+      : undefined;
+    return message;
+  },
+};
+
+function createBaseAdapterFile(): AdapterFile {
+  return { name: "", data: Buffer.alloc(0) };
+}
+
+export const AdapterFile: MessageFns<AdapterFile> = {
+  encode(message: AdapterFile, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.name !== "") {
+      writer.uint32(10).string(message.name);
+    }
+    if (message.data.length !== 0) {
+      writer.uint32(18).bytes(message.data);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): AdapterFile {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseAdapterFile();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.name = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 18) {
+              break;
+            }
+
+            message.data = Buffer.from(reader.bytes());
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<AdapterFile>): AdapterFile {
+    return AdapterFile.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<AdapterFile>): AdapterFile {
+    const message = createBaseAdapterFile();
+    message.name = object.name ?? "";
+    message.data = object.data ?? Buffer.alloc(0);
+    return message;
+  },
+};
+
+function createBaseLoadAdapterResponse(): LoadAdapterResponse {
+  return { adapter: undefined };
+}
+
+export const LoadAdapterResponse: MessageFns<LoadAdapterResponse> = {
+  encode(message: LoadAdapterResponse, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.adapter !== undefined) {
+      Adapter.encode(message.adapter, writer.uint32(10).fork()).join();
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): LoadAdapterResponse {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseLoadAdapterResponse();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.adapter = Adapter.decode(reader, reader.uint32());
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<LoadAdapterResponse>): LoadAdapterResponse {
+    return LoadAdapterResponse.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<LoadAdapterResponse>): LoadAdapterResponse {
+    const message = createBaseLoadAdapterResponse();
+    message.adapter = (object.adapter !== undefined && object.adapter !== null)
+      ? Adapter.fromPartial(object.adapter)
+      : undefined;
+    return message;
+  },
+};
+
+function createBaseUnloadAdapterRequest(): UnloadAdapterRequest {
+  return { adapterId: "", shared: false };
+}
+
+export const UnloadAdapterRequest: MessageFns<UnloadAdapterRequest> = {
+  encode(message: UnloadAdapterRequest, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.adapterId !== "") {
+      writer.uint32(10).string(message.adapterId);
+    }
+    if (message.shared !== false) {
+      writer.uint32(16).bool(message.shared);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): UnloadAdapterRequest {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseUnloadAdapterRequest();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.adapterId = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 16) {
+              break;
+            }
+
+            message.shared = reader.bool();
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<UnloadAdapterRequest>): UnloadAdapterRequest {
+    return UnloadAdapterRequest.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<UnloadAdapterRequest>): UnloadAdapterRequest {
+    const message = createBaseUnloadAdapterRequest();
+    message.adapterId = object.adapterId ?? "";
+    message.shared = object.shared ?? false;
+    return message;
+  },
+};
+
+function createBaseUnloadAdapterResponse(): UnloadAdapterResponse {
+  return { unloaded: false };
+}
+
+export const UnloadAdapterResponse: MessageFns<UnloadAdapterResponse> = {
+  encode(message: UnloadAdapterResponse, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.unloaded !== false) {
+      writer.uint32(8).bool(message.unloaded);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): UnloadAdapterResponse {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseUnloadAdapterResponse();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 8) {
+              break;
+            }
+
+            message.unloaded = reader.bool();
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<UnloadAdapterResponse>): UnloadAdapterResponse {
+    return UnloadAdapterResponse.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<UnloadAdapterResponse>): UnloadAdapterResponse {
+    const message = createBaseUnloadAdapterResponse();
+    message.unloaded = object.unloaded ?? false;
+    return message;
+  },
+};
+
+function createBaseListAdaptersRequest(): ListAdaptersRequest {
+  return {};
+}
+
+export const ListAdaptersRequest: MessageFns<ListAdaptersRequest> = {
+  encode(_: ListAdaptersRequest, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): ListAdaptersRequest {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseListAdaptersRequest();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<ListAdaptersRequest>): ListAdaptersRequest {
+    return ListAdaptersRequest.fromPartial(base ?? {});
+  },
+  fromPartial(_: DeepPartial<ListAdaptersRequest>): ListAdaptersRequest {
+    const message = createBaseListAdaptersRequest();
+    return message;
+  },
+};
+
+function createBaseListAdaptersResponse(): ListAdaptersResponse {
+  return { adapters: [] };
+}
+
+export const ListAdaptersResponse: MessageFns<ListAdaptersResponse> = {
+  encode(message: ListAdaptersResponse, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    for (const v of message.adapters) {
+      Adapter.encode(v!, writer.uint32(10).fork()).join();
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): ListAdaptersResponse {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseListAdaptersResponse();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.adapters.push(Adapter.decode(reader, reader.uint32()));
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<ListAdaptersResponse>): ListAdaptersResponse {
+    return ListAdaptersResponse.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<ListAdaptersResponse>): ListAdaptersResponse {
+    const message = createBaseListAdaptersResponse();
+    message.adapters = object.adapters?.map((e) => Adapter.fromPartial(e)) || [];
+    return message;
+  },
+};
+
+function createBaseAdapter(): Adapter {
+  return { adapterId: "", version: 0n, pinned: false, shared: false, rank: 0, sizeBytes: 0n, caches: 0 };
+}
+
+export const Adapter: MessageFns<Adapter> = {
+  encode(message: Adapter, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.adapterId !== "") {
+      writer.uint32(10).string(message.adapterId);
+    }
+    if (message.version !== 0n) {
+      if (BigInt.asUintN(64, message.version) !== message.version) {
+        throw new globalThis.Error("value provided for field message.version of type uint64 too large");
+      }
+      writer.uint32(16).uint64(message.version);
+    }
+    if (message.pinned !== false) {
+      writer.uint32(24).bool(message.pinned);
+    }
+    if (message.shared !== false) {
+      writer.uint32(32).bool(message.shared);
+    }
+    if (message.rank !== 0) {
+      writer.uint32(40).uint32(message.rank);
+    }
+    if (message.sizeBytes !== 0n) {
+      if (BigInt.asUintN(64, message.sizeBytes) !== message.sizeBytes) {
+        throw new globalThis.Error("value provided for field message.sizeBytes of type uint64 too large");
+      }
+      writer.uint32(48).uint64(message.sizeBytes);
+    }
+    if (message.caches !== 0) {
+      writer.uint32(56).uint32(message.caches);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): Adapter {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseAdapter();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.adapterId = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 16) {
+              break;
+            }
+
+            message.version = reader.uint64() as bigint;
+            continue;
+          }
+          case 3: {
+            if (tag !== 24) {
+              break;
+            }
+
+            message.pinned = reader.bool();
+            continue;
+          }
+          case 4: {
+            if (tag !== 32) {
+              break;
+            }
+
+            message.shared = reader.bool();
+            continue;
+          }
+          case 5: {
+            if (tag !== 40) {
+              break;
+            }
+
+            message.rank = reader.uint32();
+            continue;
+          }
+          case 6: {
+            if (tag !== 48) {
+              break;
+            }
+
+            message.sizeBytes = reader.uint64() as bigint;
+            continue;
+          }
+          case 7: {
+            if (tag !== 56) {
+              break;
+            }
+
+            message.caches = reader.uint32();
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<Adapter>): Adapter {
+    return Adapter.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<Adapter>): Adapter {
+    const message = createBaseAdapter();
+    message.adapterId = object.adapterId ?? "";
+    message.version = (object.version !== undefined && object.version !== null) ? BigInt(object.version) : 0n;
+    message.pinned = object.pinned ?? false;
+    message.shared = object.shared ?? false;
+    message.rank = object.rank ?? 0;
+    message.sizeBytes = (object.sizeBytes !== undefined && object.sizeBytes !== null) ? BigInt(object.sizeBytes) : 0n;
+    message.caches = object.caches ?? 0;
+    return message;
+  },
+};
+
 /**
  * Operator calls. If the server requires tokens or certificates, the caller needs the role `administer`. If it
  * requires neither, the service is available only if the server listens on this machine only.
@@ -490,6 +1127,38 @@ export const AdminServiceDefinition = {
       requestType: DrainRequest as typeof DrainRequest,
       requestStream: false,
       responseType: DrainResponse as typeof DrainResponse,
+      responseStream: false,
+      options: {},
+    },
+    /**
+     * Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
+     * server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
+     * this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
+     * changes nothing.
+     */
+    loadAdapter: {
+      name: "LoadAdapter",
+      requestType: LoadAdapterRequest as typeof LoadAdapterRequest,
+      requestStream: true,
+      responseType: LoadAdapterResponse as typeof LoadAdapterResponse,
+      responseStream: false,
+      options: {},
+    },
+    /** Removes an id. Caches of its adapter can be used until they are released; then its memory is freed. */
+    unloadAdapter: {
+      name: "UnloadAdapter",
+      requestType: UnloadAdapterRequest as typeof UnloadAdapterRequest,
+      requestStream: false,
+      responseType: UnloadAdapterResponse as typeof UnloadAdapterResponse,
+      responseStream: false,
+      options: {},
+    },
+    /** Returns the adapters that the caller can use, ordered by id. Also available to callers with the role `call`. */
+    listAdapters: {
+      name: "ListAdapters",
+      requestType: ListAdaptersRequest as typeof ListAdaptersRequest,
+      requestStream: false,
+      responseType: ListAdaptersResponse as typeof ListAdaptersResponse,
       responseStream: false,
       options: {},
     },

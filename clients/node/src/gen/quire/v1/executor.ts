@@ -60,7 +60,10 @@ export interface PrefillRequest {
   output:
     | OutputOptions
     | undefined;
-  /** The LoRA adapter of a new cache. Empty: the base model. */
+  /**
+   * For a new cache: the LoRA adapter that it and its forks are computed with, in the version that has this id now
+   * (AdminService.LoadAdapter). Empty: the base model.
+   */
   adapterId: string;
   /**
    * How long the cache is kept without use. Unset: the server's default. A value above the server's maximum is
@@ -246,6 +249,8 @@ export interface UnifiedForwardItem {
   isFinalChunk?: boolean | undefined;
   output: OutputOptions | undefined;
   priority: Priority;
+  /** As in PrefillRequest. */
+  adapterId: string;
 }
 
 export interface UnifiedForwardResponse {
@@ -284,8 +289,10 @@ export interface ForwardRequest {
    * not computed if their KV is cached. 0 is treated as 1, because the first token has no prediction.
    */
   scoreFrom: number;
-  /** As in PrefillRequest: the context shares KV only with caches of the same tenant and the same salt. */
+  /** As in PrefillRequest: the context shares KV only with caches of the same tenant, the same salt and the same adapter. */
   cacheSalt: string;
+  /** As in PrefillRequest. */
+  adapterId: string;
 }
 
 export interface ForwardResponse {
@@ -666,7 +673,7 @@ export interface GetLoraMetricsResponse {
 
 export interface WorkerLoraMetrics {
   workerId: string;
-  /** Empty if the executor has no LoRA support. */
+  /** The adapters that were used on this worker. Empty if the executor has no LoRA support. */
   adapters: LoraAdapterMetrics[];
 }
 
@@ -2099,7 +2106,15 @@ export const UnifiedForwardRequest: MessageFns<UnifiedForwardRequest> = {
 };
 
 function createBaseUnifiedForwardItem(): UnifiedForwardItem {
-  return { cacheId: "", tokenIds: [], position: undefined, isFinalChunk: undefined, output: undefined, priority: 0 };
+  return {
+    cacheId: "",
+    tokenIds: [],
+    position: undefined,
+    isFinalChunk: undefined,
+    output: undefined,
+    priority: 0,
+    adapterId: "",
+  };
 }
 
 export const UnifiedForwardItem: MessageFns<UnifiedForwardItem> = {
@@ -2125,6 +2140,9 @@ export const UnifiedForwardItem: MessageFns<UnifiedForwardItem> = {
     }
     if (message.priority !== 0) {
       writer.uint32(48).int32(message.priority);
+    }
+    if (message.adapterId !== "") {
+      writer.uint32(58).string(message.adapterId);
     }
     return writer;
   },
@@ -2200,6 +2218,14 @@ export const UnifiedForwardItem: MessageFns<UnifiedForwardItem> = {
             message.priority = reader.int32() as any;
             continue;
           }
+          case 7: {
+            if (tag !== 58) {
+              break;
+            }
+
+            message.adapterId = reader.string();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2225,6 +2251,7 @@ export const UnifiedForwardItem: MessageFns<UnifiedForwardItem> = {
       ? OutputOptions.fromPartial(object.output)
       : undefined;
     message.priority = object.priority ?? 0;
+    message.adapterId = object.adapterId ?? "";
     return message;
   },
 };
@@ -2475,7 +2502,7 @@ export const UnifiedForwardItemResponse: MessageFns<UnifiedForwardItemResponse> 
 };
 
 function createBaseForwardRequest(): ForwardRequest {
-  return { tokenIds: [], output: undefined, priority: 0, scoreFrom: 0, cacheSalt: "" };
+  return { tokenIds: [], output: undefined, priority: 0, scoreFrom: 0, cacheSalt: "", adapterId: "" };
 }
 
 export const ForwardRequest: MessageFns<ForwardRequest> = {
@@ -2498,6 +2525,9 @@ export const ForwardRequest: MessageFns<ForwardRequest> = {
     }
     if (message.cacheSalt !== "") {
       writer.uint32(42).string(message.cacheSalt);
+    }
+    if (message.adapterId !== "") {
+      writer.uint32(50).string(message.adapterId);
     }
     return writer;
   },
@@ -2565,6 +2595,14 @@ export const ForwardRequest: MessageFns<ForwardRequest> = {
             message.cacheSalt = reader.string();
             continue;
           }
+          case 6: {
+            if (tag !== 50) {
+              break;
+            }
+
+            message.adapterId = reader.string();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2589,6 +2627,7 @@ export const ForwardRequest: MessageFns<ForwardRequest> = {
     message.priority = object.priority ?? 0;
     message.scoreFrom = object.scoreFrom ?? 0;
     message.cacheSalt = object.cacheSalt ?? "";
+    message.adapterId = object.adapterId ?? "";
     return message;
   },
 };
@@ -6413,7 +6452,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Returns the usage of LoRA adapters. */
+    /** Returns the usage of LoRA adapters, of all tenants. */
     getLoraMetrics: {
       name: "GetLoraMetrics",
       requestType: GetLoraMetricsRequest as typeof GetLoraMetricsRequest,

@@ -188,7 +188,11 @@ export interface ExecuteItem {
     | Duration
     | undefined;
   /** The maximum cost of the item. Unset: no limit. */
-  maxCostUsd?: number | undefined;
+  maxCostUsd?:
+    | number
+    | undefined;
+  /** The LoRA adapter, as in PrefillRequest. Only this server's own runtime has adapters. */
+  adapterId: string;
 }
 
 export interface TokenPrompt {
@@ -633,6 +637,7 @@ function createBaseExecuteItem(): ExecuteItem {
     tokensOnly: false,
     timeout: undefined,
     maxCostUsd: undefined,
+    adapterId: "",
   };
 }
 
@@ -691,6 +696,9 @@ export const ExecuteItem: MessageFns<ExecuteItem> = {
     }
     if (message.maxCostUsd !== undefined) {
       writer.uint32(129).double(message.maxCostUsd);
+    }
+    if (message.adapterId !== "") {
+      writer.uint32(138).string(message.adapterId);
     }
     return writer;
   },
@@ -846,6 +854,14 @@ export const ExecuteItem: MessageFns<ExecuteItem> = {
             message.maxCostUsd = reader.double();
             continue;
           }
+          case 17: {
+            if (tag !== 138) {
+              break;
+            }
+
+            message.adapterId = reader.string();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -902,6 +918,7 @@ export const ExecuteItem: MessageFns<ExecuteItem> = {
       ? Duration.fromPartial(object.timeout)
       : undefined;
     message.maxCostUsd = object.maxCostUsd ?? undefined;
+    message.adapterId = object.adapterId ?? "";
     return message;
   },
 };

@@ -441,12 +441,26 @@ export interface StepCounts {
   batchItems: bigint;
 }
 
-/** Usage of one LoRA adapter. */
+/** Usage of one version of a LoRA adapter on one worker. Counts are since the start of the worker. */
 export interface LoraAdapterMetrics {
   adapterId: string;
+  /** The largest rank of its projections. 0: it was not loaded yet. */
   rank: number;
+  /** Caches of this adapter whose KV is on the worker. */
   sequences: number;
+  /** Appends, and the tokens that were computed for them. */
   operations: bigint;
+  tokens: bigint;
+  /** Numbers the versions of all adapters of a server. */
+  version: bigint;
+  /** Whether it is in the worker's memory, and how much it takes or took there. */
+  resident: boolean;
+  sizeBytes: bigint;
+  /** How often it was loaded, and evicted by other adapters. */
+  loads: bigint;
+  evictions: bigint;
+  /** Appends that wait until it is loaded. */
+  waiting: number;
 }
 
 function createBaseKvCacheHandle(): KvCacheHandle {
@@ -3185,7 +3199,19 @@ export const StepCounts: MessageFns<StepCounts> = {
 };
 
 function createBaseLoraAdapterMetrics(): LoraAdapterMetrics {
-  return { adapterId: "", rank: 0, sequences: 0, operations: 0n };
+  return {
+    adapterId: "",
+    rank: 0,
+    sequences: 0,
+    operations: 0n,
+    tokens: 0n,
+    version: 0n,
+    resident: false,
+    sizeBytes: 0n,
+    loads: 0n,
+    evictions: 0n,
+    waiting: 0,
+  };
 }
 
 export const LoraAdapterMetrics: MessageFns<LoraAdapterMetrics> = {
@@ -3204,6 +3230,42 @@ export const LoraAdapterMetrics: MessageFns<LoraAdapterMetrics> = {
         throw new globalThis.Error("value provided for field message.operations of type uint64 too large");
       }
       writer.uint32(32).uint64(message.operations);
+    }
+    if (message.tokens !== 0n) {
+      if (BigInt.asUintN(64, message.tokens) !== message.tokens) {
+        throw new globalThis.Error("value provided for field message.tokens of type uint64 too large");
+      }
+      writer.uint32(40).uint64(message.tokens);
+    }
+    if (message.version !== 0n) {
+      if (BigInt.asUintN(64, message.version) !== message.version) {
+        throw new globalThis.Error("value provided for field message.version of type uint64 too large");
+      }
+      writer.uint32(48).uint64(message.version);
+    }
+    if (message.resident !== false) {
+      writer.uint32(56).bool(message.resident);
+    }
+    if (message.sizeBytes !== 0n) {
+      if (BigInt.asUintN(64, message.sizeBytes) !== message.sizeBytes) {
+        throw new globalThis.Error("value provided for field message.sizeBytes of type uint64 too large");
+      }
+      writer.uint32(64).uint64(message.sizeBytes);
+    }
+    if (message.loads !== 0n) {
+      if (BigInt.asUintN(64, message.loads) !== message.loads) {
+        throw new globalThis.Error("value provided for field message.loads of type uint64 too large");
+      }
+      writer.uint32(72).uint64(message.loads);
+    }
+    if (message.evictions !== 0n) {
+      if (BigInt.asUintN(64, message.evictions) !== message.evictions) {
+        throw new globalThis.Error("value provided for field message.evictions of type uint64 too large");
+      }
+      writer.uint32(80).uint64(message.evictions);
+    }
+    if (message.waiting !== 0) {
+      writer.uint32(88).uint32(message.waiting);
     }
     return writer;
   },
@@ -3253,6 +3315,62 @@ export const LoraAdapterMetrics: MessageFns<LoraAdapterMetrics> = {
             message.operations = reader.uint64() as bigint;
             continue;
           }
+          case 5: {
+            if (tag !== 40) {
+              break;
+            }
+
+            message.tokens = reader.uint64() as bigint;
+            continue;
+          }
+          case 6: {
+            if (tag !== 48) {
+              break;
+            }
+
+            message.version = reader.uint64() as bigint;
+            continue;
+          }
+          case 7: {
+            if (tag !== 56) {
+              break;
+            }
+
+            message.resident = reader.bool();
+            continue;
+          }
+          case 8: {
+            if (tag !== 64) {
+              break;
+            }
+
+            message.sizeBytes = reader.uint64() as bigint;
+            continue;
+          }
+          case 9: {
+            if (tag !== 72) {
+              break;
+            }
+
+            message.loads = reader.uint64() as bigint;
+            continue;
+          }
+          case 10: {
+            if (tag !== 80) {
+              break;
+            }
+
+            message.evictions = reader.uint64() as bigint;
+            continue;
+          }
+          case 11: {
+            if (tag !== 88) {
+              break;
+            }
+
+            message.waiting = reader.uint32();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -3276,6 +3394,13 @@ export const LoraAdapterMetrics: MessageFns<LoraAdapterMetrics> = {
     message.operations = (object.operations !== undefined && object.operations !== null)
       ? BigInt(object.operations)
       : 0n;
+    message.tokens = (object.tokens !== undefined && object.tokens !== null) ? BigInt(object.tokens) : 0n;
+    message.version = (object.version !== undefined && object.version !== null) ? BigInt(object.version) : 0n;
+    message.resident = object.resident ?? false;
+    message.sizeBytes = (object.sizeBytes !== undefined && object.sizeBytes !== null) ? BigInt(object.sizeBytes) : 0n;
+    message.loads = (object.loads !== undefined && object.loads !== null) ? BigInt(object.loads) : 0n;
+    message.evictions = (object.evictions !== undefined && object.evictions !== null) ? BigInt(object.evictions) : 0n;
+    message.waiting = object.waiting ?? 0;
     return message;
   },
 };
