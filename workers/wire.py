@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from quire.v1 import types_pb2, worker_pb2
 
-from workers.executors.info import Capabilities, ExecutorStatus, LoraAdapterMetrics
+from workers.adapters.table import LoraAdapterMetrics
+from workers.executors.info import Capabilities, ExecutorStatus
 from workers.kv.table import PoolUsage
 from workers.models.generation_defaults import SamplingDefaults
 from workers.models.model import ModelDescription

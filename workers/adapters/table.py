@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from workers.adapters.errors import AdapterError
-from workers.executors.info import LoraAdapterMetrics
 from workers.operations import (
     AdapterLoaded,
     AdapterRead,
@@ -33,6 +32,21 @@ from workers.operations import (
 
 _Weights = TypeVar("_Weights")
 _Taken_contra = TypeVar("_Taken_contra", contravariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapterMetrics:
+    """The use of one adapter, named as in the protos."""
+
+    version: int
+    rank: int
+    operations: int
+    tokens: int
+    resident: bool
+    size_bytes: int
+    loads: int
+    evictions: int
+    waiting: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from workers.adapters.table import AdapterTable
+from workers.adapters.table import AdapterTable, LoraAdapterMetrics
 from workers.executors.engine import Engine
 from workers.executors.errors import ExecutorClosed, ExecutorError, KvMissing
-from workers.executors.info import Capabilities, ExecutorStatus, LoraAdapterMetrics
+from workers.executors.info import Capabilities, ExecutorStatus
 from workers.kv.table import PoolUsage
 from workers.models.active_kernels import active_kernels, active_products
 from workers.models.inputs import MAX_TREE_TOKENS

@@ -85,18 +85,3 @@ class ExecutorStatus:
     step_expected_ns: int
     device_memory_bytes: int
     device_memory_peak_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoraAdapterMetrics:
-    """The use of one adapter."""
-
-    version: int
-    rank: int
-    operations: int
-    tokens: int
-    resident: bool
-    size_bytes: int
-    loads: int
-    evictions: int
-    waiting: int
