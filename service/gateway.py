@@ -53,6 +53,7 @@ from service.runtimes.executions import Executions
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local import LocalRuntime
 from service.runtimes.remote.spending import Spending
+from service.runtimes.replacing import WeightsReplacer
 from service.runtimes.runtimes_file import RuntimesFile
 from service.runtimes.servicer import RunnerApi
 from service.runtimes.sources import FindModel, ModelSources
@@ -102,7 +103,7 @@ class Gateway:
             self.journal.bind_model,
             self.caches.weights.has_caches,
         )
-        self.caches.weights.serving = versions.serving.number
+        self.caches.weights.replace(versions.serving.number, continued=versions.continued)
         grace_s = config.orphan_grace_s if directory is not None else 0.0
         self.pool = Supervisor(config, versions, LocalLauncher(directory, grace_s))
         self.dispatcher = Dispatcher(self.caches, self.journal, functools.partial(wire.send, self.pool.links))
@@ -148,7 +149,8 @@ class Gateway:
         """Reads the runtimes file, with the local runtime as one of them. Raises BadRuntimes."""
         sources = ModelSources(_SHIPPED_MODEL_DIR, self._find_model)
         loader = WeightsLoader(self.pool, self.dispatcher, self.restarts, sources, self.config)
-        local = LocalRuntime(self.dispatcher, self.state, self.text, self.restarts, loader)
+        replacer = WeightsReplacer(self.pool, self.dispatcher, self.restarts, sources, loader)
+        local = LocalRuntime(self.dispatcher, self.state, self.text, self.restarts, loader, replacer)
         path = Path(self.config.runtimes) if self.config.runtimes else None
         return RuntimesFile(path, local, self.spending)
 

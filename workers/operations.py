@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from workers.kv.table import KvSequence
+    from workers.models.model import ModelDescription
 
 
 class Kind(enum.Enum):
@@ -420,7 +421,34 @@ class ChangeAdapters:
     all: bool = False
 
 
-Command = Forward | Fork | Truncate | Release | Abort | CheckIntegrity | Adopt | ChangeAdapters
+class ReplaceStep(enum.Enum):
+    """The steps of a replacement of weights; see ReplaceWeightsCommand in worker.proto."""
+
+    READ = enum.auto()
+    APPLY = enum.auto()
+    DISCARD = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceWeights:
+    """One step of a replacement of weights. `directory`: for READ."""
+
+    op_id: int
+    step: ReplaceStep
+    directory: str = ""
+
+
+Command = (
+    Forward | Fork | Truncate | Release | Abort | CheckIntegrity | Adopt | ChangeAdapters | ReplaceWeights
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacementRead:
+    """Weights were read: they and their description, or an exception. From the worker's own thread."""
+
+    op_id: int
+    outcome: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +478,7 @@ class FailureReason(enum.Enum):
     TIMEOUT = enum.auto()
     UNSUPPORTED = enum.auto()
     ADAPTER = enum.auto()
+    WEIGHTS = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,5 +532,13 @@ class AdapterLoaded:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsRead:
+    """The answer to READ: the model that the weights make."""
+
+    op_id: int
+    model: ModelDescription
+
+
 # A complete forward is its own result.
-Result = Forward | Done | Failed | IntegrityReport | HeldSequences | Adopted | AdapterLoaded
+Result = Forward | Done | Failed | IntegrityReport | HeldSequences | Adopted | AdapterLoaded | WeightsRead

@@ -125,6 +125,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                 # On a CPU steps compete for cores with the processes that send the next commands.
                 prelaunch_unrequested=not capabilities.device.startswith("cpu"),
                 adapters=executor.adapters,
+                replacement=executor.replacement,
             )
             self._loop.call_soon_threadsafe(self._on_loaded, executor, scheduler, step_loop)
             step_loop.run()

@@ -25,7 +25,9 @@ from workers.adoption import keep_confirmed, report_sequences
 from workers.coalescing import CoalescingWindow
 from workers.executors.engine import Engine
 from workers.executors.errors import KvMissing, NoTrees
+from workers.executors.replacement import WeightsReplacement
 from workers.kv.page_pool import OutOfPages
+from workers.models.errors import ModelError
 from workers.operations import (
     Abort,
     AdapterRead,
@@ -41,6 +43,9 @@ from workers.operations import (
     Forward,
     IntegrityReport,
     Release,
+    ReplacementRead,
+    ReplaceStep,
+    ReplaceWeights,
     Reset,
     Result,
     Truncate,
@@ -59,7 +64,8 @@ _DRAW_BUDGET = 1 << 21
 _MAX_DRAWING = 16
 
 
-_Arrived = tuple[Sequence[Command | Reset | AdapterRead], int]
+_Internal = Reset | AdapterRead | ReplacementRead
+_Arrived = tuple[Sequence[Command | _Internal], int]
 
 
 class StepLoop:
@@ -77,9 +83,11 @@ class StepLoop:
         *,
         prelaunch_unrequested: bool = False,
         adapters: AdapterTable[Any] | None = None,
+        replacement: WeightsReplacement[Any] | None = None,
     ) -> None:
-        """`max_seq_tokens`: the longest sequence that fits the engine. `adapters`: None if it has none.
+        """`max_seq_tokens`: the longest sequence that fits the engine.
 
+        adapters, replacement: those of the executor. None: it has no adapters, or cannot replace its weights.
         The rest: see `Prelauncher`.
         """
         self._engine = engine
@@ -97,6 +105,9 @@ class StepLoop:
         self._adapters = adapters
         if adapters is not None:
             adapters.submit = lambda read: self.submit([read])
+        self._replacement = replacement
+        if replacement is not None:
+            replacement.submit = lambda read: self.submit([read])
         self._stopping = threading.Event()
         # Forwards that have run, and have extra samples left to draw.
         self._drawing: deque[Forward] = deque()
@@ -107,7 +118,7 @@ class StepLoop:
 
     # Called by other threads.
 
-    def submit(self, commands: Sequence[Command | Reset | AdapterRead]) -> None:
+    def submit(self, commands: Sequence[Command | _Internal]) -> None:
         """Queues commands. They take effect in this order, and those of one call are taken together."""
         self._inbox.put((commands, time.monotonic_ns()))
 
@@ -145,11 +156,12 @@ class StepLoop:
         while True:
             commands, arrived_ns = taken or ((), 0)
             for command in commands:
-                if isinstance(command, Reset):
-                    self._reset(command)
-                elif isinstance(command, AdapterRead):
-                    assert self._adapters is not None
-                    self._adapters.read(command)
+                if isinstance(command, _Internal):
+                    self._take_internal(command)
+                elif isinstance(command, ReplaceWeights) and command.step is ReplaceStep.APPLY:
+                    self._apply_weights()
+                elif isinstance(command, ChangeAdapters | ReplaceWeights):
+                    self._change_model(command)
                 else:
                     self._carry_out(command, arrived_ns)
             wait_ns = 0
@@ -173,8 +185,43 @@ class StepLoop:
                 self._prelauncher.drop_all()
         return self._inbox.get()
 
-    def _reset(self, command: Reset) -> None:
-        """Drops all earlier commands and their results. An error here ends the worker."""
+    def _take_internal(self, command: _Internal) -> None:
+        match command:
+            case Reset():
+                self._drop_forwards()
+                if self._replacement is not None:
+                    self._replacement.discard()
+                self._results = [report_sequences(self._engine, command.stream)]
+            case AdapterRead():
+                self._adapter_table.read(command)
+            case ReplacementRead():
+                assert self._replacement is not None
+                answer = self._replacement.was_read(command)
+                if answer is not None:
+                    self._results.append(answer)
+
+    def _change_model(self, command: ChangeAdapters | ReplaceWeights) -> None:
+        try:
+            if isinstance(command, ChangeAdapters):
+                self._adapter_table.change(command)
+            elif self._replacement is None:
+                raise ModelError("this model's weights cannot be replaced")
+            elif command.step is ReplaceStep.READ:
+                self._replacement.read(command.op_id, command.directory)
+            elif command.step is ReplaceStep.DISCARD:
+                self._replacement.discard()
+        except Exception as error:
+            self._results.append(_failure(command.op_id, error, "a command failed"))
+
+    def _apply_weights(self) -> None:
+        """Puts other weights into place. An error here ends the worker: its weights may be mixed."""
+        assert self._replacement is not None
+        self._drop_forwards()
+        self._engine.forget_sequences()
+        self._replacement.apply()
+
+    def _drop_forwards(self) -> None:
+        """Drops all earlier commands, which get no answer. An error here ends the worker."""
         self._prelauncher.drop_all()
         for forward in self._scheduler.clear():
             if forward.has_begun:
@@ -186,7 +233,6 @@ class StepLoop:
         self._answered, self._window = [], CoalescingWindow()
         if self._adapters is not None:
             self._adapters.clear()
-        self._results = [report_sequences(self._engine, command.stream)]
 
     def _carry_out(self, command: Command, arrived_ns: int) -> None:
         try:
@@ -199,9 +245,6 @@ class StepLoop:
                         self._answer(command)
                     elif not command.adapter or self._adapter_table.admit(command):
                         self._scheduler.add(command)
-                    return
-                case ChangeAdapters():
-                    self._adapter_table.change(command)
                     return
                 case Abort():
                     self._abort(command)
@@ -423,6 +466,8 @@ def _failure(op_id: int, error: Exception, what: str) -> Failed:
             return Failed(op_id, FailureReason.KV_EXHAUSTED, pages_needed=needed, pages_available=available)
         case KvMissing():
             return Failed(op_id, FailureReason.KV_MISSING, str(error))
+        case ModelError():
+            return Failed(op_id, FailureReason.WEIGHTS, str(error))
         case AdapterError():
             return Failed(op_id, FailureReason.ADAPTER, str(error))
         case NoTrees():

@@ -42,11 +42,14 @@ from workers.operations import (
     OutputSpec,
     Priority,
     Release,
+    ReplaceStep,
+    ReplaceWeights,
     RowChoice,
     RowOutput,
     Sampling,
     TokenMask,
     Truncate,
+    WeightsRead,
 )
 
 if TYPE_CHECKING:
@@ -109,6 +112,9 @@ def to_command(  # noqa: PLR0911 - one for each command
             return Adopt(op_id, [Claim(item.sequence, item.length, item.digest) for item in items])
         case "adapter":
             return _to_change(op_id, message.adapter)
+        case "replace_weights":
+            step = ReplaceStep[str(message.replace_weights.WhichOneof("step")).upper()]
+            return ReplaceWeights(op_id, step, message.replace_weights.read)
         case kind:
             raise ValueError(f"unknown command {kind}")
 
@@ -259,7 +265,9 @@ def _inflated(deflated: bytes, max_bytes: int) -> bytes:
         raise ValueError(f"a mask that is no zlib stream: {error}") from None
 
 
-def to_event(result: Forward | Done | Failed | Adopted | AdapterLoaded) -> worker_pb2.WorkerEvent:
+def to_event(
+    result: Forward | Done | Failed | Adopted | AdapterLoaded | WeightsRead,
+) -> worker_pb2.WorkerEvent:
     """Encodes a result."""
     match result:
         case Forward():
@@ -271,6 +279,9 @@ def to_event(result: Forward | Done | Failed | Adopted | AdapterLoaded) -> worke
         case AdapterLoaded():
             loaded = worker_pb2.AdapterLoaded(rank=result.rank, size_bytes=result.size_bytes)
             return worker_pb2.WorkerEvent(op_id=result.op_id, adapter_loaded=loaded)
+        case WeightsRead():
+            read = worker_pb2.WeightsRead(model=types_pb2.ModelDescription(**_fields(result.model)))
+            return worker_pb2.WorkerEvent(op_id=result.op_id, weights_read=read)
         case Failed():
             error = worker_pb2.WorkerError(
                 reason=_REASONS[result.reason],  # type: ignore[arg-type]  # an enum to the stubs

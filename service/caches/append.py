@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 
+from service.caches.cache_index import CacheIndex
 from service.caches.effects import ForwardDone, TruncateSequence
 from service.caches.entries import CacheEntry, Operation
 from service.caches.kind import Begun, OperationKind
@@ -11,6 +13,7 @@ from service.caches.ledger import CacheState, fingerprint
 from service.caches.records import CacheCreated, Record, TokensAppended
 from service.caches.requests import Append, Appended, AppendKind, Result
 from service.caches.tenants import Tenant
+from service.caches.weights import Weights
 from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_request_id
 
 # The size of a token in the journal.
@@ -38,7 +41,9 @@ class Appends(OperationKind[Append]):
         tenant.require(caches=1, tokens=len(append.token_ids))
         if not self._parts.workers.were_ready:
             raise NoWorker
-        weights = self._parts.weights.serving if append.weights is None else append.weights
+        weights = self._parts.weights.serving
+        if append.weights is not None:
+            weights = self._parts.weights.current(append.weights)
         if not self._parts.weights.can_use(weights):
             raise WeightsChanged(can_be_repeated=True)
         lease_s = self._parts.limits.default_lease_s if append.lease_s is None else append.lease_s
@@ -86,6 +91,7 @@ class Appends(OperationKind[Append]):
         """Answers a repeated append: from memory, or computed again on a temporary copy."""
         entry, state = operation.entry, operation.entry.state
         if entry.answer is not None and entry.answered == request.options:
+            operation.weights = state.weights
             return self._appended(operation, entry.answer, state.last_kept, self._kept_path(entry, request))
         copy_number = self._parts.context.number()
         assert state.last_base is not None
@@ -97,12 +103,13 @@ class Appends(OperationKind[Append]):
     ) -> Result | list[Record]:
         assert done is not None
         entry = operation.entry
+        operation.weights = entry.state.weights
         if operation.copy_number is not None:
             entry.touch(self._parts.context.now_s)
             return self._appended(operation, done, entry.state.last_kept, self._kept_path(entry, request))
         self._parts.rate.completions += 1
         if entry.ephemeral:
-            return Appended("", 0, 0, "", 0.0, done, done.kept, operation.replayed_tokens)
+            return Appended("", 0, 0, "", 0.0, operation.weights, done, done.kept, operation.replayed_tokens)
         operation.done = done
         token_ids, asked = request.token_ids, b""
         if request.parents:
@@ -156,6 +163,7 @@ class Appends(OperationKind[Append]):
             entry.ownership,
             "" if entry.worker is None else entry.worker.worker_id,
             entry.expires_at_s,
+            operation.weights,
             done,
             kept,
             operation.replayed_tokens,
@@ -194,3 +202,15 @@ def path_of(token_ids: Sequence[int], parents: Sequence[int], kept: Sequence[int
             )
         )
     return path
+
+
+def continue_caches(index: CacheIndex, operations: Iterable[Operation], weights: Weights) -> None:
+    """Lets caches continue with the weights that are served, also those whose creation is not written yet."""
+    for entry in index:
+        # A repetition is computed again.
+        entry.answer = None
+    for operation in operations:
+        entry = operation.entry
+        if entry.creation is not None:
+            entry.state.weights = weights.current(entry.state.weights)
+            entry.creation = dataclasses.replace(entry.creation, weights=entry.state.weights)

@@ -85,8 +85,10 @@ class Operation:
     # Replayed because the KV was not on the worker.
     replayed_tokens: int = 0
 
-    # Written by append.py: the answer of the worker, while it is committing.
+    # Written by append.py: the answer of the worker, while it is committing, and with which weights it was
+    # computed.
     done: ForwardDone | None = None
+    weights: int = 0
 
     # Written by reservations.py: the tokens and caches that it may create.
     tokens: int = 0
@@ -167,7 +169,14 @@ class CacheEntry:
     def handle(self) -> Handle:
         """The cache as its caller sees it."""
         worker_id = "" if self.worker is None else self.worker.worker_id
-        return Handle(self.state.cache_id, self.length, self.ownership, worker_id, self.expires_at_s)
+        return Handle(
+            self.state.cache_id,
+            self.length,
+            self.ownership,
+            worker_id,
+            self.expires_at_s,
+            self.state.weights,
+        )
 
     def touch(self, now_s: float) -> None:
         """It is used: its lease restarts, and its KV is the last of its worker to be preempted."""

@@ -102,6 +102,8 @@ class Ledger:
     def __init__(self, segment_tokens: int = SEGMENT_TOKENS) -> None:
         self._store = SegmentStore(segment_tokens)
         self._states: dict[int, CacheState] = {}
+        # Caches of weights in the range are of these weights instead: see `continue_weights`.
+        self._continued: tuple[range, int] = range(0), 0
 
     def __len__(self) -> int:
         return len(self._states)
@@ -112,6 +114,20 @@ class Ledger:
     def get(self, number: int) -> CacheState | None:
         """The cache of a number, if there is one."""
         return self._states.get(number)
+
+    def continue_weights(self, first: int, weights: int) -> None:
+        """Makes all caches of weights from `first` on caches of these, which are later ones.
+
+        Also those of records that are applied afterwards: they may have been written before.
+        """
+        self._continued = range(first, weights), weights
+        for state in self:
+            self._continue(state)
+
+    def _continue(self, state: CacheState) -> None:
+        older, weights = self._continued
+        if state.weights in older:
+            state.weights = weights
 
     @property
     def size_bytes(self) -> int:
@@ -126,6 +142,7 @@ class Ledger:
             case CacheCreated():
                 self._require_new(record.number)
                 self._states[record.number] = CacheState.of(record)
+                self._continue(self._states[record.number])
             case CacheTruncated():
                 self._truncate(record)
             case CacheForked():
@@ -228,6 +245,7 @@ class Ledger:
         if before is not None:
             self._store.drop(before.tokens)
         self._states[record.number] = state = CacheState.of(record)
+        self._continue(state)
         state.fork, state.tokens = record.fork, tokens
         state.prompt_len, state.ownership = record.prompt_len, record.ownership
         last = record.last

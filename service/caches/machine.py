@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from service.caches.append import Appends
+from service.caches.append import Appends, continue_caches
 from service.caches.changes import Releases, Renewals, Truncations
 from service.caches.effects import Claim, Effects, Event, ReleaseSequences
 from service.caches.entries import Operation
@@ -201,6 +201,26 @@ class CacheMachine:
         self._context.now_s = now_s
         self.weights.switch(weights, drain=drain)
         self._attempts.workers_changed()
+
+    def weights_replaced(
+        self, weights: int, workers: Sequence[WorkerView], now_s: float, *, recompute: bool
+    ) -> None:
+        """Workers have put other weights of the same config into place, and have dropped all that they had.
+
+        workers: the same incarnations, as they are now.
+        recompute: existing caches continue with these weights. Otherwise they can only be released.
+        """
+        before = self.weights.serving
+        for worker in workers:
+            self.worker_lost(worker.worker_id, worker.epoch, now_s, crashed=False)
+        if recompute:
+            self.weights.replace(weights, continued=self.weights.continued)
+            continue_caches(self.index, self._queues.operations.values(), self.weights)
+        else:
+            self.weights.switch(weights, drain=False)
+            self.weights_ended(before, now_s)
+        for worker in workers:
+            self.worker_ready(worker, now_s)
 
     def weights_ended(self, weights: int, now_s: float) -> None:
         """Fails the operations that still need these weights, and removes their workers."""

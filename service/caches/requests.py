@@ -152,6 +152,8 @@ class Handle:
     epoch: int
     worker_id: str
     expires_at_s: float
+    # Those with which the result was computed.
+    weights: int
 
 
 @frozen_struct

@@ -1,7 +1,8 @@
 """Which weights new caches get, and which older caches can still be used.
 
-A cache and its forks belong to the weights that were served when it was created. They are never computed with
-others. After a switch they can be used for a while (drain), or only be released.
+A cache and its forks belong to the weights that were served when it was created. After a switch they can be
+used for a while (drain), or only be released. Where weights are replaced by others of the same config, caches
+can continue with those: then they belong to them, and their KV is recomputed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Weights:
     def __init__(self, ledger: Ledger) -> None:
         # The weights of new caches.
         self.serving = 0
+        # The first weights whose caches continue with the ones that are served.
+        self.continued = 0
         # Older weights whose caches can still be used.
         self._usable: set[int] = set()
         self._ledger = ledger
@@ -32,7 +35,16 @@ class Weights:
         """New caches get other weights. `drain`: existing caches can still be used."""
         if drain:
             self._usable.add(self.serving)
-        self.serving = weights
+        self.serving = self.continued = weights
+
+    def replace(self, weights: int, *, continued: int) -> None:
+        """New caches get other weights, and those of `continued` and later ones continue with them."""
+        self.serving, self.continued = weights, continued
+        self._ledger.continue_weights(continued, weights)
+
+    def current(self, weights: int) -> int:
+        """The weights with which something of these is computed now."""
+        return self.serving if self.continued <= weights <= self.serving else weights
 
     def drained(self, weights: int) -> None:
         """Refuses new requests for caches of these weights. Earlier requests continue."""
@@ -46,7 +58,9 @@ class Weights:
         """Raises WeightsChanged if a cache cannot be used, or an append was checked for other weights."""
         weights = entry.state.weights
         checked = None if append is None else append.weights
-        if kind.needs_weights and (not self.can_use(weights) or checked not in (None, weights)):
+        if not kind.needs_weights:
+            return
+        if not self.can_use(weights) or (checked is not None and self.current(checked) != weights):
             raise WeightsChanged
 
     def has_caches(self, weights: int) -> bool:

@@ -129,11 +129,21 @@ class Incarnation:
         finally:
             del self._waiters[command.op_id]
 
+    def send(self, command: worker_pb2.WorkerCommand) -> None:
+        """Sends a command whose answer does not matter."""
+        command.op_id = next(self._op_ids)
+        self.link.send(command)
+
     def send_adapters(self, command: worker_pb2.AdapterCommand) -> None:
         """Tells the worker of changes, if it serves and can use adapters. The answer says nothing new."""
         ready = self.slot.ready
         if ready is not None and ready.executor.supports_lora:
-            self.link.send(worker_pb2.WorkerCommand(op_id=next(self._op_ids), adapter=command))
+            self.send(worker_pb2.WorkerCommand(adapter=command))
+
+    def view(self) -> WorkerView:
+        """A worker that serves, as the state machine sees it when it has no sequences."""
+        assert self.slot.ready is not None
+        return _view_of(self.slot, self.slot.ready)
 
     async def _heartbeat(self) -> WorkerExit:
         """Polls the worker until the health check fails. Returns why it failed."""
@@ -142,8 +152,7 @@ class Incarnation:
         while (failed := liveness.check()) is None:
             self._publish_suspect()
             if liveness.take_request():
-                command = worker_pb2.SnapshotCommand()
-                self.link.send(worker_pb2.WorkerCommand(op_id=next(self._op_ids), snapshot=command))
+                self.send(worker_pb2.WorkerCommand(snapshot=worker_pb2.SnapshotCommand()))
             await asyncio.sleep(liveness.tick_s)
             now_s = time.monotonic()
             liveness.tick(now_s - last_s)

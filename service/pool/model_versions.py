@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from quire.v1 import executor_pb2, worker_pb2
+from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
 from service import durable_file
 from service.logging import get_logger
@@ -128,6 +128,8 @@ class ModelVersions:
             _log.warning("serving what the settings name, not what was loaded last", loaded=stored.model)
         # The version of new caches. Only this class sets it.
         self.serving = ModelVersion(served.weights, served.model, workers)
+        # The first version whose caches continue with the served one.
+        self.continued = served.weights if served.continued is None else served.continued
         if has_caches(served.weights):
             self.serving.expected_fingerprint = fingerprint
         self._versions = [self.serving]
@@ -169,17 +171,24 @@ class ModelVersions:
             self._update_file()
         self.changed()
 
-    def add(self, model: str) -> ModelVersion:
-        """Adds a version that is to be loaded. Numbers are never reused, even if loading fails."""
+    def add(self, model: str, *, has_workers: bool = True) -> ModelVersion:
+        """Adds a version that is to be loaded. Numbers are never reused, even if loading fails.
+
+        Without workers of its own it takes over those of the served version; see `replace`.
+        """
         self._last_number += 1
-        version = ModelVersion(self._last_number, model, self._workers)
+        version = ModelVersion(self._last_number, model, self._workers if has_workers else 0)
         version.is_loading = True
         self._versions.append(version)
         return version
 
-    def persist(self, version: ModelVersion) -> None:
-        """Stores that this version is served from now on. Blocks on the disk. Atomic; raises OSError."""
-        served = ServedModel(self._configured, version.model, version.number)
+    def persist(self, version: ModelVersion, continued: int | None = None) -> None:
+        """Stores that this version is served from now on. Blocks on the disk. Atomic; raises OSError.
+
+        `continued`: the first version whose caches continue with this one. None: this one.
+        """
+        self.continued = version.number if continued is None else continued
+        served = ServedModel(self._configured, version.model, version.number, self.continued)
         if self._data_dir is not None:
             write_served_model(self._data_dir, served)
         self._stored = served
@@ -189,6 +198,24 @@ class ModelVersions:
         self.serving = version
         self._tag_caches()
         self.changed()
+
+    def replace(self, version: ModelVersion, model: types_pb2.ModelDescription) -> None:
+        """Makes a version without workers the served one. It takes over those that serve.
+
+        model: what they have put into place.
+        """
+        before, version.is_loading = self.serving, False
+        version.fingerprint, version.slots = model.fingerprint, before.slots
+        for slot in before.slots:
+            slot.version = version
+            if slot.ready is not None:
+                slot.ready.model.CopyFrom(model)
+        version.first_ready, version.max_seq_tokens = before.first_ready, before.max_seq_tokens
+        if version.first_ready is not None:
+            version.first_ready.model.CopyFrom(model)
+        before.is_usable, before.slots = False, []
+        self._versions.remove(before)
+        self.serve(version)
 
     def mark_unusable(self, version: ModelVersion) -> None:
         """Forbids callers the use of caches of this version."""
@@ -206,12 +233,12 @@ class ModelVersions:
 
     def _update_file(self) -> None:
         """Updates the file if the settings have changed since weights were loaded, and the model works."""
-        served = ServedModel(self._configured, self.serving.model, self.serving.number)
+        served = ServedModel(self._configured, self.serving.model, self.serving.number, self.continued)
         if self._stored in (None, served):
             return
         try:
             # Blocks once, before the first call is served.
-            self.persist(self.serving)
+            self.persist(self.serving, self.continued)
         except OSError as error:
             _log.warning("cannot store which weights are served", error=error.strerror)
 
@@ -224,8 +251,9 @@ class ServedModel:
     configured: str
     # A directory, or the name of an executor without weights.
     model: str
-    # Number of the model version.
+    # Number of the model version, and the first one whose caches continue with it. None: itself.
     weights: int = 0
+    continued: int | None = None
 
 
 def read_served_model(data_dir: Path | None) -> ServedModel | None:
@@ -236,7 +264,8 @@ def read_served_model(data_dir: Path | None) -> ServedModel | None:
     try:
         with path.open("rb") as file:
             served = ServedModel(**json.loads(file.read(_MAX_BYTES)))
-        if [type(value) for value in asdict(served).values()] != [str, str, int]:
+        types = [type(value) for value in asdict(served).values()]
+        if types[:3] != [str, str, int] or types[3] not in (int, type(None)):
             raise TypeError("a field has the wrong type")
     except FileNotFoundError:
         return None

@@ -117,10 +117,14 @@ class Supervisor:
         for incarnation in self._running.values():
             incarnation.send_adapters(command)
 
+    def serving_workers(self) -> list[Incarnation]:
+        """The incarnations that serve new caches."""
+        running = self._running.values()
+        return [i for i in running if i.slot.version is self.versions.serving and i.slot.ready is not None]
+
     async def load_adapter(self, source: worker_pb2.AdapterSource) -> worker_pb2.WorkerEvent:
         """Loads an adapter on a worker that serves, and returns the answer. Raises NoWorker, Unsupported."""
-        serving = (i for i in self._running.values() if i.slot.version is self.versions.serving)
-        incarnation = next((i for i in serving if i.slot.ready is not None), None)
+        incarnation = next(iter(self.serving_workers()), None)
         if incarnation is None or incarnation.slot.ready is None:
             raise NoWorker
         if not incarnation.slot.ready.executor.supports_lora:

@@ -11,7 +11,15 @@ from quire.v1 import types_pb2, worker_pb2
 
 from service.caches import effects
 from service.caches.requests import AppendKind, Priority
-from service.errors import AdapterLost, DeadlinePassed, KvExhausted, QuireError, Unsupported, WorkerFault
+from service.errors import (
+    AdapterLost,
+    DeadlinePassed,
+    KvExhausted,
+    LoadFailed,
+    QuireError,
+    Unsupported,
+    WorkerFault,
+)
 from service.pool.link import WorkerLink
 
 # The protocol uses the same names.
@@ -94,6 +102,8 @@ def _to_error(error: worker_pb2.WorkerError) -> QuireError:
             return DeadlinePassed()
         case worker_pb2.WORKER_ERROR_REASON_ADAPTER:
             return AdapterLost(error.detail)
+        case worker_pb2.WORKER_ERROR_REASON_WEIGHTS:
+            return LoadFailed("the weights cannot be used")
         case worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED:
             return Unsupported("this executor cannot do it")
         case _:

@@ -82,10 +82,12 @@ class Runtime(Protocol):
     async def estimate(self, items: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
         """The most that a batch can cost. Raises the error of the first item that cannot run."""
 
-    def load_weights(self, source: str, drain_s: float) -> AsyncGenerator[runner_pb2.LoadWeightsResponse]:
+    def load_weights(
+        self, request: runner_pb2.LoadWeightsRequest, drain_s: float
+    ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse]:
         """Switches to another model; yields the progress. Raises a QuireError: nothing has changed.
 
-        Closing it before the switch aborts the load.
+        `drain_s`: that of the request, which is valid. Closing it before the switch aborts the load.
         """
 
     async def rebuild_session(self, cause: runner_pb2.RebuildCause) -> int:

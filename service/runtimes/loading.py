@@ -77,7 +77,7 @@ class WeightsLoader:
             finally:
                 finding.cancel()
             model = finding.result()
-            self._require_memory(model)
+            self.require_memory(model)
             version = self._versions.add(model)
             self._pool.start(version)
             _log.info("loading weights", model=model, weights=version.number)
@@ -106,7 +106,7 @@ class WeightsLoader:
             fingerprint=ready.model.fingerprint,
         )
 
-    def _require_memory(self, model: str) -> None:
+    def require_memory(self, model: str) -> None:
         """Raises NoMemory if the workers do not fit into main memory. Workers check GPU memory themselves."""
         serving = self._versions.serving
         if not serving.is_on_cpu:

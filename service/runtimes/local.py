@@ -18,6 +18,7 @@ from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import ItemPreparer, PreparedItem
+from service.runtimes.replacing import WeightsReplacer
 from service.text.text_model import TextModel
 
 NAME = "local"
@@ -33,10 +34,12 @@ class LocalRuntime:
         text: TextModel,
         restarts: RollingRestart,
         loader: WeightsLoader,
+        replacer: WeightsReplacer,
     ) -> None:
         self._dispatcher = dispatcher
         self._restarts = restarts
         self._loader = loader
+        self._replacer = replacer
         self._state = state
         self._preparer = ItemPreparer(state, text)
         self._executions = 0
@@ -135,9 +138,14 @@ class LocalRuntime:
         grace_s = 0.0 if is_poisoned else self._state.config.drain_grace_s
         return len(await self._restarts.replace_ready(grace_s))
 
-    def load_weights(self, source: str, drain_s: float) -> AsyncGenerator[runner_pb2.LoadWeightsResponse]:
+    def load_weights(
+        self, request: runner_pb2.LoadWeightsRequest, drain_s: float
+    ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse]:
         """See `Runtime`."""
-        return self._loader.load(source, drain_s)
+        if request.mode == runner_pb2.LOAD_WEIGHTS_MODE_REPLACE:
+            recompute = request.previous_caches == runner_pb2.PREVIOUS_CACHES_RECOMPUTE
+            return self._replacer.replace(request.source, recompute=recompute)
+        return self._loader.load(request.source, drain_s)
 
     async def close(self) -> None:
         """See `Runtime`. The pool owns the workers."""

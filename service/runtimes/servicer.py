@@ -22,6 +22,8 @@ from service.runtimes.executions import Executions
 from service.runtimes.router import Router
 
 _CAUSES = frozenset(runner_pb2.RebuildCause.values())
+_MODES = frozenset(runner_pb2.LoadWeightsMode.values())
+_PREVIOUS_CACHES = frozenset(runner_pb2.PreviousCaches.values())
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
@@ -101,11 +103,12 @@ class RunnerApi:
 
     async def LoadWeights(self, request: runner_pb2.LoadWeightsRequest, context: Context) -> None:
         self._check_operator()
+        _check_mode(request)
         if not request.source:
             raise InvalidArgument("BAD_SOURCE", "source", "a directory or a model's name is needed")
         drain_s = validation.grace_seconds(request.drain) if request.HasField("drain") else 0.0
         runtime = self._router.named(request.runtime)
-        async with contextlib.aclosing(runtime.load_weights(request.source, drain_s)) as progress:
+        async with contextlib.aclosing(runtime.load_weights(request, drain_s)) as progress:
             async for response in progress:
                 await context.write(response)
 
@@ -125,3 +128,16 @@ class RunnerApi:
         """Without authentication, only clients on this machine may change what all clients get."""
         if not admin.is_available(self._state.config):
             raise RoleMissing(Role.ADMINISTER.value)
+
+
+def _check_mode(request: runner_pb2.LoadWeightsRequest) -> None:
+    """Raises InvalidArgument for a mode without a name, and for settings of the other mode."""
+    if request.mode not in _MODES:
+        raise InvalidArgument("BAD_MODE", "mode", f"mode {request.mode} has no name")
+    if request.previous_caches not in _PREVIOUS_CACHES:
+        raise InvalidArgument("BAD_MODE", "previous_caches", f"{request.previous_caches} has no name")
+    is_replacement = request.mode == runner_pb2.LOAD_WEIGHTS_MODE_REPLACE
+    if is_replacement and request.HasField("drain"):
+        raise InvalidArgument("BAD_MODE", "drain", "weights that are replaced cannot be used any more")
+    if not is_replacement and request.previous_caches:
+        raise InvalidArgument("BAD_MODE", "previous_caches", "is only for LOAD_WEIGHTS_MODE_REPLACE")

@@ -94,9 +94,11 @@ class Text:
 
     def __init__(self, gateway: GatewayProcess, adapter_id: str = "", request_id: str = "") -> None:
         self.gateway = gateway
+        self.prompt = PROMPT
         request = pb.PrefillRequest(token_ids=PROMPT, adapter_id=adapter_id, request_id=request_id)
         response = gateway.stub.Prefill(request, timeout=PATIENCE_S)
         self.reused = response.reused_tokens
+        self.weights = response.kv_cache.weights
         self.cache_id = response.kv_cache.cache_id
         self.tokens = [response.output.token_id]
 
@@ -105,6 +107,7 @@ class Text:
             request = pb.DecodeRequest(cache_id=self.cache_id, token_id=self.tokens[-1])
             response = self.gateway.stub.Decode(request, timeout=PATIENCE_S)
             self.tokens.append(response.output.token_id)
+            self.weights = response.kv_cache.weights
         return self.tokens
 
     def finish(self) -> list[int]:

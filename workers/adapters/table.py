@@ -68,9 +68,11 @@ class Slots(Protocol[_Taken_contra]):
 
 
 @dataclass(slots=True)
-class _Known:
+class _Known(Generic[_Weights]):
     source: AdapterSource
     slot: int = -1
+    # None: it is not resident.
+    weights: _Weights | None = None
     rank: int = 0
     size_bytes: int = 0
     operations: int = 0
@@ -107,16 +109,16 @@ class AdapterTable(Generic[_Weights]):
         self.max_adapters = model.max_lora_slots
         # Called from the reading thread with what it has read. Set by the step loop.
         self.submit: Callable[[AdapterRead], None]
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _Known[_Weights]] = {}
         self._free_slots = list(range(model.max_lora_slots))
         # Resident ones, in order of their last use.
-        self._resident: OrderedDict[int, _Known] = OrderedDict()
+        self._resident: OrderedDict[int, _Known[_Weights]] = OrderedDict()
         self._used_bytes = 0
         self._queue: deque[int] = deque()
         # The one that is being read. 0: none.
         self._reading = 0
         # Read, and without room so far.
-        self._unplaced: tuple[_Known, LoadedAdapter[_Weights]] | None = None
+        self._unplaced: tuple[_Known[_Weights], LoadedAdapter[_Weights]] | None = None
         self._waiting: deque[Forward] = deque()
         # Whether waiting forwards have to be looked at.
         self._has_changed = False
@@ -249,6 +251,12 @@ class AdapterTable(Generic[_Weights]):
         for known in self._known.values():
             known.commands = []
 
+    def use(self, model: Slots[_Weights]) -> None:
+        """Moves the resident adapters to another model of the same config, with as many slots."""
+        self._model = model
+        for known in self._resident.values():
+            model.set_lora(known.slot, known.weights)
+
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant does not hold."""
         slots = [known.slot for known in self._known.values() if known.slot >= 0]
@@ -284,7 +292,7 @@ class AdapterTable(Generic[_Weights]):
 
     # Reading.
 
-    def _want(self, known: _Known) -> None:
+    def _want(self, known: _Known[_Weights]) -> None:
         number = known.source.number
         is_coming = self._unplaced is not None and self._unplaced[0] is known
         if number not in self._queue and not is_coming and self._reading != number:
@@ -332,7 +340,8 @@ class AdapterTable(Generic[_Weights]):
             self._unplaced = None
             slot = self._free_slots.pop()
             self._model.set_lora(slot, loaded.weights)
-            known.slot, known.rank, known.size_bytes = slot, loaded.rank, loaded.size_bytes
+            known.slot, known.weights = slot, loaded.weights
+            known.rank, known.size_bytes = loaded.rank, loaded.size_bytes
             known.loads += 1
             self._has_changed = True
             self._used_bytes += loaded.size_bytes
@@ -340,14 +349,14 @@ class AdapterTable(Generic[_Weights]):
             self._answer(known)
         self._read_next()
 
-    def _empty(self, known: _Known) -> None:
+    def _empty(self, known: _Known[_Weights]) -> None:
         self._model.set_lora(known.slot, None)
         self._free_slots.append(known.slot)
         self._used_bytes -= known.size_bytes
-        known.slot = -1
+        known.slot, known.weights = -1, None
         del self._resident[known.source.number]
 
-    def _use(self, known: _Known, forward: Forward) -> None:
+    def _use(self, known: _Known[_Weights], forward: Forward) -> None:
         forward.lora_slot = known.slot
         self._resident.move_to_end(known.source.number)
 
@@ -365,11 +374,11 @@ class AdapterTable(Generic[_Weights]):
 
     # Answers.
 
-    def _answer(self, known: _Known) -> None:
+    def _answer(self, known: _Known[_Weights]) -> None:
         self._results += [AdapterLoaded(op_id, known.rank, known.size_bytes) for op_id in known.commands]
         known.commands = []
 
-    def _fail(self, known: _Known, why: str) -> None:
+    def _fail(self, known: _Known[_Weights], why: str) -> None:
         """Answers all that waits for an adapter. The next forward that needs it reads it again."""
         waiting = self._remove(lambda forward: forward.adapter == known.source.number)
         op_ids = [*known.commands, *(forward.op_id for forward in waiting)]

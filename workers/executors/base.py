@@ -16,6 +16,7 @@ from workers.adapters.table import AdapterTable, LoraAdapterMetrics
 from workers.executors.engine import Engine
 from workers.executors.errors import ExecutorClosed, ExecutorError, KvMissing
 from workers.executors.info import Capabilities, ExecutorStatus
+from workers.executors.replacement import WeightsReplacement
 from workers.kv.table import PoolUsage
 from workers.models.active_kernels import active_kernels, active_products
 from workers.models.inputs import MAX_TREE_TOKENS
@@ -55,6 +56,8 @@ class ModelExecutor:
         """`adapters`: None if the model supports none."""
         self.engine = engine
         self.adapters = adapters
+        # None: its weights cannot be replaced.
+        self.replacement: WeightsReplacement[Any] | None = None
         self.text = text or ModelText()
         self._model = model
         self._capabilities = _capabilities(self.name, model, engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -18,10 +19,12 @@ from workers.adapters.table import AdapterTable, LoadedAdapter
 from workers.executors.base import ModelExecutor
 from workers.executors.engine import Engine
 from workers.executors.loading import AUTO, NATIVE, choose_backend, load_served
+from workers.executors.replacement import WeightsReplacement
 from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, choose_num_pages
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_device
+from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
 from workers.models.files import check_not_pickled
 from workers.models.licence import read_licence
@@ -29,6 +32,7 @@ from workers.models.lora import PackedLora
 from workers.models.model import PAGE_SIZE, Model, ModelDescription, new_pages, page_bytes
 from workers.models.text import read_text
 from workers.models.tokenizer import MAX_BYTES
+from workers.models.weights import copy_weights
 from workers.operations import AdapterSource
 from workers.runners.base import Runner
 from workers.runners.cuda_graph import CudaGraphRunner
@@ -139,7 +143,50 @@ class LlmExecutor(ModelExecutor):
         engine = Engine(
             table, kv, runner, takes_trees=model.takes_trees, batch_invariant=model.batch_invariant
         )
-        return cls(described, engine, text, adapters)
+        executor = cls(described, engine, text, adapters)
+        if device.type == "cuda" and backend != NATIVE:
+            return executor
+
+        def read(source: Path) -> tuple[Model, ModelDescription]:
+            other = choose_backend(source, backend)[0]
+            # On a GPU they are read into main memory, and copied into place.
+            read_model, read_description = load_served(
+                source,
+                str(model.dtype).removeprefix("torch."),
+                torch.device("cpu"),
+                None,
+                backend=other,
+                self_check=False,
+                pack=device.type != "cuda",
+            )
+            _check_same_config(model, description, read_model, read_description)
+            if lora is not None and adapters is not None and device.type != "cuda":
+                read_model.allocate_lora(lora.max_adapters, lora.max_rank)
+            named = dataclasses.replace(
+                read_description, model_id=model_id_of(source), license=read_licence(source)
+            )
+            return read_model, named
+
+        executor.replacement = WeightsReplacement(read, functools.partial(executor.use, model))
+        return executor
+
+    def use(self, model: Model, other: Model, description: ModelDescription) -> None:
+        """Puts other weights of the same config into place, between two steps.
+
+        Args:
+            model: The model on a GPU, whose memory stays. On the CPU `other` takes its place.
+            other: Where they are now, on the CPU.
+            description: What is reported of them.
+        """
+        if model.device.type == "cuda":
+            assert isinstance(model, Decoder) and isinstance(other, Decoder)
+            copy_weights(other, model)
+        else:
+            assert isinstance(self.engine.runner, EagerRunner)
+            self.engine.runner.use(other)
+            if self.adapters is not None:
+                self.adapters.use(other)
+        self._model = description
 
 
 def _make_batch_invariant(model: Model, directory: Path, backend: str) -> None:
@@ -162,13 +209,24 @@ def _adapter_table(model: Model, limits: LoraLimits) -> AdapterTable[PackedLora]
         directory = Path(source.directory)
         if source.identity and source.identity != identity(directory):
             raise AdapterError("the files of the adapter have changed since it was found")
-        adapter = read_adapter(
-            directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes
-        )
+        adapter = read_adapter(directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes)
         packed = model.pack_lora(adapter.weights)
         return LoadedAdapter(packed, adapter.rank, packed.bytes)
 
     return AdapterTable(model, read, limits.max_bytes)
+
+
+def _check_same_config(
+    model: Model, served: ModelDescription, other_model: Model, other: ModelDescription
+) -> None:
+    """Raises ModelError unless other weights fit into the place of those that are served."""
+    if getattr(model, "config", None) != getattr(other_model, "config", None):
+        raise ModelError("config.json differs from that of the weights that are served")
+    for field in dataclasses.fields(ModelDescription):
+        if field.name not in ("model_id", "fingerprint", "license"):
+            ours, theirs = getattr(served, field.name), getattr(other, field.name)
+            if ours != theirs:
+                raise ModelError(f"{field.name} is {theirs}, and that of the served weights is {ours}")
 
 
 def model_id_of(directory: Path) -> str:

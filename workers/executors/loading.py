@@ -78,8 +78,11 @@ def load_served(
     backend: str,
     self_check: bool,
     batch_invariant: bool = False,
+    pack: bool = True,
 ) -> tuple[Model, ModelDescription]:
     """Load a directory with the backend from `choose_backend`; batch_invariant: for the self-check on a GPU.
+
+    With `pack`, native weights are packed, if there are kernels.
 
     Raises KvSizingError if memory is too small, and ModelError, also if the self-check finds wrong results.
     """
@@ -89,7 +92,7 @@ def load_served(
         plan = plan_load(directory, dtype, device)
         if self_check:
             _check_native(directory, plan, batch_invariant=batch_invariant)
-        return load_planned(plan, progress, pack=True)
+        return load_planned(plan, progress, pack=pack)
     except (ModelError, MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
             raise KvSizingError(

@@ -75,6 +75,8 @@ class KvTable:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
         self._sequences: dict[int, KvSequence] = {}
+        # Pages of earlier generations are not shared any more.
+        self._generation = 0
         # Kept beside the sequences so that `usage` need not visit them.
         self._tokens = 0
         self._prefix_hit_tokens = 0
@@ -93,10 +95,17 @@ class KvTable:
         """Add and return an empty sequence. Raises ValueError if `key` is taken."""
         if key in self._sequences:
             raise ValueError(f"sequence {key} exists")
-        seq = self._sequences[key] = KvSequence(key, salt)
+        seq = self._sequences[key] = KvSequence(key, self._salted(salt))
         for check in self._checks:
             check.sequence_added(key)
         return seq
+
+    def forget_prefixes(self) -> None:
+        """Let no new sequence share the pages that are there: their contents are of other weights."""
+        self._generation += 1
+
+    def _salted(self, salt: bytes) -> bytes:
+        return b"%d|%b" % (self._generation, salt) if self._generation else salt
 
     def get(self, key: int) -> KvSequence | None:
         """Return the sequence of `key`, if there is one."""
@@ -148,7 +157,7 @@ class KvTable:
         if seq is not None and (len(seq) % page_size or seq.reserved_len_tokens != len(seq)):
             return 0, None
         if seq is None:
-            seq = KvSequence(-1, salt)
+            seq = KvSequence(-1, self._salted(salt))
         digest = _last_digest(seq)
         for start in range(0, max(0, min(limit, len(tokens))) // page_size * page_size, page_size):
             digest = page_digest(digest, tokens[start : start + page_size])

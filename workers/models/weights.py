@@ -149,6 +149,20 @@ def _load_weights(decoder: Decoder, entries: Mapping[str, TensorEntry], progress
                 progress(done_bytes, total_bytes)
 
 
+def copy_weights(source: Decoder, into: Decoder) -> None:
+    """Replace the weights of a model, whose memory stays where it is.
+
+    Args:
+        source: A model of the same config and dtype, not packed.
+        into: Mutated. Not packed.
+    """
+    targets = into.targets()
+    for name, target in source.targets().items():
+        targets[name].tensor.copy_(target.tensor, non_blocking=True)
+    if into.device.type == "cuda":
+        torch.cuda.synchronize(into.device)
+
+
 def _of_text(entries: Mapping[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
     """The tensors of the text part, by their names in a text model.
 

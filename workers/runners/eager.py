@@ -25,6 +25,10 @@ class EagerRunner:
         self._kv = kv
         self.has_hidden_states = model.has_hidden_states
 
+    def use(self, model: Model) -> None:
+        """Run another model of the same config from the next step on."""
+        self._model = model
+
     def step(
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: HiddenStateCapture | None = None
     ) -> StepResult:

@@ -117,7 +117,7 @@ class RemoteRuntime:
 
     async def load_weights(
         self,
-        source: str,  # noqa: ARG002
+        request: runner_pb2.LoadWeightsRequest,  # noqa: ARG002
         drain_s: float,  # noqa: ARG002
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse, None]:
         """See `Runtime`. The provider has loaded its model already."""

@@ -77,9 +77,9 @@ class FakeRuntime:
         return runner_pb2.CostEstimate(runtime=self.name, max_cost_usd=self.cost_usd)
 
     async def load_weights(
-        self, source: str, drain_s: float
+        self, request: runner_pb2.LoadWeightsRequest, drain_s: float
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse, None]:
-        for what in (source, drain_s):
+        for what in (request, drain_s):
             raise NotImplementedError(what)
         yield runner_pb2.LoadWeightsResponse()
 

@@ -59,6 +59,18 @@ class BreakerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BREAKER_STATE_OPEN: _ClassVar[BreakerState]
     BREAKER_STATE_HALF_OPEN: _ClassVar[BreakerState]
 
+class LoadWeightsMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LOAD_WEIGHTS_MODE_UNSPECIFIED: _ClassVar[LoadWeightsMode]
+    LOAD_WEIGHTS_MODE_BESIDE: _ClassVar[LoadWeightsMode]
+    LOAD_WEIGHTS_MODE_REPLACE: _ClassVar[LoadWeightsMode]
+
+class PreviousCaches(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PREVIOUS_CACHES_UNSPECIFIED: _ClassVar[PreviousCaches]
+    PREVIOUS_CACHES_END: _ClassVar[PreviousCaches]
+    PREVIOUS_CACHES_RECOMPUTE: _ClassVar[PreviousCaches]
+
 class LoadWeightsPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     LOAD_WEIGHTS_PHASE_UNSPECIFIED: _ClassVar[LoadWeightsPhase]
@@ -104,6 +116,12 @@ BREAKER_STATE_UNSPECIFIED: BreakerState
 BREAKER_STATE_CLOSED: BreakerState
 BREAKER_STATE_OPEN: BreakerState
 BREAKER_STATE_HALF_OPEN: BreakerState
+LOAD_WEIGHTS_MODE_UNSPECIFIED: LoadWeightsMode
+LOAD_WEIGHTS_MODE_BESIDE: LoadWeightsMode
+LOAD_WEIGHTS_MODE_REPLACE: LoadWeightsMode
+PREVIOUS_CACHES_UNSPECIFIED: PreviousCaches
+PREVIOUS_CACHES_END: PreviousCaches
+PREVIOUS_CACHES_RECOMPUTE: PreviousCaches
 LOAD_WEIGHTS_PHASE_UNSPECIFIED: LoadWeightsPhase
 LOAD_WEIGHTS_PHASE_LOADING: LoadWeightsPhase
 LOAD_WEIGHTS_PHASE_CHECKING: LoadWeightsPhase
@@ -431,14 +449,18 @@ class CostEstimate(_message.Message):
     def __init__(self, runtime: _Optional[str] = ..., input_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., max_cost_usd: _Optional[float] = ..., is_counted: _Optional[bool] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class LoadWeightsRequest(_message.Message):
-    __slots__ = ("runtime", "source", "drain")
+    __slots__ = ("runtime", "source", "drain", "mode", "previous_caches")
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_CACHES_FIELD_NUMBER: _ClassVar[int]
     runtime: str
     source: str
     drain: _duration_pb2.Duration
-    def __init__(self, runtime: _Optional[str] = ..., source: _Optional[str] = ..., drain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    mode: LoadWeightsMode
+    previous_caches: PreviousCaches
+    def __init__(self, runtime: _Optional[str] = ..., source: _Optional[str] = ..., drain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., mode: _Optional[_Union[LoadWeightsMode, str]] = ..., previous_caches: _Optional[_Union[PreviousCaches, str]] = ...) -> None: ...
 
 class LoadWeightsResponse(_message.Message):
     __slots__ = ("phase", "progress", "model_id", "fingerprint")

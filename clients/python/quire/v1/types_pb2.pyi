@@ -55,18 +55,20 @@ VERIFY_ACCEPT_SAMPLED: VerifyAccept
 VERIFY_ACCEPT_SPECULATIVE: VerifyAccept
 
 class KvCacheHandle(_message.Message):
-    __slots__ = ("cache_id", "seq_len", "epoch", "worker_id", "expire_time")
+    __slots__ = ("weights", "cache_id", "seq_len", "epoch", "worker_id", "expire_time")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
+    weights: int
     cache_id: str
     seq_len: int
     epoch: int
     worker_id: str
     expire_time: _timestamp_pb2.Timestamp
-    def __init__(self, cache_id: _Optional[str] = ..., seq_len: _Optional[int] = ..., epoch: _Optional[int] = ..., worker_id: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    def __init__(self, weights: _Optional[int] = ..., cache_id: _Optional[str] = ..., seq_len: _Optional[int] = ..., epoch: _Optional[int] = ..., worker_id: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ("logits", "top_logprobs", "logprob_token_ids", "sampling", "mask", "logprob", "sampled_logprob", "hidden")

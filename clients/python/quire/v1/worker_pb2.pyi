@@ -1,3 +1,4 @@
+from google.protobuf import empty_pb2 as _empty_pb2
 from quire.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -25,6 +26,7 @@ class WorkerErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_ERROR_REASON_TIMEOUT: _ClassVar[WorkerErrorReason]
     WORKER_ERROR_REASON_UNSUPPORTED: _ClassVar[WorkerErrorReason]
     WORKER_ERROR_REASON_ADAPTER: _ClassVar[WorkerErrorReason]
+    WORKER_ERROR_REASON_WEIGHTS: _ClassVar[WorkerErrorReason]
 OPERATION_KIND_UNSPECIFIED: OperationKind
 OPERATION_KIND_PREFILL: OperationKind
 OPERATION_KIND_DECODE: OperationKind
@@ -37,6 +39,7 @@ WORKER_ERROR_REASON_FAULT: WorkerErrorReason
 WORKER_ERROR_REASON_TIMEOUT: WorkerErrorReason
 WORKER_ERROR_REASON_UNSUPPORTED: WorkerErrorReason
 WORKER_ERROR_REASON_ADAPTER: WorkerErrorReason
+WORKER_ERROR_REASON_WEIGHTS: WorkerErrorReason
 
 class WorkerConfig(_message.Message):
     __slots__ = ("worker_id", "model", "device", "device_index", "dtype", "kv_pages", "gpu_memory_utilization", "cuda_graphs", "threads", "max_batch_tokens", "max_batch_items", "max_mixed_prefill_tokens", "max_request_bytes", "max_response_bytes", "log_level", "log_format", "model_backend", "no_self_check", "model_was_proved", "orphan_grace_s", "batch_invariant", "max_lora_adapters", "max_lora_bytes", "max_lora_rank")
@@ -97,7 +100,7 @@ class ConnectRequest(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[WorkerCommand, _Mapping]]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("op_id", "forward", "fork", "truncate", "release", "abort", "snapshot", "adopt", "adapter")
+    __slots__ = ("op_id", "forward", "fork", "truncate", "release", "abort", "snapshot", "adopt", "adapter", "replace_weights")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +110,7 @@ class WorkerCommand(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     op_id: int
     forward: ForwardCommand
     fork: ForkCommand
@@ -116,7 +120,8 @@ class WorkerCommand(_message.Message):
     snapshot: SnapshotCommand
     adopt: AdoptCommand
     adapter: AdapterCommand
-    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., adopt: _Optional[_Union[AdoptCommand, _Mapping]] = ..., adapter: _Optional[_Union[AdapterCommand, _Mapping]] = ...) -> None: ...
+    replace_weights: ReplaceWeightsCommand
+    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., adopt: _Optional[_Union[AdoptCommand, _Mapping]] = ..., adapter: _Optional[_Union[AdapterCommand, _Mapping]] = ..., replace_weights: _Optional[_Union[ReplaceWeightsCommand, _Mapping]] = ...) -> None: ...
 
 class ForwardOptions(_message.Message):
     __slots__ = ("rows", "scored", "output", "verify_rows", "sample_seeds", "parents", "accept")
@@ -233,6 +238,16 @@ class AdapterCommand(_message.Message):
     all: bool
     def __init__(self, added: _Optional[_Iterable[_Union[AdapterSource, _Mapping]]] = ..., removed: _Optional[_Iterable[int]] = ..., load: _Optional[bool] = ..., all: _Optional[bool] = ...) -> None: ...
 
+class ReplaceWeightsCommand(_message.Message):
+    __slots__ = ("read", "apply", "discard")
+    READ_FIELD_NUMBER: _ClassVar[int]
+    APPLY_FIELD_NUMBER: _ClassVar[int]
+    DISCARD_FIELD_NUMBER: _ClassVar[int]
+    read: str
+    apply: _empty_pb2.Empty
+    discard: _empty_pb2.Empty
+    def __init__(self, read: _Optional[str] = ..., apply: _Optional[_Union[_empty_pb2.Empty, _Mapping]] = ..., discard: _Optional[_Union[_empty_pb2.Empty, _Mapping]] = ...) -> None: ...
+
 class AdapterSource(_message.Message):
     __slots__ = ("adapter", "directory", "identity", "pinned")
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -254,7 +269,7 @@ class ConnectResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[WorkerEvent, _Mapping]]] = ..., pages_available: _Optional[int] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("op_id", "forward", "done", "error", "progress", "ready", "snapshot", "adopted", "adapter_loaded")
+    __slots__ = ("op_id", "forward", "done", "error", "progress", "ready", "snapshot", "adopted", "adapter_loaded", "weights_read")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +279,7 @@ class WorkerEvent(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_LOADED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_READ_FIELD_NUMBER: _ClassVar[int]
     op_id: int
     forward: ForwardDone
     done: ControlDone
@@ -273,7 +289,8 @@ class WorkerEvent(_message.Message):
     snapshot: WorkerSnapshot
     adopted: Adopted
     adapter_loaded: AdapterLoaded
-    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardDone, _Mapping]] = ..., done: _Optional[_Union[ControlDone, _Mapping]] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., progress: _Optional[_Union[LoadProgress, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., snapshot: _Optional[_Union[WorkerSnapshot, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., adapter_loaded: _Optional[_Union[AdapterLoaded, _Mapping]] = ...) -> None: ...
+    weights_read: WeightsRead
+    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardDone, _Mapping]] = ..., done: _Optional[_Union[ControlDone, _Mapping]] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., progress: _Optional[_Union[LoadProgress, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., snapshot: _Optional[_Union[WorkerSnapshot, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., adapter_loaded: _Optional[_Union[AdapterLoaded, _Mapping]] = ..., weights_read: _Optional[_Union[WeightsRead, _Mapping]] = ...) -> None: ...
 
 class ForwardDone(_message.Message):
     __slots__ = ("outputs", "kept", "reused_tokens", "timing", "token_logprobs", "token_is_argmax", "kept_path", "samples")
@@ -298,6 +315,12 @@ class ForwardDone(_message.Message):
 class ControlDone(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class WeightsRead(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: _types_pb2.ModelDescription
+    def __init__(self, model: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ...) -> None: ...
 
 class AdapterLoaded(_message.Message):
     __slots__ = ("rank", "size_bytes")

@@ -1,0 +1,124 @@
+"""LoadWeights with REPLACE: the workers that serve read other weights of the same config, and switch to them.
+
+Each worker reads and checks them beside the present ones, while it serves. A failure or cancellation until
+then changes nothing. When all have read them, the switch is stored and made within one turn of the event
+loop: workers drop what they compute, which is computed again, and all KV. A worker that dies meanwhile is
+restarted with the weights that are served by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from google.protobuf import empty_pb2
+from quire.v1 import runner_pb2, types_pb2, worker_pb2
+
+from service.completion import complete
+from service.dispatcher import Dispatcher
+from service.errors import LoadFailed, Loading, NoWorker
+from service.logging import get_logger
+from service.pool.incarnation import Incarnation
+from service.pool.model_versions import ModelVersion
+from service.pool.rolling_restart import RollingRestart
+from service.pool.supervisor import Supervisor
+from service.runtimes.loading import WeightsLoader
+from service.runtimes.sources import ModelSources
+
+_log = get_logger(__name__)
+_DISCARD = worker_pb2.ReplaceWeightsCommand(discard=empty_pb2.Empty())
+_APPLY = worker_pb2.ReplaceWeightsCommand(apply=empty_pb2.Empty())
+_Progress = runner_pb2.LoadWeightsResponse
+
+
+class WeightsReplacer:
+    """Makes one replacement at a time, and none while other weights are loaded."""
+
+    def __init__(
+        self,
+        pool: Supervisor,
+        dispatcher: Dispatcher,
+        restarts: RollingRestart,
+        sources: ModelSources,
+        loader: WeightsLoader,
+    ) -> None:
+        self._pool = pool
+        self._versions = pool.versions
+        self._dispatcher = dispatcher
+        self._restarts = restarts
+        self._sources = sources
+        self._loader = loader
+
+    async def replace(self, source: str, *, recompute: bool) -> AsyncGenerator[_Progress]:
+        """See `Runtime.load_weights`. Closing it before the switch cancels the replacement.
+
+        Raises Loading, InvalidArgument, NoMemory, NoWorker or LoadFailed, without any change.
+        """
+        if self._loader.is_busy or self._sources.is_busy:
+            raise Loading
+        self._loader.is_busy = True
+        workers: list[Incarnation] = []
+        version: ModelVersion | None = None
+        try:
+            yield _Progress(phase=runner_pb2.LOAD_WEIGHTS_PHASE_LOADING)
+            model = await self._sources.find(source)
+            self._loader.require_memory(model)
+            # No worker is replaced on purpose meanwhile.
+            async with self._restarts.lock:
+                workers = self._pool.serving_workers()
+                if len(workers) < len(self._versions.serving.slots):
+                    raise NoWorker
+                described = await _read(workers, model)
+                version = self._versions.add(model, has_workers=False)
+                await complete(self._switch(version, described, workers, recompute=recompute))
+        finally:
+            if version is None or self._versions.serving is not version:
+                for worker in workers:
+                    worker.send(worker_pb2.WorkerCommand(replace_weights=_DISCARD))
+                if version is not None:
+                    self._versions.remove(version)
+            self._loader.is_busy = False
+        yield _Progress(
+            phase=runner_pb2.LOAD_WEIGHTS_PHASE_SERVING,
+            progress=1.0,
+            model_id=described.model_id,
+            fingerprint=described.fingerprint,
+        )
+
+    async def _switch(
+        self,
+        version: ModelVersion,
+        described: types_pb2.ModelDescription,
+        workers: list[Incarnation],
+        *,
+        recompute: bool,
+    ) -> None:
+        """Raises LoadFailed if the switch cannot be stored; then nothing has changed."""
+        continued = self._dispatcher.caches.weights.continued if recompute else None
+        try:
+            await asyncio.to_thread(self._versions.persist, version, continued)
+        except OSError as error:
+            raise LoadFailed(f"the switch cannot be written down: {error.strerror}") from None
+        ready = [worker for worker in workers if worker.slot.ready is not None]
+        for worker in ready:
+            worker.send(worker_pb2.WorkerCommand(replace_weights=_APPLY))
+        self._versions.replace(version, described)
+        views = [worker.view() for worker in ready]
+        self._dispatcher.weights_replaced(version.number, views, recompute=recompute)
+        _log.info("weights replaced", model=version.model, weights=version.number, recompute=recompute)
+
+
+async def _read(workers: list[Incarnation], model: str) -> types_pb2.ModelDescription:
+    """Lets all workers read weights. Returns what they describe. Raises LoadFailed or NoWorker."""
+    command = worker_pb2.ReplaceWeightsCommand(read=model)
+    events = await asyncio.gather(
+        *(worker.ask(worker_pb2.WorkerCommand(replace_weights=command)) for worker in workers)
+    )
+    for event in events:
+        if event.WhichOneof("event") == "error":
+            _log.warning("weights cannot be used", why=event.error.detail)
+            raise LoadFailed("the weights cannot be used; the server's log says why")
+    described = [event.weights_read.model for event in events]
+    if any(one.fingerprint != described[0].fingerprint for one in described):
+        raise LoadFailed("the files have changed while they were read")
+    return described[0]

@@ -1,0 +1,80 @@
+"""Replaces the weights of a served model: they are read beside the present ones, then put into their place.
+
+Reading takes main memory for the new weights and happens on a thread of its own, while steps run. They are
+put into place between two steps, when no sequence is left whose KV is of other weights.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from workers.models.errors import ModelError
+from workers.models.model import ModelDescription
+from workers.operations import Failed, FailureReason, ReplacementRead, WeightsRead
+
+_Weights = TypeVar("_Weights")
+
+
+class WeightsReplacement(Generic[_Weights]):
+    """Owns the weights that were read and are not in place."""
+
+    def __init__(
+        self,
+        read: Callable[[Path], tuple[_Weights, ModelDescription]],
+        apply: Callable[[_Weights, ModelDescription], None],
+    ) -> None:
+        """Take the functions of an executor.
+
+        read: Called on another thread. Raises ModelError for weights that do not fit the model, and then
+            leaves nothing behind.
+        apply: Called between two steps. Must not fail.
+        """
+        self._read = read
+        self._apply = apply
+        # Called from the reading thread. Set by the step loop.
+        self.submit: Callable[[ReplacementRead], None]
+        # The command whose weights are wanted. 0: none.
+        self._wanted = 0
+        self._ready: tuple[_Weights, ModelDescription] | None = None
+
+    def read(self, op_id: int, directory: str) -> None:
+        """Starts to read. What was read before is dropped."""
+        self._wanted, self._ready = op_id, None
+        threading.Thread(target=self._run, args=(op_id, directory), name="weights", daemon=True).start()
+
+    def _run(self, op_id: int, directory: str) -> None:
+        """The reading thread."""
+        outcome: object
+        try:
+            outcome = self._read(Path(directory))
+        except Exception as error:
+            outcome = error
+        self.submit(ReplacementRead(op_id, outcome))
+
+    def was_read(self, read: ReplacementRead) -> WeightsRead | Failed | None:
+        """Takes what was read. Returns the answer; None if nobody wants it any more."""
+        if read.op_id != self._wanted:
+            return None
+        if isinstance(read.outcome, Exception):
+            self._wanted = 0
+            known = isinstance(read.outcome, ModelError | MemoryError | OSError)
+            why = str(read.outcome) if known else repr(read.outcome)
+            return Failed(read.op_id, FailureReason.WEIGHTS, why)
+        self._ready = read.outcome  # type: ignore[assignment]  # what `_read` returns
+        assert self._ready is not None
+        return WeightsRead(read.op_id, self._ready[1])
+
+    def apply(self) -> None:
+        """Puts what was read into place. Raises RuntimeError if there is nothing."""
+        if self._ready is None:
+            raise RuntimeError("no weights were read")
+        weights, description = self._ready
+        self.discard()
+        self._apply(weights, description)
+
+    def discard(self) -> None:
+        """Forgets what was read, or is being read."""
+        self._wanted, self._ready = 0, None
