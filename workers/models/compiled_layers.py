@@ -77,6 +77,7 @@ class CompiledSublayers:
             inputs.wanted_rows,
             self._pages,
             inputs.attention,
+            context.lora_slots,
             has_x=has_x,
         )
         return x[: len(inputs.wanted_rows)] if self._returns_wanted else x, residual
@@ -135,4 +136,5 @@ def _norm_of(weight: torch.Tensor, eps: float) -> sublayers.Norm:
 def _matrix(linear: Linear) -> sublayers.Matrix:
     assert isinstance(linear.weight, PackedWeight)
     bias = None if linear.bias is None else linear.bias.data_ptr()
-    return sublayers.Matrix(linear.weight.data.data_ptr(), bias, *linear.weight.shape)
+    lora = None if linear.lora is None else linear.lora.address
+    return sublayers.Matrix(linear.weight.data.data_ptr(), bias, *linear.weight.shape, lora)
