@@ -135,7 +135,8 @@ def make_adapter(
 def peft_model(model: Path, adapter: Path) -> PeftModel:
     """A model of transformers with an adapter, as PEFT reads it, in evaluation mode."""
     base = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
-    return quietly(PeftModel.from_pretrained, base, str(adapter))
+    adapted: PeftModel = quietly(PeftModel.from_pretrained, base, str(adapter)).eval()
+    return adapted
 
 
 def quietly(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -169,7 +170,7 @@ def hf_states(directory: Path, tokens: list[int]) -> list[torch.Tensor]:
 
 
 def float32_losses(
-    model: PreTrainedModel, texts: Sequence[list[int]], *, with_states: bool = True
+    model: torch.nn.Module, texts: Sequence[list[int]], *, with_states: bool = True
 ) -> torch.Tensor:
     """How far two correct computations in float32 may be apart: the bound for a comparison with transformers.
 

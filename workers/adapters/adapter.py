@@ -52,7 +52,7 @@ def read_adapter(
     before = identity(directory)
     settings = read_settings(directory)
     pairs = find_pairs(directory, modules)
-    with errors_of_file(CONFIG_FILE):
+    with errors_of_file(directory / CONFIG_FILE):
         _check_targets(settings, pairs, modules)
         scales = {module: _scale(settings, pair, max_rank) for module, pair in pairs.items()}
     size_bytes = sum(pair.size_bytes for pair in pairs.values())

@@ -100,8 +100,8 @@ def read_settings(directory: Path) -> LoraSettings:
     Raises:
         AdapterError: The file cannot be read, or a setting is missing, invalid or not supported.
     """
-    with errors_of_file(CONFIG_FILE):
-        file = directory / CONFIG_FILE
+    file = directory / CONFIG_FILE
+    with errors_of_file(file):
         settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
         _check_kind(settings)
         _check_keys(settings)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from workers.models.errors import ModelError
 
@@ -41,16 +42,14 @@ def quoted(value: object) -> str:
 
 
 @contextmanager
-def errors_of_file(name: str) -> Iterator[None]:
-    """Inside the block, a ModelError or AdapterError becomes an AdapterError that begins with `name`.
+def errors_of_file(file: Path) -> Iterator[None]:
+    """Inside the block, each ModelError and AdapterError becomes an AdapterError with the name of the file.
 
-    The readers of model directories name the path of a file. The message keeps what follows it.
+    Some readers of model directories begin their messages with the path. It is left out.
     """
     try:
         yield
-    except AdapterError as error:
-        raise AdapterError(f"{name}: {error}") from None
-    except ModelError as error:
-        # The path is missing if it is so long that it was cut.
-        _, _, reason = str(error).partition(f"{name}: ")
-        raise AdapterError(f"{name}: {reason or 'cannot be read'}") from error
+    except (ModelError, AdapterError) as error:
+        path = str(ModelError(f"{file}: ")).removesuffix("...")  # As a ModelError shows it.
+        reason = str(error).removeprefix(path).removeprefix("...")
+        raise AdapterError(f"{file.name}: {reason or 'cannot be read'}") from error

@@ -34,7 +34,7 @@ _ANCHORS: dict[str, Callable[[str, int], bool]] = {
 }
 _QUANTIFIER = re.compile(r"[*+?]|\{([0-9]{0,9})(,?)([0-9]{0,9})\}")
 _GROUP_NAME = re.compile(r"P<[A-Za-z_][A-Za-z_0-9]*>")
-_PLAIN = re.compile(r"[\w.]*")
+_PLAIN = re.compile(r"[\w.]*")  # A dot is any character.
 
 
 class Steps:
@@ -57,23 +57,28 @@ class Pattern:
         """Compile it. Raises AdapterError if it is not valid, or not supported."""
         self._text = text
         self._steps = steps
-        self._is_plain = _PLAIN.fullmatch(text) is not None
-        self._ends = _Parser(text, steps).parse()
+        self._ends = None if _PLAIN.fullmatch(text) else _Parser(text, steps).parse()
 
     def matches(self, name: str) -> bool:
         """As `re.fullmatch(pattern, name)`. Raises AdapterError if it takes too long."""
+        if self._ends is None:
+            return len(name) == len(self._text) and self._is_end_of(name)
         return len(name) in self._ends(name, {0})
 
     def matches_end(self, name: str) -> bool:
-        r"""As `re.match(rf"(.*\\.)?({pattern})$", name)`: all of it, or what follows a dot."""
-        if self._is_plain:  # There may be one for each module, and all are tried with each.
-            self._steps.take(1)
-            begin = len(name) - len(self._text)
-            return (begin == 0 or (begin > 0 and name[begin - 1] == ".")) and all(
-                char in (".", found) for char, found in zip(self._text, name[begin:], strict=True)
-            )
+        r"""As `re.match(rf"(.*\.)?({pattern})$", name)`: all of it, or what follows a dot."""
+        if self._ends is None:
+            return self._is_end_of(name)
         starts = {0} | {at + 1 for at, char in enumerate(name) if char == "."}
         return len(name) in self._ends(name, starts)
+
+    def _is_end_of(self, name: str) -> bool:
+        """The same for a plain pattern. There may be one for each module, and all are tried with each."""
+        self._steps.take(1)
+        begin = len(name) - len(self._text)
+        return (begin == 0 or (begin > 0 and name[begin - 1] == ".")) and all(
+            char in (".", found) for char, found in zip(self._text, name[begin:], strict=True)
+        )
 
 
 class _Parser:
@@ -90,6 +95,7 @@ class _Parser:
             raise AdapterError(
                 f"a pattern has more than {_MAX_CHARACTERS} characters: name the modules instead"
             )
+        self._steps.take(len(self._text))
         ends = self._choice()
         if self._at < len(self._text):
             raise self._error("has an unopened )")

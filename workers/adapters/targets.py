@@ -23,8 +23,8 @@ class Targets:
         targets = settings.get("target_modules")
         if targets is None:
             raise AdapterError("target_modules: must name the modules that are adapted, got nothing")
-        self._names = frozenset(targets) if isinstance(targets, list) else frozenset()
         self._matches = _matcher("target_modules", targets, steps)
+        self._names = frozenset(targets) if isinstance(targets, list) else frozenset()
         excluded = settings.get("exclude_modules")
         self._excludes = _matcher("exclude_modules", excluded, steps) if excluded else None
         self._layers = None if isinstance(targets, str) else _layers(settings.get("layers_to_transform"))

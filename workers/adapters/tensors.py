@@ -79,9 +79,10 @@ def find_pairs(directory: Path, modules: Mapping[str, tuple[int, int]]) -> dict[
     Raises:
         AdapterError: The file is not safetensors, or has a tensor that the model cannot have.
     """
-    with errors_of_file(WEIGHTS_FILE):
+    file = directory / WEIGHTS_FILE
+    with errors_of_file(file):
         pairs: dict[str, PairEntries] = {}
-        for tensor, entry in sorted(read_header(directory / WEIGHTS_FILE, _MAX_HEADER_BYTES).items()):
+        for tensor, entry in sorted(read_header(file, _MAX_HEADER_BYTES).items()):
             name, part = _split(tensor)
             if name.startswith(_LEFT_OUT):
                 continue
@@ -109,7 +110,7 @@ def read_pair(pair: PairEntries, scale: float) -> LoraPair:
     Raises:
         AdapterError: The file cannot be read or has changed, or a value is not finite.
     """
-    with errors_of_file(WEIGHTS_FILE), torch.inference_mode():
+    with errors_of_file(pair.parts["A"].file), torch.inference_mode():
         return LoraPair(_read(pair.parts["A"], 1.0), _read(pair.parts["B"], scale))
 
 
