@@ -63,22 +63,23 @@ def adapted64(
     A sum of n products in float32 is off by at most n * 2^-24 times the sum of their sizes, in any order.
     x A^T and the result are rounded to the dtype, by at most half of its epsilon.
     """
-    exact, allowed = y.double(), torch.zeros(y.shape, dtype=torch.float64)
-    half = torch.finfo(y.dtype).eps / 2
-    for row, slot in enumerate(slots):
-        begin = 0
-        for outputs, pair in zip(parts, adapters.get(slot) or [None] * len(parts), strict=True):
-            part = slice(begin, begin + outputs)
+    exact, allowed = y.double(), torch.zeros_like(y, dtype=torch.float64)
+    half, numbers = torch.finfo(y.dtype).eps / 2, torch.tensor(slots)
+    for slot, adapter in adapters.items():
+        rows, begin = (numbers == slot).nonzero().to(y.device), 0  # [rows, 1]
+        wide = x[rows[:, 0]].double()
+        for outputs, pair in zip(parts, adapter, strict=True):
+            at = rows, torch.arange(begin, begin + outputs, device=y.device)
             begin += outputs
             if pair is None:
                 continue
-            wide, (a, b) = x[row].double(), (matrix.double() for matrix in pair)
-            inner = a @ wide
-            lost = half * inner.abs() + (1 + half) * (len(wide) + 1) * 2**-24 * (a.abs() @ wide.abs())
-            sizes = b.abs() @ (inner.abs() + lost) + exact[row, part].abs()
-            exact[row, part] += b @ inner
-            allowed[row, part] = b.abs() @ lost + (len(a) + 2) * 2**-24 * sizes
-            allowed[row, part] += half * (exact[row, part].abs() + allowed[row, part])
+            a, b = (matrix.to(y.device).double().T for matrix in pair)
+            inner = wide @ a
+            lost = half * inner.abs() + (1 + half) * (len(a) + 1) * 2**-24 * (wide.abs() @ a.abs())
+            sizes = (inner.abs() + lost) @ b.abs() + exact[at].abs()
+            exact[at] += inner @ b
+            summed = lost @ b.abs() + (len(b) + 2) * 2**-24 * sizes
+            allowed[at] = summed + half * (exact[at].abs() + summed)
     return exact, allowed
 
 
@@ -87,14 +88,14 @@ def run(
 ) -> torch.Tensor:
     """Add to a copy of y, and return it on the CPU. Behind y and x in memory is NaN, and stays so."""
     behind = [torch.full((each.numel() + 64,), torch.nan, dtype=each.dtype, device=device) for each in (y, x)]
-    placed = [
+    y_placed, x_placed = (
         memory[: each.numel()].view(each.shape).copy_(each)
         for memory, each in zip(behind, (y, x), strict=True)
-    ]
+    )
     numbers = torch.tensor(slots, dtype=torch.int32, device=device)
-    add_lora(*placed, table, sort_rows(numbers, len(table.a)))
+    add_lora(y_placed, x_placed, table, sort_rows(numbers, len(table.a)))
     assert behind[0][y.numel() :].isnan().all(), "written behind the outputs"
-    return placed[0].cpu()
+    return y_placed.cpu()
 
 
 def random_rows(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> Pair:
