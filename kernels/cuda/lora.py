@@ -290,7 +290,7 @@ def compile_specs() -> list[CompileSpec]:
     qkv, gate_up, down, narrow = (4096, 1024, 1024), (12_288, 12_288), (4096,), (1100, 40)
     shapes: list[tuple[str, int, int, int, tuple[int, ...]]]
     shapes = [("bf16", 8, rank, 4096, qkv) for rank in (16, 64, 256)]
-    shapes += [("bf16", 64, 32, 4096, gate_up), ("bf16", 8, 16, 12_288, down), ("bf16", 5, 12, 1000, narrow)]
+    shapes += [("bf16", 64, 32, 4096, gate_up), ("bf16", 8, 16, 12_288, down), ("bf16", 1, 12, 1000, narrow)]
     shapes += [(dtype, 8, 64, 4096, qkv) for dtype in ("fp16", "fp32")]
     return [make(*shape) for shape in shapes for make in (_shrink_spec, _expand_spec)]
 
