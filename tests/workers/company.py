@@ -14,17 +14,24 @@ from workers.models.model import Model, new_pages
 PAGES = 60
 
 
-def assert_same_bits(model: Model, texts: Sequence[list[int]], seed: int | str, *, threads: int = 1) -> None:
+def assert_same_bits(
+    model: Model,
+    texts: Sequence[list[int]],
+    seed: int | str,
+    *,
+    threads: int = 1,
+    lora_slots: Sequence[int] | None = None,
+) -> None:
     """In chunks of 1 to 29 tokens beside the others on `threads` threads; alone on one thread."""
     dice, kv = random.Random(seed), new_pages(model, PAGES)
     poison(kv)
     packer = HandPacker(kv.page_size, dice.sample(range(PAGES), PAGES))
     torch.set_num_threads(threads)
-    found = rows_in_chunks(model, texts, kv, packer, dice)
+    found = rows_in_chunks(model, texts, kv, packer, dice, lora_slots=lora_slots)
     torch.set_num_threads(1)
     assert 3 * sum(map(len, found)) > sum(map(len, texts))
-    for text, rows in zip(texts, found, strict=True):
-        inputs = packer.pack([Item(HandSequence(), text, range(len(text)))])
+    for text, rows, slot in zip(texts, found, lora_slots or [-1] * len(texts), strict=True):
+        inputs = packer.pack([Item(HandSequence(lora_slot=slot), text, range(len(text)))])
         alone = model.logits(model.forward(inputs, kv))
         # Hidden states may take another way through the model.
         capture = HiddenStateCapture({0: range(len(text))})

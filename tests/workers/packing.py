@@ -18,10 +18,11 @@ from workers.models.model import Model
 
 @dataclass
 class HandSequence:
-    """A sequence and the pages it owns."""
+    """A sequence, the pages it owns, and the slot of its adapter; -1: it has none."""
 
     pages: list[int] = field(default_factory=list)
     length: int = 0
+    lora_slot: int = -1
 
 
 @dataclass
@@ -48,6 +49,7 @@ class HandPacker:
         positions: list[int] = []
         slots: list[int] = []
         wanted: list[int] = []
+        lora_slots: list[int] = []
         starts = [0]
         for item in items:
             sequence = item.sequence
@@ -62,6 +64,7 @@ class HandPacker:
                 page = sequence.pages[position // self.page_size]
                 slots.append(page * self.page_size + position % self.page_size)
             wanted += [first_row + index % len(item.tokens) for index in item.wanted]
+            lora_slots += [sequence.lora_slot] * len(item.tokens)
             starts.append(len(tokens))
         lengths = [item.sequence.length for item in items]
         widest = max(len(item.sequence.pages) for item in items)
@@ -80,6 +83,7 @@ class HandPacker:
             slots=torch.tensor(slots),
             wanted_rows=torch.tensor(wanted, dtype=torch.int64),
             attention=with_trees(attention, trees) if any(trees) else attention,
+            lora_slots=torch.tensor(lora_slots, dtype=torch.int32) if max(lora_slots) >= 0 else None,
         )
 
 
@@ -97,12 +101,13 @@ def rows_in_chunks(
     packer: HandPacker,
     dice: random.Random,
     layers: int | None = None,
+    lora_slots: Sequence[int] | None = None,
 ) -> list[dict[tuple[int, int], torch.Tensor]]:
     """Let texts grow by random chunks in shared batches, of which random rows are wanted.
 
     By (layer, position) for each text: logits under the layer -1; with `layers` also hidden states of some.
     """
-    sequences = [HandSequence() for _ in texts]
+    sequences = [HandSequence(lora_slot=slot) for slot in lora_slots or [-1] * len(texts)]
     found: list[dict[tuple[int, int], torch.Tensor]] = [{} for _ in texts]
     while any(sequence.length < len(text) for sequence, text in zip(sequences, texts, strict=True)):
         items, owners = [], []

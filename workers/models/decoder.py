@@ -8,7 +8,7 @@ Dimension letters: T tokens of the batch; R wanted rows; C hidden width; V vocab
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
@@ -24,7 +24,8 @@ from workers.models.config import ModelConfig
 from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.layers import ForwardContext, Norm, Sublayer
-from workers.models.linear import LoadTarget
+from workers.models.linear import Linear, LoadTarget
+from workers.models.lora import LoraWeights, PackedLora, pack_lora
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class Decoder:
         # Packed models run several sublayers in one call.
         self._before_last_mlp: Sequence[Stage] = self._sublayers()[:-1]
         self._last_mlp: Stage = self.layers[-1].mlp
+        self.max_lora_slots = 0
+        self._max_lora_rank = 0
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}  # each [positions of the pages in use, R]
         # In families that scale by the square root of the width, the factor is rounded to the model's dtype.
         self._embedding_scale = config.embedding_scale
@@ -106,13 +109,59 @@ class Decoder:
             self.embedding = self.lm_head
         for sublayer in self._sublayers():
             sublayer.body.pack()
+        self._compile()
+        is_packed = isinstance(self.lm_head, PackedWeight)
+        # Attention of heads of other widths runs in torch.
+        self.batch_invariant = is_packed and can_pack_width(self.config.head_dim)
+
+    def _compile(self) -> None:
+        """Run sublayers in few calls, where that is possible."""
         *before, last = self._sublayers()
         ropes, memory = tuple(self.config.ropes), Memory()
         self._before_last_mlp = compiled(before, ropes, memory)
         (self._last_mlp,) = compiled([last], ropes, memory)
-        is_packed = isinstance(self.lm_head, PackedWeight)
-        # Attention of heads of other widths runs in torch.
-        self.batch_invariant = is_packed and can_pack_width(self.config.head_dim)
+
+    def lora_modules(self) -> dict[str, tuple[int, int]]:
+        """The numbers of outputs and inputs of each module that may have an adapter, by its name."""
+        return {
+            prefix + name: (outputs, projection.weight.shape[1])
+            for prefix, projection in self._projections()
+            for name, outputs in projection.parts.items()
+        }
+
+    def allocate_lora(self, slots: int, max_rank: int) -> None:
+        """Make empty slots for adapters of ranks up to `max_rank`. Once, after the parameters are packed."""
+        for _, projection in self._projections():
+            projection.allocate_lora(slots)
+        self.max_lora_slots, self._max_lora_rank = slots, max_rank
+        self._compile()
+
+    def pack_lora(self, weights: LoraWeights) -> PackedLora:
+        """Convert an adapter for `set_lora`. On any thread. Raises ValueError; see `workers.models.lora`."""
+        return pack_lora(weights, self._projections(), self._max_lora_rank, self.dtype, pack=False)
+
+    def set_lora(self, slot: int, packed: PackedLora | None) -> None:
+        """Replace the adapter of a slot; None: it is empty then. On the thread of `forward`.
+
+        Args:
+            slot: From 0 to `max_lora_slots` - 1.
+            packed: From `pack_lora`. It may be in several slots.
+        """
+        if not 0 <= slot < self.max_lora_slots:
+            raise IndexError(f"slot: must be from 0 to {self.max_lora_slots - 1}, got {slot}")
+        projections = self._projections()
+        added = [None] * len(projections) if packed is None else packed.projections
+        for (_, projection), pairs in zip(projections, added, strict=True):
+            assert projection.lora is not None
+            projection.lora.set(slot, pairs)
+
+    def _projections(self) -> list[tuple[str, Linear]]:
+        """Those that may have adapters, with what the names of their modules begin with."""
+        return [
+            (f"model.layers.{index // 2}.{name}", projection)
+            for index, sublayer in enumerate(self._sublayers())
+            for name, projection in sublayer.body.projections()
+        ]
 
     def _sublayers(self) -> list[Sublayer]:
         """In order: attention and MLP of each layer."""
@@ -140,8 +189,12 @@ class Decoder:
             residual = residual * self._embedding_scale
         rotations = self._rotations(inputs.positions, kv)
         context = ForwardContext(inputs, kv, rotations, self.batch_invariant)
+        if inputs.lora_slots is not None:
+            wanted_slots = inputs.lora_slots.index_select(0, inputs.wanted_rows)  # [R]
+            context = replace(context, lora_slots=inputs.lora_slots, wanted_lora_slots=wanted_slots)
         x: torch.Tensor | None = None
-        for index, stage in enumerate(self._before_last_mlp if capture is None else self._sublayers()[:-1]):
+        one_by_one = capture is not None or inputs.lora_slots is not None
+        for index, stage in enumerate(self._sublayers()[:-1] if one_by_one else self._before_last_mlp):
             if capture is not None and index % 2 == 0:
                 # The output of the previous layer is the residual stream plus x, which is not added yet.
                 parts = (residual,) if x is None else (residual, x)
@@ -151,7 +204,10 @@ class Decoder:
         residual = residual.index_select(0, inputs.wanted_rows)  # [R, C]
         if not len(residual):
             return residual
-        x, residual = self._last_mlp(x, residual, context)
+        if inputs.lora_slots is not None:
+            context = replace(context, lora_slots=context.wanted_lora_slots)
+        last_mlp = self.layers[-1].mlp if one_by_one else self._last_mlp
+        x, residual = last_mlp(x, residual, context)
         hidden = self._final_norm.of_sum(x, residual)  # [R, C]
         if capture is not None:
             capture.capture_last(len(self.layers), hidden)

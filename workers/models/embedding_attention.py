@@ -27,9 +27,10 @@ from kernels.paged_attention import paged_attention
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
+from workers.models.lora import WithoutLora
 
 
-class EmbeddingAttention:
+class EmbeddingAttention(WithoutLora):
     """The model of the module's docstring, as a `Model`. float32."""
 
     dtype = torch.float32

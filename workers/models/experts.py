@@ -16,7 +16,7 @@ from kernels.linear import Weight, linear, pack_weight
 from kernels.packed_weight import PackedWeight
 from workers.models.layer_settings import ExpertsConfig
 from workers.models.layers import ForwardContext
-from workers.models.linear import LoadTarget
+from workers.models.linear import Linear, LoadTarget
 from workers.models.registry import ExpertNames
 
 
@@ -63,6 +63,10 @@ class Experts:
             parts = {self._names.gate: gate, self._names.up: up, self._names.down: self.down[index]}
             for name, part in parts.items():
                 yield f"{prefix}{name.format(index)}.weight", LoadTarget.of(part)
+
+    def projections(self) -> Iterator[tuple[str, Linear]]:
+        """None: experts take no adapters."""
+        yield from ()
 
     def pack(self) -> None:
         """Pack the filled weights in place."""

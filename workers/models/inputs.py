@@ -31,6 +31,8 @@ class ForwardInputs:
     slots: torch.Tensor  # [T] int64, page * page_size + offset where the token's K and V are written
     wanted_rows: torch.Tensor  # [R] int64, rows of T whose logits are wanted
     attention: AttentionBatch  # of N items
+    # [T] int32, the slot of each row's adapter; -1: it has none. None: no row has one.
+    lora_slots: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> ForwardInputs:
         """A copy on a device; this object if it is there already."""

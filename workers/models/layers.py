@@ -4,7 +4,7 @@ A sublayer reads the residual stream and adds to it. Sublayers pass on two tenso
 one, and the residual stream without it. So the addition and the norm that follows are one operation.
 
 Dimension letters: T tokens of the batch; C hidden width; H query heads; K key-value heads; D head width;
-R rotated elements of a head; I intermediate width.
+R rotated elements of a head, or wanted rows; I intermediate width.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ class ForwardContext:
         kv: The pages.
         rotations: [T, R] float32 for each rotary embedding: cosines and sines at the positions of the tokens.
         batch_invariant: On a GPU, the bits of a row must not depend on the other rows.
+        lora_slots: [T] int32, the slot of each row, or -1; None: no row has an adapter.
+        wanted_lora_slots: [R] int32, those of the wanted rows; None: likewise.
     """
 
     inputs: ForwardInputs
     kv: KvTensors
     rotations: Mapping[RopeSpec, torch.Tensor]
     batch_invariant: bool
+    lora_slots: torch.Tensor | None = None
+    wanted_lora_slots: torch.Tensor | None = None
 
 
 class Norm:
@@ -70,6 +74,9 @@ class Body(Protocol):
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
+
+    def projections(self) -> Iterator[tuple[str, Linear]]:
+        """Those that may have adapters, with what the names of their modules in a checkpoint begin with."""
 
     def pack(self) -> None:
         """Pack the filled weights for the matrix library."""
@@ -175,9 +182,9 @@ class Attention:
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
+        for name, projection in self.projections():
+            yield from projection.targets(prefix + name)
         prefix += "self_attn."
-        yield from self.qkv.targets(prefix)
-        yield from self.output.targets(prefix)
         names = (f"{prefix}q_norm.weight", f"{prefix}k_norm.weight")
         if self.head_norm is not None:
             parts = torch.split(self.head_norm, [self.shape.heads, self.shape.kv_heads])
@@ -185,6 +192,11 @@ class Attention:
                 yield name, LoadTarget(part, (self.shape.head_dim,), self._norm_offset)
         for name, weight in zip(names, self.row_norms or (), strict=False):
             yield name, LoadTarget(weight, tuple(weight.shape), self._norm_offset)
+
+    def projections(self) -> Iterator[tuple[str, Linear]]:
+        """See `Body`."""
+        yield "self_attn.", self.qkv
+        yield "self_attn.", self.output
 
     def pack(self) -> None:
         """Pack the filled weights for the matrix library."""
@@ -207,13 +219,17 @@ class Attention:
             softcap=shape.softcap,
             batch_invariant=context.batch_invariant,
         ).flatten(1)  # [T, H * D]
-        rows = attended.index_select(0, wanted) if self.is_last else attended
-        return self.output(rows, batch_invariant=context.batch_invariant)
+        lora_slots = context.lora_slots
+        if self.is_last:
+            attended, lora_slots = attended.index_select(0, wanted), context.wanted_lora_slots
+        return self.output(attended, lora_slots, batch_invariant=context.batch_invariant)
 
     def _project(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Queries [T, H, D]. Writes keys and values to their slots."""
         shape = self.shape
-        projected = self.qkv(x, batch_invariant=context.batch_invariant)  # [T, (H + 2 * K) * D]
+        projected = self.qkv(
+            x, context.lora_slots, batch_invariant=context.batch_invariant
+        )  # [T, (H + 2 * K) * D]
         if self.row_norms is not None:
             first = 0
             for weight in self.row_norms:
@@ -242,8 +258,13 @@ class GatedMlp:
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
-        yield from self.gate_up.targets(f"{prefix}mlp.")
-        yield from self.down.targets(f"{prefix}mlp.")
+        for name, projection in self.projections():
+            yield from projection.targets(prefix + name)
+
+    def projections(self) -> Iterator[tuple[str, Linear]]:
+        """See `Body`."""
+        yield "mlp.", self.gate_up
+        yield "mlp.", self.down
 
     def pack(self) -> None:
         """Pack the filled weights for the matrix library."""
@@ -252,5 +273,6 @@ class GatedMlp:
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
-        gate_up = self.gate_up(x, batch_invariant=context.batch_invariant)  # [T, 2 * I]
-        return self.down(gated_activation(gate_up, self.activation), batch_invariant=context.batch_invariant)
+        slots, invariant = context.lora_slots, context.batch_invariant
+        gate_up = self.gate_up(x, slots, batch_invariant=invariant)  # [T, 2 * I]
+        return self.down(gated_activation(gate_up, self.activation), slots, batch_invariant=invariant)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.linear import Weight, linear, pack_weight
+from kernels.lora import LoraTable, add_lora
 from kernels.packed_weight import PackedWeight
 
 Allocate = Callable[..., torch.Tensor]
@@ -46,7 +47,12 @@ class LoadTarget:
 
 
 class Linear:
-    """x W^T + b. The rows of W are the projections of a checkpoint, one after the other."""
+    """x W^T + b. The rows of W are the projections of a checkpoint, one after the other.
+
+    Attributes:
+        parts: The number of outputs of each projection, by its name in a checkpoint.
+        lora: What adapters add; None: the model takes none.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, parts: Mapping[str, int]) -> None:
         """Take ownership of parameters.
@@ -58,7 +64,8 @@ class Linear:
         """
         self.weight: Weight = weight
         self.bias = bias
-        self._parts = dict(parts)
+        self.parts = dict(parts)
+        self.lora: LoraTable | None = None
 
     @classmethod
     def allocate(
@@ -73,14 +80,24 @@ class Linear:
         for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
             assert not isinstance(tensor, PackedWeight), "targets are of plain weights"
             if tensor is not None:
-                parts = torch.split(tensor, list(self._parts.values()))
-                for name, part in zip(self._parts, parts, strict=True):
+                parts = torch.split(tensor, list(self.parts.values()))
+                for name, part in zip(self.parts, parts, strict=True):
                     yield f"{prefix}{name}.{kind}", LoadTarget.of(part)
 
     def pack(self) -> None:
         """Pack the filled weight in place. The targets must not be used afterwards."""
         self.weight = pack_weight(self.weight, in_place=True)
 
-    def __call__(self, x: torch.Tensor, *, batch_invariant: bool) -> torch.Tensor:
-        """[T, I] -> [T, O], a new tensor."""
-        return linear(x, self.weight, self.bias, batch_invariant=batch_invariant)
+    def allocate_lora(self, slots: int) -> None:
+        """Make empty slots for adapters."""
+        self.lora = LoraTable(slots, self.weight.shape[1], [*self.parts.values()])
+
+    def __call__(
+        self, x: torch.Tensor, lora_slots: torch.Tensor | None = None, *, batch_invariant: bool
+    ) -> torch.Tensor:
+        """[T, I] -> [T, O], a new tensor; with the adapter of each row, if any has one: [T] int32."""
+        y = linear(x, self.weight, self.bias, batch_invariant=batch_invariant)
+        if lora_slots is not None:
+            assert self.lora is not None, "the model takes adapters"
+            add_lora(y, x, self.lora, lora_slots)
+        return y

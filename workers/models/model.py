@@ -14,6 +14,7 @@ import torch
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
+from workers.models.lora import LoraWeights, PackedLora
 
 PAGE_SIZE = 16
 
@@ -69,6 +70,8 @@ class Model(Protocol):
     graphable: bool
     # Memory for each position that fits the pages, allocated in the first step.
     rotation_bytes: int
+    # The adapters that may be in memory, by their slots. 0 before `allocate_lora`.
+    max_lora_slots: int
 
     def forward(
         self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
@@ -80,6 +83,18 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of the result of `forward`, in the model's dtype or float32."""
+
+    def lora_modules(self) -> dict[str, tuple[int, int]]:
+        """The numbers of outputs and inputs of each module that may have an adapter, by its name."""
+
+    def allocate_lora(self, slots: int, max_rank: int) -> None:
+        """Make empty slots, before the first forward. Raises UnsupportedError if it takes no adapters."""
+
+    def pack_lora(self, weights: LoraWeights) -> PackedLora:
+        """Convert an adapter, on any thread. Raises ValueError, if it does not fit."""
+
+    def set_lora(self, slot: int, packed: PackedLora | None) -> None:
+        """Replace the adapter of a slot, or empty it: for forwards after this. On their thread."""
 
 
 def page_bytes(model: Model) -> int:

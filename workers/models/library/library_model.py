@@ -19,12 +19,13 @@ from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.library.packed_linear import plain_products
+from workers.models.lora import WithoutLora
 
 # The library's plainest attention.
 EAGER = "eager"
 
 
-class LibraryModel(ABC):
+class LibraryModel(WithoutLora, ABC):
     """Implements `workers.models.model.Model` with a model of the library. Runs one forward at a time."""
 
     takes_trees = True

@@ -1,0 +1,147 @@
+"""Low-rank adapters: y += (x A^T) B^T, with an adapter of its own for each row, or none.
+
+A projection may consist of several parts, one after the other in its outputs, each with an A and a B. The
+matrices of an adapter are in a slot of the projection's table, and a forward has the slot of each row.
+
+x A^T is rounded to the dtype, and so is the sum with y. The bits of a row do not depend on the other rows if
+there is a compiled product for the dtype.
+
+Dimension letters: T rows; I inputs; O outputs of all parts; r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch.nn import functional
+
+from kernels.checks import FLOAT_DTYPES, check_same, check_tensor
+from kernels.linear import Weight, linear, pack_weight
+
+MAX_PARTS = 3
+MAX_RANK = 256
+
+# A [r, I] and B [outputs of the part, r] of one part; None: it has none.
+Pair = tuple[torch.Tensor, torch.Tensor] | None
+
+
+class LoraPairs:
+    """What one adapter adds to one projection.
+
+    Attributes:
+        ranks: That of each part, rounded up to an even number, since products take inputs in pairs; 0: none.
+        a: [sum of the ranks, I], the parts one after the other.
+        b: [outputs of the part, rank] for each part; None: the part has none.
+    """
+
+    def __init__(
+        self, pairs: Sequence[Pair], inputs: int, outputs: Sequence[int], dtype: torch.dtype, *, pack: bool
+    ) -> None:
+        """Convert and copy matrices.
+
+        Args:
+            pairs: For each part, at least one of them not None.
+            inputs: I.
+            outputs: The number of outputs of each part.
+            dtype: That of the projection.
+            pack: Pack the matrices, if there is a compiled product for them.
+
+        Raises:
+            ValueError: A shape does not fit, or a rank is not from 1 to MAX_RANK.
+        """
+
+        def converted(matrix: torch.Tensor) -> Weight:
+            matrix = matrix.to(dtype)
+            return pack_weight(matrix) if pack else matrix
+
+        even = [_even(pair, inputs, width) for pair, width in zip(pairs, outputs, strict=True)]
+        self.ranks = tuple(0 if pair is None else len(pair[0]) for pair in even)
+        self.a = converted(torch.cat([pair[0] for pair in even if pair is not None]))
+        self.b = tuple(None if pair is None else converted(pair[1]) for pair in even)
+
+    def weights(self) -> list[Weight]:
+        """All matrices, in the order in which they are read."""
+        return [self.a, *(each for each in self.b if each is not None)]
+
+
+class LoraTable:
+    """The adapters of one projection, by slot.
+
+    Attributes:
+        inputs: I.
+        outputs: The number of outputs of each part.
+        slots: What is in each slot; None: nothing.
+    """
+
+    def __init__(self, slots: int, inputs: int, outputs: Sequence[int]) -> None:
+        """Make empty slots for a projection [sum of `outputs`, `inputs`]."""
+        if not 1 <= len(outputs) <= MAX_PARTS:
+            raise ValueError(f"outputs: must be of 1 to {MAX_PARTS} parts, got {len(outputs)}")
+        self.inputs, self.outputs = inputs, tuple(outputs)
+        self.slots: list[LoraPairs | None] = [None] * slots
+
+    def set(self, slot: int, pairs: LoraPairs | None) -> None:
+        """Replace what is in a slot; None: nothing is. Takes ownership. Not while a forward runs."""
+        self.slots[slot] = pairs
+
+
+def lora_reference(y: torch.Tensor, x: torch.Tensor, table: LoraTable, slots: torch.Tensor) -> None:
+    """The addition in torch, slot by slot; see `add_lora`. No matrix is packed."""
+    outputs = [*pairwise(accumulate(table.outputs, initial=0))]
+    for slot in sorted({*slots.tolist()}):
+        pairs = table.slots[slot] if slot >= 0 else None
+        if pairs is None:
+            continue
+        rows = (slots == slot).nonzero()[:, 0]  # [n]
+        inner = linear(x.index_select(0, rows), _plain(pairs.a, x))  # [n, sum of the ranks]
+        ranks = pairwise(accumulate(pairs.ranks, initial=0))
+        for b, (first, last), (begin, end) in zip(pairs.b, ranks, outputs, strict=True):
+            if b is not None:
+                added = functional.linear(inner[:, first:last].float(), _plain(b, x).float())
+                y[rows, begin:end] = (y[rows, begin:end].float() + added).to(y.dtype)
+
+
+def add_lora(y: torch.Tensor, x: torch.Tensor, table: LoraTable, slots: torch.Tensor) -> None:
+    """Add to each row of a projection what its adapter makes of its inputs.
+
+    Mutates `y`. Rows without an adapter, and parts that an adapter lacks, are left alone.
+
+    Args:
+        y: [T, O] contiguous, the projection of x; float32, bfloat16 or float16.
+        x: [T, I] of the same dtype.
+        table: The adapters, of the same dtype.
+        slots: [T] int32, the slot of each row; -1: it has no adapter. A row of an empty slot has none either.
+
+    Raises:
+        ValueError, TypeError: An argument is invalid; the message names it.
+        IndexError: There is no such slot (on the CPU).
+    """
+    check_tensor("x", x, (None, table.inputs), FLOAT_DTYPES)
+    check_tensor("y", y, (len(x), sum(table.outputs)), FLOAT_DTYPES)
+    check_same("y", y, "x", x)
+    check_tensor("slots", slots, (len(x),), (torch.int32,))
+    if not y.is_contiguous():
+        raise ValueError(f"y: must be contiguous, got strides {y.stride()}")
+    lora_reference(y, x, table, slots)
+
+
+def _even(pair: Pair, inputs: int, outputs: int) -> Pair:
+    """A pair whose rank is rounded up with zeros to an even number. Raises ValueError for a wrong shape."""
+    if pair is None:
+        return None
+    a, b = pair
+    rank = len(a)
+    if not 1 <= rank <= MAX_RANK:
+        raise ValueError(f"the rank must be from 1 to {MAX_RANK}, got {rank}")
+    for name, matrix, shape in (("A", a, (rank, inputs)), ("B", b, (outputs, rank))):
+        if tuple(matrix.shape) != shape:
+            raise ValueError(f"{name} must have the shape {list(shape)}, got {list(matrix.shape)}")
+    odd = rank % 2
+    return functional.pad(a, (0, 0, 0, odd)), functional.pad(b, (0, odd))
+
+
+def _plain(weight: Weight, like: torch.Tensor) -> torch.Tensor:
+    assert isinstance(weight, torch.Tensor), "only compiled kernels read packed matrices"
+    return weight.to(like.device)

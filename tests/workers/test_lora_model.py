@@ -1,0 +1,209 @@
+"""Adapters of native models: several of them in a batch, against models with the weights merged."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.families import MODELS, settings_of
+from tests.kernels.instruction_sets import need_compiled
+from tests.model_factory import (
+    TinyModel,
+    float32_losses,
+    hf_logits,
+    hf_model,
+    load_decoder,
+    make_family_model,
+    make_model,
+)
+from tests.workers.packing import HandPacker, HandSequence, Item, poison, rows_in_chunks
+from workers.models.decoder import Decoder
+from workers.models.embedding_attention import EmbeddingAttention
+from workers.models.errors import UnsupportedError
+from workers.models.lora import LoraPair, LoraWeights
+from workers.models.model import new_pages
+
+torch.set_num_threads(1)
+
+PAGES, SLOTS, MAX_RANK = 60, 5, 40
+# The slot of each text; that of the last one is empty.
+TEXT_SLOTS = (2, -1, 0, 2, 4)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    return make_family_model(directory, *settings_of(request.param), seed=7)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("small"), TinyModel())
+
+
+def load(directory: Path, dtype: torch.dtype | str = "auto", *, pack: bool = True) -> Decoder:
+    decoder = load_decoder(directory, dtype, pack=pack)
+    decoder.allocate_lora(SLOTS, MAX_RANK)
+    return decoder
+
+
+def adapter(decoder: Decoder, seed: int, share: float = 0.7) -> LoraWeights:
+    """Of random ranks for a share of the modules; what it adds is about as large as the weights are."""
+    dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    found = {}
+    for name, (outputs, inputs) in decoder.lora_modules().items():
+        rank = dice.choice((1, 2, 5, 8, 16, 19, 33, 40))
+        if dice.random() < share:
+            a = torch.randn(rank, inputs, generator=generator)
+            b = 0.2 * torch.randn(outputs, rank, generator=generator) / rank**0.5
+            found[name] = LoraPair(a, b)
+    return found
+
+
+def merged(directory: Path, weights: LoraWeights, target: Path) -> Path:
+    """The model with W + B A for each weight W."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        for name, pair in weights.items():
+            weight = model.get_submodule(name).weight
+            weight.copy_(weight.double() + pair.b.double() @ pair.a.double())
+    model.save_pretrained(target)
+    return target
+
+
+def random_texts(seed: int, lengths: tuple[int, ...] = (20, 33, 1, 50, 17)) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [[dice.randrange(97) for _ in range(length)] for length in lengths]
+
+
+def new_packer(seed: int) -> HandPacker:
+    return HandPacker(16, random.Random(seed).sample(range(PAGES), PAGES))
+
+
+def logits_of(decoder: Decoder, texts: list[list[int]], slots: tuple[int, ...]) -> list[torch.Tensor]:
+    """Of all rows of the texts, in one forward."""
+    kv = new_pages(decoder, PAGES)
+    poison(kv)
+    items = [
+        Item(HandSequence(lora_slot=slot), text, range(len(text)))
+        for text, slot in zip(texts, slots, strict=True)
+    ]
+    logits = decoder.logits(decoder.forward(new_packer(3).pack(items), kv))
+    return list(torch.split(logits, [len(text) for text in texts]))
+
+
+def test_a_batch_of_several_adapters_is_as_models_they_are_merged_into(made: Path, tmp_path: Path) -> None:
+    """In random chunks. Each product may lose what `float32_losses` says, and here each is a sum of two."""
+    decoder = load(made)
+    adapters = {slot: adapter(decoder, slot) for slot in (0, 2)}
+    for slot, weights in adapters.items():
+        decoder.set_lora(slot, decoder.pack_lora(weights))
+    texts, kv = random_texts(2), new_pages(decoder, PAGES)
+    poison(kv)
+    found = rows_in_chunks(decoder, texts, kv, new_packer(1), random.Random(made.name), lora_slots=TEXT_SLOTS)
+    directories = {slot: merged(made, adapters.get(slot, {}), tmp_path / f"{slot}") for slot in {*TEXT_SLOTS}}
+    for text, slot, rows in zip(texts, TEXT_SLOTS, found, strict=True):
+        directory = directories[slot]
+        bound = 2 * float32_losses(hf_model(directory), [text])[0, -1]
+        expected = hf_logits(directory, text)
+        for (_, position), row in rows.items():
+            assert (row - expected[position]).abs().max() < bound, (slot, position)
+        if slot in adapters and len(rows) > 1:
+            plain = hf_logits(made, text)
+            assert (plain - expected).abs().max() > 1000 * bound, "the adapter makes no difference"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_without_an_adapter_have_the_bits_of_a_step_without(made: Path, dtype: torch.dtype) -> None:
+    need_compiled()
+    decoder, texts = load(made, dtype), random_texts(5)
+    plain = logits_of(decoder, texts, (-1,) * len(texts))
+    for slot in (0, 2):
+        decoder.set_lora(slot, decoder.pack_lora(adapter(decoder, slot)))
+    found = logits_of(decoder, texts, TEXT_SLOTS)
+    for slot, row, expected in zip(TEXT_SLOTS, found, plain, strict=True):
+        assert torch.equal(row, expected) == (slot in (-1, 4))
+
+
+def test_a_slot_is_replaced_and_emptied(small: Path) -> None:
+    decoder, texts = load(small), random_texts(8)
+    first, second = (decoder.pack_lora(adapter(decoder, seed, share=0.5)) for seed in (1, 2))
+    slots = (3,) * len(texts)
+    found = []
+    for packed in (None, first, second, first, None):
+        decoder.set_lora(3, packed)
+        found.append(torch.cat(logits_of(decoder, texts, slots)))
+    empty, one, other, again, emptied = found
+    assert torch.equal(one, again) and torch.equal(empty, emptied)
+    assert not torch.equal(one, other) and not torch.equal(one, empty) and not torch.equal(other, empty)
+
+
+def test_one_adapter_in_two_slots(small: Path) -> None:
+    decoder, texts = load(small), random_texts(9)
+    packed = decoder.pack_lora(adapter(decoder, 1))
+    for slot in (1, 4):
+        decoder.set_lora(slot, packed)
+    first, second = (torch.cat(logits_of(decoder, texts, (slot,) * len(texts))) for slot in (1, 4))
+    assert torch.equal(first, second)
+
+
+def test_only_keys_and_values_of_rows_with_an_adapter(small: Path) -> None:
+    """No row is wanted at first."""
+    decoder, (text, *_) = load(small), random_texts(10)
+    decoder.set_lora(1, decoder.pack_lora(adapter(decoder, 1)))
+    kv, packer, sequence = new_pages(decoder, PAGES), new_packer(2), HandSequence(lora_slot=1)
+    poison(kv)
+    assert not len(decoder.forward(packer.pack([Item(sequence, text[:12], ())]), kv))
+    logits = decoder.logits(decoder.forward(packer.pack([Item(sequence, text[12:], range(8))]), kv))
+    expected = logits_of(decoder, [text], (1,))[0][12:]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_what_does_not_fit_is_refused_by_its_name(small: Path) -> None:
+    decoder = load(small)
+    good = LoraPair(torch.ones(3, 64), torch.ones(128, 3))
+    name = "model.layers.1.self_attn.q_proj"
+    assert decoder.lora_modules()[name] == (128, 64)
+    for weights, told in (
+        ({"model.layers.2.self_attn.q_proj": good}, "model.layers.2.self_attn.q_proj"),
+        ({"lm_head": good, name: good}, "lm_head"),
+        ({name: LoraPair(good.a[:, :63], good.b)}, name),
+        ({name: LoraPair(good.a, good.b[:127])}, name),
+        ({name: LoraPair(good.a[:2], good.b)}, name),
+        ({name: LoraPair(good.a[:0], good.b[:, :0])}, name),
+        ({name: LoraPair(torch.ones(41, 64), torch.ones(128, 41))}, name),
+    ):
+        with pytest.raises(ValueError, match=told):
+            decoder.pack_lora(weights)
+    for slot in (-1, SLOTS):
+        with pytest.raises(IndexError, match="slot"):
+            decoder.set_lora(slot, None)
+    decoder.set_lora(0, decoder.pack_lora({name: good}))
+    inputs = new_packer(1).pack([Item(HandSequence(), [1, 2, 3])])
+    for wrong in (SLOTS, 2**31 - 1):
+        asked = dataclasses.replace(inputs, lora_slots=torch.tensor([0, wrong, -1], dtype=torch.int32))
+        with pytest.raises(IndexError):
+            decoder.forward(asked, new_pages(decoder, PAGES))
+
+
+def test_its_bytes_are_those_of_its_matrices(small: Path) -> None:
+    decoder = load(small, torch.bfloat16)
+    weights = {
+        name: LoraPair(torch.ones(16, i), torch.ones(o, 16))
+        for name, (o, i) in decoder.lora_modules().items()
+    }
+    plain = sum(2 * (pair.a.numel() + pair.b.numel()) for pair in weights.values())
+    assert decoder.pack_lora(weights).bytes == plain
+    assert decoder.pack_lora({}).bytes == 0
+
+
+def test_other_models_take_none() -> None:
+    model = EmbeddingAttention()
+    assert model.max_lora_slots == 0 and model.lora_modules() == {}
+    with pytest.raises(UnsupportedError):
+        model.allocate_lora(1, 8)
