@@ -18,7 +18,6 @@ largest rank of a slot; C splits; M rows, N ranks or outputs, and K inputs or ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -28,6 +27,7 @@ import triton.language as tl
 
 from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
 from kernels.cuda.experts import find_pairs
+from kernels.lora import LoraPairs, SortedRows
 
 # M, and N of the second kernel.
 M = 32
@@ -38,39 +38,16 @@ SPLIT_INPUTS = 1024
 MAX_SPLITS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class SortedRows:
-    """Row numbers sorted by slot.
-
-    Attributes:
-        rows: [T] int64. Those without an adapter are first.
-        starts: [S + 1] int64, where the rows of each slot begin.
-    """
-
-    rows: torch.Tensor
-    starts: torch.Tensor
-
-
-def sort_rows(slots: torch.Tensor, count: int) -> SortedRows:
-    """Sort rows by slot, once for all projections of a forward.
-
-    Args:
-        slots: [T] int32, the slot of each row; -1: none.
-        count: S.
-    """
-    ordered, rows = slots.sort(stable=True)
-    numbers = torch.arange(count + 1, dtype=slots.dtype, device=slots.device)
-    return SortedRows(rows, torch.searchsorted(ordered, numbers))
-
-
 class StackedLora:
     """The adapters of one projection, in device memory that never moves.
 
     Attributes:
+        inputs: I.
+        outputs: The number of outputs of each part.
+        offsets: Where each part of the outputs begins, and O.
         a: [S, P, R, I]; only the ranks that a slot has are read.
         b: [S, O, R], likewise.
         ranks: [S, P] int32; 0: the part has no adapter.
-        offsets: Where each part of the outputs begins, and O.
     """
 
     def __init__(
@@ -78,39 +55,34 @@ class StackedLora:
         slots: int,
         max_rank: int,
         inputs: int,
-        parts: Sequence[int],
+        outputs: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate empty slots.
+        """Allocate empty slots; see `kernels.lora.new_table`."""
+        self.inputs, self.outputs = inputs, tuple(outputs)
+        self.offsets = (0, *accumulate(outputs))
+        rank = max_rank + max_rank % 2  # as `LoraPairs` rounds
+        self.a = torch.zeros(slots, len(outputs), rank, inputs, dtype=dtype, device=device)
+        self.b = torch.zeros(slots, self.offsets[-1], rank, dtype=dtype, device=device)
+        self.ranks = torch.zeros(slots, len(outputs), dtype=torch.int32, device=device)
 
-        Args:
-            slots: S.
-            max_rank: R.
-            inputs: I.
-            parts: The number of outputs of each part.
-            dtype: Of the projection.
-            device: Of the projection.
-        """
-        self.offsets = (0, *accumulate(parts))
-        self.a = torch.zeros(slots, len(parts), max_rank, inputs, dtype=dtype, device=device)
-        self.b = torch.zeros(slots, self.offsets[-1], max_rank, dtype=dtype, device=device)
-        self.ranks = torch.zeros(slots, len(parts), dtype=torch.int32, device=device)
-
-    def set(self, slot: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
-        """Replace the adapter of a slot, for launches after this call.
+    @torch.inference_mode()
+    def set(self, slot: int, pairs: LoraPairs | None) -> None:
+        """Copy an adapter into a slot, for launches after this call. None: the slot is empty then.
 
         Args:
             slot: Below S.
-            pairs: For each part A [r, I] and B [outputs of the part, r], with r up to R, on any device; None:
-                the part has none.
+            pairs: Not packed, of ranks up to R, on any device.
         """
-        for part, pair in enumerate(pairs):
-            if pair is not None:
-                a, b = pair
-                self.a[slot, part, : len(a)].copy_(a)
-                self.b[slot, self.offsets[part] : self.offsets[part + 1], : len(a)].copy_(b)
-        ranks = [0 if pair is None else len(pair[0]) for pair in pairs]
+        if pairs is not None:
+            assert isinstance(pairs.a, torch.Tensor), "these kernels read plain matrices"
+            matrices = zip(torch.split(pairs.a, list(pairs.ranks)), pairs.b, strict=True)
+            for part, (a, b) in enumerate(matrices):
+                if isinstance(b, torch.Tensor):
+                    self.a[slot, part, : len(a)].copy_(a)
+                    self.b[slot, self.offsets[part] : self.offsets[part + 1], : len(a)].copy_(b)
+        ranks = (0,) * len(self.outputs) if pairs is None else pairs.ranks
         self.ranks[slot].copy_(torch.tensor(ranks, dtype=torch.int32))
 
 
@@ -269,7 +241,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, table: StackedLora, rows: SortedR
         y: [T, O] contiguous, the projection of x; float32, bfloat16 or float16.
         x: [T, I] of the same dtype.
         table: The adapters, of the same dtype.
-        rows: The T rows.
+        rows: The T rows, from `kernels.lora.row_slots`.
     """
     slots, parts, rank, inputs = table.a.shape
     shrink = _shrink(x.dtype, slots, parts, rank, inputs)

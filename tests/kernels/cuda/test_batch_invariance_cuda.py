@@ -17,11 +17,12 @@ import torch
 from kernels.attention_batch import AttentionBatch
 from kernels.cuda.experts import experts
 from kernels.cuda.linear import linear
-from kernels.cuda.lora import StackedLora, add_lora, sort_rows
 from kernels.cuda.paged_attention import paged_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.experts import route
+from kernels.lora import LoraPairs, add_lora, new_table, row_slots
 from tests.kernels.attention_case import FEATURES, Case, Item, make_case
+from tests.kernels.cuda import test_lora_cuda
 
 torch.set_num_threads(1)
 
@@ -78,22 +79,26 @@ def test_experts(dtype: torch.dtype, device: str) -> None:
         assert torch.equal(some, together[rows])
 
 
+_triton_lora = test_lora_cuda._triton_lora
+
+
 @DTYPES
 def test_adapters(dtype: torch.dtype, device: str) -> None:
     """Rows of three slots and of none, several tiles of one of them."""
     count, inputs, outputs, rank = 120, 2100, 40, 6
     x = cancelling(randn(count, inputs // 2, dtype=dtype, device=device))
     y = randn(count, outputs, dtype=dtype, device=device)
-    table = StackedLora(3, 8, inputs, [outputs], dtype, torch.device(device))
+    table = new_table(3, 8, inputs, [outputs], dtype, torch.device(device))
     for slot in range(3):
         a = randn(rank + slot, inputs // 2, dtype=dtype, device=device).repeat(1, 2)
-        table.set(slot, [(a, randn(outputs, rank + slot, dtype=dtype, device=device))])
+        b = randn(outputs, rank + slot, dtype=dtype, device=device)
+        table.set(slot, LoraPairs([(a, b)], inputs, [outputs], dtype, pack=False))
     slots = torch.tensor([random.Random(row).choice((-1, 0, 1, 2, 2, 2)) for row in range(count)])
     slots = slots.to(device, torch.int32)
 
     def adapted(rows: list[int]) -> torch.Tensor:
         some = y[rows]
-        add_lora(some, x[rows], table, sort_rows(slots[rows], 3))
+        add_lora(some, x[rows], table, row_slots(slots[rows], 3))
         return some
 
     together = adapted(list(range(count)))

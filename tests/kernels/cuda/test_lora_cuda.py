@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kernels.cuda.compile_spec import Variant
-from kernels.cuda.lora import StackedLora, add_lora, sort_rows
+from kernels.cuda.lora import StackedLora
+from kernels.lora import LoraPairs, add_lora, new_table, row_slots
 from tests.kernels.cuda.poison import same_bits
 
 torch.set_num_threads(1)
@@ -20,6 +21,12 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 # For each part of the outputs, None: the part has no adapter.
 Adapter = list[Pair | None]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _triton_lora(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter too."""
+    monkeypatch.setattr("kernels.lora._has_triton_kernels", lambda _: True)
 
 
 def make_adapter(
@@ -47,12 +54,18 @@ def make_table(
     max_rank: int,
 ) -> StackedLora:
     """What no adapter fills is NaN."""
-    table = StackedLora(slots, max_rank, inputs, parts, dtype, torch.device(device))
+    table = new_table(slots, max_rank, inputs, parts, dtype, torch.device(device))
+    assert isinstance(table, StackedLora)
     for matrices in (table.a, table.b):
         matrices.fill_(torch.nan)
     for slot, adapter in adapters.items():
-        table.set(slot, adapter)
+        table.set(slot, pairs_of(adapter, inputs, parts))
     return table
+
+
+def pairs_of(adapter: Adapter, inputs: int, parts: Sequence[int]) -> LoraPairs | None:
+    dtypes = [pair[0].dtype for pair in adapter if pair is not None]
+    return LoraPairs(adapter, inputs, parts, dtypes[0], pack=False) if dtypes else None
 
 
 def adapted64(
@@ -93,7 +106,7 @@ def run(
         for memory, each in zip(behind, (y, x), strict=True)
     )
     numbers = torch.tensor(slots, dtype=torch.int32, device=device)
-    add_lora(y_placed, x_placed, table, sort_rows(numbers, len(table.a)))
+    add_lora(y_placed, x_placed, table, row_slots(numbers, len(table.a)))
     assert behind[0][y.numel() :].isnan().all(), "written behind the outputs"
     return y_placed.cpu()
 
@@ -169,7 +182,7 @@ def test_a_slot_has_the_adapter_that_was_set_last(device: str) -> None:
     table = make_table({0: kept, 1: kept}, inputs, parts, dtype, device, slots=2, max_rank=8)
     for ranks in ((8, 8), (2, 3), (0, 8), (8, 0), (0, 0), (1, 1)):
         adapters = {0: kept, 1: make_adapter(inputs, parts, ranks, dtype, 3)}
-        table.set(1, adapters[1])
+        table.set(1, pairs_of(adapters[1], inputs, parts))
         exact, allowed = adapted64(y, x, adapters, parts, slots)
         assert ((run(table, y, x, slots, device).double() - exact).abs() <= allowed).all()
 
@@ -184,7 +197,7 @@ def test_a_row_that_is_not_finite_harms_no_other(device: str) -> None:
     y, x = random_rows(5, inputs, 24, dtype)
     expected = run(table, y, x, [0, 1, 0, -1, 1], device)
     x[0], x[3] = torch.nan, torch.inf
-    table.set(1, [(torch.full((4, inputs), torch.inf), torch.ones(24, 4))])
+    table.set(1, pairs_of([(torch.full((4, inputs), torch.inf), torch.ones(24, 4))], inputs, parts))
     actual = run(table, y, x, [0, 1, 0, -1, 1], device)
     assert torch.equal(actual[2:4], expected[2:4])
 
