@@ -20,7 +20,10 @@ import torch
 from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_same, check_tensor
+from kernels.cpu import linear as cpu_linear
+from kernels.cpu import lora as cpu
 from kernels.linear import Weight, linear, pack_weight
+from kernels.packed_weight import PackedWeight
 
 if TYPE_CHECKING:
     from kernels.cuda.lora import StackedLora
@@ -80,16 +83,35 @@ class LoraTable:
         slots: What is in each slot; None: nothing.
     """
 
-    def __init__(self, slots: int, inputs: int, outputs: Sequence[int]) -> None:
+    def __init__(
+        self, slots: int, inputs: int, outputs: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Make empty slots for a projection [sum of `outputs`, `inputs`]."""
         if not 1 <= len(outputs) <= MAX_PARTS:
             raise ValueError(f"outputs: must be of 1 to {MAX_PARTS} parts, got {len(outputs)}")
         self.inputs, self.outputs = inputs, tuple(outputs)
         self.slots: list[LoraPairs | None] = [None] * slots
+        can_compile = device.type == "cpu" and cpu_linear.can_multiply(dtype)
+        self.compiled = cpu.Table(slots, outputs) if can_compile else None
+
+    @property
+    def address(self) -> int | None:
+        """That of what compiled kernels read, which stays; None: there are no kernels."""
+        return None if self.compiled is None else self.compiled.address
 
     def set(self, slot: int, pairs: LoraPairs | None) -> None:
-        """Replace what is in a slot; None: nothing is. Takes ownership. Not while a forward runs."""
+        """Replace what is in a slot; None: nothing is. Keeps `pairs` alive. Not while a forward runs."""
         self.slots[slot] = pairs
+        if self.compiled is not None and pairs is None:
+            self.compiled.set(slot, None)
+        elif self.compiled is not None and pairs is not None:
+            b = [None if each is None else _packed(each) for each in pairs.b]
+            self.compiled.set(slot, _packed(pairs.a), b, pairs.ranks)
+
+
+def _packed(weight: Weight) -> PackedWeight:
+    assert isinstance(weight, PackedWeight), "compiled kernels read packed matrices only"
+    return weight
 
 
 # By the device.
@@ -117,7 +139,7 @@ def new_table(
         device: That of the projection.
     """
     if not _has_triton_kernels(device):
-        return LoraTable(slots, inputs, outputs)
+        return LoraTable(slots, inputs, outputs, dtype, device)
     from kernels.cuda.lora import StackedLora
 
     return StackedLora(slots, max_rank, inputs, outputs, dtype, device)
@@ -203,7 +225,10 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, table: Table, slots: RowSlots) ->
         return
     assert isinstance(table, LoraTable), "rows are prepared for another device"
     check_tensor("slots", slots, (len(x),), (torch.int32,))
-    lora_reference(y, x, table, slots)
+    if table.compiled is not None:
+        cpu.add_lora(y, x, table.compiled, slots)
+    else:
+        lora_reference(y, x, table, slots)
 
 
 def _even(pair: Pair, inputs: int, outputs: int) -> Pair:

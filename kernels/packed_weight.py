@@ -76,7 +76,9 @@ def _in_blocks(weight: torch.Tensor) -> torch.Tensor:
 
 def _filled_up(shape: torch.Size, dtype: torch.dtype) -> tuple[int, int]:
     """Outputs and inputs with what fills up the last blocks."""
-    group = _GROUP_INPUTS if dtype is torch.bfloat16 else 1
+    group = 1
+    if dtype is torch.bfloat16:
+        group = _GROUP_INPUTS if shape[1] >= _GROUP_INPUTS else 2
     return -(-shape[0] // _BLOCK_OUTPUTS) * _BLOCK_OUTPUTS, -(-shape[1] // group) * group
 
 

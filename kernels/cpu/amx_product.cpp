@@ -37,11 +37,12 @@ struct RowGroups {
   const char* at(int64_t row, int64_t group) const { return first + row * between_rows + group * between_groups; }
 };
 
-// They are copied unless they are in memory as tiles can be loaded: at equal distances, in whole groups.
+// They are copied unless they are in memory as tiles can be loaded: at equal distances, in whole groups. Less than a group
+// is a tile that is narrower.
 RowGroups find_groups(const Bf16* const* rows, int64_t count, int64_t inputs) {
   const auto address = [&](int64_t row) { return reinterpret_cast<const char*>(rows[row]); };
   const int64_t distance = count > 1 ? address(1) - address(0) : 0;
-  bool loadable = inputs % kGroupInputs == 0;
+  bool loadable = inputs % (inputs < kGroupInputs ? 2 : kGroupInputs) == 0;
   for (int64_t row = 0; row < count; row++) loadable &= address(row) - address(0) == row * distance;
   if (loadable) return {address(0), distance, sizeof(Group)};
   thread_local std::vector<Group> copies;  // [groups, rows]
@@ -65,11 +66,13 @@ class DenormalsAsZero {
 };
 
 // Tiles 0 to 3 are sums [pair of row tiles][pair of blocks], 4 and 5 are rows, 6 and 7 are weights.
-void configure_tiles(int64_t rows) {
+void configure_tiles(int64_t rows, int64_t inputs) {
+  const int64_t pairs = std::min(kGroupPairs, (inputs + 1) / 2);
   TileConfig config;
   for (int tile = 0; tile < 8; tile++) {
-    config.row_bytes[tile] = sizeof(Group);
-    config.rows[tile] = static_cast<uint8_t>(tile < 6 ? rows : kGroupPairs);
+    const bool of_rows = tile == 4 || tile == 5;
+    config.row_bytes[tile] = static_cast<uint16_t>(of_rows ? pairs * 2 * sizeof(Bf16) : sizeof(Group));
+    config.rows[tile] = static_cast<uint8_t>(tile < 6 ? rows : pairs);
   }
   configure_tiles(config);
 }
@@ -85,7 +88,7 @@ class Pass {
         block_size_(block_size_of<Bf16>(products.inputs)) {}
 
   __attribute__((noinline)) void multiply_blocks(int64_t begin, int64_t end) const {
-    configure_tiles(tile_rows_);
+    configure_tiles(tile_rows_, products_.inputs);
     for (int64_t block = begin; block < end; block += 2) multiply_pair(block, std::min<int64_t>(2, end - block));
     _tile_release();
   }
@@ -109,8 +112,8 @@ class Pass {
       for (int64_t pair = 0; pair < pairs_; pair++) {
         add_products(&sums[2 * pair], 2 * pair, group, end, weights, second, next + panel * kTileElements * pair / pairs_);
         if (end < groups_) continue;
-        write(sums[2 * pair], row_of(2 * pair), block, blocks);
-        write(sums[2 * pair + 1], row_of(2 * pair + 1), block, blocks);
+        write(sums[2 * pair], 2 * pair, block, blocks);
+        write(sums[2 * pair + 1], 2 * pair + 1, block, blocks);
       }
     }
   }
@@ -159,14 +162,19 @@ class Pass {
     return products_.weight + block * block_size_ + group * kTileElements;
   }
 
-  void write(const Sums& sums, int64_t row, int64_t block, int64_t blocks) const {
+  // Rows that are in two tiles are written once, since they may be added to what is there.
+  void write(const Sums& sums, int64_t tile, int64_t block, int64_t blocks) const {
+    const int64_t row = row_of(tile);
     const int64_t output = block * kBlockOutputs, width = std::min(blocks * kBlockOutputs, products_.outputs - output);
     Floats bias[2]{};
     if (products_.bias != nullptr)
       for_lanes(width, [&](int64_t i, int lanes) { bias[i / kBlockOutputs] = load_lanes(products_.bias + output + i, lanes); });
-    for (int64_t r = 0; r < tile_rows_; r++) {
-      const __m512bh both = _mm512_cvtne2ps_pbh((__m512)(sums[r][1] + bias[1]), (__m512)(sums[r][0] + bias[0]));
+    for (int64_t r = tile * tile_rows_ - row; r < tile_rows_; r++) {
       Bf16* to = products_.results[first_ + row + r] + output;
+      Floats results[2]{sums[r][0] + bias[0], sums[r][1] + bias[1]};
+      if (products_.adds)
+        for_lanes(width, [&](int64_t i, int lanes) { results[i / kBlockOutputs] += load_lanes(to + i, lanes); });
+      const __m512bh both = _mm512_cvtne2ps_pbh((__m512)results[1], (__m512)results[0]);
       if (width == 2 * kBlockOutputs) std::memcpy(to, &both, sizeof(both));
       else std::memcpy(to, &both, width * sizeof(Bf16));
     }

@@ -32,8 +32,10 @@ void write(const Products<Weight>& products, int64_t row, int64_t block, int64_t
   const int64_t first = block * kBlockOutputs;
   for_lanes(std::min(blocks * kBlockOutputs, products.outputs - first), [&](int64_t i, int lanes) {
     Floats sum = load<Floats>(sums + i);
+    Weight* result = products.results[row] + first + i;
     if (products.bias != nullptr) sum += load_lanes(products.bias + first + i, lanes);
-    store_lanes(products.results[row] + first + i, sum, lanes);
+    if (products.adds) sum += load_lanes(result, lanes);
+    store_lanes(result, sum, lanes);
   });
 }
 

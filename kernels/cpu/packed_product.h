@@ -1,8 +1,8 @@
 // Products of rows and packed weights.
 //
 // The layout of a weight [O, I] (kernels/packed_weight.py): blocks of 16 outputs, the last one filled up with zeros. Of
-// bfloat16 a block is [I / 2, 16, 2], pairs of inputs, with I filled up to a multiple of 32: each KiB of it is a tile of
-// AMX. Of float32 it is [I, 16].
+// bfloat16 a block is [I / 2, 16, 2], pairs of inputs: each KiB of it is a tile of AMX. I is filled up to a multiple of
+// 32, or of 2 if it is less than 32. Of float32 a block is [I, 16].
 //
 // An output is the sum over its inputs one after the other, in float32, by fused multiply-adds; with AMX in the order of
 // amx_product.cpp. So its bits depend neither on the other rows, nor on how rows and outputs are divided into tiles and
@@ -35,8 +35,8 @@ constexpr int64_t blocks_of(int64_t outputs) { return (outputs + kBlockOutputs -
 // The elements of a block of a weight.
 template <typename Weight>
 constexpr int64_t block_size_of(int64_t inputs) {
-  constexpr int64_t kGroup = sizeof(Weight) == sizeof(float) ? 1 : kGroupInputs;
-  return kBlockOutputs * ((inputs + kGroup - 1) / kGroup * kGroup);
+  const int64_t group = sizeof(Weight) == sizeof(float) ? 1 : inputs < kGroupInputs ? 2 : kGroupInputs;
+  return kBlockOutputs * ((inputs + group - 1) / group * group);
 }
 
 // Whether rows have to be copied to be multiplied: converted, or filled up to a whole pair.
@@ -54,7 +54,8 @@ inline void copy_row(InputOf<Weight>* to, const Weight* from, int64_t inputs) {
   if (inputs % 2) to[inputs] = {};
 }
 
-// Writes the products of some rows and blocks of a weight, each result rounded once, after the bias is added.
+// Writes the products of some rows and blocks of a weight, each result rounded once, after the bias is added, or what was
+// there before.
 template <typename Weight>
 struct Products {
   const Weight* weight;                // packed
@@ -62,6 +63,7 @@ struct Products {
   const InputOf<Weight>* const* rows;  // [count] addresses of rows [I]
   Weight* const* results;              // [count] addresses of rows [O]
   int64_t count, inputs, outputs;
+  bool adds = false;                   // to the results that are there
 
   void multiply_blocks(int64_t begin, int64_t end) const;
 };

@@ -6,14 +6,17 @@
 // width; N items.
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #include "attention.h"
 #include "gated_activation.h"
 #include "kv_pages.h"
 #include "linear.h"
+#include "lora.h"
 #include "packed_product.h"
 #include "rms_norm.h"
 #include "rope_kv_write.h"
@@ -32,6 +35,7 @@ struct Norm {
 struct Matrix {
   const void *weight, *bias;  // packed [outputs, inputs]; [outputs] or null
   int64_t outputs, inputs;
+  const LoraTable* lora;  // or null
 };
 
 // What is the same in every step.
@@ -55,6 +59,7 @@ struct Step {
   void *const *keys, *const *values;  // of each layer
   const int32_t *tables, *starts, *contexts, *roots;  // as in attention_arguments.h
   const uint64_t* ancestors;
+  const int32_t* lora_slots;  // [T]; null: no row has an adapter
   int64_t has_x, rows, num_wanted, rotary_dim, num_slots, page_size, items, table_stride, threads;
 };
 
@@ -63,6 +68,7 @@ struct Memory {
   std::unique_ptr<char[]> scratch;
   size_t scratch_bytes = 0;
   AttentionWork attention;
+  LoraRows lora, wanted_lora;  // of a step
 
   // False if there is not so much memory.
   bool reserve(size_t bytes) {
@@ -79,6 +85,8 @@ struct Sublayers {
   std::vector<Sublayer> all;
   Memory& memory;
 
+  int64_t num_lora_slots() const { return all.front().into.lora == nullptr ? 0 : all.front().into.lora->num_slots; }
+
   // The mean size of a matrix.
   int64_t mean_elements() const {
     int64_t elements = 0;
@@ -92,9 +100,10 @@ template <typename T>
 struct Buffers {
   T *normed, *wide, *inner;
   InputOf<T>* copies;
+  LoraScratch<T> lora;
 
   // False if there is not so much memory.
-  bool find(Sublayers& sublayers, int64_t rows) {
+  bool find(Sublayers& sublayers, int64_t rows, bool has_lora) {
     int64_t width = 0, outputs = 0, inputs = 0;
     for (const Sublayer& one : sublayers.all) {
       width = std::max(width, one.into.inputs);
@@ -102,9 +111,11 @@ struct Buffers {
       inputs = std::max(inputs, one.out.inputs);
     }
     const int64_t copied = std::min(rows, kCopiedRows) * copied_row(std::max(width, inputs));
+    const int64_t ranks = has_lora ? std::min(rows, kLoraRows) * kLoraRanks : 0;
     const int64_t sizes[] = {whole(rows * width * sizeof(T)), whole(rows * outputs * sizeof(T)),
-                             whole(rows * inputs * sizeof(T)), whole(copied * sizeof(InputOf<T>))};
-    const size_t bytes = sizes[0] + sizes[1] + sizes[2] + sizes[3] + kLine;
+                             whole(rows * inputs * sizeof(T)), whole(copied * sizeof(InputOf<T>)),
+                             whole(ranks * sizeof(T)), whole(ranks * sizeof(InputOf<T>))};
+    const size_t bytes = std::accumulate(std::begin(sizes), std::end(sizes), kLine);
     if (!sublayers.memory.reserve(bytes)) return false;
     char* at = sublayers.memory.scratch.get();
     at += whole(reinterpret_cast<uintptr_t>(at)) - reinterpret_cast<uintptr_t>(at);
@@ -112,6 +123,9 @@ struct Buffers {
     wide = reinterpret_cast<T*>(at += sizes[0]);
     inner = reinterpret_cast<T*>(at += sizes[1]);
     copies = reinterpret_cast<InputOf<T>*>(at += sizes[2]);
+    lora.inner = reinterpret_cast<T*>(at += sizes[3]);
+    lora.inner_copies = reinterpret_cast<InputOf<T>*>(at += sizes[4]);
+    lora.x_copies = copies;
     return true;
   }
 
@@ -127,7 +141,9 @@ struct Run {
   const Buffers<T>& buffers;
   AttentionWork& work;
   const Worker& worker;
+  const LoraRows& wanted_lora;
   int64_t rows;
+  const LoraRows* lora;  // null: no row has an adapter
 
   // x: the output of the last sublayer, if there is one, becomes that of this one. residual: x is added to it.
   void run(const Sublayer& sublayer, bool has_x) {
@@ -151,6 +167,8 @@ struct Run {
   void project(T* to, const Matrix& matrix, const T* from) {
     linear<T>({to, from, matrix.weight, matrix.bias, buffers.copies, rows, matrix.inputs, matrix.outputs, matrix.inputs},
               worker);
+    if (lora != nullptr && matrix.lora != nullptr)
+      add_lora<T>(to, from, matrix.inputs, matrix.inputs, *matrix.lora, *lora, buffers.lora, worker);
   }
 
   // In place, of parts of rows that are `stride` elements apart.
@@ -203,6 +221,7 @@ struct Run {
         std::copy_n(attended + step.wanted[row] * attended_width, attended_width, gathered + row * attended_width);
       });
       rows = step.num_wanted;
+      if (lora != nullptr) lora = &wanted_lora;
       attended = gathered;
     }
     project(static_cast<T*>(step.x), sublayer.out, attended);
@@ -234,16 +253,23 @@ struct Run {
 };
 
 // In the order of _OUTCOMES in kernels/cpu/sublayers.py. Nothing is written if the outcome is not kDone.
-enum Outcome { kDone, kSlotBeyondPages, kNoMemory };
+enum Outcome { kDone, kSlotBeyondPages, kNoMemory, kNoSuchLoraSlot };
 
 template <typename T>
 Outcome run(Sublayers& sublayers, const Step& step) {
   if (!slots_exist(step.slots, step.rows, step.num_slots)) return kSlotBeyondPages;
+  LoraRows &lora = sublayers.memory.lora, &wanted_lora = sublayers.memory.wanted_lora;
+  const bool has_lora = step.lora_slots != nullptr;
+  const int64_t num_slots = sublayers.num_lora_slots();
+  if (has_lora && !lora.find(step.lora_slots, nullptr, step.rows, num_slots)) return kNoSuchLoraSlot;
+  if (has_lora && sublayers.all.back().wanted_only)
+    wanted_lora.find(step.lora_slots, step.wanted, step.num_wanted, num_slots);
   Buffers<T> buffers;
-  if (!buffers.find(sublayers, step.rows)) return kNoMemory;
+  if (!buffers.find(sublayers, step.rows, has_lora)) return kNoMemory;
   const int64_t bytes = sublayers.mean_elements() * static_cast<int64_t>(sizeof(T)) * (1 + step.rows / 8);
   run_together(threads_for(bytes, step.threads), [&](const Worker& worker) {
-    Run<T> mine{step, buffers, sublayers.memory.attention, worker, step.rows};
+    Run<T> mine{step, buffers, sublayers.memory.attention, worker, wanted_lora, step.rows,
+                has_lora ? &lora : nullptr};
     bool has_x = step.has_x;
     for (const Sublayer& sublayer : sublayers.all) {
       mine.run(sublayer, has_x);

@@ -33,11 +33,12 @@ class Norm(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """A packed matrix and its bias."""
+    """A packed matrix, its bias, and the adapters of its rows."""
 
     _fields_ = (
         *_fields(ctypes.c_void_p, "weight", "bias"),
         *_fields(ctypes.c_int64, "outputs", "inputs"),
+        *_fields(ctypes.c_void_p, "lora"),
     )
 
 
@@ -59,6 +60,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *_fields(ctypes.c_void_p, "x", "residual", "slots", "wanted", "rotations", "keys", "values"),
         *_fields(ctypes.c_void_p, "tables", "starts", "contexts", "roots", "ancestors"),
+        *_fields(ctypes.c_void_p, "lora_slots"),
         *_fields(ctypes.c_int64, "has_x", "rows", "num_wanted", "rotary_dim", "num_slots", "page_size"),
         *_fields(ctypes.c_int64, "items", "table_stride", "threads"),
     )
@@ -68,6 +70,7 @@ class _Step(ctypes.Structure):
 _OUTCOMES: dict[int, tuple[type[Exception], str]] = {
     1: (IndexError, "slots: a slot is beyond the last page"),
     2: (MemoryError, "there is not enough memory for the rows of this step"),
+    3: (IndexError, "lora_slots: there is no such slot"),
 }
 
 
@@ -125,7 +128,7 @@ class Sublayers:
         name = f"quire_sublayers_run_{library.SUFFIXES[dtype]}"
         self._run = library.function(name, (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int)
 
-    def run(
+    def run(  # noqa: PLR0913 - what differs between steps
         self,
         x: torch.Tensor,
         residual: torch.Tensor,
@@ -134,6 +137,7 @@ class Sublayers:
         wanted: torch.Tensor,
         pages: LayerPages,
         batch: AttentionBatch,
+        lora_slots: torch.Tensor | None,
         *,
         has_x: bool,
     ) -> None:
@@ -151,10 +155,11 @@ class Sublayers:
             wanted: [R] int64, the rows that the last attention of a model returns.
             pages: Keys and values.
             batch: Rows and pages of the items.
+            lora_slots: [T] int32 contiguous, the slot of each row; -1: it has no adapter. None: no row has.
             has_x: Whether x has contents.
 
         Raises:
-            IndexError: A slot is beyond the last page. Nothing is written then.
+            IndexError: A slot is beyond the last page, or of no adapter. Nothing is written then.
             MemoryError: There is not enough for so many rows. Nothing is written then.
             ValueError: The numbers of rows, or a context and its page table, do not fit each other.
         """
@@ -166,6 +171,8 @@ class Sublayers:
                 f"{len(x)} rows, {len(slots)} slots, {sum(batch.query_lens)} new tokens, {len(wanted)} wanted"
                 f" rows, contexts of up to {longest} tokens and page tables of {capacity} do not fit"
             )
+        if lora_slots is not None and (lora_slots.dtype is not torch.int32 or len(lora_slots) != len(x)):
+            raise ValueError(f"lora_slots: must be {len(x)} of int32, got {lora_slots}")
         # Variables keep the memory alive that the kernel reads. int32 tensors are not copied.
         tables = batch.page_tables.to(torch.int32)
         starts = batch.query_starts.to(torch.int32).contiguous()
@@ -186,6 +193,7 @@ class Sublayers:
             contexts.data_ptr(),
             None if roots is None else roots.data_ptr(),
             None if trees is None else trees.ancestors.data_ptr(),
+            None if lora_slots is None else lora_slots.data_ptr(),
             has_x,
             len(x),
             len(wanted),

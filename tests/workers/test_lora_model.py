@@ -21,6 +21,7 @@ from tests.model_factory import (
     make_family_model,
     make_model,
 )
+from tests.workers.company import assert_same_bits
 from tests.workers.packing import HandPacker, HandSequence, Item, poison, rows_in_chunks
 from workers.models.decoder import Decoder
 from workers.models.embedding_attention import EmbeddingAttention
@@ -70,7 +71,7 @@ def merged(directory: Path, weights: LoraWeights, target: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         for name, pair in weights.items():
-            weight = model.get_submodule(name).weight
+            weight = model.get_parameter(f"{name}.weight")
             weight.copy_(weight.double() + pair.b.double() @ pair.a.double())
     model.save_pretrained(target)
     return target
@@ -119,6 +120,16 @@ def test_a_batch_of_several_adapters_is_as_models_they_are_merged_into(made: Pat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_depend_on_nothing_else_in_the_batch(made: Path, dtype: torch.dtype) -> None:
+    """Nor on chunks, nor on whether sublayers run one by one."""
+    need_compiled()
+    decoder = load(made, dtype)
+    for slot in (0, 2):
+        decoder.set_lora(slot, decoder.pack_lora(adapter(decoder, slot)))
+    assert_same_bits(decoder, random_texts(4), made.name, lora_slots=TEXT_SLOTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_without_an_adapter_have_the_bits_of_a_step_without(made: Path, dtype: torch.dtype) -> None:
     need_compiled()
     decoder, texts = load(made, dtype), random_texts(5)
@@ -128,6 +139,18 @@ def test_rows_without_an_adapter_have_the_bits_of_a_step_without(made: Path, dty
     found = logits_of(decoder, texts, TEXT_SLOTS)
     for slot, row, expected in zip(TEXT_SLOTS, found, plain, strict=True):
         assert torch.equal(row, expected) == (slot in (-1, 4))
+
+
+def test_any_number_of_threads(tmp_path: Path) -> None:
+    need_compiled()
+    family, settings = settings_of("qwen3_moe with dense layers")
+    settings |= {"hidden_size": 512, "intermediate_size": 800, "vocab_size": 2000, "num_hidden_layers": 2}
+    decoder = load(make_family_model(tmp_path, family, settings, seed=7), torch.bfloat16)
+    for slot in (0, 2):
+        decoder.set_lora(slot, decoder.pack_lora(adapter(decoder, slot)))
+    for threads in (2, 3):
+        texts = random_texts(6, (1, 60, 90, 1, 100))
+        assert_same_bits(decoder, texts, threads, threads=threads, lora_slots=TEXT_SLOTS)
 
 
 def test_a_slot_is_replaced_and_emptied(small: Path) -> None:

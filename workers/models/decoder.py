@@ -139,7 +139,8 @@ class Decoder:
 
     def pack_lora(self, weights: LoraWeights) -> PackedLora:
         """Convert an adapter for `set_lora`. On any thread. Raises ValueError; see `workers.models.lora`."""
-        return pack_lora(weights, self._projections(), self._max_lora_rank, self.dtype, pack=False)
+        on_cpu = self.device.type == "cpu"
+        return pack_lora(weights, self._projections(), self._max_lora_rank, self.dtype, pack=on_cpu)
 
     def set_lora(self, slot: int, packed: PackedLora | None) -> None:
         """Replace the adapter of a slot; None: it is empty then. On the thread of `forward`.
@@ -197,8 +198,7 @@ class Decoder:
             )
             context = replace(context, lora_slots=slots, wanted_lora_slots=wanted_slots)
         x: torch.Tensor | None = None
-        one_by_one = capture is not None or inputs.lora_slots is not None
-        for index, stage in enumerate(self._sublayers()[:-1] if one_by_one else self._before_last_mlp):
+        for index, stage in enumerate(self._before_last_mlp if capture is None else self._sublayers()[:-1]):
             if capture is not None and index % 2 == 0:
                 # The output of the previous layer is the residual stream plus x, which is not added yet.
                 parts = (residual,) if x is None else (residual, x)
@@ -210,8 +210,7 @@ class Decoder:
             return residual
         if inputs.lora_slots is not None:
             context = replace(context, lora_slots=context.wanted_lora_slots)
-        last_mlp = self.layers[-1].mlp if one_by_one else self._last_mlp
-        x, residual = last_mlp(x, residual, context)
+        x, residual = self._last_mlp(x, residual, context)
         hidden = self._final_norm.of_sum(x, residual)  # [R, C]
         if capture is not None:
             capture.capture_last(len(self.layers), hidden)

@@ -90,9 +90,8 @@ class Linear:
 
     def allocate_lora(self, slots: int, max_rank: int) -> None:
         """Make empty slots for adapters."""
-        _, inputs = self.weight.shape
-        outputs = [*self.parts.values()]
-        self.lora = new_table(slots, max_rank, inputs, outputs, self.weight.dtype, self.weight.device)
+        weight, outputs = self.weight, [*self.parts.values()]
+        self.lora = new_table(slots, max_rank, weight.shape[1], outputs, weight.dtype, weight.device)
 
     def __call__(
         self, x: torch.Tensor, lora_slots: RowSlots | None = None, *, batch_invariant: bool

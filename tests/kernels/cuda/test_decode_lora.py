@@ -14,6 +14,7 @@ from tests.gpu.sizes import repeat_launches
 from tests.kernels.cuda import test_decode_runner
 from tests.kernels.cuda.test_capture_failures import OUT_OF_MEMORY, FailingCapture
 from tests.kernels.cuda.test_decode_runner import PAGES, VOCAB, Twins, make_kv
+from tests.kernels.cuda.test_lora_cuda import use_triton
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.models.builder import build_decoder
 from workers.models.decoder import Decoder
@@ -85,15 +86,14 @@ def make_twins(decoder: Decoder, device: str) -> Twins:
     return Twins(decoder, device, MAX_ROWS, repeat_launches)
 
 
-def test_a_model_adds_what_torch_adds(
+def test_a_model_adds_what_it_adds_on_the_cpu(
     without_adapters: Decoder, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU, where other code selects rows and matrices."""
+    """Where other code selects rows and matrices."""
     slots, lengths = (0, -1, 2, 1, 0), (1, 3, 20, 7, 5)
     wanted = ((0,), (1,), (3, -1), (), (0, 1))
     found = []
-    for by_triton, model, on in ((True, without_adapters, device), (False, on_cpu(without_adapters), "cpu")):
-        monkeypatch.setattr("kernels.lora._has_triton_kernels", lambda _, answer=by_triton: answer)
+    for model, on in ((on_cpu(without_adapters), "cpu"), (without_adapters, device)):
         set_adapters(model)
         packer = HandPacker(16, range(1, PAGES))
         sequences = [HandSequence(lora_slot=slot) for slot in slots]
@@ -102,6 +102,7 @@ def test_a_model_adds_what_torch_adds(
         )
         rows = [SamplingRow()] * len(inputs.wanted_rows)
         found.append(EagerRunner(model, make_kv(on)).step(inputs, rows).logits.cpu())
+        use_triton(monkeypatch)  # for the second model
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 

@@ -23,10 +23,15 @@ Adapter = list[Pair | None]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter too, also for adapters that a model on the CPU packs otherwise."""
+    monkeypatch.setattr("kernels.lora._has_triton_kernels", lambda _: True)
+    monkeypatch.setattr("kernels.lora.pack_weight", lambda weight: weight)
+
+
 @pytest.fixture(autouse=True)
 def _triton_lora(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter too."""
-    monkeypatch.setattr("kernels.lora._has_triton_kernels", lambda _: True)
+    use_triton(monkeypatch)
 
 
 def make_adapter(
