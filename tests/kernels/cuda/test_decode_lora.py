@@ -16,13 +16,16 @@ from tests.kernels.cuda.test_capture_failures import OUT_OF_MEMORY, FailingCaptu
 from tests.kernels.cuda.test_decode_runner import PAGES, VOCAB, Twins, make_kv
 from tests.kernels.cuda.test_lora_cuda import use_triton
 from tests.workers.packing import HandPacker, HandSequence, Item
+from workers.kv.tensors import KvTensors
 from workers.models.builder import build_decoder
 from workers.models.decoder import Decoder
+from workers.models.inputs import ForwardInputs
 from workers.models.lora import LoraPair, LoraWeights
 from workers.operations import Sampling
 from workers.runners.cuda_graph import CudaGraphRunner, buckets_up_to
 from workers.runners.decode_buffers import DecodeBuffers
 from workers.runners.eager import EagerRunner
+from workers.runners.working_memory import measure_working_bytes
 from workers.sampling import SamplingRow
 
 sent = test_decode_runner.sent
@@ -184,3 +187,29 @@ def test_adapters_are_applied_after_a_failed_capture(decoder: Decoder, device: s
     twins.step([Item(sequence, [5, 6])])
     twins.step([Item(sequence, [1])])
     assert twins.graph.name == "eager"
+
+
+def test_the_working_memory_includes_adapters(
+    without_adapters: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest step has one in each row, and there are twice as many graphs with logits."""
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    plain, rows, forward = on_cpu(without_adapters), list[list[int]](), Decoder.forward
+
+    def record(self: Decoder, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
+        rows.append([] if inputs.lora_slots is None else inputs.lora_slots.tolist())
+        return forward(self, inputs, kv)
+
+    monkeypatch.setattr(Decoder, "forward", record)
+
+    def measured() -> int:
+        sizes = {"max_step_tokens": 40, "max_seq_len": 32, "max_rows": MAX_ROWS, "vocab_size": VOCAB}
+        return measure_working_bytes(plain, make_kv("cpu"), **sizes)
+
+    before_bytes = measured()
+    set_adapters(plain)
+    assert measured() - before_bytes == sum(buckets_up_to(MAX_ROWS)) * VOCAB * torch.float32.itemsize
+    assert rows == [[], [0] * 40]
