@@ -4,15 +4,17 @@ A projection may consist of several parts, one after the other in its outputs, e
 matrices of an adapter are in a slot of the projection's table, and a forward has the slot of each row.
 
 x A^T is rounded to the dtype, and so is the sum with y. The bits of a row do not depend on the other rows if
-there is a compiled product for the dtype.
+there is a compiled product for the dtype, and on a GPU.
 
-Dimension letters: T rows; I inputs; O outputs of all parts; r rank.
+Dimension letters: T rows; I inputs; O outputs of all parts; r rank; S slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -22,6 +24,9 @@ from kernels.cpu import linear as cpu_linear
 from kernels.cpu import lora as cpu
 from kernels.linear import Weight, linear, pack_weight
 from kernels.packed_weight import PackedWeight
+
+if TYPE_CHECKING:
+    from kernels.cuda.lora import StackedLora
 
 MAX_PARTS = 3
 MAX_RANK = 256
@@ -109,6 +114,72 @@ def _packed(weight: Weight) -> PackedWeight:
     return weight
 
 
+# By the device.
+Table: TypeAlias = "LoraTable | StackedLora"
+
+
+def new_table(
+    slots: int,
+    max_rank: int,
+    inputs: int,
+    outputs: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Table:
+    """Make a table of empty slots for a projection.
+
+    On a GPU this allocates memory for slots of the largest rank; elsewhere, adapters bring theirs.
+
+    Args:
+        slots: S.
+        max_rank: The largest rank of an adapter.
+        inputs: I.
+        outputs: The number of outputs of each part, of which there are up to MAX_PARTS.
+        dtype: That of the projection.
+        device: That of the projection.
+    """
+    if not _has_triton_kernels(device):
+        return LoraTable(slots, inputs, outputs, dtype, device)
+    from kernels.cuda.lora import StackedLora
+
+    return StackedLora(slots, max_rank, inputs, outputs, dtype, device)
+
+
+@dataclass(frozen=True, slots=True)
+class SortedRows:
+    """Row numbers sorted by slot.
+
+    Attributes:
+        rows: [T] int64. Those without an adapter are first.
+        starts: [S + 1] int64, where the rows of each slot begin.
+    """
+
+    rows: torch.Tensor
+    starts: torch.Tensor
+
+
+RowSlots = torch.Tensor | SortedRows
+"""The slots of the rows of a forward, in the form that the kernels of the device read."""
+
+
+def row_slots(slots: torch.Tensor, count: int) -> RowSlots:
+    """Prepare slots for `add_lora`, once for all projections with these rows. Reads nothing back from a GPU.
+
+    Args:
+        slots: [T] int32, the slot of each row; -1: it has no adapter.
+        count: S.
+    """
+    if not _has_triton_kernels(slots.device):
+        return slots
+    ordered, rows = slots.sort(stable=True)
+    numbers = torch.arange(count + 1, dtype=slots.dtype, device=slots.device)
+    return SortedRows(rows, torch.searchsorted(ordered, numbers))
+
+
+def _has_triton_kernels(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def lora_reference(y: torch.Tensor, x: torch.Tensor, table: LoraTable, slots: torch.Tensor) -> None:
     """The addition in torch, slot by slot; see `add_lora`. No matrix is packed."""
     outputs = [*pairwise(accumulate(table.outputs, initial=0))]
@@ -125,7 +196,7 @@ def lora_reference(y: torch.Tensor, x: torch.Tensor, table: LoraTable, slots: to
                 y[rows, begin:end] = (y[rows, begin:end].float() + added).to(y.dtype)
 
 
-def add_lora(y: torch.Tensor, x: torch.Tensor, table: LoraTable, slots: torch.Tensor) -> None:
+def add_lora(y: torch.Tensor, x: torch.Tensor, table: Table, slots: RowSlots) -> None:
     """Add to each row of a projection what its adapter makes of its inputs.
 
     Mutates `y`. Rows without an adapter, and parts that an adapter lacks, are left alone.
@@ -134,7 +205,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, table: LoraTable, slots: torch.Te
         y: [T, O] contiguous, the projection of x; float32, bfloat16 or float16.
         x: [T, I] of the same dtype.
         table: The adapters, of the same dtype.
-        slots: [T] int32, the slot of each row; -1: it has no adapter. A row of an empty slot has none either.
+        slots: Of the T rows, from `row_slots`. A row of an empty slot has no adapter.
 
     Raises:
         ValueError, TypeError: An argument is invalid; the message names it.
@@ -143,9 +214,17 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, table: LoraTable, slots: torch.Te
     check_tensor("x", x, (None, table.inputs), FLOAT_DTYPES)
     check_tensor("y", y, (len(x), sum(table.outputs)), FLOAT_DTYPES)
     check_same("y", y, "x", x)
-    check_tensor("slots", slots, (len(x),), (torch.int32,))
     if not y.is_contiguous():
         raise ValueError(f"y: must be contiguous, got strides {y.stride()}")
+    if isinstance(slots, SortedRows):
+        from kernels.cuda import lora as cuda
+
+        assert isinstance(table, cuda.StackedLora), "rows are prepared for another device"
+        check_tensor("slots", slots.rows, (len(x),), (torch.int64,))
+        cuda.add_lora(y, x, table, slots)
+        return
+    assert isinstance(table, LoraTable), "rows are prepared for another device"
+    check_tensor("slots", slots, (len(x),), (torch.int32,))
     if table.compiled is not None:
         cpu.add_lora(y, x, table.compiled, slots)
     else:

@@ -83,7 +83,7 @@ class DevicePeer(Peer):
 
         if fed:
             step()
-            ns = [self._timer.once(lambda: runner.replay_last(_STEPS, batch)) // _STEPS]
+            ns = [self._timer.once(lambda: runner.replay_last(_STEPS)) // _STEPS]
         else:
             ns = timed_steps(step, _STEPS)
         for key in range(batch):

@@ -63,6 +63,7 @@ def all_parts() -> list[Part]:
         Part("memory", (OWN + "test_device_memory.py",), alone=True),
         Part("graphs", (OWN + "test_graphs.py",)),
         Part("batch-invariance", (OWN + "test_batch_invariance.py",)),
+        Part("lora", (OWN + "test_lora.py",)),
         Part("executor", (OWN + "test_executor.py", OWN + "test_device_lost.py")),
         Part("real-sizes", (OWN + "test_kernels_at_real_sizes.py",)),
         Part("operations", (OWN + "test_operations.py",)),

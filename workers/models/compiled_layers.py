@@ -11,6 +11,7 @@ import torch
 
 from kernels.cpu import sublayers
 from kernels.gated_activation import ACTIVATIONS
+from kernels.lora import LoraTable, SortedRows
 from kernels.packed_pages import can_pack_width
 from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec
@@ -63,6 +64,7 @@ class CompiledSublayers:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As the sublayers one after the other. Mutates `x` too."""
         inputs = context.inputs
+        assert not isinstance(context.lora_slots, SortedRows), "these are slots on the CPU"
         if self._kv is None or self._kv() is not context.kv:
             self._kv = weakref.ref(context.kv)
             self._pages = sublayers.LayerPages([context.kv.layer(i) for i in range(len(context.kv.layers))])
@@ -136,5 +138,5 @@ def _norm_of(weight: torch.Tensor, eps: float) -> sublayers.Norm:
 def _matrix(linear: Linear) -> sublayers.Matrix:
     assert isinstance(linear.weight, PackedWeight)
     bias = None if linear.bias is None else linear.bias.data_ptr()
-    lora = None if linear.lora is None else linear.lora.address
+    lora = linear.lora.address if isinstance(linear.lora, LoraTable) else None
     return sublayers.Matrix(linear.weight.data.data_ptr(), bias, *linear.weight.shape, lora)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from kernels.cpu.sublayers import Memory
 from kernels.linear import Weight, linear, pack_weight
+from kernels.lora import row_slots
 from kernels.packed_pages import can_pack_width
 from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec, rope_table
@@ -132,7 +133,7 @@ class Decoder:
     def allocate_lora(self, slots: int, max_rank: int) -> None:
         """Make empty slots for adapters of ranks up to `max_rank`. Once, after the parameters are packed."""
         for _, projection in self._projections():
-            projection.allocate_lora(slots)
+            projection.allocate_lora(slots, max_rank)
         self.max_lora_slots, self._max_lora_rank = slots, max_rank
         self._compile()
 
@@ -191,8 +192,11 @@ class Decoder:
         rotations = self._rotations(inputs.positions, kv)
         context = ForwardContext(inputs, kv, rotations, self.batch_invariant)
         if inputs.lora_slots is not None:
-            wanted_slots = inputs.lora_slots.index_select(0, inputs.wanted_rows)  # [R]
-            context = replace(context, lora_slots=inputs.lora_slots, wanted_lora_slots=wanted_slots)
+            wanted = inputs.lora_slots.index_select(0, inputs.wanted_rows)  # [R]
+            slots, wanted_slots = (
+                row_slots(each, self.max_lora_slots) for each in (inputs.lora_slots, wanted)
+            )
+            context = replace(context, lora_slots=slots, wanted_lora_slots=wanted_slots)
         x: torch.Tensor | None = None
         for index, stage in enumerate(self._before_last_mlp if capture is None else self._sublayers()[:-1]):
             if capture is not None and index % 2 == 0:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from kernels.gated_activation import Activation, gated_activation
+from kernels.lora import RowSlots
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import RopeSpec
@@ -34,16 +35,16 @@ class ForwardContext:
         kv: The pages.
         rotations: [T, R] float32 for each rotary embedding: cosines and sines at the positions of the tokens.
         batch_invariant: On a GPU, the bits of a row must not depend on the other rows.
-        lora_slots: [T] int32, the slot of each row, or -1; None: no row has an adapter.
-        wanted_lora_slots: [R] int32, those of the wanted rows; None: likewise.
+        lora_slots: Those of the T rows; None: no row has an adapter.
+        wanted_lora_slots: Those of the R wanted rows; None: likewise.
     """
 
     inputs: ForwardInputs
     kv: KvTensors
     rotations: Mapping[RopeSpec, torch.Tensor]
     batch_invariant: bool
-    lora_slots: torch.Tensor | None = None
-    wanted_lora_slots: torch.Tensor | None = None
+    lora_slots: RowSlots | None = None
+    wanted_lora_slots: RowSlots | None = None
 
 
 class Norm:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.linear import Weight, linear, pack_weight
-from kernels.lora import LoraTable, add_lora
+from kernels.lora import RowSlots, Table, add_lora, new_table
 from kernels.packed_weight import PackedWeight
 
 Allocate = Callable[..., torch.Tensor]
@@ -65,7 +65,7 @@ class Linear:
         self.weight: Weight = weight
         self.bias = bias
         self.parts = dict(parts)
-        self.lora: LoraTable | None = None
+        self.lora: Table | None = None
 
     @classmethod
     def allocate(
@@ -88,15 +88,15 @@ class Linear:
         """Pack the filled weight in place. The targets must not be used afterwards."""
         self.weight = pack_weight(self.weight, in_place=True)
 
-    def allocate_lora(self, slots: int) -> None:
+    def allocate_lora(self, slots: int, max_rank: int) -> None:
         """Make empty slots for adapters."""
-        weight = self.weight
-        self.lora = LoraTable(slots, weight.shape[1], [*self.parts.values()], weight.dtype, weight.device)
+        weight, outputs = self.weight, [*self.parts.values()]
+        self.lora = new_table(slots, max_rank, weight.shape[1], outputs, weight.dtype, weight.device)
 
     def __call__(
-        self, x: torch.Tensor, lora_slots: torch.Tensor | None = None, *, batch_invariant: bool
+        self, x: torch.Tensor, lora_slots: RowSlots | None = None, *, batch_invariant: bool
     ) -> torch.Tensor:
-        """[T, I] -> [T, O], a new tensor; with the adapter of each row, if any has one: [T] int32."""
+        """[T, I] -> [T, O], a new tensor; with the adapter of each row, if any has one."""
         y = linear(x, self.weight, self.bias, batch_invariant=batch_invariant)
         if lora_slots is not None:
             assert self.lora is not None, "the model takes adapters"

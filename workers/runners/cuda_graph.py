@@ -5,8 +5,9 @@ from the embedding to the choice of the next tokens, and takes one launch. Every
 steps (tokens, positions, lengths, pages) is in fixed device memory, owned by `decode_buffers`.
 
 A batch runs in the smallest bucket that it fits, and the other rows are padded. Graphs are captured on the
-first decode. Other steps (prefills, mixed batches, verifies, larger batches, captured hidden states) run
-eagerly with the same kernels. So do decodes, more slowly, if a capture fails.
+first decode: for each size one, and if the model has slots for adapters, one that only batches with adapters
+replay. Other steps (prefills, mixed batches, verifies, larger batches, captured hidden states) run eagerly
+with the same kernels. So do decodes, more slowly, if a capture fails.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class CudaGraphRunner:
         self.name = "cuda_graph"
         self._capture: Capture | None = capture or _CudaCapture(kv.device)  # None after the first use
         self._buffers: DecodeBuffers | None = None
-        self._graphs: dict[int, _Graph] = {}
+        # By bucket, and whether adapters are applied.
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._last: _Graph | None = None
 
     def step(
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: HiddenStateCapture | None = None
@@ -96,8 +99,10 @@ class CudaGraphRunner:
             if capture is None and self._is_decode(inputs, rows):
                 if self._capture is not None:
                     self._capture_all(self._capture)
-                if self._buffers is not None:
-                    return self._replay(self._buffers, inputs, rows)
+                bucket = next(size for size in self._buckets if size >= len(rows))
+                graph = self._graphs.get((bucket, inputs.lora_slots is not None))
+                if graph is not None and self._buffers is not None:
+                    return self._replay(graph, self._buffers, inputs, rows)
             return self._eager.step(inputs, rows, capture)
 
     def _is_decode(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
@@ -111,13 +116,13 @@ class CudaGraphRunner:
         )
 
     def _replay(
-        self, buffers: DecodeBuffers, inputs: ForwardInputs, rows: Sequence[SamplingRow]
+        self, graph: _Graph, buffers: DecodeBuffers, inputs: ForwardInputs, rows: Sequence[SamplingRow]
     ) -> StepResult:
         count = len(rows)
-        bucket = next(size for size in self._buckets if size >= count)
         buffers.load(inputs, rows)
-        self._graphs[bucket].replay()
-        logits = self._graphs[bucket].logits[0][:count]
+        self._last = graph
+        graph.replay()
+        logits = graph.logits[0][:count]
         chosen = buffers.read(count)
         if all(is_simple(row) for row in rows):
             buffers.advanced(inputs, chosen)
@@ -128,16 +133,15 @@ class CudaGraphRunner:
             return choose_tokens(logits, rows)
         return StepResult(logits, chosen)
 
-    def replay_last(self, steps: int, count: int) -> None:
-        """Repeat the last decode step of `count` sequences, each time with the tokens chosen before.
+    def replay_last(self, steps: int) -> None:
+        """Repeat the last decode step, each time with the tokens chosen before.
 
         Measures the time of the device alone. Does not wait for the device or return tokens. The page tables
         of the step before must include pages for the new tokens.
         """
-        assert self._buffers is not None, "no decode step has run, or a capture has failed"
-        graph = self._graphs[next(size for size in self._buckets if size >= count)]
+        assert self._buffers is not None and self._last is not None, "no decode step was replayed"
         for _ in range(steps):
-            graph.replay()
+            self._last.replay()
         self._buffers.invalidate()
 
     def _capture_all(self, capture: Capture) -> None:
@@ -161,29 +165,32 @@ class CudaGraphRunner:
         self.name = EagerRunner.name
         _warn("CUDA graphs could not be captured: decodes are launched one kernel at a time", reason)
 
-    def _captured(self, capture: Capture) -> tuple[DecodeBuffers, dict[int, _Graph]]:
-        """A graph for each bucket. The largest is first, so that the others fit into its memory."""
+    def _captured(self, capture: Capture) -> tuple[DecodeBuffers, dict[tuple[int, bool], _Graph]]:
+        """Graphs of each bucket. The largest is first, so that the others fit into its memory."""
         buffers = DecodeBuffers(self._max_rows, self._max_pages, self._kv.device)
+        kinds = (True, False) if self._model.max_lora_slots else (False,)
         return buffers, {
-            bucket: self._capture_one(capture, buffers, bucket) for bucket in reversed(self._buckets)
+            (bucket, lora): self._capture_one(capture, buffers, bucket, lora=lora)
+            for bucket in reversed(self._buckets)
+            for lora in kinds
         }
 
-    def _capture_one(self, capture: Capture, buffers: DecodeBuffers, bucket: int) -> _Graph:
+    def _capture_one(self, capture: Capture, buffers: DecodeBuffers, bucket: int, *, lora: bool) -> _Graph:
         # All rows are padded during warm-up and capture: no page is read or written.
         buffers.clear()
         logits: list[torch.Tensor] = []
 
         def run() -> None:
-            logits[:] = [self._decode(buffers, bucket)]
+            logits[:] = [self._decode(buffers, bucket, lora=lora)]
 
         return _Graph(capture(run), logits)
 
-    def _decode(self, buffers: DecodeBuffers, bucket: int) -> torch.Tensor:
+    def _decode(self, buffers: DecodeBuffers, bucket: int, *, lora: bool) -> torch.Tensor:
         """One step over the first `bucket` rows of the buffers. Returns the logits [bucket, vocab]."""
         # Without a GPU triton is not needed.
         from kernels.cuda import advance, sampling  # noqa: PLC0415
 
-        inputs = buffers.inputs(bucket)
+        inputs = buffers.inputs(bucket, lora=lora)
         hidden = self._model.forward(inputs, self._kv)  # [bucket, hidden]
         logits = self._model.logits(hidden)  # [bucket, vocab]
         chosen = buffers.chosen[:bucket]

@@ -1,6 +1,6 @@
 """The inputs of decode steps in fixed device memory, which CUDA graphs read.
 
-The first rows are the batch. The others, up to the bucket, are padded: context 0, slot -1. In each step the
+The first rows are the batch. The others, up to the bucket, are padded: context 0, slots -1. In each step the
 device advances each row by the chosen token (`kernels.cuda.advance`). If the next batch is exactly that, as
 while callers append the chosen tokens and need no new pages, no data is sent to the device.
 
@@ -31,16 +31,17 @@ class _Columns:
     keys: torch.Tensor  # int64, the bits of the uint64 from `mix_key`
     temperatures: torch.Tensor  # float64; 0: the most likely token
     context_lens: torch.Tensor  # int32; 0: a padded row
+    lora_slots: torch.Tensor  # int32; -1: no adapter
 
     @classmethod
     def over(cls, memory: torch.Tensor, rows: int) -> _Columns:
-        """Views of `memory`, [44 * B] uint8."""
+        """Views of `memory`, [48 * B] uint8."""
         token_ids, positions, slots, keys, last = memory[: 40 * rows].view(torch.int64).view(5, rows)
-        context_lens = memory[40 * rows :].view(torch.int32)
-        return cls(token_ids, positions, slots, keys, last.view(torch.float64), context_lens)
+        context_lens, lora_slots = memory[40 * rows :].view(torch.int32).view(2, rows)
+        return cls(token_ids, positions, slots, keys, last.view(torch.float64), context_lens, lora_slots)
 
 
-_COLUMN_BYTES = 44
+_COLUMN_BYTES = 48
 
 
 class DecodeBuffers:
@@ -76,9 +77,13 @@ class DecodeBuffers:
         self._next_positions: list[int] = []
         self._tables = torch.zeros(0, 0, dtype=torch.int32)  # [N, P]
         self._greedy = True
+        self._lora_slots: list[int] | None = None  # [N]; None: no row has an adapter
 
-    def inputs(self, bucket: int) -> ForwardInputs:
-        """The inputs of a forward over the first `bucket` rows. Its host lengths are placeholders."""
+    def inputs(self, bucket: int, *, lora: bool) -> ForwardInputs:
+        """The inputs of a forward over the first `bucket` rows, with or without the slots of adapters.
+
+        Its host lengths are placeholders.
+        """
         return ForwardInputs(
             token_ids=self._columns.token_ids[:bucket],
             positions=self._columns.positions[:bucket],
@@ -91,6 +96,7 @@ class DecodeBuffers:
                 query_lens=[1] * bucket,
                 context_lens_host=[1] * bucket,
             ),
+            lora_slots=self._columns.lora_slots[:bucket] if lora else None,
         )
 
     def draws(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,10 +114,12 @@ class DecodeBuffers:
         count = len(rows)
         greedy = all(row.spec is None or row.spec.temperature <= 0 or not is_simple(row) for row in rows)
         same_tables = torch.equal(inputs.attention.page_tables, self._tables)
+        lora_slots = None if inputs.lora_slots is None else inputs.lora_slots.tolist()
         if (
             same_tables
             and greedy
             and self._greedy
+            and lora_slots == self._lora_slots
             and inputs.token_ids.tolist() == self._next_tokens
             and inputs.positions.tolist() == self._next_positions
         ):
@@ -122,12 +130,13 @@ class DecodeBuffers:
         host.positions[:count] = inputs.positions
         host.slots[:count] = inputs.slots
         host.context_lens[:count] = inputs.attention.context_lens
+        host.lora_slots[:count] = -1 if inputs.lora_slots is None else inputs.lora_slots
         self._set_draws(rows, greedy=greedy)
         self._pad(count)
         self._memory.copy_(self._host_memory, non_blocking=True)
         if not same_tables:
             self._send_tables(inputs.attention.page_tables)
-        self._greedy = greedy
+        self._greedy, self._lora_slots = greedy, lora_slots
         return True
 
     def read(self, count: int) -> torch.Tensor:
@@ -177,7 +186,8 @@ class DecodeBuffers:
         for column in (self._host.token_ids, self._host.positions, self._host.context_lens):
             column[count:] = 0
         self._host.temperatures[count:] = 0.0
-        self._host.slots[count:] = -1
+        for slots in (self._host.slots, self._host.lora_slots):
+            slots[count:] = -1
 
     def _send_tables(self, tables: torch.Tensor) -> None:
         staged = self._table_staging[: tables.numel()].view(tables.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from workers.kv.tensors import KvTensors
@@ -33,6 +35,9 @@ def measure_working_bytes(
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
         inputs = _prefills(max_step_tokens, max_seq_len, min(max_rows, max_step_tokens), kv.page_size)
+        if model.max_lora_slots:
+            rows = torch.zeros(max_step_tokens, dtype=torch.int32)
+            inputs = dataclasses.replace(inputs, lora_slots=rows)
         inputs = inputs.to(device)
         logits = model.logits(model.forward(inputs, kv))  # [R, V]
         # Sampling and log-probabilities use float32 copies of some rows.
@@ -40,8 +45,9 @@ def measure_working_bytes(
     torch.cuda.synchronize(device)
     step_bytes = torch.cuda.max_memory_allocated(device) - before_bytes
     del inputs, copies
-    # Each bucket's graph keeps its own logits.
-    graph_bytes = sum(buckets_up_to(max_rows)) * vocab_size * logits.element_size()
+    # Each bucket's graph keeps its own logits; there are two if the model has slots for adapters.
+    graphs = 2 if model.max_lora_slots else 1
+    graph_bytes = graphs * sum(buckets_up_to(max_rows)) * vocab_size * logits.element_size()
     del logits
     torch.cuda.empty_cache()
     return step_bytes + graph_bytes + _RESERVE_BYTES

@@ -20,7 +20,9 @@ from kernels.cuda.linear import linear
 from kernels.cuda.paged_attention import paged_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.experts import route
+from kernels.lora import LoraPairs, add_lora, new_table, row_slots
 from tests.kernels.attention_case import FEATURES, Case, Item, make_case
+from tests.kernels.cuda import test_lora_cuda
 
 torch.set_num_threads(1)
 
@@ -75,6 +77,33 @@ def test_experts(dtype: torch.dtype, device: str) -> None:
     for rows in random_batches(random.Random(2), tokens):
         some = experts(x[rows], *weights, ids[rows], scores[rows], "silu", batch_invariant=True)
         assert torch.equal(some, together[rows])
+
+
+_triton_lora = test_lora_cuda._triton_lora
+
+
+@DTYPES
+def test_adapters(dtype: torch.dtype, device: str) -> None:
+    """Rows of three slots and of none, several tiles of one of them."""
+    count, inputs, outputs, rank = 120, 2100, 40, 6
+    x = cancelling(randn(count, inputs // 2, dtype=dtype, device=device))
+    y = randn(count, outputs, dtype=dtype, device=device)
+    table = new_table(3, 8, inputs, [outputs], dtype, torch.device(device))
+    for slot in range(3):
+        a = randn(rank + slot, inputs // 2, dtype=dtype, device=device).repeat(1, 2)
+        b = randn(outputs, rank + slot, dtype=dtype, device=device)
+        table.set(slot, LoraPairs([(a, b)], inputs, [outputs], dtype, pack=False))
+    slots = torch.tensor([random.Random(row).choice((-1, 0, 1, 2, 2, 2)) for row in range(count)])
+    slots = slots.to(device, torch.int32)
+
+    def adapted(rows: list[int]) -> torch.Tensor:
+        some = y[rows]
+        add_lora(some, x[rows], table, row_slots(slots[rows], 3))
+        return some
+
+    together = adapted(list(range(count)))
+    for rows in random_batches(random.Random(4), count):
+        assert torch.equal(adapted(rows), together[rows])
 
 
 @DTYPES

@@ -183,7 +183,7 @@ def test_a_step_ahead_uses_the_tokens_on_the_device(decoder: Decoder, device: st
     sequence = HandSequence()
     twins.step([Item(sequence, range(5))])
     (token,) = twins.step([Item(sequence, [1])])
-    twins.graph.replay_last(3, count=1)
+    twins.graph.replay_last(3)
     kv_ahead = twins.graph._kv.layer(1)[0].data.clone()
     for _ in range(3):
         inputs = twins.packer.pack([Item(sequence, [token])])
