@@ -20,7 +20,15 @@ from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
-from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
+from quire.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    executor_pb2,
+    executor_pb2_grpc,
+    runner_pb2,
+    runner_pb2_grpc,
+    types_pb2,
+)
 from tokenizers import Tokenizer
 
 from service.runtimes.sample import Sample, SampleSpec
@@ -64,13 +72,20 @@ def rich_status(
 
 
 class FakeExecutor(
-    executor_pb2_grpc.ModelExecutorServiceServicer, runner_pb2_grpc.ModelRunnerServiceServicer
+    executor_pb2_grpc.ModelExecutorServiceServicer,
+    runner_pb2_grpc.ModelRunnerServiceServicer,
+    admin_pb2_grpc.AdminServiceServicer,
 ):
     """See the module. `calls` has every request by method, `caches` the tokens of every live cache."""
 
     def __init__(self) -> None:
         self.caches: dict[str, list[int]] = {}
         self.calls: dict[str, list[Any]] = defaultdict(list)
+        self.adapters: dict[str, admin_pb2.Adapter] = {}
+        # The parts of files that were sent with adapters.
+        self.uploaded: list[admin_pb2.AdapterFile] = []
+        # By worker, the adapters in its memory. Without any, workers do not support them.
+        self.resident: dict[str, list[str]] = {}
         # What calls said of who makes them.
         self.authorizations: set[str] = set()
         self.script: list[int] = []
@@ -250,7 +265,10 @@ class FakeExecutor(
                 epoch=3,
                 state=executor_pb2.WORKER_STATE_READY,
                 executor=types_pb2.ExecutorCapabilities(
-                    device="cpu", runner="eager", products="torch: this CPU has no AVX2"
+                    device="cpu",
+                    runner="eager",
+                    products="torch: this CPU has no AVX2",
+                    supports_lora=bool(self.resident),
                 ),
                 pool=types_pb2.PoolUsage(
                     sequences=5, pages_total=100, pages_free=60, pages_cached=15, pages_referenced=25
@@ -276,6 +294,42 @@ class FakeExecutor(
                 version="9.9.9",
                 uptime_ms=61_000,
             )
+
+    def GetLoraMetrics(self, request: Any, context: Any) -> executor_pb2.GetLoraMetricsResponse:
+        """Each worker has also used one that is not in its memory any more."""
+        with self._call("GetLoraMetrics", request, context):
+            response = executor_pb2.GetLoraMetricsResponse()
+            for worker_id, names in self.resident.items():
+                worker = response.workers.add(worker_id=worker_id)
+                worker.adapters.add(adapter_id="evicted")
+                for name in names:
+                    worker.adapters.add(adapter_id=name, resident=True)
+            return response
+
+    def LoadAdapter(self, requests: Any, context: Any) -> admin_pb2.LoadAdapterResponse:
+        """A planted failure comes before the files are read."""
+        first = next(requests)
+        with self._call("LoadAdapter", first, context):
+            self.uploaded += [request.file for request in requests]
+            made = admin_pb2.Adapter(
+                adapter_id=first.adapter_id,
+                version=len(self.calls["LoadAdapter"]),
+                pinned=first.pinned,
+                shared=first.shared,
+                rank=8,
+                size_bytes=3 << 19,
+            )
+            self.adapters[first.adapter_id] = made
+            return admin_pb2.LoadAdapterResponse(adapter=made)
+
+    def UnloadAdapter(self, request: Any, context: Any) -> admin_pb2.UnloadAdapterResponse:
+        with self._call("UnloadAdapter", request, context):
+            known = self.adapters.pop(request.adapter_id, None)
+            return admin_pb2.UnloadAdapterResponse(unloaded=known is not None)
+
+    def ListAdapters(self, request: Any, context: Any) -> admin_pb2.ListAdaptersResponse:
+        with self._call("ListAdapters", request, context):
+            return admin_pb2.ListAdaptersResponse(adapters=self.adapters.values())
 
     def Execute(self, request: Any, context: Any) -> Iterator[runner_pb2.ExecuteResponse]:
         """One item after another. A failure of "Step" is one of the item at its next step."""
@@ -346,13 +400,15 @@ class FakeExecutor(
 
     UnifiedForward: Any = _unimplemented
     GetCacheMetrics: Any = _unimplemented
-    GetLoraMetrics: Any = _unimplemented
     Session: Any = _unimplemented
     ListRuntimes: Any = _unimplemented
     GetRuntime: Any = _unimplemented
     EstimateCost: Any = _unimplemented
     LoadWeights: Any = _unimplemented
     RebuildSession: Any = _unimplemented
+    Warmup: Any = _unimplemented
+    Drain: Any = _unimplemented
+    Shutdown: Any = _unimplemented
 
     @contextmanager
     def _call(self, method: str, request: Any, context: Any) -> Iterator[None]:
@@ -400,6 +456,7 @@ def serving(executor: FakeExecutor) -> Iterator[str]:
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(executor, server)
     runner_pb2_grpc.add_ModelRunnerServiceServicer_to_server(executor, server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(executor, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

@@ -36,6 +36,8 @@ MADE_BY: dict[str, Callable[[Client, Cache], Any]] = {
     "GetModelInfo": lambda client, _: client.model_info(),
     "GetStatus": lambda client, _: client.status(),
     "CancelExecution": lambda client, _: client.cancel_execution("id"),
+    "UnloadAdapter": lambda client, _: client.unload_adapter("sql"),
+    "ListAdapters": lambda client, _: client.list_adapters(),
 }
 
 # Requests that nothing fences, and that would be applied twice.

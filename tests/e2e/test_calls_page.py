@@ -17,9 +17,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from google.protobuf import descriptor_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_tools import protoc
+from safetensors.torch import save_file
 
 from tests.gateway_process import GatewayProcess
 
@@ -124,15 +126,29 @@ def value_at(message: Any, path: str) -> str:
     return str(message)
 
 
-def test_each_line_does_what_the_page_says() -> None:
+def test_each_line_does_what_the_page_says(tmp_path: Path) -> None:
     with GatewayProcess(model="adder") as gateway:
-        follow_the_page(gateway)
+        follow_the_page(gateway, {"ADAPTER": str(adapter(tmp_path))})
         assert gateway.process.wait(TIMEOUT_S) == 0, "the last line ends the server"
 
 
-def follow_the_page(gateway: GatewayProcess) -> None:
-    """Runs each line of the page."""
-    variables: dict[str, str] = {}
+def adapter(directory: Path) -> Path:
+    """Writes a LoRA adapter of the shipped model, in PEFT's layout. Returns its directory."""
+    settings = json.loads((ROOT / "workers" / "models" / "adder" / "config.json").read_text())
+    hidden, out = settings["hidden_size"], settings["num_attention_heads"] * settings["head_dim"]
+    tensors = {}
+    for layer in range(settings["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{name}.lora_A.weight"] = torch.ones(1, hidden)
+        tensors[f"{name}.lora_B.weight"] = torch.zeros(out, 1)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def follow_the_page(gateway: GatewayProcess, variables: dict[str, str]) -> None:
+    """Runs each line of the page. `variables` has what the page does not take from an answer; mutated."""
     for call in calls():
         line = re.sub(r"\$([A-Z_]+)", lambda name: variables[name[1]], call.line)
         assert line.split()[-1] == call.method

@@ -50,6 +50,8 @@ class _Requests:
                 for part in self._parts(content):
                     yield admin_pb2.LoadAdapterRequest(file=admin_pb2.AdapterFile(name=name, data=part))
             except OSError as error:
+                # Errors of reading, unlike those of opening, do not name the file.
+                error.filename = str(content)
                 self._error = error
                 raise
 

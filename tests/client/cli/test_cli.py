@@ -148,7 +148,19 @@ def test_generate_draws_as_the_models_makers_do_but_for_what_was_given(
 NO_TEMPLATE = "this model has no chat template: without --chat and --system it continues text"
 
 
-@pytest.mark.parametrize("command", ["status", "generate", "load", "caches list", "caches release"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status",
+        "generate",
+        "load",
+        "caches list",
+        "caches release",
+        "adapters list",
+        "adapters load",
+        "adapters unload",
+    ],
+)
 def test_each_command_prints_its_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         main([*command.split(), "--help"])
@@ -353,7 +365,7 @@ def test_wrong_usage_is_told_in_a_sentence(
         ("--verson", "quire: error: --verson is not known; did you mean --version?"),
         (
             "dance",
-            "quire: error: dance is no command; the commands are serve, status, generate, load, caches",
+            "quire: error: dance is no command; the commands are serve, status, generate, load, caches,",
         ),
     ],
 )
@@ -375,7 +387,7 @@ def test_where_the_server_is_not_installed_its_commands_say_so(
         main([command])
     error = capsys.readouterr().err
     assert caught.value.code == 2 and f"quire: error: {command} {NOT_INSTALLED}" in error
-    assert error.startswith("usage: quire [-h] [--version] status|generate|load|caches ...")
+    assert error.startswith("usage: quire [-h] [--version] status|generate|load|caches|adapters ...")
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -442,6 +454,17 @@ def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureF
     }  # fmt: skip
     assert "starting 42%" in starting
     assert products == "matrix products of worker-0: torch: this CPU has no AVX2"
+
+
+def test_status_counts_the_adapters_in_memory_if_there_are_any(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor.resident = {"worker-0": ["sql", "chat"], "worker-1": [], "worker-2": ["sql"]}
+    assert quire("status") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "LoRA adapters in memory: 2 (worker-0), 1 (worker-2)"
+    executor.resident = {"worker-0": [], "worker-1": []}
+    assert quire("status") == 0
+    assert "LoRA" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -558,8 +581,10 @@ def test_the_token_goes_with_every_call(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "required: serve|status|generate|load|caches|state|token"),
+        ("", "required: serve|status|generate|load|caches|adapters|state|token"),
         ("caches", "required: list|release"),
+        ("adapters", "required: list|load|unload"),
+        ("adapters load sql", "required: DIRECTORY|HUB-ID"),
         ("caches release", "one of the arguments CACHE_ID --all is required"),
         ("caches release kv_1 --all", "not allowed with argument"),
         ("state", "required: list|remove"),
