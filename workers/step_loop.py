@@ -245,20 +245,16 @@ class StepLoop:
                         self._answer(command)
                     elif not command.adapter or self._adapter_table.admit(command):
                         self._scheduler.add(command)
-                    return
                 case Abort():
                     self._abort(command)
-                    return
                 case CheckIntegrity():
                     self._request_check(command)
-                    return
                 case Adopt():
                     self._prelauncher.drop_all()
                     self._results.append(keep_confirmed(self._engine, command))
-                    return
-                case _:
+                case Fork() | Truncate() | Release():
                     self._change(command)
-            self._results.append(Done(command.op_id))
+                    self._results.append(Done(command.op_id))
         except Exception as error:
             self._results.append(_failure(command.op_id, error, "a command failed"))
 

@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -44,11 +45,9 @@ def serve(model: Path, *flags: str, workers: int = 1) -> GatewayProcess:
     return GatewayProcess(model=str(model), workers=workers, flags=[*flags])
 
 
-def replace(gateway: GatewayProcess, source: Path, previous_caches: int = RECOMPUTE) -> str:
+def replace(gateway: GatewayProcess, source: Path, previous_caches: Any = RECOMPUTE) -> str:
     """Returns the fingerprint of what is served afterwards."""
-    request = runner_pb2.LoadWeightsRequest(
-        source=str(source), mode=REPLACE, previous_caches=previous_caches
-    )
+    request = runner_pb2.LoadWeightsRequest(source=str(source), mode=REPLACE, previous_caches=previous_caches)
     assert gateway.channel is not None
     runner = runner_pb2_grpc.ModelRunnerServiceStub(gateway.channel)
     *_, last = runner.LoadWeights(request, timeout=PATIENCE_S)
