@@ -8,14 +8,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from workers.kv.table import KvSequence
-    from workers.models.model import ModelDescription
 
 
 class Kind(enum.Enum):
@@ -537,7 +536,8 @@ class WeightsRead:
     """The answer to READ: the model that the weights make."""
 
     op_id: int
-    model: ModelDescription
+    # A ModelDescription.
+    model: Any
 
 
 # A complete forward is its own result.

@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from quire.v1 import executor_pb2, worker_pb2
+from google.protobuf import empty_pb2
+from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
 from service.caches.effects import Claim
 from service.caches.workers import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.errors import NoWorker
+from service.errors import LoadFailed, NoWorker
 from service.logging import get_logger
 from service.pool import wire
 from service.pool.launcher import PoolFailed, WorkerProcesses
@@ -139,6 +140,29 @@ class Incarnation:
         ready = self.slot.ready
         if ready is not None and ready.executor.supports_lora:
             self.send(worker_pb2.WorkerCommand(adapter=command))
+
+    async def read_weights(self, directory: str) -> types_pb2.ModelDescription:
+        """Lets the worker read other weights, which it then holds beside its own. Returns what they are.
+
+        Raises LoadFailed, or NoWorker.
+        """
+        command = worker_pb2.ReplaceWeightsCommand(read=directory)
+        event = await self.ask(worker_pb2.WorkerCommand(replace_weights=command))
+        if event.WhichOneof("event") == "error":
+            # The caller must not see paths of this machine.
+            _log.warning("weights cannot be used", worker_id=self.slot.worker_id, why=event.error.detail)
+            raise LoadFailed("the weights cannot be used, the server's log says why")
+        return event.weights_read.model
+
+    def apply_weights(self) -> None:
+        """Lets the worker put what it has read into place. It drops its forwards and sequences."""
+        command = worker_pb2.ReplaceWeightsCommand(apply=empty_pb2.Empty())
+        self.send(worker_pb2.WorkerCommand(replace_weights=command))
+
+    def discard_weights(self) -> None:
+        """Lets the worker forget what it has read."""
+        command = worker_pb2.ReplaceWeightsCommand(discard=empty_pb2.Empty())
+        self.send(worker_pb2.WorkerCommand(replace_weights=command))
 
     def view(self) -> WorkerView:
         """A worker that serves, as the state machine sees it when it has no sequences."""

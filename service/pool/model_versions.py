@@ -188,7 +188,7 @@ class ModelVersions:
         `continued`: the first version whose caches continue with this one. None: this one.
         """
         self.continued = version.number if continued is None else continued
-        served = ServedModel(self._configured, version.model, version.number, self.continued)
+        served = self._served_model(version)
         if self._data_dir is not None:
             write_served_model(self._data_dir, served)
         self._stored = served
@@ -231,9 +231,13 @@ class ModelVersions:
     def _tag_caches(self) -> None:
         self._bind_caches(to_model_tag(self.serving.fingerprint or "", self.serving.number))
 
+    def _served_model(self, version: ModelVersion) -> ServedModel:
+        first = None if self.continued == version.number else self.continued
+        return ServedModel(self._configured, version.model, version.number, first)
+
     def _update_file(self) -> None:
         """Updates the file if the settings have changed since weights were loaded, and the model works."""
-        served = ServedModel(self._configured, self.serving.model, self.serving.number, self.continued)
+        served = self._served_model(self.serving)
         if self._stored in (None, served):
             return
         try:

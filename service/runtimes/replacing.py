@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from google.protobuf import empty_pb2
-from quire.v1 import runner_pb2, types_pb2, worker_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 from service.completion import complete
 from service.dispatcher import Dispatcher
@@ -26,8 +25,6 @@ from service.runtimes.loading import WeightsLoader
 from service.runtimes.sources import ModelSources
 
 _log = get_logger(__name__)
-_DISCARD = worker_pb2.ReplaceWeightsCommand(discard=empty_pb2.Empty())
-_APPLY = worker_pb2.ReplaceWeightsCommand(apply=empty_pb2.Empty())
 _Progress = runner_pb2.LoadWeightsResponse
 
 
@@ -74,7 +71,7 @@ class WeightsReplacer:
         finally:
             if version is None or self._versions.serving is not version:
                 for worker in workers:
-                    worker.send(worker_pb2.WorkerCommand(replace_weights=_DISCARD))
+                    worker.discard_weights()
                 if version is not None:
                     self._versions.remove(version)
             self._loader.is_busy = False
@@ -101,7 +98,7 @@ class WeightsReplacer:
             raise LoadFailed(f"the switch cannot be written down: {error.strerror}") from None
         ready = [worker for worker in workers if worker.slot.ready is not None]
         for worker in ready:
-            worker.send(worker_pb2.WorkerCommand(replace_weights=_APPLY))
+            worker.apply_weights()
         self._versions.replace(version, described)
         views = [worker.view() for worker in ready]
         self._dispatcher.weights_replaced(version.number, views, recompute=recompute)
@@ -110,15 +107,7 @@ class WeightsReplacer:
 
 async def _read(workers: list[Incarnation], model: str) -> types_pb2.ModelDescription:
     """Lets all workers read weights. Returns what they describe. Raises LoadFailed or NoWorker."""
-    command = worker_pb2.ReplaceWeightsCommand(read=model)
-    events = await asyncio.gather(
-        *(worker.ask(worker_pb2.WorkerCommand(replace_weights=command)) for worker in workers)
-    )
-    for event in events:
-        if event.WhichOneof("event") == "error":
-            _log.warning("weights cannot be used", why=event.error.detail)
-            raise LoadFailed("the weights cannot be used; the server's log says why")
-    described = [event.weights_read.model for event in events]
+    described = await asyncio.gather(*(worker.read_weights(model) for worker in workers))
     if any(one.fingerprint != described[0].fingerprint for one in described):
         raise LoadFailed("the files have changed while they were read")
     return described[0]

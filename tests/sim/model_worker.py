@@ -286,7 +286,7 @@ class ModelWorker:
                 if child in self.sequences:
                     raise ProtocolError(f"fork into sequence {child}, which exists")
                 self.sequences[child] = list(tokens)
-                self.adapters[child] = self.adapters[command.fork.sequence]
+                self.adapters[child] = self.adapters.get(command.fork.sequence, 0)
             if command.fork.sequence in self.untrimmed:
                 self.untrimmed.update(command.fork.children)
         else:
@@ -327,7 +327,7 @@ class ModelWorker:
             del tokens[body.position :]
         if not tokens:
             self.adapters[body.sequence] = body.adapter
-        if self.adapters[body.sequence] != body.adapter:
+        if self.adapters.get(body.sequence, 0) != body.adapter:
             raise ProtocolError(f"op {job.op_id}: of adapter {body.adapter}, and its KV is of another one")
         expected = self.expected.pop(job.op_id, None)
         if expected is not None and list(expected) != tokens:

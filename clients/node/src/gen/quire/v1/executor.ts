@@ -307,6 +307,8 @@ export interface ForwardResponse {
   tokenIsArgmax: boolean[];
   /** Tokens whose KV was reused from the prefix cache. */
   reusedTokens: number;
+  /** As in KvCacheHandle. */
+  weights: bigint;
 }
 
 export interface BatchForwardRequest {
@@ -2633,7 +2635,7 @@ export const ForwardRequest: MessageFns<ForwardRequest> = {
 };
 
 function createBaseForwardResponse(): ForwardResponse {
-  return { outputs: [], tokenLogprobs: [], timing: undefined, tokenIsArgmax: [], reusedTokens: 0 };
+  return { outputs: [], tokenLogprobs: [], timing: undefined, tokenIsArgmax: [], reusedTokens: 0, weights: 0n };
 }
 
 export const ForwardResponse: MessageFns<ForwardResponse> = {
@@ -2660,6 +2662,12 @@ export const ForwardResponse: MessageFns<ForwardResponse> = {
     }
     if (message.reusedTokens !== 0) {
       writer.uint32(40).uint32(message.reusedTokens);
+    }
+    if (message.weights !== 0n) {
+      if (BigInt.asUintN(64, message.weights) !== message.weights) {
+        throw new globalThis.Error("value provided for field message.weights of type uint64 too large");
+      }
+      writer.uint32(48).uint64(message.weights);
     }
     return writer;
   },
@@ -2737,6 +2745,14 @@ export const ForwardResponse: MessageFns<ForwardResponse> = {
             message.reusedTokens = reader.uint32();
             continue;
           }
+          case 6: {
+            if (tag !== 48) {
+              break;
+            }
+
+            message.weights = reader.uint64() as bigint;
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2761,6 +2777,7 @@ export const ForwardResponse: MessageFns<ForwardResponse> = {
       : undefined;
     message.tokenIsArgmax = object.tokenIsArgmax?.map((e) => e) || [];
     message.reusedTokens = object.reusedTokens ?? 0;
+    message.weights = (object.weights !== undefined && object.weights !== null) ? BigInt(object.weights) : 0n;
     return message;
   },
 };

@@ -81,6 +81,30 @@ export enum BreakerState {
   UNRECOGNIZED = -1,
 }
 
+/** Where new weights are loaded. */
+export enum LoadWeightsMode {
+  /** LOAD_WEIGHTS_MODE_UNSPECIFIED - BESIDE. */
+  LOAD_WEIGHTS_MODE_UNSPECIFIED = 0,
+  /** LOAD_WEIGHTS_MODE_BESIDE - By further workers, which take over when all of them are ready. Any model; both have to fit on the devices. */
+  LOAD_WEIGHTS_MODE_BESIDE = 1,
+  /**
+   * LOAD_WEIGHTS_MODE_REPLACE - By the workers that serve, between two steps. The model must have the same config. The new weights are read and
+   * checked first, which takes main memory for them, also on a GPU; then steps wait until they are in place.
+   */
+  LOAD_WEIGHTS_MODE_REPLACE = 2,
+  UNRECOGNIZED = -1,
+}
+
+export enum PreviousCaches {
+  /** PREVIOUS_CACHES_UNSPECIFIED - END. */
+  PREVIOUS_CACHES_UNSPECIFIED = 0,
+  /** PREVIOUS_CACHES_END - Calls on them fail with WEIGHTS_CHANGED. */
+  PREVIOUS_CACHES_END = 1,
+  /** PREVIOUS_CACHES_RECOMPUTE - They continue: their tokens stay, and their KV is recomputed with the new weights when they are next used. */
+  PREVIOUS_CACHES_RECOMPUTE = 2,
+  UNRECOGNIZED = -1,
+}
+
 export enum LoadWeightsPhase {
   LOAD_WEIGHTS_PHASE_UNSPECIFIED = 0,
   LOAD_WEIGHTS_PHASE_LOADING = 1,
@@ -451,6 +475,9 @@ export interface LoadWeightsRequest {
    * all.
    */
   drain: Duration | undefined;
+  mode: LoadWeightsMode;
+  /** With REPLACE: what becomes of caches of the previous weights. */
+  previousCaches: PreviousCaches;
 }
 
 export interface LoadWeightsResponse {
@@ -3011,7 +3038,7 @@ export const CostEstimate: MessageFns<CostEstimate> = {
 };
 
 function createBaseLoadWeightsRequest(): LoadWeightsRequest {
-  return { runtime: "", source: "", drain: undefined };
+  return { runtime: "", source: "", drain: undefined, mode: 0, previousCaches: 0 };
 }
 
 export const LoadWeightsRequest: MessageFns<LoadWeightsRequest> = {
@@ -3024,6 +3051,12 @@ export const LoadWeightsRequest: MessageFns<LoadWeightsRequest> = {
     }
     if (message.drain !== undefined) {
       Duration.encode(message.drain, writer.uint32(26).fork()).join();
+    }
+    if (message.mode !== 0) {
+      writer.uint32(32).int32(message.mode);
+    }
+    if (message.previousCaches !== 0) {
+      writer.uint32(40).int32(message.previousCaches);
     }
     return writer;
   },
@@ -3065,6 +3098,22 @@ export const LoadWeightsRequest: MessageFns<LoadWeightsRequest> = {
             message.drain = Duration.decode(reader, reader.uint32());
             continue;
           }
+          case 4: {
+            if (tag !== 32) {
+              break;
+            }
+
+            message.mode = reader.int32() as any;
+            continue;
+          }
+          case 5: {
+            if (tag !== 40) {
+              break;
+            }
+
+            message.previousCaches = reader.int32() as any;
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -3087,6 +3136,8 @@ export const LoadWeightsRequest: MessageFns<LoadWeightsRequest> = {
     message.drain = (object.drain !== undefined && object.drain !== null)
       ? Duration.fromPartial(object.drain)
       : undefined;
+    message.mode = object.mode ?? 0;
+    message.previousCaches = object.previousCaches ?? 0;
     return message;
   },
 };

@@ -68,6 +68,8 @@ export enum VerifyAccept {
  * outlives workers: lost KV is recomputed from the tokens when it is next needed.
  */
 export interface KvCacheHandle {
+  /** The number of the weights with which the answer was computed. It grows with each LoadWeights. */
+  weights: bigint;
   /** Opaque and unguessable. Valid until released or expired. */
   cacheId: string;
   /** The number of tokens in the sequence. Pass it as `position` to fence the next append. */
@@ -464,11 +466,17 @@ export interface LoraAdapterMetrics {
 }
 
 function createBaseKvCacheHandle(): KvCacheHandle {
-  return { cacheId: "", seqLen: 0, epoch: 0n, workerId: "", expireTime: undefined };
+  return { weights: 0n, cacheId: "", seqLen: 0, epoch: 0n, workerId: "", expireTime: undefined };
 }
 
 export const KvCacheHandle: MessageFns<KvCacheHandle> = {
   encode(message: KvCacheHandle, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.weights !== 0n) {
+      if (BigInt.asUintN(64, message.weights) !== message.weights) {
+        throw new globalThis.Error("value provided for field message.weights of type uint64 too large");
+      }
+      writer.uint32(48).uint64(message.weights);
+    }
     if (message.cacheId !== "") {
       writer.uint32(10).string(message.cacheId);
     }
@@ -503,6 +511,14 @@ export const KvCacheHandle: MessageFns<KvCacheHandle> = {
       while (reader.pos < end) {
         const tag = reader.uint32();
         switch (tag >>> 3) {
+          case 6: {
+            if (tag !== 48) {
+              break;
+            }
+
+            message.weights = reader.uint64() as bigint;
+            continue;
+          }
           case 1: {
             if (tag !== 10) {
               break;
@@ -560,6 +576,7 @@ export const KvCacheHandle: MessageFns<KvCacheHandle> = {
   },
   fromPartial(object: DeepPartial<KvCacheHandle>): KvCacheHandle {
     const message = createBaseKvCacheHandle();
+    message.weights = (object.weights !== undefined && object.weights !== null) ? BigInt(object.weights) : 0n;
     message.cacheId = object.cacheId ?? "";
     message.seqLen = object.seqLen ?? 0;
     message.epoch = (object.epoch !== undefined && object.epoch !== null) ? BigInt(object.epoch) : 0n;
