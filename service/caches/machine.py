@@ -26,7 +26,7 @@ from typing import Any
 from service.caches.append import Appends, continue_caches
 from service.caches.changes import Releases, Renewals, Truncations
 from service.caches.effects import Claim, Effects, Event, ReleaseSequences
-from service.caches.entries import Operation
+from service.caches.entries import CacheEntry, Operation
 from service.caches.fork import Forks
 from service.caches.kind import OperationKind, Parts
 from service.caches.ledger import Ledger
@@ -181,18 +181,24 @@ class CacheMachine:
         """A worker and all KV in it are lost. `crashed`: as far as is known, it was not killed on purpose."""
         self._context.now_s = now_s
         worker = self._workers.find(worker_id, epoch)
-        if worker is None:
-            return
-        self._workers.remove(worker)
-        computed = self._attempts.worker_lost(worker, crashed=crashed)
-        lost = self._kv.lose(worker)
+        if worker is not None:
+            self._lose([worker], crashed=crashed)
+
+    def _lose(self, workers: Sequence[WorkerView], *, crashed: bool) -> None:
+        """Removes workers. All before anything is tried again, which must not be on one of them."""
+        computed: list[Operation] = []
+        lost: list[CacheEntry] = []
+        for worker in workers:
+            self._workers.remove(worker)
+            computed += self._attempts.worker_lost(worker, crashed=crashed)
+            lost += self._kv.lose(worker)
         for operation in computed:
             # When an earlier one ended, a fork that releases this cache may have begun. Then this one waits.
             if not operation.turns_left:
                 result = self._attempts.try_again(operation, WorkerLost())
                 if result is not None:
                     self._queues.attempt_ended(*result)
-        self._restores.later(lost, now_s)
+        self._restores.later(lost, self._context.now_s)
 
     # Weights.
 
@@ -210,9 +216,9 @@ class CacheMachine:
         workers: the same incarnations, as they are now.
         recompute: existing caches continue with these weights. Otherwise they can only be released.
         """
-        before = self.weights.serving
-        for worker in workers:
-            self.worker_lost(worker.worker_id, worker.epoch, now_s, crashed=False)
+        self._context.now_s, before = now_s, self.weights.serving
+        known = (self._workers.find(worker.worker_id, worker.epoch) for worker in workers)
+        self._lose([worker for worker in known if worker is not None], crashed=False)
         if recompute:
             self.weights.replace(weights, continued=self.weights.continued)
             continue_caches(self.index, self._queues.operations.values(), self.weights)

@@ -222,6 +222,13 @@ class ModelWorker:
         self.expected.clear()
         return {number: len(tokens) for number, tokens in self.sequences.items()}
 
+    def replace_weights(self, weights: int) -> None:
+        """Has other weights in place, and nothing of what it had."""
+        self.holdings()
+        self.sequences.clear()
+        self.untrimmed.clear()
+        self.weights = weights
+
     def adopt(self, claims: Iterable[Claim]) -> dict[int, int]:
         """Cuts its sequences to what is claimed, and drops all others and those of other tokens."""
         claimed = {claim.number: claim for claim in claims}

@@ -67,6 +67,10 @@ class Oracle:
         # The weights that are served, and those whose caches may be used beside.
         self.weights = 0
         self.draining_weights: set[int] = set()
+        # The first weights whose caches continue with those that are served.
+        self.continued = 0
+        # Each time others were served: the first that continued with them, and they.
+        self._continuations: list[tuple[int, int]] = []
         self.queue_limit: int = 0
         self.cache_limit: int = 0
         self.budget = JournalBudget()
@@ -185,6 +189,19 @@ class Oracle:
         cache = self.caches.get(cache_id)
         return cache if cache is not None and cache.tenant is tenant else None
 
+    def continue_with(self, weights: int, continued: int) -> None:
+        """Other weights are served, with which caches of `continued` and later ones go on."""
+        self.weights, self.continued = weights, continued
+        self._continuations.append((continued, weights))
+        for cache in self.caches.values():
+            cache.weights = self.current(cache.weights)
+
+    def current(self, weights: int) -> int:
+        """With which weights that is computed now what was for these."""
+        for first, last in self._continuations:
+            weights = last if first <= weights <= last else weights
+        return weights
+
     def can_use(self, weights: int) -> bool:
         """Whether anything but a release may be asked of caches of these weights."""
         return weights == self.weights or weights in self.draining_weights
@@ -282,12 +299,13 @@ class Oracle:
         # A repetition that finds its original undone is that of its first asker, whose lease that is.
         cache = Cache(record.cache_id, record.number, asked.tenant, record.seed, record.lease_s)
         assert append.request_id or cache.lease_s == min(lease_s, self.max_lease_s)
-        cache.request_id, cache.weights = append.request_id, record.weights
+        cache.request_id, cache.weights = append.request_id, self.current(record.weights)
         cache.adapter = record.adapter
         assert record.adapter == append.adapter, "of the adapter that was asked for"
         wanted = asked.weights if append.weights is None else append.weights
         # A repetition may meet its original, which was asked for before.
-        assert record.weights == wanted or (append.request_id and record.weights < wanted)
+        wanted = self.current(wanted)
+        assert cache.weights == wanted or (append.request_id and cache.weights < wanted)
         self._add(cache)
         if append.request_id:
             self.made[key] = cache
@@ -298,7 +316,7 @@ class Oracle:
         base, tokens, kept = record.position, list(append.token_ids), len(record.token_ids)
         assert base == len(cache.tokens), "an append at the end"
         assert append.position in (None, base), "an append is applied where it says"
-        assert append.weights in (None, cache.weights), "with the weights it was checked for"
+        self._check_stated(append, cache)
         assert base + len(tokens) <= self.capacity_tokens
         if not append.parents:
             assert list(record.token_ids) == tokens[:kept]
@@ -441,7 +459,7 @@ class Oracle:
         cache = self.cache_of(asked)
         assert cache is not None and cache.last is not None, "a success that was not written"
         last = cache.last
-        assert append.weights in (None, cache.weights), "with the weights it was checked for"
+        self._check_stated(append, cache)
         assert append.cache_id or append.adapter == cache.adapter, "of the adapter that was asked for"
         assert cache.is_repeat(append, asked.position), "only a repetition is answered without being applied"
         assert result.kept == last.kept
@@ -458,6 +476,10 @@ class Oracle:
         self.seen[f"repetition answered {where}"] += 1
         self.seen["repetition answered after a gateway crash"] += last.epoch < self.gateway_epoch
 
+    def _check_stated(self, append: Append, cache: Cache) -> None:
+        stated = append.weights
+        assert stated is None or self.current(stated) == cache.weights, "with the weights it was checked for"
+
     def _check_outputs(
         self,
         append: Append,
@@ -469,8 +491,10 @@ class Oracle:
     ) -> list[int]:
         """Asserts that the answer has the wanted rows; returns what the model chooses in every row.
 
-        `of_model`: the weights and the adapter.
+        `of_model`: the weights and the adapter. It may have been computed before the weights were replaced.
         """
+        weights, adapter = of_model
+        assert self.current(result.weights) == self.current(weights), "of other weights"
         options, salt = options_of(append), None
         if options.output.HasField("sampling"):
             assert cache is not None
@@ -481,7 +505,7 @@ class Oracle:
             line_to(own, append.parents, index)
             for index in range(0 if append.accept else len(own) - options.rows, len(own))
         )
-        chosen = [next_token(before + line, salt, *of_model) for line in lines]
+        chosen = [next_token(before + line, salt, result.weights, adapter) for line in lines]
         wanted = chosen[len(chosen) - options.rows :]
         expected = [output_of(token, options.output) for token in wanted]
         assert list(_done(result).outputs) == expected, "what the model says of the tokens"

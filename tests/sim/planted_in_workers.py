@@ -240,6 +240,21 @@ class WhatIsUnderWaySurvivesItsWeights(PlantedMachine):
         return () if worker is not None and worker.weights in self.ended else (command,)
 
 
+class AnswersOfReplacedWeightsAreRepeated(PlantedMachine):
+    """The answers to last appends survive a replacement of the weights."""
+
+    def weights_replaced(self, *args: Any, **settings: Any) -> None:
+        kept = [(entry, entry.answer) for entry in self.index]
+        super().weights_replaced(*args, **settings)
+        for entry, answer in kept:
+            entry.answer = answer
+
+
+class CachesContinueWhereTheyEnd(PlantedMachine):
+    def weights_replaced(self, *args: Any, recompute: bool, **settings: Any) -> None:
+        super().weights_replaced(*args, recompute=True, **settings)
+
+
 # Adapters.
 
 

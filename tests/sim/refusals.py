@@ -198,11 +198,14 @@ def _check_weights(oracle: Oracle, asked: Asked, cache: Cache | None, error: Qui
         its = [*oracle.caches_of(asked), *(forked.children if forked is not None else ())]
         assert any(each is not None and not oracle.can_use(each.weights) for each in its), "all can be used"
     elif cache is not None:
-        assert not oracle.can_use(cache.weights) or stated not in (None, cache.weights), "it can be used"
+        # The gateway remembers only the last replacement: what was checked before others are served is refused.
+        is_stale = stated is not None and stated < oracle.continued and stated != cache.weights
+        fits = stated is None or oracle.current(stated) == cache.weights
+        assert is_stale or not (oracle.can_use(cache.weights) and fits), "it can be used"
     else:
         assert isinstance(request, Append) and not request.cache_id
         assert request.request_id or error.retry_after_s is not None, "whoever has no cache yet can ask again"
-        wanted = asked.weights if stated is None else stated
+        wanted = oracle.current(asked.weights if stated is None else stated)
         # A repetition may have met its original, which was asked for before.
         assert not oracle.can_use(wanted) or (request.request_id and oracle.weights)
 

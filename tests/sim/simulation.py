@@ -82,6 +82,10 @@ class Simulation:
         self._loading: int | None = None
         self._before: int | None = None
         self._before_drains = False
+        # The first weights whose caches continue with those that are served, as it is written down; and after
+        # which weights the workers are named that have got others in place.
+        self._continued = 0
+        self._named: dict[int, int] = {}
         # In some schedules nearly all is about that.
         self._switches = 12.0 if seed % 6 == 1 else 0.0
         # Those that have outlived their gateway, and those of them that were told what is wanted of them.
@@ -147,7 +151,8 @@ class Simulation:
         """A gateway without workers, which knows what is on the disk."""
         oracle, rng = self.oracle, self.rng
         self.machine = new_machine(rng, oracle, self._names)
-        self.machine.weights.serving = oracle.weights = self._weights
+        self.machine.weights.replace(self._weights, continued=self._continued)
+        oracle.continue_with(self._weights, self._continued)
         self._loading = self._before = None
         self.journal = DiskJournal(self._disk, lambda: self._now_s, self.seen)
         self.dispatcher = WatchedDispatcher(
@@ -180,7 +185,9 @@ class Simulation:
             if self.rng.random() < 0.5:
                 worker.step()
         # Those with other weights are not taken over.
-        served = (worker for worker in self._orphans if worker.weights == self._weights)
+        self._named.clear()
+        crew = self._crew(self._weights)
+        served = (w for w in self._orphans if w.weights == self._weights and w.worker_id in crew)
         self._orphans = [worker for worker in served if not worker.crashed]
         self.workers.clear()
         self._adopting.clear()
@@ -198,6 +205,7 @@ class Simulation:
         ledger = Ledger(SEGMENT_TOKENS)
         for record, _ in self._disk.recover():
             ledger.apply(record)
+        ledger.continue_weights(self._continued, self._weights)
         check_ledger(ledger, self.oracle)
 
     # Callers.
@@ -297,6 +305,7 @@ class Simulation:
         return [worker_id for weights in known if weights is not None for worker_id in self._crew(weights)]
 
     def _crew(self, weights: int) -> list[str]:
+        weights = self._named.get(weights, weights)
         suffix = f".{weights}" if weights else ""
         return [f"worker-{index}{suffix}" for index in range(self._num_workers)]
 
@@ -304,6 +313,8 @@ class Simulation:
         """The next thing that comes of a load."""
         if self._before is not None:
             self._end_weights_before()
+        elif self._loading is None and self.rng.random() < 0.4:
+            self._replace_in_place()
         elif self._loading is None:
             self._loading = self._weights + 1
         elif self.rng.random() < 0.1:
@@ -311,8 +322,34 @@ class Simulation:
         elif all(worker_id in self.workers for worker_id in self._crew(self._loading)):
             self._switch()
 
+    def _replace_in_place(self) -> None:
+        crew = self._crew(self._weights)
+        if not all(worker_id in self.workers for worker_id in crew):
+            return
+        before, recompute = self._weights, self.rng.random() < 0.7
+        self._weights += 1
+        if not recompute:
+            self._continued = self._weights
+        if self.rng.random() < 0.1:
+            self.seen["gateway crash between a switch that is written down and its making"] += 1
+            self._restart_gateway()
+            return
+        self._named[self._weights] = self._named.get(before, before)
+        self.seen[f"weights replaced, caches {'continue' if recompute else 'end'}"] += 1
+        self.seen["in flight when weights were replaced"] += len(self.oracle.outstanding)
+        workers = [self.workers[worker_id] for worker_id in crew]
+        for worker in workers:
+            # Some of what was on its way may have been computed, and is answered too late.
+            worker.take(self.rng.choice((0, len(worker.inbox))))
+            worker.step()
+            self._late.extend((worker, event) for event in worker.outbox)
+            worker.replace_weights(self._weights)
+        views = [worker.view(MAX_SEQ_LEN) for worker in workers]
+        self.dispatcher.weights_replaced(self._weights, views, recompute=recompute)
+
     def _switch(self) -> None:
         before, self._weights = self._weights, self._loading or 0
+        self._continued = self._weights
         if self.rng.random() < 0.1:
             self.seen["gateway crash between a switch that is written down and its making"] += 1
             self._restart_gateway()
@@ -383,7 +420,8 @@ class Simulation:
         self._last_epoch += 1
         worker = ModelWorker(worker_id, self._last_epoch, self._pool, self.rng, self.seen)
         worker.faults = self._faults
-        worker.weights = int(worker_id.partition(".")[2] or 0)
+        known = (w for w in (self._weights, self._loading, self._before) if w is not None)
+        worker.weights = next(weights for weights in known if worker_id in self._crew(weights))
         self._is_ready(worker, {})
 
     def _is_ready(self, worker: ModelWorker, kept: dict[int, int]) -> None:
