@@ -198,6 +198,10 @@ def test_the_adapter_of_a_model_that_also_sees(tmp_path: Path) -> None:
     for name, pair in adapter.weights.items():
         in_file = f"base_model.model.{name.replace('model.', 'model.language_model.', 1)}"
         assert torch.equal(pair.a, stored[f"{in_file}.lora_A.weight"])
+    in_file = "model.language_model.layers.2.self_attn.q_proj"
+    save_file({name: tensor for name, tensor in stored.items() if in_file not in name}, tmp_path / WEIGHTS)
+    with pytest.raises(AdapterError, match=f"names module {in_file}, which has no tensors"):
+        read_adapter(tmp_path, modules, **limits)
     older = {
         name.replace(".model.language_model.", ".language_model.model."): tensor.clone()
         for name, tensor in stored.items()

@@ -230,6 +230,11 @@ SETTINGS = [
         rf"target_modules: names module {_LAYER}self_attn.k_proj, which has no tensors: check that",
     ),
     BadDirectory("a layer as text", setting(layers_to_transform="1"), "layers_to_transform: must be a list"),
+    BadDirectory(
+        "layers of another list",
+        setting(layers_to_transform=[0, 1], layers_pattern="h"),
+        rf"module {_LAYER}.* has tensors, but is not named",
+    ),
     BadDirectory("a list by a pattern", setting(layers_pattern="l.*"), "layers_pattern: must be a name"),
     BadDirectory(
         "patterns that take for ever",

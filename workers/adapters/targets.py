@@ -42,8 +42,8 @@ class Targets:
             return True
         parts = name.split(".")
         for at in range(1, len(parts) - 1):
-            container_fits = parts[at - 1] in self._containers if self._containers else at >= 2
-            if container_fits and parts[at].isdecimal():
+            fits = not self._containers or parts[at - 1] in self._containers
+            if fits and parts[at].isdecimal():
                 return int(parts[at]) in self._layers
         return False
 
