@@ -161,7 +161,8 @@ class Gateway:
         except ModuleNotFoundError as error:
             allowed = f"needs {error.name}, of the extra openai: `make setup` installs it"
             raise ConfigError("openai_listen", "a setting", self.config.openai_listen, allowed) from None
-        return OpenAiFront(self.executions, self.router, self.state, self.text, self.authenticator)
+        parts = self.executions, self.router, self.state, self.text, self.authenticator
+        return OpenAiFront(*parts, self.api.Forward)
 
     def _open_journal(self, directory: Path | None) -> Journal:
         """Opens the journal and recovers its caches. Raises JournalUnusable."""

@@ -50,7 +50,7 @@ _CODES = {
 _PARAMS = (
     (re.compile(r"^(?:items\[\d+\]\.|output\.|sampling\.|chat\.(?=messages))+"), ""),
     (re.compile(r"^constraint\b.*"), "response_format"),
-    (re.compile(r"^(?:tokens|text|token_ids)\b.*"), "prompt"),
+    (re.compile(r"^(?:tokens|text)\b.*"), "prompt"),
     (re.compile(r"^chat\.tools_json$"), "tools"),
     (re.compile(r"^chat\b.*"), "messages"),
     (re.compile(r"\.arguments_json$"), ".function.arguments"),

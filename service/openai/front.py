@@ -10,7 +10,6 @@ import contextlib
 import functools
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import uvicorn
 from quire.v1 import executor_pb2
@@ -25,6 +24,7 @@ from service.config import Config
 from service.openai import requests
 from service.openai.bodies import BodyReader
 from service.openai.connection import CHECK_INTERVAL_S, Connection
+from service.openai.generate import Forward, GenerateHandler
 from service.openai.generation import CompletionHandler
 from service.openai.middleware import HEALTH, Middleware
 from service.openai.models import Models
@@ -48,8 +48,9 @@ class OpenAiFront:
         state: ServerState,
         text: TextModel,
         authenticator: Authenticator | None,
+        forward: Forward,
     ) -> None:
-        """Raises ConfigError for certificates that cannot be used."""
+        """`forward`: scores prompts. Raises ConfigError for certificates that cannot be used."""
         config = state.config
         self._listen = config.openai_listen
         self._state = state
@@ -57,19 +58,18 @@ class OpenAiFront:
         self.bodies = BodyReader(state.receiver, config.max_request_bytes, config.max_arriving_bytes)
         self._socket: socket.socket | None = None
         self._ended = asyncio.Event()
-        self._middleware = Middleware(self._routes(executions, text), authenticator, state)
+        self._middleware = Middleware(self._routes(executions, text, forward), authenticator, state)
         self._server = _Server(self._uvicorn_config(config))
 
-    def _routes(self, executions: Executions, text: TextModel) -> Router:
-        def handler(parse: Any) -> CompletionHandler:
-            return CompletionHandler(parse, executions, self._models, self._state, text, self.bodies)
-
+    def _routes(self, executions: Executions, text: TextModel, forward: Forward) -> Router:
+        shared = executions, self._models, self._state, text, self.bodies
         routes = [
             Route(HEALTH, self._health),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{model:path}", self._get_model),
-            Route("/v1/completions", handler(requests.completion), methods=["POST"]),
-            Route("/v1/chat/completions", handler(requests.chat), methods=["POST"]),
+            Route("/v1/completions", CompletionHandler(requests.completion, *shared), methods=["POST"]),
+            Route("/v1/chat/completions", CompletionHandler(requests.chat, *shared), methods=["POST"]),
+            Route("/inference/v1/generate", GenerateHandler(forward, *shared), methods=["POST"]),
         ]
         return Router(routes, redirect_slashes=False)
 

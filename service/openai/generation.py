@@ -1,4 +1,4 @@
-"""Handles a request for text: runs its body as a batch, and sends the response.
+"""Handles a request for text or tokens: runs its body as a batch, and sends the response.
 
 The batch ends at once if the client disconnects or does not read for too long.
 """
@@ -6,7 +6,8 @@ The batch ends at once if the client disconnects or does not read for too long.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from quire.v1 import runner_pb2
@@ -18,7 +19,7 @@ from service.api.time_slice import TimeSlice
 from service.auth.authenticator import current_tenant
 from service.errors import InvalidArgument, QuireError
 from service.openai.bodies import BodyReader
-from service.openai.models import Models
+from service.openai.models import Models, ResolvedModel
 from service.openai.requests import CompletionRequest, ResolveModel
 from service.openai.responses import CompletionResponse, to_json
 from service.openai.token_texts import TokenTexts
@@ -64,20 +65,30 @@ class CompletionHandler:
     async def _handle(self, value: object, send: Send) -> None:
         if not (isinstance(value, dict) and self._models.is_remote(value.get("model"))):
             await self._state.first_worker(None)
-        completion_request = self._parse(value, self._models.resolve)
-        wants_texts = completion_request.has_logprobs and completion_request.model.is_local
-        token_texts = TokenTexts(await self._text.tokenizer() if wants_texts else None)
-        response = CompletionResponse(completion_request, token_texts)
+        completion_request = self._parse(value, self._resolve)
         request = runner_pb2.ExecuteRequest(
-            runtime=completion_request.model.runtime, items=completion_request.items
+            runtime=completion_request.model.runtime,
+            items=completion_request.items,
+            priority=completion_request.priority,
         )
-        execution = self._executions.open(request, current_tenant(), None)
-        reader = execution.attach({})
-        send_response = self._send_stream if completion_request.is_stream else self._send_whole
-        try:
-            await send_response(execution, reader, response, send)
-        finally:
-            execution.detach(reader)
+        async with self._response(completion_request) as response:
+            execution = self._executions.open(request, current_tenant(), None)
+            reader = execution.attach({})
+            send_response = self._send_stream if completion_request.is_stream else self._send_whole
+            try:
+                await send_response(execution, reader, response, send)
+            finally:
+                execution.detach(reader)
+
+    def _resolve(self, model: str) -> ResolvedModel:
+        return self._models.resolve(model)
+
+    @asynccontextmanager
+    async def _response(self, request: CompletionRequest) -> AsyncIterator[CompletionResponse]:
+        """The response, before its first chunk. The context ends when it is sent."""
+        wants_texts = request.has_logprobs and request.model.is_local
+        token_texts = TokenTexts(await self._text.tokenizer() if wants_texts else None)
+        yield CompletionResponse(request, token_texts)
 
     async def _send_whole(
         self, execution: Execution, reader: int, response: CompletionResponse, send: Send

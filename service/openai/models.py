@@ -39,16 +39,16 @@ class Models:
         self._state = state
         self._created = int(time.time())
 
-    def resolve(self, model: str) -> ResolvedModel:
+    def resolve(self, model: str, *, needs_text: bool = True) -> ResolvedModel:
         """The runtime that a request's `model` names.
 
-        Raises NoTokenizer, NoWorker or RuntimeNotFound.
+        Raises NoWorker or RuntimeNotFound, and with `needs_text` NoTokenizer.
         """
         runtime = self._named(model)
         if runtime.runtime_kind != _OWN:
             return ResolvedModel(runtime.name, is_local=False, sampling_defaults=types_pb2.SamplingParams())
         ready = self._state.first_ready
-        if not ready.tokenizer_json:
+        if needs_text and not ready.tokenizer_json:
             raise NoTokenizer
         return ResolvedModel(
             runtime.name,
@@ -73,7 +73,11 @@ class Models:
 
     def _entry(self, name: str, runtime: runner_pb2.Runtime) -> dict[str, Any]:
         owner = runtime.provider or "quire"
-        return {"id": name, "object": "model", "created": self._created, "owned_by": owner}
+        entry = {"id": name, "object": "model", "created": self._created, "owned_by": owner}
+        if runtime.runtime_kind == _OWN:
+            # As in vLLM, for clients that check the lengths of prompts.
+            entry["max_model_len"] = self._state.max_seq_tokens
+        return entry
 
     def _by_name(self) -> dict[str, runner_pb2.Runtime]:
         """The runtimes by their names, and then by those of their models."""

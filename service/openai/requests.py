@@ -21,9 +21,9 @@ from service.openai.models import ResolvedModel
 _MAX_SAMPLES = 128
 _MAX_PROMPTS = 1024
 _MAX_STOPS = 16
-_MAX_TOP_LOGPROBS = 20
+MAX_TOP_LOGPROBS = 20
 _MAX_BIAS = 1024
-_MAX_ID = (1 << 32) - 1
+MAX_ID = (1 << 32) - 1
 _SEEDS = 1 << 64
 # OpenAI's default for completions.
 _DEFAULT_MAX_TOKENS = 16
@@ -48,6 +48,7 @@ class CompletionRequest:
     has_logprobs: bool
     is_stream: bool
     with_usage: bool
+    priority: types_pb2.Priority = types_pb2.PRIORITY_UNSPECIFIED
 
 
 # Finds the runtime for a model's name.
@@ -59,19 +60,19 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
     fields = Fields(value)
     model = resolve(fields.required("model"))
     shared = runner_pb2.ExecuteItem()
-    n = _set_common(shared, fields, model)
-    max_tokens = fields.get("max_tokens", integer, 1, _MAX_ID)
+    n = set_common(shared, fields, model)
+    max_tokens = fields.get("max_tokens", integer, 1, MAX_ID)
     shared.max_tokens = _DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-    top = fields.get("logprobs", integer, 0, _MAX_TOP_LOGPROBS)
+    top = fields.get("logprobs", integer, 0, MAX_TOP_LOGPROBS)
     if top is not None:
         shared.logprobs, shared.top_logprobs = True, top
     if fields.get("echo", boolean):
-        raise _unsupported("echo", "the prompt cannot be repeated")
+        raise unsupported("echo", "the prompt cannot be repeated")
     if fields.get("suffix", string):
-        raise _unsupported("suffix", "texts can be continued, not filled in")
+        raise unsupported("suffix", "texts can be continued, not filled in")
     if fields.get("best_of", integer, 1, _MAX_SAMPLES) not in (None, n):
-        raise _unsupported("best_of", "must be n: all samples are returned")
-    is_stream, with_usage = _stream(fields)
+        raise unsupported("best_of", "must be n: all samples are returned")
+    is_stream, with_usage = stream_options(fields)
     items: list[runner_pb2.ExecuteItem] = []
     for prompt in _prompts(fields.raw("prompt"), model.max_tokens):
         item = runner_pb2.ExecuteItem()
@@ -91,13 +92,13 @@ def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
     fields = Fields(value)
     model = resolve(fields.required("model"))
     item = runner_pb2.ExecuteItem(item_id="0")
-    n = _set_common(item, fields, model)
+    n = set_common(item, fields, model)
     item.n = n
-    newer = fields.get("max_completion_tokens", integer, 1, _MAX_ID)
-    older = fields.get("max_tokens", integer, 1, _MAX_ID)
+    newer = fields.get("max_completion_tokens", integer, 1, MAX_ID)
+    older = fields.get("max_tokens", integer, 1, MAX_ID)
     item.max_tokens = newer or older or 0
     item.logprobs = bool(fields.get("logprobs", boolean))
-    top = fields.get("top_logprobs", integer, 0, _MAX_TOP_LOGPROBS)
+    top = fields.get("top_logprobs", integer, 0, MAX_TOP_LOGPROBS)
     if top and not item.logprobs:
         raise bad_field("top_logprobs", "needs logprobs")
     item.top_logprobs = top or 0
@@ -105,23 +106,24 @@ def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
     _set_tools(item.chat, fields)
     _set_format(item, fields)
     if fields.raw("modalities") not in (None, ["text"]):
-        raise _unsupported("modalities", 'must be ["text"]')
-    is_stream, with_usage = _stream(fields)
+        raise unsupported("modalities", 'must be ["text"]')
+    is_stream, with_usage = stream_options(fields)
     fields.refuse_others(_IGNORED)
     return CompletionRequest([item], model, True, n, item.logprobs, is_stream, with_usage)
 
 
-def _set_common(item: runner_pb2.ExecuteItem, fields: Fields, model: ResolvedModel) -> int:
-    """Sets the fields that completions and chats have in common. Returns n."""
+def set_common(item: runner_pb2.ExecuteItem, fields: Fields, model: ResolvedModel) -> int:
+    """Sets the fields that all routes have in common. Returns n."""
     n = fields.get("n", integer, 1, _MAX_SAMPLES) or 1
     item.n = n
     item.adapter_id = model.adapter_id
     stop = fields.raw("stop")
     if stop is not None:
         texts = [stop] if isinstance(stop, str) else stop
+        path = fields.path("stop")
         if not isinstance(texts, list) or len(texts) > _MAX_STOPS:
-            raise bad_field("stop", f"must be a string, or a list of at most {_MAX_STOPS}")
-        item.stop.extend(string(text, f"stop[{index}]") for index, text in enumerate(texts))
+            raise bad_field(path, f"must be a string, or a list of at most {_MAX_STOPS}")
+        item.stop.extend(string(text, f"{path}[{index}]") for index, text in enumerate(texts))
     item.sampling.CopyFrom(model.sampling_defaults)
     if not item.sampling.HasField("temperature"):
         # OpenAI's default.
@@ -132,26 +134,26 @@ def _set_common(item: runner_pb2.ExecuteItem, fields: Fields, model: ResolvedMod
         given = fields.get(name, number)
         if given is not None:
             setattr(item.sampling, name, given)
-    top_k = fields.get("top_k", integer, -1, _MAX_ID)
+    top_k = fields.get("top_k", integer, -1, MAX_ID)
     if top_k is not None:
         # In other servers -1 means no limit, as 0 does here.
         item.sampling.top_k = max(0, top_k)
     seed = fields.get("seed", integer, -_SEEDS // 2, _SEEDS - 1)
     if seed is not None:
         item.sampling.seed = seed % _SEEDS
-    _set_bias(item.sampling, fields.raw("logit_bias"))
+    _set_bias(item.sampling, fields.raw("logit_bias"), fields.path("logit_bias"))
     return n
 
 
-def _set_bias(sampling: types_pb2.SamplingParams, given: object) -> None:
+def _set_bias(sampling: types_pb2.SamplingParams, given: object, path: str) -> None:
     if given is None:
         return
     if not isinstance(given, dict) or len(given) > _MAX_BIAS:
-        raise bad_field("logit_bias", f"must be an object of at most {_MAX_BIAS} tokens")
+        raise bad_field(path, f"must be an object of at most {_MAX_BIAS} tokens")
     for name, value in given.items():
-        if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= _MAX_ID):
-            raise bad_field("logit_bias", "must have token ids as keys")
-        sampling.logit_bias[int(name)] = number(value, f"logit_bias[{name}]")
+        if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= MAX_ID):
+            raise bad_field(path, "must have token ids as keys")
+        sampling.logit_bias[int(name)] = number(value, f"{path}[{name}]")
 
 
 def _prompts(prompt: object, max_tokens: int) -> list[str | list[int]]:
@@ -161,29 +163,35 @@ def _prompts(prompt: object, max_tokens: int) -> list[str | list[int]]:
     if not isinstance(prompt, list) or not prompt:
         raise bad_field("prompt", "must be a string, a list of strings, tokens, or a list of lists of tokens")
     if isinstance(prompt[0], int):
-        return [_tokens(prompt, "prompt", max_tokens)]
+        return [prompt_tokens(prompt, "prompt", max_tokens)]
     if len(prompt) > _MAX_PROMPTS:
         raise bad_field("prompt", f"has more than {_MAX_PROMPTS} entries")
     return [
-        _tokens(each, f"prompt[{index}]", max_tokens)
+        prompt_tokens(each, f"prompt[{index}]", max_tokens)
         if isinstance(each, list)
         else string(each, f"prompt[{index}]")
         for index, each in enumerate(prompt)
     ]
 
 
-def _tokens(values: list[Any], field: str, max_tokens: int) -> list[int]:
+def prompt_tokens(values: list[Any], field: str, max_tokens: int) -> list[int]:
+    """A prompt of tokens. Raises InvalidArgument or SequenceTooLong."""
     if len(values) > max_tokens:
         raise SequenceTooLong(len(values), max_tokens)
+    return token_ids(values, field)
+
+
+def token_ids(values: list[Any], field: str) -> list[int]:
+    """A list of token ids, of any length. Raises InvalidArgument."""
     # There may be a million: they are checked one by one only to find the invalid one.
-    if set(map(type, values)) - {int} or (values and not 0 <= min(values) <= max(values) <= _MAX_ID):
+    if set(map(type, values)) - {int} or (values and not 0 <= min(values) <= max(values) <= MAX_ID):
         for index, value in enumerate(values):
-            if type(value) is not int or not 0 <= value <= _MAX_ID:
-                integer(value, f"{field}[{index}]", 0, _MAX_ID)
+            if type(value) is not int or not 0 <= value <= MAX_ID:
+                integer(value, f"{field}[{index}]", 0, MAX_ID)
     return values
 
 
-def _stream(fields: Fields) -> tuple[bool, bool]:
+def stream_options(fields: Fields) -> tuple[bool, bool]:
     """Whether the response is a stream, and whether that includes its usage."""
     is_stream = bool(fields.get("stream", boolean))
     options = fields.raw("stream_options")
@@ -201,9 +209,9 @@ def _set_tools(item_chat: runner_pb2.Chat, fields: Fields) -> None:
     tools = fields.get("tools", array, MAX_TOOLS)
     choice = fields.raw("tool_choice")
     if choice not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", "must be none or auto")
+        raise unsupported("tool_choice", "must be none or auto")
     if fields.raw("parallel_tool_calls") not in (None, True):
-        raise _unsupported("parallel_tool_calls", "the model decides how many tools it calls")
+        raise unsupported("parallel_tool_calls", "the model decides how many tools it calls")
     for index, tool in enumerate(tools or ()):
         inner = Fields(tool, f"tools[{index}]")
         if inner.raw("type") != "function":
@@ -240,5 +248,6 @@ def _json(value: object, field: str) -> str:
         raise bad_field(field, "is nested too deeply") from None
 
 
-def _unsupported(field: str, why: str) -> InvalidArgument:
+def unsupported(field: str, why: str) -> InvalidArgument:
+    """The error for a field with a valid value that could change the result, and cannot here."""
     return InvalidArgument("UNSUPPORTED_FIELD", field, f"{field}: {why}")

@@ -111,13 +111,11 @@ class CompletionResponse:
 
     def pieces(self) -> Iterator[str]:
         """The response as JSON, after all samples have ended. Other tasks can run between its pieces."""
-        yield to_json({**self._head, "usage": self._total_usage()})[:-1]
-        separator = ',"choices":['
-        for choice in self._choices.values():
-            yield separator
-            yield from _json_pieces(self._whole(choice))
-            separator = ","
-        yield "]}"
+        return _json_pieces({**self._head, "usage": self._total_usage(), **self._body()})
+
+    def _body(self) -> dict[str, Any]:
+        """What follows the head and the usage, with iterators for what may be large."""
+        return {"choices": [self._whole(choice) for choice in self._choices.values()]}
 
     def _whole(self, choice: _Choice) -> dict[str, Any]:
         """A choice, with iterators for what may be large."""
@@ -220,7 +218,7 @@ class _Text:
 
 
 def _json_pieces(value: object) -> Iterator[str]:
-    """JSON of a value in which an iterator is a list."""
+    """JSON of a value in which an iterator is a list, whose entries are one piece each."""
     if isinstance(value, dict):
         separator = "{"
         for name, inner in value.items():
@@ -239,6 +237,13 @@ def _json_pieces(value: object) -> Iterator[str]:
             yield separator + to_json(entry)
             separator = ","
         yield "[]" if separator == "[" else "]"
+    elif isinstance(value, list) and value:
+        separator = "["
+        for inner in value:
+            yield separator
+            yield from _json_pieces(inner)
+            separator = ","
+        yield "]"
     else:
         yield to_json(value)
 

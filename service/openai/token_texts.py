@@ -32,9 +32,9 @@ class TokenTexts:
             token_id = chunk.token_ids[index] if index < len(chunk.token_ids) else None
             yield {
                 "token": chunk.text if token_id is None else self._text(token_id),
-                "logprob": _finite(entry.logprob),
+                "logprob": finite(entry.logprob),
                 "top_logprobs": [
-                    {"token": self._text(other), "logprob": _finite(logprob)}
+                    {"token": self._text(other), "logprob": finite(logprob)}
                     for other, logprob in zip(entry.top.token_ids, entry.top.logprobs, strict=True)
                 ],
             }
@@ -51,5 +51,6 @@ class TokenTexts:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can have."""
     return max(logprob, _MIN_LOGPROB) if math.isfinite(logprob) else _MIN_LOGPROB

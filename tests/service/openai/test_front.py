@@ -90,7 +90,10 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(runtime: FakeRuntime, *, has_worker: bool = True, **settings: Any) -> AsyncIterator[Server]:
+async def serving(
+    runtime: FakeRuntime, *, has_worker: bool = True, forward: Any = None, **settings: Any
+) -> AsyncIterator[Server]:
+    """`forward`: answers requests for the log-probabilities of prompts."""
     config = Config(**{"openai_listen": "127.0.0.1:0", **settings})
     model = types_pb2.ModelDescription(vocab_size=100)
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
@@ -98,7 +101,7 @@ async def serving(runtime: FakeRuntime, *, has_worker: bool = True, **settings: 
     runtimes: Any = [runtime] if has_worker else [FakeRuntime(generate_yes, "local"), runtime]
     router = Router(runtimes)
     text = TextModel(lambda: state.first_ready)
-    front = OpenAiFront(Executions(router, state), router, state, text, Authenticator.of(config))
+    front = OpenAiFront(Executions(router, state), router, state, text, Authenticator.of(config), forward)
     port = front.bind()
     tasks = [asyncio.create_task(front.run()), asyncio.create_task(state.receiver.run())]
     try:
