@@ -137,7 +137,7 @@ class Appends(OperationKind[Append]):
             assert state is not None
             entry.state, entry.creation = state, None
             self._parts.index.add(entry, self._parts.context.number())
-        # Kept for a repetition. Large answers are computed again instead, and those of weights that were replaced.
+        # Kept for a repetition, unless they are large or of weights that were replaced meanwhile.
         is_current = operation.weights == entry.state.weights
         if is_current and not (request.has_logits or request.is_large):
             entry.answer, entry.answered = done, request.options
