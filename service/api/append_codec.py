@@ -283,7 +283,7 @@ def write_score(_request: Append, result: Appended, into: executor_pb2.ForwardRe
     _write_scores(done, into)
     into.reused_tokens = done.reused_tokens
     into.timing.CopyFrom(done.timing)
-    into.weights = result.weights
+    into.weights, into.adapter_version = result.weights, result.adapter
 
 
 def write_handle(handle: Handle, into: types_pb2.KvCacheHandle) -> None:
@@ -292,7 +292,7 @@ def write_handle(handle: Handle, into: types_pb2.KvCacheHandle) -> None:
     into.seq_len = handle.seq_len
     into.epoch = handle.epoch
     into.worker_id = handle.worker_id
-    into.weights = handle.weights
+    into.weights, into.adapter_version = handle.weights, handle.adapter
     if math.isfinite(handle.expires_at_s):
         expire_s = min(time.time() + handle.expires_at_s - time.monotonic(), _MAX_TIMESTAMP_S)
         seconds = int(expire_s)

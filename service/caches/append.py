@@ -109,7 +109,8 @@ class Appends(OperationKind[Append]):
             return self._appended(operation, done, entry.state.last_kept, self._kept_path(entry, request))
         self._parts.rate.completions += 1
         if entry.ephemeral:
-            return Appended("", 0, 0, "", 0.0, operation.weights, done, done.kept, operation.replayed_tokens)
+            of_model = operation.weights, entry.state.adapter
+            return Appended("", 0, 0, "", 0.0, *of_model, done, done.kept, operation.replayed_tokens)
         operation.done = done
         token_ids, asked = request.token_ids, b""
         if request.parents:
@@ -165,6 +166,7 @@ class Appends(OperationKind[Append]):
             "" if entry.worker is None else entry.worker.worker_id,
             entry.expires_at_s,
             operation.weights,
+            entry.state.adapter,
             done,
             kept,
             operation.replayed_tokens,

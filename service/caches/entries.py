@@ -176,6 +176,7 @@ class CacheEntry:
             worker_id,
             self.expires_at_s,
             self.state.weights,
+            self.state.adapter,
         )
 
     def touch(self, now_s: float) -> None:

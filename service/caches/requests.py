@@ -152,8 +152,9 @@ class Handle:
     epoch: int
     worker_id: str
     expires_at_s: float
-    # Those with which the result was computed.
+    # Those with which the result was computed, and the cache's adapter (0: none).
     weights: int
+    adapter: int
 
 
 @frozen_struct

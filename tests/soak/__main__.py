@@ -20,7 +20,9 @@ import grpc
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
 from benchmarks import machine
+from tests.adapter_factory import make_adapter
 from tests.model_factory import TinyModel, make_model
+from tests.soak.adapters import IDS, Adapters
 from tests.soak.callers import Caller, Stuck, Texts
 from tests.soak.faults import Injector
 from tests.soak.server import Server
@@ -28,6 +30,8 @@ from tests.soak.tally import Tally
 
 _PROGRESS_S = 5.0
 _LONGEST = 150
+# More than a worker has room for.
+_ADAPTERS = 4
 _CHANNEL = (
     ("grpc.initial_reconnect_backoff_ms", 20),
     ("grpc.min_reconnect_backoff_ms", 20),
@@ -39,27 +43,36 @@ async def soak(options: argparse.Namespace, directory: Path) -> Tally:
     """Runs one; see `_main`."""
     spec = TinyModel()
     model = make_model(directory / "model", spec)
-    flags = ["--heartbeat-timeout-s", "1.5", "--kv-pages", str(options.kv_pages)]
+    directories = [make_adapter(directory / f"adapter-{n}", model, n) for n in range(_ADAPTERS)]
+    flags = ["--max-lora-adapters", "2", "--heartbeat-timeout-s", "1.5", "--kv-pages", str(options.kv_pages)]
     server = Server(model, directory, workers=options.workers, flags=flags, seed=options.seed)
     server.start()
     tally = Tally()
     async with grpc.aio.insecure_channel(server.address, options=_CHANNEL) as channel:
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         await _wait_until_serving(stub, server)
-        texts = await Texts.of(stub, options.texts, spec.vocab_size, _LONGEST, options.seed)
+        adapters = Adapters(channel, directories, tally, options.seed)
+        texts = Texts.of(options.texts, spec.vocab_size, options.seed)
+        for name in adapters.names:
+            await adapters.load(name, name)
+        for name in ("", *adapters.names):
+            await texts.decode(stub, name, _LONGEST)
+        for adapter_id, name in zip(IDS, adapters.names, strict=False):
+            await adapters.load(adapter_id, name)
         stop, no_more = asyncio.Event(), asyncio.Event()
         injector = Injector(server, tally, options.seed, options.interval_s)
-        callers = [Caller(n, stub, texts, tally, options.seed) for n in range(options.callers)]
+        callers = [Caller(n, stub, texts, adapters, tally, options.seed) for n in range(options.callers)]
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(injector.watch())
+                replacing = group.create_task(adapters.run(stop))
                 faults = group.create_task(injector.run(no_more))
                 running = [group.create_task(caller.run(stop)) for caller in callers]
                 await _until(options.faults, options.minutes, tally)
                 no_more.set()
                 await faults
                 stop.set()
-                await asyncio.wait(running)
+                await asyncio.wait([*running, replacing])
                 watch.cancel()
         except* Stuck as stuck:
             tally.lose("unexpected errors", f"{stuck.exceptions[0]}\n{server.log_tail()}")

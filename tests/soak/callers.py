@@ -16,6 +16,7 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
 from tests.error_details import info_of
+from tests.soak.adapters import IDS, Adapters
 from tests.soak.tally import Tally
 
 # Far more than healing takes: who waits longer hangs.
@@ -39,32 +40,36 @@ class Stuck(Exception):
 
 
 class Texts:
-    """Prompts, and what follows each if nobody disturbs it."""
+    """Prompts, and what follows each with each adapter if nobody disturbs it. "" is the model itself."""
 
-    def __init__(self, texts: dict[tuple[int, ...], list[int]]) -> None:
-        self.prompts = list(texts)
-        self._texts = texts
+    def __init__(self, prompts: list[tuple[int, ...]]) -> None:
+        self.prompts = prompts
+        self._texts: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
     @classmethod
-    async def of(cls, stub: Any, count: int, vocab: int, most: int, seed: int) -> Texts:
-        """Decodes them undisturbed, side by side."""
+    def of(cls, count: int, vocab: int, seed: int) -> Texts:
+        """Random prompts, without what follows."""
         rng = random.Random(seed)
-        prompts = [tuple(rng.randrange(1, vocab) for _ in range(rng.randint(3, 90))) for _ in range(count)]
-        texts = await asyncio.gather(*(_text_of(stub, prompt, most) for prompt in prompts))
-        return cls(dict(zip(prompts, texts, strict=True)))
+        return cls([tuple(rng.randrange(1, vocab) for _ in range(rng.randint(3, 90))) for _ in range(count)])
 
-    def whole(self, prompt: tuple[int, ...]) -> list[int]:
+    async def decode(self, stub: Any, adapter: str, most: int) -> None:
+        """Decodes all with an adapter, which has its name as its id, undisturbed and side by side."""
+        texts = await asyncio.gather(*(_text_of(stub, adapter, prompt, most) for prompt in self.prompts))
+        self._texts.update(((adapter, p), text) for p, text in zip(self.prompts, texts, strict=True))
+
+    def whole(self, adapter: str, prompt: tuple[int, ...]) -> list[int]:
         """A prompt and what follows."""
-        return self._texts[prompt]
+        return self._texts[adapter, prompt]
 
 
-async def _text_of(stub: Any, prompt: tuple[int, ...], most: int) -> list[int]:
-    answer = await stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=_CALL_TIMEOUT_S)
+async def _text_of(stub: Any, adapter: str, prompt: tuple[int, ...], most: int) -> list[int]:
+    request = pb.PrefillRequest(token_ids=prompt, adapter_id=adapter)
+    answer = await stub.Prefill(request, timeout=_CALL_TIMEOUT_S)
     text = [*prompt, answer.output.token_id]
     cache_id = answer.kv_cache.cache_id
     while len(text) < most:
-        request = pb.DecodeRequest(cache_id=cache_id, token_id=text[-1])
-        text.append((await stub.Decode(request, timeout=_CALL_TIMEOUT_S)).output.token_id)
+        decode = pb.DecodeRequest(cache_id=cache_id, token_id=text[-1])
+        text.append((await stub.Decode(decode, timeout=_CALL_TIMEOUT_S)).output.token_id)
     await stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=_CALL_TIMEOUT_S)
     return text
 
@@ -72,8 +77,11 @@ async def _text_of(stub: Any, prompt: tuple[int, ...], most: int) -> list[int]:
 class Caller:
     """One loop over sequences."""
 
-    def __init__(self, number: int, stub: Any, texts: Texts, tally: Tally, seed: int) -> None:
+    def __init__(
+        self, number: int, stub: Any, texts: Texts, adapters: Adapters, tally: Tally, seed: int
+    ) -> None:
         self._number = number
+        self._adapters = adapters
         self._stub: executor_pb2_grpc.ModelExecutorServiceAsyncStub = stub
         self._texts = texts
         self._tally = tally
@@ -91,10 +99,13 @@ class Caller:
 
     async def _sequence(self, stop: asyncio.Event) -> None:
         prompt = self._rng.choice(self._texts.prompts)
-        text = self._texts.whole(prompt)
         request = pb.PrefillRequest(token_ids=prompt, request_id=self._request_id(), position=0)
+        request.adapter_id = self._rng.choice(["", *IDS])
         answer = await self._ask(self._stub.Prefill, request, 0)
         cache_id = answer.kv_cache.cache_id
+        self._tally.adapted += request.adapter_id != ""
+        adapter = await self._adapters.of_version(answer.kv_cache.adapter_version)
+        text = self._texts.whole(adapter, prompt)
         length = self._check(answer, text, 0, len(prompt), answer.output)
         while length < len(text) - 5 and not (stop.is_set() and self._rng.random() < 0.1):
             choice = self._rng.random()
@@ -184,6 +195,9 @@ class Caller:
         if error.code() in _RETRIED:
             return
         info = info_of(error)
+        if info.reason in ("ADAPTER_NOT_FOUND", "REQUEST_ID_REUSED"):
+            # Its id was unloaded, or names another version than when the call was made first.
+            raise Lost
         if info.reason == "POSITION_MISMATCH":
             actual = int(info.metadata["seq_len"])
             what = "lost tokens" if actual < length else "gaps"

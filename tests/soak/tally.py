@@ -25,6 +25,9 @@ class Tally:
     tokens: int = 0
     replayed_tokens: int = 0
     sequences: int = 0
+    # Sequences with an adapter, and how often one was replaced.
+    adapted: int = 0
+    replaced_adapters: int = 0
     # By class: how long callers whose call was under way waited beyond the fault.
     heal_s: dict[str, list[float]] = field(default_factory=dict)
     # Faults whose callers have not all been answered: when it was, its class, and who waits.
@@ -90,7 +93,8 @@ class Tally:
         lines.append(
             f"{self.num_faults} faults, {self.num_gateway_faults} of them on the gateway;"
             f" {self.calls} calls, {self.retries} retries, {self.tokens} acknowledged tokens in"
-            f" {self.sequences} sequences, {self.replayed_tokens} tokens replayed.\n"
+            f" {self.sequences} sequences, {self.replayed_tokens} tokens replayed."
+            f" {self.adapted} sequences had an adapter; {self.replaced_adapters} times one was replaced.\n"
         )
         lines += ["| must not happen | times |", "|---|---:|"]
         lines += [f"| {what} | {self.losses[what]} |" for what in LOSSES]

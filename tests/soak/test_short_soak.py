@@ -18,4 +18,4 @@ def test_a_few_faults_lose_nothing(tmp_path: Path) -> None:
     )
     tally = asyncio.run(soak(options, tmp_path))
     assert tally.is_clean(), tally.details
-    assert tally.num_faults and tally.sequences
+    assert tally.num_faults and tally.sequences and tally.adapted and tally.replaced_adapters

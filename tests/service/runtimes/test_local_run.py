@@ -303,12 +303,12 @@ class FakeDispatcher:
         if isinstance(request, Fork):
             if not self._can_fork:
                 return QuotaExceeded("max_caches", 1)
-            return Handles([Handle(f"fork {n}", 0, 1, "worker-0", 1e9, 0) for n in range(request.count)])
+            return Handles([Handle(f"fork {n}", 0, 1, "worker-0", 1e9, 0, 0) for n in range(request.count)])
         length = len(request.token_ids) if isinstance(request, Append) else 0
         answer = worker_pb2.ForwardDone(outputs=[types_pb2.StepOutput(token_id=5)])
         if self._reused:
             answer.reused_tokens = self._reused.pop(0)
-        return Appended(f"cache {index}", length, 1, "worker-0", 1e9, 0, answer, length)
+        return Appended(f"cache {index}", length, 1, "worker-0", 1e9, 0, 0, answer, length)
 
 
 async def test_a_prefix_that_cannot_be_forked_is_released_at_once() -> None:

@@ -259,20 +259,22 @@ class ForwardRequest(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., score_from: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter_id: _Optional[str] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
-    __slots__ = ("outputs", "token_logprobs", "timing", "token_is_argmax", "reused_tokens", "weights")
+    __slots__ = ("outputs", "token_logprobs", "timing", "token_is_argmax", "reused_tokens", "weights", "adapter_version")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IS_ARGMAX_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[_types_pb2.StepOutput]
     token_logprobs: _containers.RepeatedScalarFieldContainer[float]
     timing: _types_pb2.StepTiming
     token_is_argmax: _containers.RepeatedScalarFieldContainer[bool]
     reused_tokens: int
     weights: int
-    def __init__(self, outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ..., reused_tokens: _Optional[int] = ..., weights: _Optional[int] = ...) -> None: ...
+    adapter_version: int
+    def __init__(self, outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ..., reused_tokens: _Optional[int] = ..., weights: _Optional[int] = ..., adapter_version: _Optional[int] = ...) -> None: ...
 
 class BatchForwardRequest(_message.Message):
     __slots__ = ("items",)

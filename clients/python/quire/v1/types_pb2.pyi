@@ -55,20 +55,22 @@ VERIFY_ACCEPT_SAMPLED: VerifyAccept
 VERIFY_ACCEPT_SPECULATIVE: VerifyAccept
 
 class KvCacheHandle(_message.Message):
-    __slots__ = ("weights", "cache_id", "seq_len", "epoch", "worker_id", "expire_time")
-    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("cache_id", "seq_len", "epoch", "worker_id", "expire_time", "weights", "adapter_version")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
-    weights: int
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     seq_len: int
     epoch: int
     worker_id: str
     expire_time: _timestamp_pb2.Timestamp
-    def __init__(self, weights: _Optional[int] = ..., cache_id: _Optional[str] = ..., seq_len: _Optional[int] = ..., epoch: _Optional[int] = ..., worker_id: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    weights: int
+    adapter_version: int
+    def __init__(self, cache_id: _Optional[str] = ..., seq_len: _Optional[int] = ..., epoch: _Optional[int] = ..., worker_id: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., weights: _Optional[int] = ..., adapter_version: _Optional[int] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ("logits", "top_logprobs", "logprob_token_ids", "sampling", "mask", "logprob", "sampled_logprob", "hidden")

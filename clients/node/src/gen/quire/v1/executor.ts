@@ -309,6 +309,7 @@ export interface ForwardResponse {
   reusedTokens: number;
   /** As in KvCacheHandle. */
   weights: bigint;
+  adapterVersion: bigint;
 }
 
 export interface BatchForwardRequest {
@@ -2635,7 +2636,15 @@ export const ForwardRequest: MessageFns<ForwardRequest> = {
 };
 
 function createBaseForwardResponse(): ForwardResponse {
-  return { outputs: [], tokenLogprobs: [], timing: undefined, tokenIsArgmax: [], reusedTokens: 0, weights: 0n };
+  return {
+    outputs: [],
+    tokenLogprobs: [],
+    timing: undefined,
+    tokenIsArgmax: [],
+    reusedTokens: 0,
+    weights: 0n,
+    adapterVersion: 0n,
+  };
 }
 
 export const ForwardResponse: MessageFns<ForwardResponse> = {
@@ -2668,6 +2677,12 @@ export const ForwardResponse: MessageFns<ForwardResponse> = {
         throw new globalThis.Error("value provided for field message.weights of type uint64 too large");
       }
       writer.uint32(48).uint64(message.weights);
+    }
+    if (message.adapterVersion !== 0n) {
+      if (BigInt.asUintN(64, message.adapterVersion) !== message.adapterVersion) {
+        throw new globalThis.Error("value provided for field message.adapterVersion of type uint64 too large");
+      }
+      writer.uint32(56).uint64(message.adapterVersion);
     }
     return writer;
   },
@@ -2753,6 +2768,14 @@ export const ForwardResponse: MessageFns<ForwardResponse> = {
             message.weights = reader.uint64() as bigint;
             continue;
           }
+          case 7: {
+            if (tag !== 56) {
+              break;
+            }
+
+            message.adapterVersion = reader.uint64() as bigint;
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2778,6 +2801,9 @@ export const ForwardResponse: MessageFns<ForwardResponse> = {
     message.tokenIsArgmax = object.tokenIsArgmax?.map((e) => e) || [];
     message.reusedTokens = object.reusedTokens ?? 0;
     message.weights = (object.weights !== undefined && object.weights !== null) ? BigInt(object.weights) : 0n;
+    message.adapterVersion = (object.adapterVersion !== undefined && object.adapterVersion !== null)
+      ? BigInt(object.adapterVersion)
+      : 0n;
     return message;
   },
 };

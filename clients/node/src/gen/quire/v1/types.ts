@@ -68,8 +68,6 @@ export enum VerifyAccept {
  * outlives workers: lost KV is recomputed from the tokens when it is next needed.
  */
 export interface KvCacheHandle {
-  /** The number of the weights with which the answer was computed. It grows with each LoadWeights. */
-  weights: bigint;
   /** Opaque and unguessable. Valid until released or expired. */
   cacheId: string;
   /** The number of tokens in the sequence. Pass it as `position` to fence the next append. */
@@ -82,7 +80,13 @@ export interface KvCacheHandle {
   /** The worker that holds the KV or a part of it. Empty: none at the moment. For information only: the server routes. */
   workerId: string;
   /** When the cache expires unless it is used or renewed before. Unset: never. */
-  expireTime: Timestamp | undefined;
+  expireTime:
+    | Timestamp
+    | undefined;
+  /** The number of the weights with which the answer was computed. It grows with each LoadWeights. */
+  weights: bigint;
+  /** The version of the cache's LoRA adapter, see Adapter.version. 0: it has none. */
+  adapterVersion: bigint;
 }
 
 /** What to compute and return for each output row of an append. A token is always chosen. */
@@ -466,17 +470,11 @@ export interface LoraAdapterMetrics {
 }
 
 function createBaseKvCacheHandle(): KvCacheHandle {
-  return { weights: 0n, cacheId: "", seqLen: 0, epoch: 0n, workerId: "", expireTime: undefined };
+  return { cacheId: "", seqLen: 0, epoch: 0n, workerId: "", expireTime: undefined, weights: 0n, adapterVersion: 0n };
 }
 
 export const KvCacheHandle: MessageFns<KvCacheHandle> = {
   encode(message: KvCacheHandle, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
-    if (message.weights !== 0n) {
-      if (BigInt.asUintN(64, message.weights) !== message.weights) {
-        throw new globalThis.Error("value provided for field message.weights of type uint64 too large");
-      }
-      writer.uint32(48).uint64(message.weights);
-    }
     if (message.cacheId !== "") {
       writer.uint32(10).string(message.cacheId);
     }
@@ -495,6 +493,18 @@ export const KvCacheHandle: MessageFns<KvCacheHandle> = {
     if (message.expireTime !== undefined) {
       Timestamp.encode(message.expireTime, writer.uint32(42).fork()).join();
     }
+    if (message.weights !== 0n) {
+      if (BigInt.asUintN(64, message.weights) !== message.weights) {
+        throw new globalThis.Error("value provided for field message.weights of type uint64 too large");
+      }
+      writer.uint32(48).uint64(message.weights);
+    }
+    if (message.adapterVersion !== 0n) {
+      if (BigInt.asUintN(64, message.adapterVersion) !== message.adapterVersion) {
+        throw new globalThis.Error("value provided for field message.adapterVersion of type uint64 too large");
+      }
+      writer.uint32(56).uint64(message.adapterVersion);
+    }
     return writer;
   },
 
@@ -511,14 +521,6 @@ export const KvCacheHandle: MessageFns<KvCacheHandle> = {
       while (reader.pos < end) {
         const tag = reader.uint32();
         switch (tag >>> 3) {
-          case 6: {
-            if (tag !== 48) {
-              break;
-            }
-
-            message.weights = reader.uint64() as bigint;
-            continue;
-          }
           case 1: {
             if (tag !== 10) {
               break;
@@ -559,6 +561,22 @@ export const KvCacheHandle: MessageFns<KvCacheHandle> = {
             message.expireTime = Timestamp.decode(reader, reader.uint32());
             continue;
           }
+          case 6: {
+            if (tag !== 48) {
+              break;
+            }
+
+            message.weights = reader.uint64() as bigint;
+            continue;
+          }
+          case 7: {
+            if (tag !== 56) {
+              break;
+            }
+
+            message.adapterVersion = reader.uint64() as bigint;
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -576,7 +594,6 @@ export const KvCacheHandle: MessageFns<KvCacheHandle> = {
   },
   fromPartial(object: DeepPartial<KvCacheHandle>): KvCacheHandle {
     const message = createBaseKvCacheHandle();
-    message.weights = (object.weights !== undefined && object.weights !== null) ? BigInt(object.weights) : 0n;
     message.cacheId = object.cacheId ?? "";
     message.seqLen = object.seqLen ?? 0;
     message.epoch = (object.epoch !== undefined && object.epoch !== null) ? BigInt(object.epoch) : 0n;
@@ -584,6 +601,10 @@ export const KvCacheHandle: MessageFns<KvCacheHandle> = {
     message.expireTime = (object.expireTime !== undefined && object.expireTime !== null)
       ? Timestamp.fromPartial(object.expireTime)
       : undefined;
+    message.weights = (object.weights !== undefined && object.weights !== null) ? BigInt(object.weights) : 0n;
+    message.adapterVersion = (object.adapterVersion !== undefined && object.adapterVersion !== null)
+      ? BigInt(object.adapterVersion)
+      : 0n;
     return message;
   },
 };
