@@ -27,6 +27,7 @@ TESTS = (
     "tests/workers/test_hidden_states.py",
     "tests/workers/test_library_model.py",
     "tests/workers/test_library_same_bits.py",
+    "tests/workers/test_lora_model.py",
     "tests/workers/test_native_parity_check.py",
     "tests/workers/test_packed_linear.py",
     "tests/workers/test_planted_breaches.py",
@@ -39,6 +40,7 @@ TESTS = (
 # Of the kernels alone, and of small models: products, attention, and that bits do not depend on company.
 EMULATED_TESTS = (
     *("tests/kernels/test_linear.py", "tests/kernels/test_experts_cpu.py", "tests/kernels/test_amx.py"),
+    *("tests/kernels/test_lora.py", "tests/workers/test_lora_model.py"),
     *("tests/kernels/test_attention.py", "tests/kernels/test_attention_properties.py", "-k", "not triton"),
     *("tests/workers/test_families.py", "tests/workers/test_packed_linear.py"),
 )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import signal
 from pathlib import Path
 
 import pytest
 
-from tests.kernels.cuda.forked_tests import NOTICED, ROOT, ForkedTests
-from tests.kernels.instruction_sets import need_compiled
+from tests.kernels.mistakes import Mistake, assert_is_there_once, assert_noticed
 
 TESTS = ("tests/kernels/test_experts_cpu.py", "tests/kernels/test_linear.py")
 # What those tests need of the library: a whole one takes longer to build.
@@ -18,8 +15,8 @@ SOURCES = (
     *("gated_activation.cpp", "threads.cpp"),
 )
 EXPERTS, PRODUCT, LAYOUT = "experts.cpp", "packed_product.cpp", "packed_product.h"
-# What goes wrong: the source, what it says, and what it is made to say.
-MISTAKES = {
+# By what goes wrong.
+MISTAKES: dict[str, Mistake] = {
     "a row of another token": (
         EXPERTS,
         "groups.pairs[place] / a.choices]",
@@ -69,33 +66,13 @@ MISTAKES = {
 }
 
 
-def test_what_the_mistakes_replace_is_there_once() -> None:
-    for name, old, _ in MISTAKES.values():
-        assert (ROOT / "kernels" / "cpu" / name).read_text(encoding="utf-8").count(old) == 1, old
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_the_mistakes_replace_is_there_once(mistake: str) -> None:
+    assert_is_there_once(MISTAKES[mistake])
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])
 def test_each_is_noticed_and_nothing_else_is(mistake: str | None, tmp_path: Path) -> None:
-    need_compiled()
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    ignored = shutil.ignore_patterns("__pycache__", "build")
-    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=ignored)
-    directory = tmp_path / "kernels" / "cpu"
-    for path in directory.glob("*.cpp"):
-        if path.name not in SOURCES:
-            path.unlink()
-    if mistake is not None:
-        name, old, new = MISTAKES[mistake]
-        text = (directory / name).read_text(encoding="utf-8")
-        (directory / name).write_text(text.replace(old, new), encoding="utf-8")
-    with ForkedTests() as forked:
-        outcome = forked.run(tmp_path, *TESTS)
-    if mistake is None:
-        assert outcome.returncode == pytest.ExitCode.OK and "passed" in outcome.output, outcome.output
-    else:
-        # An address that is wrong may also be one that the allocator finds out about.
-        assert outcome.returncode in (*NOTICED, -signal.SIGABRT), outcome.output
-        assert "BuildError" not in outcome.output
+    assert_noticed(None if mistake is None else MISTAKES[mistake], tmp_path, SOURCES, TESTS)

@@ -13,7 +13,7 @@ from tests.kernels.instruction_sets import need_compiled
 
 DTYPES = {torch.bfloat16: 2**-8, torch.float32: 2**-23}
 # Widths that fill the last blocks, and that do not; an odd number of inputs.
-SHAPES = [(96, 64), (33, 80), (1, 48), (1024, 257), (200, 1030), (17, 1)]
+SHAPES = [(96, 64), (33, 80), (1, 48), (1024, 257), (200, 1030), (17, 1), (96, 32), (64, 16), (40, 31)]
 
 
 @pytest.fixture
