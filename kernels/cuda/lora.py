@@ -32,8 +32,8 @@ from kernels.lora import LoraPairs, SortedRows
 # M, and N of the second kernel.
 M = 32
 OUTPUTS = 64
-# At least as many inputs are summed by one program, and there are at most as many splits. More of them would
-# use more multiprocessors for few rows, and more memory for many.
+# The inputs of a split, unless there were more than MAX_SPLITS then. More splits would use more multiprocessors
+# for few rows, and more memory for many.
 SPLIT_INPUTS = 1024
 MAX_SPLITS = 8
 
@@ -243,6 +243,8 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, table: StackedLora, rows: SortedR
         table: The adapters, of the same dtype.
         rows: The T rows, from `kernels.lora.row_slots`.
     """
+    if not len(x):
+        return
     slots, parts, rank, inputs = table.a.shape
     shrink = _shrink(x.dtype, slots, parts, rank, inputs)
     splits = shrink.constexprs["SPLITS"]

@@ -192,6 +192,11 @@ def test_a_slot_has_the_adapter_that_was_set_last(device: str) -> None:
         assert ((run(table, y, x, slots, device).double() - exact).abs() <= allowed).all()
 
 
+def test_no_rows(device: str) -> None:
+    table = make_table({}, 40, (24,), torch.float32, device, slots=2, max_rank=4)
+    assert run(table, torch.empty(0, 24), torch.empty(0, 40), [], device).shape == (0, 24)
+
+
 def test_a_row_that_is_not_finite_harms_no_other(device: str) -> None:
     inputs, parts, dtype = 40, (24,), torch.float32
     adapters = {
