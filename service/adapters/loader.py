@@ -68,7 +68,9 @@ class AdapterLoader:
         self._writing = asyncio.Lock()
         adapters.restore(*store.read_list())
         adapters.last_number = max([adapters.last_number, *caches.adapters_in_use()])
-        self._scanned(self._scan())
+        if self._scanned(self._scan()):
+            # Caches soon have their numbers, which must name the same files for the next gateway.
+            self._write_list(adapters.snapshot(), adapters.last_number)
         pool.adapter_command = self._all_adapters
 
     # LoadAdapter.
@@ -129,7 +131,8 @@ class AdapterLoader:
         elif not path.is_absolute():
             what = "neither an absolute path of a directory of this machine, nor an adapter of the hub"
             raise InvalidArgument("BAD_SOURCE", "source", f"the source is {what}")
-        await asyncio.to_thread(self._store.copy, path, number)
+        # Whoever removes a copy that failed must not meet the thread that writes it.
+        await complete(asyncio.to_thread(self._store.copy, path, number))
 
     async def _receive(
         self,
@@ -140,7 +143,7 @@ class AdapterLoader:
         """Writes the parts of both files. `request`: the first message."""
         received: dict[str, UploadedFile] = {}
         with contextlib.ExitStack() as stack:
-            name = ""
+            name: str | None = None
             while request is not None:
                 part = request.file
                 if part.name != name and request.HasField("file"):
@@ -153,7 +156,7 @@ class AdapterLoader:
                     opened = await asyncio.to_thread(UploadedFile, self._store, number, name)
                     received[name] = stack.enter_context(opened)
                 if part.data:
-                    await asyncio.to_thread(received[name].write, part.data)
+                    await asyncio.to_thread(received[part.name].write, part.data)
                 request = await self._next(requests)
             missing = [name for name in files.FILES if name not in received]
             if missing:
@@ -241,11 +244,14 @@ class AdapterLoader:
             self._remove_unused()
             if self._directory is not None and self._scanned(await asyncio.to_thread(self._scan)):
                 async with self._writing:
-                    try:
-                        listed, last = self._adapters.snapshot(), self._adapters.last_number
-                        await asyncio.to_thread(self._store.write_list, listed, last)
-                    except OSError as error:
-                        _log.warning("cannot store which adapters there are", error=error.strerror)
+                    listed, last = self._adapters.snapshot(), self._adapters.last_number
+                    await asyncio.to_thread(self._write_list, listed, last)
+
+    def _write_list(self, listed: list[AdapterVersion], last_number: int) -> None:
+        try:
+            self._store.write_list(listed, last_number)
+        except OSError as error:
+            _log.warning("cannot store which adapters there are", error=error.strerror)
 
     def _remove_unused(self) -> None:
         if not any(version.retired for version in self._adapters):

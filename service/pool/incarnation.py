@@ -111,12 +111,12 @@ class Incarnation:
     async def request_snapshot(
         self, *, check_integrity: bool, timeout_s: float
     ) -> worker_pb2.WorkerSnapshot | None:
-        """Returns the worker's state after all commands sent so far. None if it does not answer in time."""
+        """Returns the worker's state after all commands sent so far. None if it dies or is too slow."""
         command = worker_pb2.SnapshotCommand(ordered=True, check_integrity=check_integrity)
         try:
             async with asyncio.timeout(timeout_s):
                 return (await self.ask(worker_pb2.WorkerCommand(snapshot=command))).snapshot
-        except TimeoutError:
+        except (TimeoutError, NoWorker):
             return None
 
     async def ask(self, command: worker_pb2.WorkerCommand) -> worker_pb2.WorkerEvent:

@@ -55,8 +55,8 @@ class Supervisor:
         # Set by `run`.
         self._dispatcher: Dispatcher
         self._group: asyncio.TaskGroup
-        # By the number of the model version.
-        self._tasks: dict[int, list[asyncio.Task[None]]] = {}
+        # By worker_id: a model version can take over the workers of another.
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         # By worker_id and epoch.
         self._running: dict[tuple[str, int], Incarnation] = {}
         # Including those that are being stopped.
@@ -74,17 +74,15 @@ class Supervisor:
 
     def start(self, version: ModelVersion) -> None:
         """Starts the workers of a version."""
-        self._tasks[version.number] = [
+        for slot in version.slots:
             # An empty context: that of the LoadWeights call (tenant, request id) must not stay.
-            self._group.create_task(
+            self._tasks[slot.worker_id] = self._group.create_task(
                 self._supervise(slot), name=f"supervise-{slot.worker_id}", context=Context()
             )
-            for slot in version.slots
-        ]
 
     async def stop(self, version: ModelVersion) -> None:
         """Stops the workers of a version that is not served, and removes the version."""
-        tasks = self._tasks.pop(version.number)
+        tasks = [self._tasks.pop(slot.worker_id) for slot in version.slots]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

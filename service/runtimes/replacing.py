@@ -96,7 +96,13 @@ class WeightsReplacer:
             await asyncio.to_thread(self._versions.persist, version, continued)
         except OSError as error:
             raise LoadFailed(f"the switch cannot be written down: {error.strerror}") from None
-        ready = [worker for worker in workers if worker.slot.ready is not None]
+        serving = self._pool.serving_workers()
+        for other in serving:
+            if other not in workers:
+                # It was restarted meanwhile, with the weights before.
+                self._dispatcher.worker_lost(other.slot.worker_id, other.epoch, crashed=False)
+                other.terminate("other weights were loaded")
+        ready = [worker for worker in workers if worker in serving]
         for worker in ready:
             worker.apply_weights()
         self._versions.replace(version, described)

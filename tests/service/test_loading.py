@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from quire.v1 import executor_pb2, runner_pb2
+from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
 from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, NoWorker
@@ -297,3 +297,16 @@ async def test_draining_worker_is_replaced_if_the_caller_cancels(
         while slot.epoch == 1 or slot.ready is None:
             await asyncio.sleep(0)
         assert replacing.cancelled() and len(bench.launcher.started) == 2
+
+
+async def test_workers_that_a_version_took_over_are_stopped_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LoadWeights with REPLACE, and later without."""
+    bench = Loads(tmp_path, monkeypatch, serves_another_model)
+    async with serving(bench):
+        version = bench.versions.add(MODEL, has_workers=False)
+        bench.versions.replace(version, types_pb2.ModelDescription(fingerprint="three"))
+        assert (await bench.load())[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
+        (slot,) = bench.versions.all_slots
+        assert slot.epoch == 2 and bench.launcher.started[0].grace_s is not None

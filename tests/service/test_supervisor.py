@@ -366,3 +366,14 @@ async def test_dead_worker_is_replaced_with_a_new_epoch(bench_of: MakeBench) -> 
             wire.send(bench.supervisor.links, "worker-0", epoch, ReleaseSequences(6 + epoch, (1,)))
         assert await bench.events(1) == [("answered", 2, 8)], "commands to earlier incarnations are dropped"
     assert bench.launcher.closed
+
+
+async def test_a_worker_that_dies_while_it_is_asked_fails_nobody(bench_of: MakeBench) -> None:
+    """A refresh returns the other workers, and what was known of this one."""
+    bench = bench_of(hangs)
+    async with running(bench):
+        assert await bench.events(1) == [("ready", 1)]
+        refresh = asyncio.create_task(bench.supervisor.refresh_snapshots(check_integrity=True))
+        await asyncio.sleep(0)
+        bench.launcher.started[0].exit()
+        assert await refresh == bench.versions.all_slots

@@ -138,6 +138,19 @@ def test_all_that_waits_for_a_broken_adapter_fails_and_a_later_forward_tries_aga
     assert bench.scheduled == [forward]
 
 
+def test_the_text_of_an_unexpected_error_is_not_for_clients() -> None:
+    bench = Bench()
+
+    def read(source: AdapterSource) -> LoadedAdapter[str]:
+        raise OSError(5, "Input/output error", "/where/adapters/are")
+
+    bench.table._read_adapter = read
+    bench.change(source(1), load=True)
+    bench.advance()
+    (failed,) = (result for result in bench.results if isinstance(result, Failed))
+    assert failed.reason is FailureReason.ADAPTER and "/where" not in failed.detail
+
+
 def test_the_least_recently_used_is_evicted_and_pinned_ones_stay() -> None:
     bench = Bench(slots=2)
     bench.change(source(1, pinned=True), source(2), source(3))

@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+import structlog
+
 from workers.adapters.errors import AdapterError
 from workers.operations import (
     AdapterLoaded,
@@ -30,6 +32,7 @@ from workers.operations import (
     Forward,
 )
 
+_log = structlog.get_logger(__name__)
 _Weights = TypeVar("_Weights")
 _Taken_contra = TypeVar("_Taken_contra", contravariant=True)
 
@@ -206,6 +209,10 @@ class AdapterTable(Generic[_Weights]):
             if isinstance(result.outcome, LoadedAdapter):
                 self._unplaced = known, result.outcome
             else:
+                if not isinstance(result.outcome, AdapterError):
+                    # Its text is not for clients.
+                    _log.error("an adapter could not be read", error=repr(result.outcome))
+                    result = AdapterRead(result.number, "the worker could not load the adapter")
                 self._fail(known, str(result.outcome))
         self._read_next()
 
