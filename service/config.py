@@ -273,7 +273,11 @@ class Config:
     max_lora_adapters: int = _setting(
         64, "maximum adapters in the memory of a worker; others are loaded when needed", _Range(1, 4096)
     )
-    max_lora_rank: int = _setting(256, "maximum rank of an adapter", _Range(1, 256))
+    max_lora_rank: int | None = _setting(
+        None,
+        "maximum rank of an adapter; on a GPU all take the memory of this one; auto is 256, and 64 on a GPU",
+        _Range(1, 256),
+    )
     max_lora_bytes: int = _setting(
         2 << 30,
         "maximum memory of a worker for adapters, and maximum size of an adapter's file",

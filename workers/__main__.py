@@ -206,7 +206,11 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
                 config.gpu_memory_utilization,
                 cuda_graphs=config.cuda_graphs != "off",
             ),
-            lora=LoraLimits(config.max_lora_adapters, config.max_lora_rank, config.max_lora_bytes),
+            lora=LoraLimits(
+                config.max_lora_adapters,
+                config.max_lora_rank or (256 if device == "cpu" else 64),
+                config.max_lora_bytes,
+            ),
             backend=config.model_backend or "auto",
             self_check=config.no_self_check != "on" and not config.model_was_proved,
             batch_invariant=config.batch_invariant == "on",

@@ -189,6 +189,10 @@ class StepLoop:
         match command:
             case Reset():
                 self._drop_forwards()
+                # An iterator that is dropped unregisters itself from the table.
+                self._integrity_check, self._checked_for, self._next_checked_for = None, [], []
+                if self._adapters is not None:
+                    self._adapters.clear()
                 if self._replacement is not None:
                     self._replacement.discard()
                 self._results = [report_sequences(self._engine, command.stream)]
@@ -228,11 +232,9 @@ class StepLoop:
                 self._engine.roll_back(forward)
         while self._drawing:
             self._engine.roll_back(self._drawing.popleft())
-        # An iterator that is dropped unregisters itself from the table.
-        self._integrity_check, self._checked_for, self._next_checked_for = None, [], []
         self._answered, self._window = [], CoalescingWindow()
         if self._adapters is not None:
-            self._adapters.clear()
+            self._adapters.drop_forwards()
 
     def _carry_out(self, command: Command, arrived_ns: int) -> None:
         try:

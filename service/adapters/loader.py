@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -35,6 +36,8 @@ from service.pool.supervisor import Supervisor
 _log = get_logger(__name__)
 # How often versions that nobody uses are looked for, and the operator's directory is read.
 _INTERVAL_S = 5.0
+# How long a version is kept that no id names, if no cache has it.
+_RETIRED_S = 30.0
 # Loads at a time. Each may hold a copy on the disk.
 _MOST_LOADS = 4
 _MAX_ID_CHARS = 128
@@ -64,6 +67,8 @@ class AdapterLoader:
         self._find_adapter = find_adapter
         self._directory = Path(config.adapters).resolve() if config.adapters else None
         self._loads = 0
+        # When it was noticed first that a version is retired, by number.
+        self._retired_s: dict[int, float] = {}
         # Changes of the list are written one after the other.
         self._writing = asyncio.Lock()
         adapters.restore(*store.read_list())
@@ -90,7 +95,7 @@ class AdapterLoader:
                     "BAD_ADAPTER", "adapter_id", "the first message must have an adapter_id"
                 )
             check_adapter_id(first.adapter_id)
-            self._remove_unused()
+            await self._remove_unused()
             number = self._adapters.next_number()
             await self._copy(first, requests, number)
             version = AdapterVersion(
@@ -221,7 +226,6 @@ class AdapterLoader:
             except OSError as error:
                 raise StorageUnavailable(error.strerror) from None
             self._adapters.retire(tenant, adapter_id)
-        self._remove_unused()
         _log.info("adapter unloaded", adapter=adapter_id, version=version.number)
         return True
 
@@ -241,7 +245,7 @@ class AdapterLoader:
         """Removes versions that nobody uses, and finds new ones in the directory, until cancelled."""
         while True:
             await asyncio.sleep(_INTERVAL_S)
-            self._remove_unused()
+            await self._remove_unused()
             if self._directory is not None and self._scanned(await asyncio.to_thread(self._scan)):
                 async with self._writing:
                     listed, last = self._adapters.snapshot(), self._adapters.last_number
@@ -253,15 +257,23 @@ class AdapterLoader:
         except OSError as error:
             _log.warning("cannot store which adapters there are", error=error.strerror)
 
-    def _remove_unused(self) -> None:
-        if not any(version.retired for version in self._adapters):
+    async def _remove_unused(self) -> None:
+        """Removes versions that no id names and no cache has, some time after they were retired.
+
+        Until then a request that has found one may still make a cache of it.
+        """
+        now_s = time.monotonic()
+        retired = {version.number for version in self._adapters if version.retired}
+        self._retired_s = {number: self._retired_s.get(number, now_s) for number in retired}
+        recent = {number for number, since_s in self._retired_s.items() if now_s - since_s < _RETIRED_S}
+        if retired == recent:
             return
-        removed = self._adapters.remove_unused(self._caches.adapters_in_use())
+        removed = self._adapters.remove_unused(self._caches.adapters_in_use().keys() | recent)
         if removed:
             self._pool.send_adapters(worker_pb2.AdapterCommand(removed=[v.number for v in removed]))
             for version in removed:
                 if not version.identity:
-                    self._store.remove(version.number)
+                    await asyncio.to_thread(self._store.remove, version.number)
 
     def _scan(self) -> dict[str, str]:
         if self._directory is None:

@@ -1,7 +1,7 @@
 """The files of adapters: copies in the data directory, their list, and a directory of the operator's.
 
-    adapters/<number>/    a copy, made by LoadAdapter
-    adapters.json         all versions
+    adapter-versions/<number>/    a copy, made by LoadAdapter
+    adapters.json                 all versions
 
 All functions block on the disk and raise OSError, unless they say otherwise.
 """
@@ -25,7 +25,7 @@ from service.logging import get_logger
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_CONFIG_BYTES = 1 << 20
-_DIRECTORY, _LIST = "adapters", "adapters.json"
+_DIRECTORY, _LIST = "adapter-versions", "adapters.json"
 _MAX_LIST_BYTES = 64 << 20
 _PART_BYTES = 1 << 20
 _log = get_logger(__name__)
@@ -86,13 +86,15 @@ class AdapterStore:
         """What was stored last. Removes copies that are not in it. Raises nothing."""
         if self._data_dir is None:
             return [], 0
+        versions: list[AdapterVersion] = []
+        last_number = 0
         try:
             with (self._data_dir / _LIST).open("rb") as file:
                 content = json.loads(file.read(_MAX_LIST_BYTES))
             versions = [AdapterVersion(**fields) for fields in content["versions"]]
             last_number = int(content["last_number"])
         except FileNotFoundError:
-            return [], 0
+            pass
         except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
             _log.error("cannot read which adapters there are", error=repr(error))
             return [], 0

@@ -180,6 +180,10 @@ class Attempts:
             return operation, final_error
         return self._go_on(operation)
 
+    def begin_again(self, operation: Operation) -> AttemptResult | None:
+        """Retries after an attempt that was taken back on purpose."""
+        return self._go_on(operation)
+
     # Parked operations.
 
     def go_on(self) -> Iterator[AttemptResult]:

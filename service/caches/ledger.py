@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -102,6 +103,8 @@ class Ledger:
     def __init__(self, segment_tokens: int = SEGMENT_TOKENS) -> None:
         self._store = SegmentStore(segment_tokens)
         self._states: dict[int, CacheState] = {}
+        # The number of caches of each adapter.
+        self.adapters: Counter[int] = Counter()
         # Caches of weights in the range are of these weights instead: see `continue_weights`.
         self._continued: tuple[range, int] = range(0), 0
 
@@ -124,6 +127,20 @@ class Ledger:
         for state in self:
             self._continue(state)
 
+    def _add(self, state: CacheState) -> None:
+        self._continue(state)
+        self._states[state.number] = state
+        if state.adapter:
+            self.adapters[state.adapter] += 1
+
+    def _remove(self, state: CacheState) -> None:
+        self._store.drop(state.tokens)
+        del self._states[state.number]
+        if state.adapter:
+            self.adapters[state.adapter] -= 1
+            if not self.adapters[state.adapter]:
+                del self.adapters[state.adapter]
+
     def _continue(self, state: CacheState) -> None:
         older, weights = self._continued
         if state.weights in older:
@@ -141,8 +158,7 @@ class Ledger:
                 self._append(record)
             case CacheCreated():
                 self._require_new(record.number)
-                self._states[record.number] = CacheState.of(record)
-                self._continue(self._states[record.number])
+                self._add(CacheState.of(record))
             case CacheTruncated():
                 self._truncate(record)
             case CacheForked():
@@ -150,8 +166,7 @@ class Ledger:
             case LeaseRenewed():
                 self._state(record.number).lease_s = record.lease_s
             case CacheReleased():
-                self._store.drop(self._state(record.number).tokens)
-                del self._states[record.number]
+                self._remove(self._state(record.number))
             case CacheRestated():
                 self._restate(record)
 
@@ -211,7 +226,7 @@ class Ledger:
         for child in record.children:
             self._require_new(child.number)
         for index, child in enumerate(record.children):
-            self._states[child.number] = self._child_of(parent, child, index, record)
+            self._add(self._child_of(parent, child, index, record))
 
     def _child_of(self, parent: CacheState, child: Child, index: int, record: CacheForked) -> CacheState:
         key = None
@@ -243,9 +258,9 @@ class Ledger:
         self._store.extend(tokens, record.token_ids)
         before = self._states.get(record.number)
         if before is not None:
-            self._store.drop(before.tokens)
-        self._states[record.number] = state = CacheState.of(record)
-        self._continue(state)
+            self._remove(before)
+        state = CacheState.of(record)
+        self._add(state)
         state.fork, state.tokens = record.fork, tokens
         state.prompt_len, state.ownership = record.prompt_len, record.ownership
         last = record.last

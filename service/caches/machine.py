@@ -184,8 +184,11 @@ class CacheMachine:
         if worker is not None:
             self._lose([worker], crashed=crashed)
 
-    def _lose(self, workers: Sequence[WorkerView], *, crashed: bool) -> None:
-        """Removes workers. All before anything is tried again, which must not be on one of them."""
+    def _lose(self, workers: Sequence[WorkerView], *, crashed: bool, failed: bool = True) -> None:
+        """Removes workers. All before anything is tried again, which must not be on one of them.
+
+        `failed`: it counts as a failed attempt of what they computed.
+        """
         computed: list[Operation] = []
         lost: list[CacheEntry] = []
         for worker in workers:
@@ -195,7 +198,11 @@ class CacheMachine:
         for operation in computed:
             # When an earlier one ended, a fork that releases this cache may have begun. Then this one waits.
             if not operation.turns_left:
-                result = self._attempts.try_again(operation, WorkerLost())
+                result = (
+                    self._attempts.try_again(operation, WorkerLost())
+                    if failed
+                    else self._attempts.begin_again(operation)
+                )
                 if result is not None:
                     self._queues.attempt_ended(*result)
         self._restores.later(lost, self._context.now_s)
@@ -218,7 +225,7 @@ class CacheMachine:
         """
         self._context.now_s, before = now_s, self.weights.serving
         known = (self._workers.find(worker.worker_id, worker.epoch) for worker in workers)
-        self._lose([worker for worker in known if worker is not None], crashed=False)
+        self._lose([worker for worker in known if worker is not None], crashed=False, failed=False)
         if recompute:
             self.weights.replace(weights, continued=self.weights.continued)
             continue_caches(self.index, self._queues.operations.values(), self.weights)
@@ -250,7 +257,7 @@ class CacheMachine:
 
     def adapters_in_use(self) -> Counter[int]:
         """The adapters of caches, and of operations that create one; each with its number of caches."""
-        used = Counter(state.adapter for state in self.ledger if state.adapter)
+        used = self.ledger.adapters.copy()
         for operation in self._queues.operations.values():
             used.update({entry.state.adapter: 0 for entry in operation.entries if entry.state.adapter})
         return used

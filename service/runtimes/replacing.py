@@ -65,7 +65,7 @@ class WeightsReplacer:
                 workers = self._pool.serving_workers()
                 if len(workers) < len(self._versions.serving.slots):
                     raise NoWorker
-                described = await _read(workers, model)
+                described = await _read(workers, model, self._pool.start_timeout_s)
                 version = self._versions.add(model, has_workers=False)
                 await complete(self._switch(version, described, workers, recompute=recompute))
         finally:
@@ -111,9 +111,17 @@ class WeightsReplacer:
         _log.info("weights replaced", model=version.model, weights=version.number, recompute=recompute)
 
 
-async def _read(workers: list[Incarnation], model: str) -> types_pb2.ModelDescription:
+async def _read(workers: list[Incarnation], model: str, timeout_s: float) -> types_pb2.ModelDescription:
     """Lets all workers read weights. Returns what they describe. Raises LoadFailed or NoWorker."""
-    described = await asyncio.gather(*(worker.read_weights(model) for worker in workers))
+    tasks = [asyncio.create_task(worker.read_weights(model)) for worker in workers]
+    try:
+        async with asyncio.timeout(timeout_s):
+            described = await asyncio.gather(*tasks)
+    except TimeoutError:
+        raise LoadFailed("the weights were not read in time") from None
+    finally:
+        for task in tasks:
+            task.cancel()
     if any(one.fingerprint != described[0].fingerprint for one in described):
         raise LoadFailed("the files have changed while they were read")
     return described[0]

@@ -251,9 +251,13 @@ class AdapterTable(Generic[_Weights]):
         """Drops and returns the waiting forwards whose deadline has passed."""
         return self._remove(lambda forward: forward.deadline_ns is not None and forward.deadline_ns < now_ns)
 
+    def drop_forwards(self) -> None:
+        """Drops all waiting forwards, which get no answer."""
+        self._remove(lambda _: True)
+
     def clear(self) -> None:
         """Drops all waiting forwards and answers. Resident adapters stay."""
-        self._remove(lambda _: True)
+        self.drop_forwards()
         self._results = []
         for known in self._known.values():
             known.commands = []
@@ -330,30 +334,33 @@ class AdapterTable(Generic[_Weights]):
         """Puts the adapter that was read into a slot. Evicts others for it, as far as it can."""
         assert self._unplaced is not None
         known, loaded = self._unplaced
+        pinned = [one for one in self._resident.values() if one.source.pinned]
+        pinned_bytes = sum(one.size_bytes for one in pinned)
+        if len(pinned) == self.max_adapters or pinned_bytes + loaded.size_bytes > self._max_bytes:
+            # Before others are evicted for nothing.
+            self._unplaced = None
+            self._has_changed = True
+            self._fail(known, "the memory for adapters (max_lora_adapters, max_lora_bytes) is too small")
+            self._read_next()
+            return
         used = in_use()
         while not self._free_slots or self._used_bytes + loaded.size_bytes > self._max_bytes:
-            evictable = [one for one in self._resident.values() if not one.source.pinned]
-            if not evictable:
-                self._unplaced = None
-                self._has_changed = True
-                self._fail(known, "the memory for adapters (max_lora_adapters, max_lora_bytes) is too small")
-                break
+            evictable = (one for one in self._resident.values() if not one.source.pinned)
             victim = next((one for one in evictable if one.source.number not in used), None)
             if victim is None:
                 return
             victim.evictions += 1
             self._empty(victim)
-        else:
-            self._unplaced = None
-            slot = self._free_slots.pop()
-            self._model.set_lora(slot, loaded.weights)
-            known.slot, known.weights = slot, loaded.weights
-            known.rank, known.size_bytes = loaded.rank, loaded.size_bytes
-            known.loads += 1
-            self._has_changed = True
-            self._used_bytes += loaded.size_bytes
-            self._resident[known.source.number] = known
-            self._answer(known)
+        self._unplaced = None
+        slot = self._free_slots.pop()
+        self._model.set_lora(slot, loaded.weights)
+        known.slot, known.weights = slot, loaded.weights
+        known.rank, known.size_bytes = loaded.rank, loaded.size_bytes
+        known.loads += 1
+        self._has_changed = True
+        self._used_bytes += loaded.size_bytes
+        self._resident[known.source.number] = known
+        self._answer(known)
         self._read_next()
 
     def _empty(self, known: _Known[_Weights]) -> None:

@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from workers.adapters.adapter import identity, read_adapter
+from workers.adapters.adapter import read_adapter
 from workers.adapters.errors import AdapterError
 from workers.adapters.table import AdapterTable, LoadedAdapter
 from workers.executors.base import ModelExecutor
@@ -210,15 +210,28 @@ def _make_batch_invariant(model: Model, directory: Path, backend: str) -> None:
 
 
 def _adapter_table(served: _Served, limits: LoraLimits) -> AdapterTable[PackedLora]:
-    """Make slots for adapters in a model."""
-    served.model.allocate_lora(limits.max_adapters, limits.max_rank)
-    modules = served.model.lora_modules()
+    """Make slots for adapters in a model. Raises KvSizingError if there is not one in the memory for them."""
+    modules, slots = served.model.lora_modules(), limits.max_adapters
+    if served.model.device.type == "cuda":
+        # There, a slot takes the memory of the largest adapter, whatever is in it.
+        elements = limits.max_rank * sum(outputs + inputs for outputs, inputs in modules.values())
+        slot_bytes = elements * served.model.dtype.itemsize
+        slots = min(slots, limits.max_bytes // slot_bytes)
+        if not slots:
+            raise KvSizingError(
+                f"an adapter of rank {limits.max_rank} takes {slot_bytes >> 20} MiB:"
+                " raise max_lora_bytes or lower max_lora_rank"
+            )
+    try:
+        served.model.allocate_lora(slots, limits.max_rank)
+    except torch.OutOfMemoryError as error:
+        raise KvSizingError("the weights leave no memory for adapters: lower max_lora_bytes") from error
 
     def read(source: AdapterSource) -> LoadedAdapter[PackedLora]:
         directory = Path(source.directory)
-        if source.identity and source.identity != identity(directory):
-            raise AdapterError("the files of the adapter have changed since it was found")
         adapter = read_adapter(directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes)
+        if source.identity not in ("", adapter.identity):
+            raise AdapterError("the files of the adapter have changed since it was found")
         packed = served.model.pack_lora(adapter.weights)
         return LoadedAdapter(packed, adapter.rank, packed.bytes)
 
