@@ -32,8 +32,8 @@ from kernels.lora import LoraPairs, SortedRows
 # M, and N of the second kernel.
 M = 32
 OUTPUTS = 64
-# The inputs of a split, unless there were more than MAX_SPLITS then. More splits would use more multiprocessors
-# for few rows, and more memory for many.
+# The inputs of a split, unless there were more than MAX_SPLITS then. More splits would use more
+# multiprocessors for few rows, and more memory for many.
 SPLIT_INPUTS = 1024
 MAX_SPLITS = 8
 
