@@ -85,7 +85,7 @@ class Pass {
       : products_(products), first_(first), count_(count), pairs_((count + 2 * kTileRows - 1) / (2 * kTileRows)),
         tile_rows_((count + 2 * pairs_ - 1) / (2 * pairs_)),
         inputs_(find_groups(products.rows + first, count, products.inputs)), groups_(groups_of(products.inputs)),
-        block_size_(block_size_of<Bf16>(products.inputs)) {}
+        block_size_(block_size_of<Bf16>(products.inputs)), small_blocks_(are_small<Bf16>(products.inputs)) {}
 
   __attribute__((noinline)) void multiply_blocks(int64_t begin, int64_t end) const {
     configure_tiles(tile_rows_, products_.inputs);
@@ -105,8 +105,9 @@ class Pass {
       const int64_t end = std::min(group + panel, groups_);
       const int64_t second = (blocks - 1) * block_size_;
       const Bf16* weights = weights_at(block, group);
-      // The next panel, of which each pair of tiles prefetches a part. One pair needs no panels, but the next group.
-      const Bf16* next = pairs_ == 1     ? weights + kTileElements
+      // The next panel, of which each pair of tiles prefetches a part. One pair needs no panels, but the next group,
+      // or blocks.
+      const Bf16* next = pairs_ == 1     ? weights + (small_blocks_ ? kAheadBytes / sizeof(Bf16) : kTileElements)
                          : end < groups_ ? weights_at(block, end)
                                          : weights_at(block + blocks, 0);
       for (int64_t pair = 0; pair < pairs_; pair++) {
@@ -184,6 +185,7 @@ class Pass {
   int64_t first_, count_, pairs_, tile_rows_;
   RowGroups inputs_;
   int64_t groups_, block_size_;
+  bool small_blocks_;
 };
 
 }  // namespace

@@ -51,6 +51,7 @@ void multiply_rows(const Products<Weight>& products, int64_t first, int64_t coun
   const int64_t input_bytes = kBlockOutputs * sizeof(Weight);
   // A tile of all these blocks reads them side by side, as fast as memory is.
   const bool whole = tiles == 1 && blocks_beside<Weight>(count) == width;
+  const bool small_blocks = tiles == 1 && are_small<Weight>(products.inputs);
   const int64_t panel = whole ? products.inputs : (tiles == 1 ? kTurnBytes : kPanelBytes / width) / input_bytes;
   for (int64_t block = begin; block < end; block += width) {
     const int64_t blocks = std::min(width, end - block), stride = blocks * kBlockOutputs;
@@ -60,10 +61,13 @@ void multiply_rows(const Products<Weight>& products, int64_t first, int64_t coun
       const Weight* weight = products.weight + block * block_size + input * kBlockOutputs;
       for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t row = count * tile / tiles, next_row = count * (tile + 1) / tiles;
-        const char* next = reinterpret_cast<const char*>(weight) + (panel + panel * tile / tiles) * input_bytes;
+        const char* here = reinterpret_cast<const char*>(weight);
+        const Ahead ahead = small_blocks ? Ahead{here + kAheadBytes, P::kStepInputs * input_bytes}
+                            : whole      ? Ahead{}
+                                         : Ahead{here + (panel + panel * tile / tiles) * input_bytes,
+                                                 P::kStepInputs * input_bytes / tiles};
         add_tile(sums + row * stride, stride, weight, block_size, blocks, rows + row, next_row - row,
-                 std::min(panel, products.inputs - input),
-                 whole ? Ahead{} : Ahead{next, P::kStepInputs * input_bytes / tiles});
+                 std::min(panel, products.inputs - input), ahead);
       }
     }
     for (int64_t row = 0; row < count; row++) write(products, first + row, block, blocks, sums + row * stride);

@@ -39,6 +39,14 @@ constexpr int64_t block_size_of(int64_t inputs) {
   return kBlockOutputs * ((inputs + group - 1) / group * group);
 }
 
+// Of blocks that are smaller than a page of memory, processors do not foresee the next ones. A few rows, which wait for
+// memory, load those so far ahead.
+constexpr int64_t kPageBytes = 4 << 10, kAheadBytes = 8 << 10;
+template <typename Weight>
+constexpr bool are_small(int64_t inputs) {
+  return block_size_of<Weight>(inputs) * static_cast<int64_t>(sizeof(Weight)) < kPageBytes;
+}
+
 // Whether rows have to be copied to be multiplied: converted, or filled up to a whole pair.
 template <typename Weight>
 constexpr bool needs_copy(int64_t inputs) {
