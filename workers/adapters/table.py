@@ -244,9 +244,13 @@ class AdapterTable(Generic[_Weights]):
         """Drops and returns the waiting forwards whose deadline has passed."""
         return self._remove(lambda forward: forward.deadline_ns is not None and forward.deadline_ns < now_ns)
 
+    def drop_forwards(self) -> None:
+        """Drops all waiting forwards. Commands still get their answers."""
+        self._remove(lambda _: True)
+
     def clear(self) -> None:
         """Drops all waiting forwards and answers. Resident adapters stay."""
-        self._remove(lambda _: True)
+        self.drop_forwards()
         self._results = []
         for known in self._known.values():
             known.commands = []
@@ -370,6 +374,8 @@ class AdapterTable(Generic[_Weights]):
         if self._unplaced is not None and self._unplaced[0] is known:
             self._unplaced = None
             self._has_changed = True
+            # Others may have waited for its place.
+            self._read_next()
         self._fail(known, "the version of the adapter is gone")
 
     # Answers.
