@@ -189,6 +189,8 @@ class StepLoop:
         match command:
             case Reset():
                 self._drop_forwards()
+                if self._adapters is not None:
+                    self._adapters.clear()
                 if self._replacement is not None:
                     self._replacement.discard()
                 self._results = [report_sequences(self._engine, command.stream)]
@@ -221,7 +223,7 @@ class StepLoop:
         self._replacement.apply()
 
     def _drop_forwards(self) -> None:
-        """Drops all earlier commands, which get no answer. An error here ends the worker."""
+        """Drops all earlier forwards and checks, which get no answer. An error here ends the worker."""
         self._prelauncher.drop_all()
         for forward in self._scheduler.clear():
             if forward.has_begun:
@@ -232,7 +234,7 @@ class StepLoop:
         self._integrity_check, self._checked_for, self._next_checked_for = None, [], []
         self._answered, self._window = [], CoalescingWindow()
         if self._adapters is not None:
-            self._adapters.clear()
+            self._adapters.drop_forwards()
 
     def _carry_out(self, command: Command, arrived_ns: int) -> None:
         try:

@@ -68,7 +68,8 @@ class AdapterLoader:
         self._writing = asyncio.Lock()
         adapters.restore(*store.read_list())
         adapters.last_number = max([adapters.last_number, *caches.adapters_in_use()])
-        self._scanned(self._scan())
+        if self._scanned(self._scan()):
+            self._write_found()
         pool.adapter_command = self._all_adapters
 
     # LoadAdapter.
@@ -129,7 +130,8 @@ class AdapterLoader:
         elif not path.is_absolute():
             what = "neither an absolute path of a directory of this machine, nor an adapter of the hub"
             raise InvalidArgument("BAD_SOURCE", "source", f"the source is {what}")
-        await asyncio.to_thread(self._store.copy, path, number)
+        # A thread that outlives its cancelled call would write after the files were removed.
+        await complete(asyncio.to_thread(self._store.copy, path, number))
 
     async def _receive(
         self,
@@ -150,7 +152,7 @@ class AdapterLoader:
                             f"must be {' or '.join(files.FILES)}, the parts of a file one after the other"
                         )
                         raise InvalidArgument("BAD_ADAPTER", "file.name", allowed)
-                    opened = await asyncio.to_thread(UploadedFile, self._store, number, name)
+                    opened = await complete(asyncio.to_thread(UploadedFile, self._store, number, name))
                     received[name] = stack.enter_context(opened)
                 if part.data:
                     await asyncio.to_thread(received[name].write, part.data)
@@ -241,11 +243,14 @@ class AdapterLoader:
             self._remove_unused()
             if self._directory is not None and self._scanned(await asyncio.to_thread(self._scan)):
                 async with self._writing:
-                    try:
-                        listed, last = self._adapters.snapshot(), self._adapters.last_number
-                        await asyncio.to_thread(self._store.write_list, listed, last)
-                    except OSError as error:
-                        _log.warning("cannot store which adapters there are", error=error.strerror)
+                    await asyncio.to_thread(self._write_found)
+
+    def _write_found(self) -> None:
+        """Stores what was found in the directory: the next gateway must not use a number for another one."""
+        try:
+            self._store.write_list(self._adapters.snapshot(), self._adapters.last_number)
+        except OSError as error:
+            _log.warning("cannot store which adapters there are", error=error.strerror)
 
     def _remove_unused(self) -> None:
         if not any(version.retired for version in self._adapters):

@@ -96,9 +96,16 @@ class WeightsReplacer:
             await asyncio.to_thread(self._versions.persist, version, continued)
         except OSError as error:
             raise LoadFailed(f"the switch cannot be written down: {error.strerror}") from None
-        ready = [worker for worker in workers if worker.slot.ready is not None]
+        # Not those that have died since, whose slots may have others now.
+        running = self._pool.serving_workers()
+        ready = [worker for worker in running if worker in workers]
         for worker in ready:
             worker.apply_weights()
+        for worker in running:
+            if worker not in workers:
+                # It has become ready meanwhile, and has not read these weights.
+                worker.terminate("it has the previous weights")
+                worker.mark_dead(crashed=False)
         self._versions.replace(version, described)
         views = [worker.view() for worker in ready]
         self._dispatcher.weights_replaced(version.number, views, recompute=recompute)
