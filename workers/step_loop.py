@@ -225,7 +225,7 @@ class StepLoop:
         self._replacement.apply()
 
     def _drop_forwards(self) -> None:
-        """Drops all earlier commands, which get no answer. An error here ends the worker."""
+        """Drops all earlier forwards and checks, which get no answer. An error here ends the worker."""
         self._prelauncher.drop_all()
         for forward in self._scheduler.clear():
             if forward.has_begun:

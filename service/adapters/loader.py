@@ -158,7 +158,7 @@ class AdapterLoader:
                             f"must be {' or '.join(files.FILES)}, the parts of a file one after the other"
                         )
                         raise InvalidArgument("BAD_ADAPTER", "file.name", allowed)
-                    opened = await asyncio.to_thread(UploadedFile, self._store, number, name)
+                    opened = await complete(asyncio.to_thread(UploadedFile, self._store, number, name))
                     received[name] = stack.enter_context(opened)
                 if part.data:
                     await asyncio.to_thread(received[part.name].write, part.data)

@@ -27,7 +27,7 @@ from service.pool import wire
 from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.link import WorkerLink
 from service.pool.liveness import Liveness, WorkerExit
-from service.pool.model_versions import ModelVersions, WorkerSlot
+from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
 
 _log = get_logger(__name__)
 # How long to wait for the exit of a process whose stream has ended.
@@ -42,6 +42,7 @@ class Incarnation:
     def __init__(
         self,
         slot: WorkerSlot,
+        version: ModelVersion,
         processes: WorkerProcesses,
         config: Config,
         dispatcher: Dispatcher,
@@ -50,8 +51,9 @@ class Incarnation:
         *,
         adopted: bool = False,
     ) -> None:
-        """`adapters`: what a worker is told when it is ready."""
+        """`version`: what the worker was told to load. `adapters`: what it is told when it is ready."""
         self.slot = slot
+        self._version = version
         self.epoch = processes.epoch
         self.processes = processes
         self._dispatcher = dispatcher
@@ -225,6 +227,9 @@ class Incarnation:
         An adopted worker first learns which of its sequences to keep.
         """
         version, fingerprint = self.slot.version, ready.model.fingerprint
+        if version is not self._version:
+            self.terminate("other weights have replaced those that it has loaded")
+            return
         expected = version.expected_fingerprint
         if expected not in (None, fingerprint):
             failure = PoolFailed(

@@ -222,6 +222,7 @@ class Supervisor:
 
     async def _adopt_or_start(self, slot: WorkerSlot) -> Incarnation | None:
         """Adopts the worker of an earlier gateway, or starts a new one. None if that fails for now."""
+        version = slot.version
         processes = self._adopted.pop(slot.worker_id, None)
         is_adopted = processes is not None
         if processes is None:
@@ -236,6 +237,7 @@ class Supervisor:
                 return None
         incarnation = Incarnation(
             slot,
+            version,
             processes,
             self._config,
             self._dispatcher,

@@ -96,15 +96,16 @@ class WeightsReplacer:
             await asyncio.to_thread(self._versions.persist, version, continued)
         except OSError as error:
             raise LoadFailed(f"the switch cannot be written down: {error.strerror}") from None
-        serving = self._pool.serving_workers()
-        for other in serving:
-            if other not in workers:
-                # It was restarted meanwhile, with the weights before.
-                self._dispatcher.worker_lost(other.slot.worker_id, other.epoch, crashed=False)
-                other.terminate("other weights were loaded")
-        ready = [worker for worker in workers if worker in serving]
+        # Not those that have died since, whose slots may have others now.
+        running = self._pool.serving_workers()
+        ready = [worker for worker in running if worker in workers]
         for worker in ready:
             worker.apply_weights()
+        for worker in running:
+            if worker not in workers:
+                # It has become ready meanwhile, and has not read these weights.
+                worker.terminate("it has the previous weights")
+                worker.mark_dead(crashed=False)
         self._versions.replace(version, described)
         views = [worker.view() for worker in ready]
         self._dispatcher.weights_replaced(version.number, views, recompute=recompute)

@@ -195,6 +195,22 @@ def test_nobody_overtakes_an_adapter_that_waits_for_a_slot() -> None:
     assert bench.scheduled == [later]
 
 
+def test_others_are_read_when_an_adapter_that_waits_for_a_slot_is_removed() -> None:
+    """Such as one that was being tried, and whose caller has gone."""
+    bench = Bench(slots=1)
+    bench.change(source(1), source(3))
+    bench.forward(1)
+    bench.advance()
+    bench.change(source(2), load=True)
+    bench.advance()
+    waiting = bench.forward(3)
+    bench.change(removed=(2,))
+    bench.scheduled.clear()
+    for _ in range(3):
+        bench.advance()
+    assert bench.scheduled == [waiting]
+
+
 def test_an_unknown_adapter_is_an_error() -> None:
     bench = Bench()
     with pytest.raises(AdapterError):

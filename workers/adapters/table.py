@@ -384,6 +384,8 @@ class AdapterTable(Generic[_Weights]):
         if self._unplaced is not None and self._unplaced[0] is known:
             self._unplaced = None
             self._has_changed = True
+            # Others may have waited for its place.
+            self._read_next()
         self._fail(known, "the version of the adapter is gone")
 
     # Answers.

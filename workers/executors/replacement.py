@@ -39,6 +39,8 @@ class WeightsReplacement(Generic[_Weights]):
         # The command whose weights are wanted. 0: none.
         self._wanted = 0
         self._ready: tuple[_Weights, ModelDescription] | None = None
+        # Held while weights are read: those of cancelled commands must not be in memory together.
+        self._reading = threading.Lock()
 
     def read(self, op_id: int, directory: str) -> None:
         """Starts to read. What was read before is dropped."""
@@ -48,10 +50,13 @@ class WeightsReplacement(Generic[_Weights]):
     def _run(self, op_id: int, directory: str) -> None:
         """The reading thread."""
         outcome: object
-        try:
-            outcome = self._read(Path(directory))
-        except Exception as error:
-            outcome = error
+        with self._reading:
+            if op_id != self._wanted:
+                return
+            try:
+                outcome = self._read(Path(directory))
+            except Exception as error:
+                outcome = error
         self.submit(ReplacementRead(op_id, outcome))
 
     def was_read(self, read: ReplacementRead) -> WeightsRead | Failed | None:
