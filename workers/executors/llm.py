@@ -65,6 +65,13 @@ class LoraLimits:
     max_bytes: int
 
 
+@dataclass(slots=True)
+class _Served:
+    """Where the model is found that is served now, so that nothing keeps the memory of a replaced one."""
+
+    model: Model
+
+
 class LlmExecutor(ModelExecutor):
     """Any decoder-only model that `workers/models` supports."""
 
@@ -130,7 +137,8 @@ class LlmExecutor(ModelExecutor):
             ) from error
         if batch_invariant:
             _make_batch_invariant(model, directory, backend)
-        adapters = None if lora is None or backend != NATIVE else _adapter_table(model, lora)
+        served = _Served(model)
+        adapters = None if lora is None or backend != NATIVE else _adapter_table(served, lora)
         if device.type == "cuda":
             kv, runner = _on_gpu(model, description, kv_pages, limits)
         else:
@@ -150,42 +158,44 @@ class LlmExecutor(ModelExecutor):
         def read(source: Path) -> tuple[Model, ModelDescription]:
             other = choose_backend(source, backend)[0]
             # On a GPU they are read into main memory, and copied into place.
+            on_gpu = served.model.device.type == "cuda"
             read_model, read_description = load_served(
                 source,
-                str(model.dtype).removeprefix("torch."),
+                str(served.model.dtype).removeprefix("torch."),
                 torch.device("cpu"),
                 None,
                 backend=other,
                 self_check=False,
-                pack=device.type != "cuda",
+                pack=not on_gpu,
             )
-            _check_same_config(model, description, read_model, read_description)
-            if lora is not None and adapters is not None and device.type != "cuda":
+            _check_same_config(served.model, description, read_model, read_description)
+            if lora is not None and adapters is not None and not on_gpu:
                 read_model.allocate_lora(lora.max_adapters, lora.max_rank)
             named = dataclasses.replace(
                 read_description, model_id=model_id_of(source), license=read_licence(source)
             )
             return read_model, named
 
-        executor.replacement = WeightsReplacement(read, functools.partial(executor.use, model))
+        executor.replacement = WeightsReplacement(read, functools.partial(executor.use, served))
         return executor
 
-    def use(self, model: Model, other: Model, description: ModelDescription) -> None:
+    def use(self, served: _Served, other: Model, description: ModelDescription) -> None:
         """Puts other weights of the same config into place, between two steps.
 
         Args:
-            model: The model on a GPU, whose memory stays. On the CPU `other` takes its place.
+            served: The model on a GPU, whose memory stays. On the CPU `other` takes its place.
             other: Where they are now, on the CPU.
             description: What is reported of them.
         """
-        if model.device.type == "cuda":
-            assert isinstance(model, Decoder) and isinstance(other, Decoder)
-            copy_weights(other, model)
+        if served.model.device.type == "cuda":
+            assert isinstance(served.model, Decoder) and isinstance(other, Decoder)
+            copy_weights(other, served.model)
         else:
             assert isinstance(self.engine.runner, EagerRunner)
             self.engine.runner.use(other)
             if self.adapters is not None:
                 self.adapters.use(other)
+            served.model = other
         self._model = description
 
 
@@ -200,20 +210,20 @@ def _make_batch_invariant(model: Model, directory: Path, backend: str) -> None:
         )
 
 
-def _adapter_table(model: Model, limits: LoraLimits) -> AdapterTable[PackedLora]:
+def _adapter_table(served: _Served, limits: LoraLimits) -> AdapterTable[PackedLora]:
     """Make slots for adapters in a model."""
-    model.allocate_lora(limits.max_adapters, limits.max_rank)
-    modules = model.lora_modules()
+    served.model.allocate_lora(limits.max_adapters, limits.max_rank)
+    modules = served.model.lora_modules()
 
     def read(source: AdapterSource) -> LoadedAdapter[PackedLora]:
         directory = Path(source.directory)
         if source.identity and source.identity != identity(directory):
             raise AdapterError("the files of the adapter have changed since it was found")
         adapter = read_adapter(directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes)
-        packed = model.pack_lora(adapter.weights)
+        packed = served.model.pack_lora(adapter.weights)
         return LoadedAdapter(packed, adapter.rank, packed.bytes)
 
-    return AdapterTable(model, read, limits.max_bytes)
+    return AdapterTable(served.model, read, limits.max_bytes)
 
 
 def _check_same_config(
