@@ -69,9 +69,9 @@ class PackedWeight:
 def _in_blocks(weight: torch.Tensor) -> torch.Tensor:
     """A weight of whole blocks [O, I] in their order, flat; a new tensor."""
     outputs, inputs = weight.shape
-    step = _step_inputs(weight.dtype)
-    blocks = weight.view(outputs // _BLOCK_OUTPUTS, _BLOCK_OUTPUTS, inputs // step, step)
-    return blocks.transpose(1, 2).flatten()
+    # The inputs of a step as one number: torch copies those six times as fast as pairs.
+    size = (outputs // _BLOCK_OUTPUTS, _BLOCK_OUTPUTS, inputs // _step_inputs(weight.dtype))
+    return weight.view(torch.int32).view(size).transpose(1, 2).flatten().view(weight.dtype)
 
 
 def _filled_up(shape: torch.Size, dtype: torch.dtype) -> tuple[int, int]:

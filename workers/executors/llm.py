@@ -72,6 +72,13 @@ class LoraLimits:
     max_bytes: int
 
 
+@dataclass(slots=True)
+class _Served:
+    """Where the model is found that is served now, so that nothing keeps the memory of a replaced one."""
+
+    model: Model
+
+
 class LlmExecutor(ModelExecutor):
     """Any decoder-only model that `workers/models` supports."""
 
@@ -158,6 +165,7 @@ class LlmExecutor(ModelExecutor):
         def read(source: Path) -> tuple[Model, ModelDescription]:
             other = choose_backend(source, backend)[0]
             # On a GPU they are read into main memory, and copied into place.
+            on_gpu = served.model.device.type == "cuda"
             read_model, read_description = load_served(
                 source,
                 str(served.model.dtype).removeprefix("torch."),
@@ -165,10 +173,10 @@ class LlmExecutor(ModelExecutor):
                 None,
                 backend=other,
                 self_check=False,
-                pack=device.type != "cuda",
+                pack=not on_gpu,
             )
             _check_same_config(served.model, description, read_model, read_description)
-            if lora is not None and adapters is not None and device.type != "cuda":
+            if lora is not None and adapters is not None and not on_gpu:
                 read_model.allocate_lora(lora.max_adapters, lora.max_rank)
             named = dataclasses.replace(
                 read_description, model_id=model_id_of(source), license=read_licence(source)

@@ -7,15 +7,20 @@ put into place between two steps, when no sequence is left whose KV is of other 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
+
+import structlog
 
 from workers.models.errors import ModelError
 from workers.models.model import ModelDescription
 from workers.operations import Failed, FailureReason, ReplacementRead, WeightsRead
 
 _Weights = TypeVar("_Weights")
+
+_log = structlog.get_logger(__name__)
 
 
 class WeightsReplacement(Generic[_Weights]):
@@ -53,8 +58,10 @@ class WeightsReplacement(Generic[_Weights]):
         with self._reading:
             if op_id != self._wanted:
                 return
+            began_s = time.monotonic()
             try:
                 outcome = self._read(Path(directory))
+                _log.info("weights read", took_s=round(time.monotonic() - began_s, 4))
             except Exception as error:
                 outcome = error
         self.submit(ReplacementRead(op_id, outcome))
@@ -78,7 +85,9 @@ class WeightsReplacement(Generic[_Weights]):
             raise RuntimeError("no weights were read")
         weights, description = self._ready
         self.discard()
+        began_s = time.monotonic()
         self._apply(weights, description)
+        _log.info("weights in place", took_s=round(time.monotonic() - began_s, 4))
 
     def discard(self) -> None:
         """Forgets what was read, or is being read."""
