@@ -104,8 +104,8 @@ class WeightsReplacer:
         for worker in running:
             if worker not in workers:
                 # It has become ready meanwhile, and has not read these weights.
+                self._dispatcher.worker_lost(worker.slot.worker_id, worker.epoch, crashed=False)
                 worker.terminate("it has the previous weights")
-                worker.mark_dead(crashed=False)
         self._versions.replace(version, described)
         views = [worker.view() for worker in ready]
         self._dispatcher.weights_replaced(version.number, views, recompute=recompute)

@@ -72,13 +72,6 @@ class LoraLimits:
     max_bytes: int
 
 
-@dataclass(slots=True)
-class _Served:
-    """Where the model is found that is served now, so that nothing keeps the memory of a replaced one."""
-
-    model: Model
-
-
 class LlmExecutor(ModelExecutor):
     """Any decoder-only model that `workers/models` supports."""
 

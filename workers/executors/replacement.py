@@ -6,13 +6,12 @@ put into place between two steps, when no sequence is left whose KV is of other 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
-
-import structlog
 
 from workers.models.errors import ModelError
 from workers.models.model import ModelDescription
@@ -20,7 +19,7 @@ from workers.operations import Failed, FailureReason, ReplacementRead, WeightsRe
 
 _Weights = TypeVar("_Weights")
 
-_log = structlog.get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class WeightsReplacement(Generic[_Weights]):
@@ -61,7 +60,7 @@ class WeightsReplacement(Generic[_Weights]):
             began_s = time.monotonic()
             try:
                 outcome = self._read(Path(directory))
-                _log.info("weights read", took_s=round(time.monotonic() - began_s, 4))
+                _log.info("other weights were read in %.2f s", time.monotonic() - began_s)
             except Exception as error:
                 outcome = error
         self.submit(ReplacementRead(op_id, outcome))
