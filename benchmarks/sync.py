@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,8 +146,8 @@ async def measure(gateway: GatewayProcess, model: Path, scratch: Path, options: 
 
 def summary(syncs: Sequence[Sync], records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Percentiles over all syncs; of pauses and gaps over all callers. `records`: the server's log."""
-    read = [float(record["took_s"]) for record in records if record["event"] == "weights read"]
-    applied = [float(record["took_s"]) for record in records if record["event"] == "weights in place"]
+    read = _seconds_of(records, "other weights were read in")
+    applied = _seconds_of(records, "other weights were put into place in")
     return {
         "syncs": len(syncs),
         "write_s": _percentiles([sync.write_s for sync in syncs]),
@@ -158,6 +158,12 @@ def summary(syncs: Sequence[Sync], records: Sequence[dict[str, Any]]) -> dict[st
         "gap_while_read_s": _percentiles([gap for sync in syncs for gap in sync.gaps_meanwhile_s]),
         "pause_s": _percentiles([pause for sync in syncs for pause in sync.pauses_s]),
     }
+
+
+def _seconds_of(records: Sequence[Mapping[str, Any]], event: str) -> list[float]:
+    """The times in log lines such as "other weights were read in 0.1234 s"."""
+    found = [record["event"] for record in records if str(record["event"]).startswith(event)]
+    return [float(line.removeprefix(event).removesuffix(" s")) for line in found]
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:

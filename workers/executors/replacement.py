@@ -60,7 +60,7 @@ class WeightsReplacement(Generic[_Weights]):
             began_s = time.monotonic()
             try:
                 outcome = self._read(Path(directory))
-                _log.info("other weights were read in %.2f s", time.monotonic() - began_s)
+                _log.info("other weights were read in %.4f s", time.monotonic() - began_s)
             except Exception as error:
                 outcome = error
         self.submit(ReplacementRead(op_id, outcome))
@@ -86,7 +86,7 @@ class WeightsReplacement(Generic[_Weights]):
         self.discard()
         began_s = time.monotonic()
         self._apply(weights, description)
-        _log.info("weights in place", took_s=round(time.monotonic() - began_s, 4))
+        _log.info("other weights were put into place in %.4f s", time.monotonic() - began_s)
 
     def discard(self) -> None:
         """Forgets what was read, or is being read."""
