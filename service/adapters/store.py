@@ -61,9 +61,11 @@ class AdapterStore:
                 except (OSError, ValueError) as error:
                     why = error.strerror if isinstance(error, OSError) else "the path is not valid"
                     raise bad_adapter(f"{name} cannot be read: {why}") from None
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    # `fdopen` would leave that of a directory open.
+                    os.close(descriptor)
+                    raise bad_adapter(f"{name} is not a regular file")
                 with os.fdopen(descriptor, "rb") as file:
-                    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                        raise bad_adapter(f"{name} is not a regular file")
                     while part := file.read(_PART_BYTES):
                         copy.write(part)
                 copy.sync()

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from quire.v1 import admin_pb2
 
 from tests.adapter_factory import make_adapter
-from tests.e2e.test_adapters import FLAGS, PATIENCE_S, STEPS, Adapted, Text, admin, ids, load, unload
+from tests.e2e.test_adapters import FLAGS, PATIENCE_S, STEPS, Adapted, Text, admin, ids, load, refused, unload
 from tests.e2e.test_replace_weights import replace
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, hf_greedy, make_model
@@ -85,6 +86,19 @@ def test_loads_are_answered_while_weights_are_replaced(adapted: Adapted, other_w
         loading.join()
         assert not errors
         assert Text(gateway, "a").finish() == adapted.tokens[1]
+
+
+def test_odd_files_are_refused_and_not_left_open(adapted: Adapted, home: Path) -> None:
+    (home / "adapter_config.json").mkdir()
+    nameless = admin_pb2.LoadAdapterRequest(adapter_id="a", file=admin_pb2.AdapterFile(data=b"x"))
+    with GatewayProcess(model=str(adapted.model), flags=FLAGS) as gateway:
+        call = admin(gateway).LoadAdapter
+        before = psutil.Process(gateway.process.pid).num_fds()
+        for _ in range(20):
+            assert refused(lambda: load(gateway, "a", home)) == "BAD_ADAPTER"
+            assert refused(lambda: call(iter([nameless]), timeout=PATIENCE_S)) == "BAD_ADAPTER"
+        # Connections may come and go.
+        assert psutil.Process(gateway.process.pid).num_fds() < before + 10
 
 
 def test_cancelled_loads_leave_no_file(adapted: Adapted, home: Path) -> None:
