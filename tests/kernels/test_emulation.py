@@ -24,9 +24,10 @@ def results(name: str) -> list[torch.Tensor]:
     found = []
     with use(name):
         for dtype in (torch.bfloat16, torch.float32):
-            weight, x = (torch.randn(size, 200, generator=generator).to(dtype) for size in (100, 300))
-            packed = pack_weight(weight)
-            found += [linear(x[:rows], packed) for rows in (1, 2, 3, 17, 40, 300)]
+            for inputs in (200, 31, 16):
+                weight, x = (torch.randn(size, inputs, generator=generator).to(dtype) for size in (100, 300))
+                packed = pack_weight(weight)
+                found += [linear(x[:rows], packed) for rows in (1, 2, 3, 17, 40, 300)]
             for width, value_width in ((128, 128), (80, 80), (256, 48)):
                 items = [(1, 5), (1, 700), (3, 90), (40, 200), (17, 1100)]
                 case = make_case(items, width=width, value_width=value_width, dtype=dtype, window=300)

@@ -49,7 +49,7 @@ MISTAKES: dict[str, Mistake] = {
         "both_rows[place], both_rows[place] + a",
         "both_rows[place], both_rows[place] + 0 * a",
     ),
-    "inputs are not filled up": (LAYOUT, "(inputs + kGroup - 1) / kGroup * kGroup", "inputs"),
+    "inputs are not filled up": (LAYOUT, "(inputs + group - 1) / group * group", "inputs"),
     "a second tile has the rows of the first": (
         PRODUCT,
         "rows + row, next_row - row",

@@ -12,13 +12,12 @@ Used by the thread of the step loop, except where said.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
-
-import structlog
 
 from workers.adapters.errors import AdapterError
 from workers.operations import (
@@ -32,7 +31,7 @@ from workers.operations import (
     Forward,
 )
 
-_log = structlog.get_logger(__name__)
+_log = logging.getLogger(__name__)
 _Weights = TypeVar("_Weights")
 _Taken_contra = TypeVar("_Taken_contra", contravariant=True)
 
@@ -211,7 +210,7 @@ class AdapterTable(Generic[_Weights]):
             else:
                 if not isinstance(result.outcome, AdapterError):
                     # Its text is not for clients.
-                    _log.error("an adapter could not be read", error=repr(result.outcome))
+                    _log.error("an adapter could not be read: %r", result.outcome)
                     result = AdapterRead(result.number, "the worker could not load the adapter")
                 self._fail(known, str(result.outcome))
         self._read_next()

@@ -102,6 +102,8 @@ class CacheState:
         self.cache_id = prefilled.kv_cache.cache_id
         # Tokens in the cache.
         self.seq_len = prefilled.kv_cache.seq_len
+        # The number of the weights with which the last append was computed; see LoadWeights.
+        self.weights = prefilled.kv_cache.weights
         # The output of the last append.
         self.output = prefilled.output
         # Tokens of the prompt whose KV was cached.
@@ -121,7 +123,7 @@ class CacheState:
     def _appended(
         self, response: executor_pb2.PrefillResponse | executor_pb2.DecodeResponse
     ) -> types_pb2.StepOutput:
-        self.seq_len = response.kv_cache.seq_len
+        self.seq_len, self.weights = response.kv_cache.seq_len, response.kv_cache.weights
         self.replayed_tokens = response.replayed_tokens
         self.output = response.output
         if isinstance(response, executor_pb2.PrefillResponse):
@@ -132,7 +134,7 @@ class CacheState:
         return response.output
 
     def _verified(self, response: executor_pb2.ForwardVerifyResponse) -> Verified:
-        self.seq_len = response.kv_cache.seq_len
+        self.seq_len, self.weights = response.kv_cache.seq_len, response.kv_cache.weights
         self.replayed_tokens = response.replayed_tokens
         path = tuple(response.accepted_path) or tuple(range(response.accepted + 1))
         self.output = response.outputs[path[-1]]
