@@ -1,0 +1,50 @@
+"""The trainer of the recipes learns from rollouts that a server draws with the weights it has pushed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from quire import Client
+from quire.v1 import executor_pb2
+
+from tests.gateway_process import ROOT, GatewayProcess
+
+RECIPE = ROOT / "clients" / "python" / "examples" / "trainer" / "train_policy.py"
+SHIPPED = ROOT / "workers" / "models" / "adder"
+STEPS = 12
+
+
+def train(gateway: GatewayProcess, *arguments: str) -> list[dict[str, Any]]:
+    """The figures of each step."""
+    command = [sys.executable, str(RECIPE), gateway.address, "--steps", str(STEPS), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--lora"]], ids=["weights", "adapter"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reward_rises_and_no_token_is_stale(dtype: str, arguments: list[str], tmp_path: Path) -> None:
+    picture = tmp_path / "steps.svg"
+    with GatewayProcess(model=str(SHIPPED), flags=["--dtype", dtype]) as gateway:
+        steps = train(gateway, *arguments, "--chart", str(picture))
+        with Client(gateway.address) as client:
+            assert not client.stub.ListCaches(executor_pb2.ListCachesRequest()).kv_caches
+            assert not client.list_adapters()
+            with client.prefill([1, 2, 10, 3, 4, 11]) as cache:
+                assert cache.output.token_id == 4, "the first weights are served again"
+    assert len(steps) == STEPS
+    assert sum(step["stale_tokens"] for step in steps) == 0
+    rewards = [step["reward"] for step in steps]
+    # Chance is 1/16 at random weights; a step has 1,280 tokens.
+    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.05, rewards
+    difference = max(step["logprob_differences"]["max"] for step in steps)
+    # Sums of float32 in another order; bfloat16 rounds each of some 40 results of a token to 8 bits.
+    assert difference < (1e-4 if dtype == "float32" else 0.3)
+    assert picture.read_text(encoding="utf-8").startswith("<svg ")
