@@ -69,8 +69,8 @@ class ModelSources:
         except ValueError:
             # Not a valid path.
             pass
-        what = "no directory of this machine that has a config.json, model of the hub, or upload that is kept"
-        raise InvalidArgument("BAD_SOURCE", "source", f"the source is {what}")
+        what = "neither a directory of this machine that has a config.json, nor a model of the hub"
+        raise InvalidArgument("BAD_SOURCE", "source", f"the source is {what}, nor an upload that is kept")
 
     def _report_download(self, fraction: float, cancelled: threading.Event) -> None:
         """Called from a thread. Raises LoadFailed after a cancellation."""

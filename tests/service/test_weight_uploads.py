@@ -14,7 +14,7 @@ import pytest
 from quire.v1 import runner_pb2
 
 from service.config import Config
-from service.errors import LoadFailed, NoMemory, QuireError, StorageUnavailable
+from service.errors import InvalidArgument, LoadFailed, NoMemory, QuireError, StorageUnavailable
 from service.pool.model_versions import ModelVersions
 from service.runtimes.weight_uploads import WeightUploads
 
@@ -58,9 +58,9 @@ class Server:
         return [f"upload:{path.name}" for path in (self.data_dir / "weight-uploads").glob("*")]
 
 
-async def messages() -> AsyncIterator[runner_pb2.UploadWeightsRequest]:
-    digest = hashlib.sha256(DATA).digest()
-    yield runner_pb2.UploadWeightsRequest(name=MODEL, size_bytes=len(DATA), data=DATA, sha256=digest)
+async def messages(data: bytes = DATA) -> AsyncIterator[runner_pb2.UploadWeightsRequest]:
+    digest = hashlib.sha256(data).digest()
+    yield runner_pb2.UploadWeightsRequest(name=MODEL, size_bytes=len(data), data=data, sha256=digest)
 
 
 @pytest.fixture
@@ -99,6 +99,16 @@ async def test_other_files_of_the_served_model_are_copied(tmp_path: Path, model:
     }
     assert directory.parts[-3:] == model.parts[-3:], "workers name a model of the hub by these"
     assert not any(path.is_symlink() for path in directory.rglob("*"))
+
+
+async def test_float32_may_replace_bfloat16(tmp_path: Path, model: Path) -> None:
+    """Twice the bytes of all files, and 1 MiB for names."""
+    for name in ("a", "b"):
+        (model / f"{name}.safetensors").write_bytes(bytes(1 << 20))
+    server = Server(tmp_path / "data", model)
+    await server.uploads.receive(messages(bytes(5 << 20)))
+    with pytest.raises(InvalidArgument, match="from 1 to 5242880"):
+        await server.uploads.receive(messages(bytes((5 << 20) + 1)))
 
 
 async def test_a_full_disk_leaves_nothing(

@@ -13,8 +13,8 @@ from typing import TypeAlias
 from quire._uploads import Content, Requests
 from quire.v1 import runner_pb2
 
-# A directory of this machine, or safetensors files. Each is needed only while it is sent.
-WeightFiles: TypeAlias = str | os.PathLike[str] | Iterable[bytes | Path]
+# A directory of this machine, a safetensors file, or several. Each is needed only while it is sent.
+WeightFiles: TypeAlias = str | os.PathLike[str] | bytes | Iterable[bytes | Path]
 
 _INDEX = "model.safetensors.index.json"
 # Of a header, by the format.
@@ -31,7 +31,7 @@ def weight_requests(files: WeightFiles) -> Requests:
         if not contents:
             raise FileNotFoundError(f"there are no safetensors files in {files}")
     else:
-        contents = files
+        contents = [files] if isinstance(files, bytes) else files
 
     def requests(parts: Callable[[Content], Iterator[bytes]]) -> Iterator[runner_pb2.UploadWeightsRequest]:
         weight_map: dict[str, str] = {}
