@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fnmatch
 import functools
 import hashlib
+import os
 import re
 import secrets
 import shutil
@@ -137,8 +139,7 @@ class WeightUploads:
     ) -> None:
         """`part`: the first one."""
         digest = hashlib.sha256()
-        refusal = functools.partial(_bad_weights, "data")
-        with await complete(asyncio.to_thread(UploadedFile, path, part.size_bytes, refusal)) as file:
+        with await complete(asyncio.to_thread(_open, path, part.size_bytes)) as file:
             while True:
                 await complete(asyncio.to_thread(_write, file, digest, part.data))
                 if part.sha256:
@@ -192,6 +193,13 @@ def _copy_settings(served: Path, directory: Path) -> int:
             shutil.copyfile(file, copy)
     served_bytes = sum(file.stat().st_size for file in served.glob("*.safetensors"))
     return _MOST_GROWTH * served_bytes + _MAX_NAMES_BYTES
+
+
+def _open(path: Path, size_bytes: int) -> UploadedFile:
+    """Raises OSError, also if the disk is too full for the whole file: others need what is left of it."""
+    if size_bytes > shutil.disk_usage(path.parent).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return UploadedFile(path, size_bytes, functools.partial(_bad_weights, "data"))
 
 
 def _write(file: UploadedFile, digest: hashlib._Hash, part: bytes) -> None:

@@ -6,9 +6,11 @@ import asyncio
 import errno
 import hashlib
 import os
+import shutil
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from quire.v1 import runner_pb2
@@ -114,15 +116,19 @@ async def test_float32_may_replace_bfloat16(tmp_path: Path, model: Path) -> None
 async def test_a_full_disk_leaves_nothing(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether that is known before or while it is written."""
+
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     server = Server(tmp_path / "data", model)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(StorageUnavailable, match="No space left"):
-            await server.upload()
-    assert server.kept() == []
+    almost_full = SimpleNamespace(free=len(DATA) - 1)
+    for module, name, disk in ((os, "fsync", full), (shutil, "disk_usage", lambda _: almost_full)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, disk)
+            with pytest.raises(StorageUnavailable, match="No space left"):
+                await server.upload()
+        assert server.kept() == []
     source = await server.upload()
     assert server.kept() == [source]
 
