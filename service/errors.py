@@ -343,9 +343,9 @@ class ResumedElsewhere(QuireError, code="ABORTED", reason="RESUMED_ELSEWHERE"):
 
 
 class Loading(QuireError, code="ABORTED", reason="LOADING", retry_after_s=1.0):
-    """New weights are being loaded, or the previous ones are still in use."""
+    """New weights are being uploaded or loaded, or the previous ones are still in use."""
 
-    message = "weights are already being loaded, or the previous ones drained: retry later"
+    message = "weights are already being uploaded or loaded, or the previous ones drained: retry later"
 
 
 class DeadlinePassed(QuireError, code="DEADLINE_EXCEEDED", reason="DEADLINE_PASSED"):

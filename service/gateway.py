@@ -57,6 +57,7 @@ from service.runtimes.replacing import WeightsReplacer
 from service.runtimes.runtimes_file import RuntimesFile
 from service.runtimes.servicer import RunnerApi
 from service.runtimes.sources import FindModel, ModelSources
+from service.runtimes.weight_uploads import WeightUploads
 from service.text.text_model import TextModel
 
 if TYPE_CHECKING:
@@ -127,10 +128,13 @@ class Gateway:
         # Spending is durable if the journal is.
         is_durable = isinstance(self.journal, SqliteJournal)
         self.spending = Spending(directory if is_durable else None)
+        self.weight_uploads = WeightUploads(directory, versions, config)
         self.runtimes_file = self._read_runtimes()
         self.router = self.runtimes_file.router
         self.executions = Executions(self.router, self.state)
-        self.runner = RunnerApi(self.executions, self.router, self.state, self.runtimes_file.read_again)
+        self.runner = RunnerApi(
+            self.executions, self.router, self.state, self.runtimes_file.read_again, self.weight_uploads
+        )
         self.front = self._open_front() if config.openai_listen else None
         self.health = HealthApi(_HEALTH_NAMES, self.state)
         versions.subscribe(self.health.on_change)
@@ -147,10 +151,11 @@ class Gateway:
 
     def _read_runtimes(self) -> RuntimesFile:
         """Reads the runtimes file, with the local runtime as one of them. Raises BadRuntimes."""
-        sources = ModelSources(_SHIPPED_MODEL_DIR, self._find_model)
+        sources = ModelSources(_SHIPPED_MODEL_DIR, self._find_model, self.weight_uploads.find)
         loader = WeightsLoader(self.pool, self.dispatcher, self.restarts, sources, self.config)
         replacer = WeightsReplacer(self.pool, self.dispatcher, self.restarts, sources, loader)
-        local = LocalRuntime(self.dispatcher, self.state, self.text, self.restarts, loader, replacer)
+        parts = self.dispatcher, self.state, self.text, self.restarts
+        local = LocalRuntime(*parts, loader, replacer, self.weight_uploads)
         path = Path(self.config.runtimes) if self.config.runtimes else None
         return RuntimesFile(path, local, self.spending)
 
@@ -227,6 +232,7 @@ class Gateway:
         self.text.close()
         self.journal.close()
         self.adapter_store.close()
+        self.weight_uploads.close()
 
     async def run_workers(self) -> None:
         """Runs the workers and all background tasks until cancelled. Raises PoolFailed."""

@@ -405,6 +405,7 @@ class FakeExecutor(
     GetRuntime: Any = _unimplemented
     EstimateCost: Any = _unimplemented
     LoadWeights: Any = _unimplemented
+    UploadWeights: Any = _unimplemented
     RebuildSession: Any = _unimplemented
     Warmup: Any = _unimplemented
     Drain: Any = _unimplemented

@@ -66,6 +66,7 @@ SERVICE_ROOMS = {
     "service.background_log": (),
     "service.logging": ("service.background_log", "service.printable"),
     "service.durable_file": ("service.logging",),
+    "service.uploads": ("service.errors",),
     "service.auth": ("service.caches.tenants", "service.config", "service.errors", "service.logging"),
     "service.caches": ("service.errors", "service.token_bucket"),
     "service.journal": (
@@ -83,7 +84,7 @@ SERVICE_ROOMS = {
     ),
     "service.adapters": (
         "service.caches.machine", "service.completion", "service.config", "service.durable_file",
-        "service.errors", "service.logging", "service.pool.supervisor",
+        "service.errors", "service.logging", "service.pool.supervisor", "service.uploads",
     ),
     "service.api": (
         "service.adapters", "service.caches.requests", "service.config", "service.dispatcher",
@@ -96,6 +97,7 @@ SERVICE_ROOMS = {
         "service.api", "service.caches.requests", "service.caches.tenants", "service.completion",
         "service.config", "service.dispatcher", "service.auth", "service.durable_file", "service.errors",
         "service.logging", "service.pool", "service.printable", "service.text", "service.token_bucket",
+        "service.uploads",
     ),
     "service.openai": (
         "service.api", "service.config", "service.auth", "service.errors", "service.logging",

@@ -18,20 +18,20 @@ from quire.v1 import admin_pb2, worker_pb2
 
 from service.adapters import store as files
 from service.adapters.registry import Adapters, AdapterVersion
-from service.adapters.store import AdapterStore, UploadedFile, bad_adapter
+from service.adapters.store import AdapterStore, bad_adapter
 from service.caches.machine import CacheMachine
 from service.completion import complete
 from service.config import Config, is_hub_id
 from service.errors import (
     AdapterLimit,
     InvalidArgument,
-    MessageTimeout,
     NoWorker,
     QuireError,
     StorageUnavailable,
 )
 from service.logging import get_logger
 from service.pool.supervisor import Supervisor
+from service.uploads import UploadedFile, next_message
 
 _log = get_logger(__name__)
 # How often versions that nobody uses are looked for, and the operator's directory is read.
@@ -158,7 +158,7 @@ class AdapterLoader:
                             f"must be {' or '.join(files.FILES)}, the parts of a file one after the other"
                         )
                         raise InvalidArgument("BAD_ADAPTER", "file.name", allowed)
-                    opened = await complete(asyncio.to_thread(UploadedFile, self._store, number, name))
+                    opened = await complete(asyncio.to_thread(self._store.open, number, name))
                     received[name] = stack.enter_context(opened)
                 if part.data:
                     await asyncio.to_thread(received[part.name].write, part.data)
@@ -172,12 +172,7 @@ class AdapterLoader:
     async def _next(
         self, requests: AsyncIterator[admin_pb2.LoadAdapterRequest]
     ) -> admin_pb2.LoadAdapterRequest | None:
-        """The next message, None at the end. Raises MessageTimeout."""
-        try:
-            async with asyncio.timeout(self._config.message_timeout_s):
-                return await anext(requests, None)
-        except TimeoutError:
-            raise MessageTimeout(self._config.message_timeout_s) from None
+        return await next_message(requests, self._config.message_timeout_s)
 
     async def _try(self, version: AdapterVersion) -> None:
         """Loads a version on one worker. Raises InvalidArgument, NoWorker or AdapterLimit."""

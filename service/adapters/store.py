@@ -12,16 +12,15 @@ import json
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Self
 
 from service import durable_file
 from service.adapters.registry import AdapterVersion
 from service.errors import InvalidArgument
 from service.logging import get_logger
+from service.uploads import UploadDirectory, UploadedFile
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_CONFIG_BYTES = 1 << 20
@@ -38,24 +37,16 @@ class AdapterStore:
         """`data_dir`: None if nothing outlives the gateway. `max_bytes`: of a file of weights."""
         self._data_dir = data_dir
         self._max_bytes = max_bytes
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-
-    @property
-    def _directory(self) -> Path:
-        if self._data_dir is not None:
-            return self._data_dir / _DIRECTORY
-        if self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="quire-adapters-")
-        return Path(self._temporary.name)
+        self._directory = UploadDirectory(data_dir, _DIRECTORY)
 
     def path(self, number: int) -> Path:
         """Where the copy of a version is."""
-        return self._directory / str(number)
+        return self._directory.path / str(number)
 
     def copy(self, source: Path, number: int) -> None:
         """Copies an adapter. Raises InvalidArgument, too."""
         for name in FILES:
-            with UploadedFile(self, number, name) as copy:
+            with self.open(number, name) as copy:
                 try:
                     descriptor = os.open(source / name, os.O_RDONLY | os.O_NONBLOCK)
                 except (OSError, ValueError) as error:
@@ -70,9 +61,10 @@ class AdapterStore:
                         copy.write(part)
                 copy.sync()
 
-    def max_bytes(self, name: str) -> int:
-        """The largest allowed size of a file."""
-        return MAX_CONFIG_BYTES if name == CONFIG else self._max_bytes
+    def open(self, number: int, name: str) -> UploadedFile:
+        """A file of a version's copy, to be written."""
+        max_bytes = MAX_CONFIG_BYTES if name == CONFIG else self._max_bytes
+        return UploadedFile(self.path(number) / name, max_bytes, bad_adapter)
 
     def remove(self, number: int) -> None:
         """Removes the copy of a version, if there is one. Never raises."""
@@ -101,48 +93,15 @@ class AdapterStore:
             _log.error("cannot read which adapters there are", error=repr(error))
             return [], 0
         kept = {str(version.number) for version in versions}
-        if self._directory.is_dir():
-            for left in self._directory.iterdir():
+        if self._directory.path.is_dir():
+            for left in self._directory.path.iterdir():
                 if left.name not in kept:
                     shutil.rmtree(left, ignore_errors=True)
         return versions, last_number
 
     def close(self) -> None:
         """Removes what must not outlive the gateway. Never raises."""
-        if self._temporary is not None:
-            self._temporary.cleanup()
-
-
-class UploadedFile:
-    """A file of a copy while it is written. The file is removed unless everything was written."""
-
-    def __init__(self, store: AdapterStore, number: int, name: str) -> None:
-        """Raises OSError."""
-        self._name = name
-        self._left_bytes = store.max_bytes(name)
-        self._max_bytes = self._left_bytes
-        directory = store.path(number)
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        self._file = os.fdopen(descriptor, "wb")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, part: bytes) -> None:
-        """Appends a part. Raises InvalidArgument if the file becomes too large."""
-        self._left_bytes -= len(part)
-        if self._left_bytes < 0:
-            raise bad_adapter(f"{self._name} has more than {self._max_bytes} bytes, the limit")
-        self._file.write(part)
-
-    def sync(self) -> None:
-        """Waits until the disk has it."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._directory.close()
 
 
 def identity(directory: Path) -> str:

@@ -31,7 +31,7 @@ _ROLES = {
     **dict.fromkeys(("GetRuntime", "ListRuntimes"), (Role.CALL, Role.OBSERVE)),
     "ListAdapters": (Role.CALL, Role.OBSERVE, Role.ADMINISTER),
     # These change what all tenants are served.
-    **dict.fromkeys(("LoadWeights", "RebuildSession"), (Role.ADMINISTER,)),
+    **dict.fromkeys(("LoadWeights", "UploadWeights", "RebuildSession"), (Role.ADMINISTER,)),
 }
 # Other calls are rate-limited where they are queued (`caches`), which includes calls on a Session.
 _RATE_LIMITED_HERE = frozenset({*_ROLES, "Session"})

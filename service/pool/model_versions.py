@@ -143,6 +143,12 @@ class ModelVersions:
         return iter(self._versions)
 
     @property
+    def models(self) -> set[str]:
+        """The models of all versions, and the one that the next gateway may serve."""
+        models = {version.model for version in self._versions}
+        return models if self._stored is None else models | {self._stored.model}
+
+    @property
     def all_slots(self) -> list[WorkerSlot]:
         """The slots of all versions."""
         return [slot for version in self._versions for slot in version.slots]

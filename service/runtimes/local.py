@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 
@@ -19,6 +20,7 @@ from service.runtimes.loading import WeightsLoader
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import ItemPreparer, PreparedItem
 from service.runtimes.replacing import WeightsReplacer
+from service.runtimes.weight_uploads import WeightUploads
 from service.text.text_model import TextModel
 
 NAME = "local"
@@ -35,11 +37,13 @@ class LocalRuntime:
         restarts: RollingRestart,
         loader: WeightsLoader,
         replacer: WeightsReplacer,
+        uploads: WeightUploads,
     ) -> None:
         self._dispatcher = dispatcher
         self._restarts = restarts
         self._loader = loader
         self._replacer = replacer
+        self._uploads = uploads
         self._state = state
         self._preparer = ItemPreparer(state, text)
         self._executions = 0
@@ -138,14 +142,19 @@ class LocalRuntime:
         grace_s = 0.0 if is_poisoned else self._state.config.drain_grace_s
         return len(await self._restarts.replace_ready(grace_s))
 
-    def load_weights(
+    async def load_weights(
         self, request: runner_pb2.LoadWeightsRequest, drain_s: float
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse]:
         """See `Runtime`."""
         if request.mode == runner_pb2.LOAD_WEIGHTS_MODE_REPLACE:
             recompute = request.previous_caches == runner_pb2.PREVIOUS_CACHES_RECOMPUTE
-            return self._replacer.replace(request.source, recompute=recompute)
-        return self._loader.load(request.source, drain_s)
+            updates = self._replacer.replace(request.source, recompute=recompute)
+        else:
+            updates = self._loader.load(request.source, drain_s)
+        with self._uploads.loading(request.source):
+            async with contextlib.aclosing(updates):
+                async for update in updates:
+                    yield update
 
     async def close(self) -> None:
         """See `Runtime`. The pool owns the workers."""

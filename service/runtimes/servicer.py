@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
 import grpc
 from quire.v1 import runner_pb2
 
 from service.api import admin, validation
+from service.api.parsing import parsed
 from service.api.server_state import ServerState
 from service.api.session import write_in_time
 from service.api.status import to_status
@@ -20,6 +21,7 @@ from service.errors import InvalidArgument, QuireError, RoleMissing
 from service.logging import current_request_id
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
+from service.runtimes.weight_uploads import WeightUploads
 
 _CAUSES = frozenset(runner_pb2.RebuildCause.values())
 _MODES = frozenset(runner_pb2.LoadWeightsMode.values())
@@ -36,12 +38,14 @@ class RunnerApi:
         router: Router,
         state: ServerState,
         read_runtimes: Callable[[str], Awaitable[int]],
+        uploads: WeightUploads,
     ) -> None:
         """`read_runtimes`: see `RuntimesFile.read_again`."""
         self._executions = executions
         self._router = router
         self._state = state
         self._read_runtimes = read_runtimes
+        self._uploads = uploads
 
     async def Execute(self, request: runner_pb2.ExecuteRequest, context: Context) -> None:
         if self._executions.needs_worker(request):
@@ -111,6 +115,12 @@ class RunnerApi:
         async with contextlib.aclosing(runtime.load_weights(request, drain_s)) as progress:
             async for response in progress:
                 await context.write(response)
+
+    async def UploadWeights(
+        self, requests: AsyncIterator[Any], context: Context
+    ) -> runner_pb2.UploadWeightsResponse:
+        self._check_operator()
+        return runner_pb2.UploadWeightsResponse(source=await self._uploads.receive(parsed(requests)))
 
     async def RebuildSession(
         self, request: runner_pb2.RebuildSessionRequest, context: Context

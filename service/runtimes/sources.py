@@ -16,15 +16,20 @@ from service.errors import InvalidArgument, LoadFailed
 # Finds a model of the hub, with a download if necessary. It calls the function with the downloaded fraction;
 # an exception of that function cancels the download. Runs in a thread; raises LoadFailed.
 FindModel = Callable[[str, Callable[[float], None]], Path]
+# The directory of an upload; None if the source names none.
+FindUpload = Callable[[str], Path | None]
 
 
 class ModelSources:
     """Resolves one source at a time."""
 
-    def __init__(self, shipped_model: Path, find_model: FindModel | None) -> None:
+    def __init__(
+        self, shipped_model: Path, find_model: FindModel | None, find_upload: FindUpload = lambda _: None
+    ) -> None:
         """Without `find_model`, models of the hub are refused."""
         self._shipped_model = shipped_model
         self._find_model = find_model
+        self._find_upload = find_upload
         # The downloaded fraction, from 0 to 1.
         self.downloaded = 0.0
         self._finding: asyncio.Future[str] | None = None
@@ -54,6 +59,8 @@ class ModelSources:
             return source
         if source == SHIPPED_MODEL:
             return str(self._shipped_model)
+        if (upload := self._find_upload(source)) is not None:
+            return str(upload)
         if self._find_model is not None and is_hub_id(source):
             return str(self._find_model(source, lambda fraction: self._report_download(fraction, cancelled)))
         try:
@@ -63,7 +70,7 @@ class ModelSources:
             # Not a valid path.
             pass
         what = "neither a directory of this machine that has a config.json, nor a model of the hub"
-        raise InvalidArgument("BAD_SOURCE", "source", f"the source is {what}")
+        raise InvalidArgument("BAD_SOURCE", "source", f"the source is {what}, nor an upload that is kept")
 
     def _report_download(self, fraction: float, cancelled: threading.Event) -> None:
         """Called from a thread. Raises LoadFailed after a cancellation."""

@@ -29,7 +29,7 @@ from tests.gateway_process import GatewayProcess
 
 PATIENCE_S = 20.0
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PART_BYTES = 1 << 20
+PART_BYTES = 1 << 18
 # Two whole parts and a bit.
 FILES = {CONFIG: b'{"r": 8}', WEIGHTS: bytes(range(256)) * (2 * PART_BYTES // 256) + b"end"}
 

@@ -83,11 +83,11 @@ def test_every_example_is_known_here() -> None:
         page: [len(blocks(page, language)) for language in ("sh", "python", "toml")]
         for page in ("runtimes", "openai")
     }
-    assert found == {"runtimes": [2, 1, 2], "openai": [1, 1, 0]}
+    assert found == {"runtimes": [2, 2, 2], "openai": [1, 1, 0]}
 
 
 def test_whole_texts_by_python(served: Served, tmp_path: Path) -> None:
-    (code,) = blocks("runtimes", "python")
+    code, _ = blocks("runtimes", "python")
     texts: defaultdict[tuple[str, str], str] = defaultdict(str)
     reasons = {}
     for line in served.printed(code, tmp_path).splitlines():
@@ -118,6 +118,16 @@ def test_other_weights_by_a_command(model: Path) -> None:
         said = run(str(BIN / "buf"), *map(served.replaced, command[1:]))
     phases = re.findall(r'"phase": "LOAD_WEIGHTS_PHASE_(\w+)"', said)
     assert list(dict.fromkeys(phases)) == ["LOADING", "CHECKING", "DRAINING", "SERVING"]
+
+
+def test_weights_on_a_stream_by_python(model: Path, tmp_path: Path) -> None:
+    _, code = blocks("runtimes", "python")
+    with Served(model) as served, Client(served.address) as client:
+        fingerprint = client.model_info().model.fingerprint
+        (*_, last) = served.printed(code, tmp_path).splitlines()
+        assert last == f"LOAD_WEIGHTS_PHASE_SERVING {fingerprint}", "the same weights"
+        answered = client.execute("12+30=")
+        assert "".join(chunk.text for chunk in answered) == "42"
 
 
 def test_providers_by_files(served: Served, model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 from quire import _calls, _methods
-from quire._adapters import AdapterFiles, Upload
+from quire._adapters import AdapterFiles, adapter_requests
 from quire._attempts import Attempts
 from quire._caches import Caller
 from quire._connection import (
@@ -24,6 +24,8 @@ from quire._connection import (
 )
 from quire._items import Prompt, items_of
 from quire._methods import Method
+from quire._uploads import Upload
+from quire._weights import WeightFiles, weight_requests
 from quire.errors import from_rpc_error
 from quire.executions import Execution
 from quire.session import (
@@ -207,9 +209,12 @@ class Client(Caller):
         settings = admin_pb2.LoadAdapterRequest(
             adapter_id=adapter_id, source=source, pinned=pinned, shared=shared
         )
-        upload = Upload(settings, files, self._max_request_bytes)
+        upload = Upload(adapter_requests(settings, files), self._max_request_bytes)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        return upload.send(self.admin_stub.LoadAdapter, timeout=limit_s, metadata=self.metadata)
+        response: admin_pb2.LoadAdapterResponse = upload.send(
+            self.admin_stub.LoadAdapter, timeout=limit_s, metadata=self.metadata
+        )
+        return response.adapter
 
     def unload_adapter(self, adapter_id: str, *, shared: bool = False) -> bool:
         """Removes an adapter's id. Returns whether there was one. Its caches can be used until their release.
@@ -219,6 +224,29 @@ class Client(Caller):
         request = admin_pb2.UnloadAdapterRequest(adapter_id=adapter_id, shared=shared)
         response = self._call(_methods.UNLOAD_ADAPTER, request)
         return response.unloaded
+
+    def upload_weights(self, files: WeightFiles, *, timeout_s: float | None = None) -> str:
+        """Sends new weights for the served model, in safetensors format. Returns a source for LoadWeights.
+
+        The server keeps the latest upload until it has been loaded and other weights are served, or the
+        server stops. It is never retried. Requires the role `administer` if the server requires tokens.
+
+        Raises QuireError; ValueError if a file is not in safetensors format, or a tensor is in two files;
+        OSError for unreadable files; and what an iterable raises.
+
+        Args:
+            files: A directory of this machine; or the contents of a file with the tensors of the checkpoint;
+                or several files, as contents or paths, at most 1,024. An iterator is advanced in another
+                thread, when the file before was sent: `(safetensors.torch.save(shard) for shard in shards)`
+                never makes a second copy of the whole model.
+            timeout_s: The timeout of the call. None: the client's.
+        """
+        upload = Upload(weight_requests(files), self._max_request_bytes)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        response: runner_pb2.UploadWeightsResponse = upload.send(
+            self.runner_stub.UploadWeights, timeout=limit_s, metadata=self.metadata
+        )
+        return response.source
 
     def list_adapters(self) -> list[admin_pb2.Adapter]:
         """The adapters that this client can use, ordered by id."""

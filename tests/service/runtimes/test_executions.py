@@ -71,7 +71,7 @@ class Reader:
 
 def calling(served: Executions, asked: runner_pb2.ExecuteRequest) -> tuple[Reader, asyncio.Task[None]]:
     reader = Reader()
-    api = RunnerApi(served, served._router, served._state, cast(Any, None))
+    api = RunnerApi(served, served._router, served._state, *cast(Any, (None, None)))
     return reader, asyncio.create_task(api.Execute(asked, cast(Any, reader)))
 
 
@@ -207,7 +207,7 @@ async def test_a_provider_needs_no_worker(has_recovered: bool, runtime: str) -> 
     reader, call = calling(served, request(runtime=runtime))
     await call
     assert reader.sent.get_nowait().started.runtime == "other"
-    estimate = await RunnerApi(served, served._router, served._state, cast(Any, None)).EstimateCost(
+    estimate = await RunnerApi(served, served._router, served._state, *cast(Any, (None, None))).EstimateCost(
         runner_pb2.EstimateCostRequest(runtime="other", items=request().items), cast(Any, reader)
     )
     assert estimate.estimates[0].runtime == "other" and not estimate.estimates[0].HasField("error")

@@ -119,7 +119,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 async def rebuilt(file: RuntimesFile, runtime: str = "") -> int:
     """The number of recreated runtimes that RebuildSession reports after a change of the file."""
     state = state_of(Config())
-    api = RunnerApi(Executions(file.router, state), file.router, state, file.read_again)
+    api = RunnerApi(Executions(file.router, state), file.router, state, file.read_again, cast(Any, None))
     cause = runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
     request = runner_pb2.RebuildSessionRequest(runtime=runtime, cause=cause)
     return (await api.RebuildSession(request, cast(Any, None))).rebuilt

@@ -474,6 +474,24 @@ class LoadWeightsResponse(_message.Message):
     fingerprint: str
     def __init__(self, phase: _Optional[_Union[LoadWeightsPhase, str]] = ..., progress: _Optional[float] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
+class UploadWeightsRequest(_message.Message):
+    __slots__ = ("name", "size_bytes", "data", "sha256")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size_bytes: int
+    data: bytes
+    sha256: bytes
+    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+
+class UploadWeightsResponse(_message.Message):
+    __slots__ = ("source",)
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    def __init__(self, source: _Optional[str] = ...) -> None: ...
+
 class RebuildSessionRequest(_message.Message):
     __slots__ = ("runtime", "cause")
     RUNTIME_FIELD_NUMBER: _ClassVar[int]

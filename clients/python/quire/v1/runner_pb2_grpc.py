@@ -69,6 +69,11 @@ class ModelRunnerServiceStub:
                 request_serializer=quire_dot_v1_dot_runner__pb2.LoadWeightsRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_runner__pb2.LoadWeightsResponse.FromString,
                 _registered_method=True)
+        self.UploadWeights = channel.stream_unary(
+                '/quire.v1.ModelRunnerService/UploadWeights',
+                request_serializer=quire_dot_v1_dot_runner__pb2.UploadWeightsRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_runner__pb2.UploadWeightsResponse.FromString,
+                _registered_method=True)
         self.RebuildSession = channel.unary_unary(
                 '/quire.v1.ModelRunnerService/RebuildSession',
                 request_serializer=quire_dot_v1_dot_runner__pb2.RebuildSessionRequest.SerializeToString,
@@ -131,6 +136,16 @@ class ModelRunnerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UploadWeights(self, request_iterator, context):
+        """Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
+        of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
+        until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
+        does a LoadWeights that refuses it. Requires the role `administer` if the server requires tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RebuildSession(self, request, context):
         """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
         Requires the role `administer` if the server requires tokens.
@@ -171,6 +186,11 @@ def add_ModelRunnerServiceServicer_to_server(servicer, server):
                     servicer.LoadWeights,
                     request_deserializer=quire_dot_v1_dot_runner__pb2.LoadWeightsRequest.FromString,
                     response_serializer=quire_dot_v1_dot_runner__pb2.LoadWeightsResponse.SerializeToString,
+            ),
+            'UploadWeights': grpc.stream_unary_rpc_method_handler(
+                    servicer.UploadWeights,
+                    request_deserializer=quire_dot_v1_dot_runner__pb2.UploadWeightsRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_runner__pb2.UploadWeightsResponse.SerializeToString,
             ),
             'RebuildSession': grpc.unary_unary_rpc_method_handler(
                     servicer.RebuildSession,
@@ -345,6 +365,33 @@ class ModelRunnerService:
             '/quire.v1.ModelRunnerService/LoadWeights',
             quire_dot_v1_dot_runner__pb2.LoadWeightsRequest.SerializeToString,
             quire_dot_v1_dot_runner__pb2.LoadWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UploadWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/quire.v1.ModelRunnerService/UploadWeights',
+            quire_dot_v1_dot_runner__pb2.UploadWeightsRequest.SerializeToString,
+            quire_dot_v1_dot_runner__pb2.UploadWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

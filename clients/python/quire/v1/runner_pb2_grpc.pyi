@@ -58,6 +58,12 @@ class ModelRunnerServiceStub:
     Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
     returns immediately.
     """
+    UploadWeights: _grpc.StreamUnaryMultiCallable[_runner_pb2.UploadWeightsRequest, _runner_pb2.UploadWeightsResponse]
+    """Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
+    of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
+    until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
+    does a LoadWeights that refuses it. Requires the role `administer` if the server requires tokens.
+    """
     RebuildSession: _grpc.UnaryUnaryMultiCallable[_runner_pb2.RebuildSessionRequest, _runner_pb2.RebuildSessionResponse]
     """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
     Requires the role `administer` if the server requires tokens.
@@ -92,6 +98,12 @@ class ModelRunnerServiceAsyncStub(ModelRunnerServiceStub):
     """Loads another model and then serves it. The current model is served until the new one has passed its self-check.
     Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
     returns immediately.
+    """
+    UploadWeights: _aio.StreamUnaryMultiCallable[_runner_pb2.UploadWeightsRequest, _runner_pb2.UploadWeightsResponse]  # type: ignore[assignment]
+    """Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
+    of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
+    until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
+    does a LoadWeights that refuses it. Requires the role `administer` if the server requires tokens.
     """
     RebuildSession: _aio.UnaryUnaryMultiCallable[_runner_pb2.RebuildSessionRequest, _runner_pb2.RebuildSessionResponse]  # type: ignore[assignment]
     """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
@@ -160,6 +172,18 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Loads another model and then serves it. The current model is served until the new one has passed its self-check.
         Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
         returns immediately.
+        """
+
+    @_abc_1.abstractmethod
+    def UploadWeights(
+        self,
+        request_iterator: _MaybeAsyncIterator[_runner_pb2.UploadWeightsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_runner_pb2.UploadWeightsResponse, _abc.Awaitable[_runner_pb2.UploadWeightsResponse]]:
+        """Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
+        of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
+        until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
+        does a LoadWeights that refuses it. Requires the role `administer` if the server requires tokens.
         """
 
     @_abc_1.abstractmethod

@@ -467,7 +467,7 @@ export interface LoadWeightsRequest {
   runtime: string;
   /**
    * A directory on the server's machine, or a model's name on the Hugging Face hub, as `quire serve --model` takes
-   * it.
+   * it; or what UploadWeights answered.
    */
   source: string;
   /**
@@ -487,6 +487,27 @@ export interface LoadWeightsResponse {
   /** In the last message: the model that is served now. */
   modelId: string;
   fingerprint: string;
+}
+
+/**
+ * A part of a file, in order. The parts of one file follow each other. The files are "model.safetensors", or
+ * "model.safetensors.index.json" and at most 1,024 shards NAME.safetensors.
+ */
+export interface UploadWeightsRequest {
+  /**
+   * In the first part of a file: its name, of letters, digits and characters of ._-, and its size. All files together
+   * may have twice the bytes of those of the served model.
+   */
+  name: string;
+  sizeBytes: bigint;
+  data: Buffer;
+  /** In the last part of a file: the SHA-256 of its contents, 32 bytes. */
+  sha256: Buffer;
+}
+
+export interface UploadWeightsResponse {
+  /** The source for LoadWeights. */
+  source: string;
 }
 
 export interface RebuildSessionRequest {
@@ -3233,6 +3254,155 @@ export const LoadWeightsResponse: MessageFns<LoadWeightsResponse> = {
   },
 };
 
+function createBaseUploadWeightsRequest(): UploadWeightsRequest {
+  return { name: "", sizeBytes: 0n, data: Buffer.alloc(0), sha256: Buffer.alloc(0) };
+}
+
+export const UploadWeightsRequest: MessageFns<UploadWeightsRequest> = {
+  encode(message: UploadWeightsRequest, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.name !== "") {
+      writer.uint32(10).string(message.name);
+    }
+    if (message.sizeBytes !== 0n) {
+      if (BigInt.asUintN(64, message.sizeBytes) !== message.sizeBytes) {
+        throw new globalThis.Error("value provided for field message.sizeBytes of type uint64 too large");
+      }
+      writer.uint32(16).uint64(message.sizeBytes);
+    }
+    if (message.data.length !== 0) {
+      writer.uint32(26).bytes(message.data);
+    }
+    if (message.sha256.length !== 0) {
+      writer.uint32(34).bytes(message.sha256);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): UploadWeightsRequest {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseUploadWeightsRequest();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.name = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 16) {
+              break;
+            }
+
+            message.sizeBytes = reader.uint64() as bigint;
+            continue;
+          }
+          case 3: {
+            if (tag !== 26) {
+              break;
+            }
+
+            message.data = Buffer.from(reader.bytes());
+            continue;
+          }
+          case 4: {
+            if (tag !== 34) {
+              break;
+            }
+
+            message.sha256 = Buffer.from(reader.bytes());
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<UploadWeightsRequest>): UploadWeightsRequest {
+    return UploadWeightsRequest.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<UploadWeightsRequest>): UploadWeightsRequest {
+    const message = createBaseUploadWeightsRequest();
+    message.name = object.name ?? "";
+    message.sizeBytes = (object.sizeBytes !== undefined && object.sizeBytes !== null) ? BigInt(object.sizeBytes) : 0n;
+    message.data = object.data ?? Buffer.alloc(0);
+    message.sha256 = object.sha256 ?? Buffer.alloc(0);
+    return message;
+  },
+};
+
+function createBaseUploadWeightsResponse(): UploadWeightsResponse {
+  return { source: "" };
+}
+
+export const UploadWeightsResponse: MessageFns<UploadWeightsResponse> = {
+  encode(message: UploadWeightsResponse, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.source !== "") {
+      writer.uint32(10).string(message.source);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): UploadWeightsResponse {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseUploadWeightsResponse();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.source = reader.string();
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<UploadWeightsResponse>): UploadWeightsResponse {
+    return UploadWeightsResponse.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<UploadWeightsResponse>): UploadWeightsResponse {
+    const message = createBaseUploadWeightsResponse();
+    message.source = object.source ?? "";
+    return message;
+  },
+};
+
 function createBaseRebuildSessionRequest(): RebuildSessionRequest {
   return { runtime: "", cause: 0 };
 }
@@ -3430,6 +3600,20 @@ export const ModelRunnerServiceDefinition = {
       requestStream: false,
       responseType: LoadWeightsResponse as typeof LoadWeightsResponse,
       responseStream: true,
+      options: {},
+    },
+    /**
+     * Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
+     * of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
+     * until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
+     * does a LoadWeights that refuses it. Requires the role `administer` if the server requires tokens.
+     */
+    uploadWeights: {
+      name: "UploadWeights",
+      requestType: UploadWeightsRequest as typeof UploadWeightsRequest,
+      requestStream: true,
+      responseType: UploadWeightsResponse as typeof UploadWeightsResponse,
+      responseStream: false,
       options: {},
     },
     /**

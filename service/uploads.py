@@ -1,0 +1,77 @@
+"""Files that a server takes into its data directory: from the stream of a call, or copied."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Self, TypeVar
+
+from service.errors import InvalidArgument, MessageTimeout
+
+_Message = TypeVar("_Message")
+
+
+class UploadDirectory:
+    """A directory of the data directory, or a temporary one if nothing outlives the gateway."""
+
+    def __init__(self, data_dir: Path | None, name: str) -> None:
+        self._name = name
+        self._data_dir = data_dir
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def path(self) -> Path:
+        """It exists if it is temporary."""
+        if self._data_dir is not None:
+            return self._data_dir / self._name
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix=f"quire-{self._name}-")
+        return Path(self._temporary.name)
+
+    def close(self) -> None:
+        """Removes what must not outlive the gateway. Never raises."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+class UploadedFile:
+    """A new file while it is written, at most up to its limit. All methods block on the disk."""
+
+    def __init__(self, path: Path, max_bytes: int, refusal: Callable[[str], InvalidArgument]) -> None:
+        """`refusal` makes the error of a file that is too large. Raises OSError."""
+        self._name, self._max_bytes, self._refusal = path.name, max_bytes, refusal
+        # How many bytes may still be written.
+        self.left_bytes = max_bytes
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = os.fdopen(descriptor, "wb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, part: bytes) -> None:
+        """Appends a part. Raises InvalidArgument if the file becomes too large."""
+        self.left_bytes -= len(part)
+        if self.left_bytes < 0:
+            raise self._refusal(f"{self._name} has more than {self._max_bytes} bytes, the limit")
+        self._file.write(part)
+
+    def sync(self) -> None:
+        """Waits until the disk has it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+async def next_message(messages: AsyncIterator[_Message], timeout_s: float) -> _Message | None:
+    """The next message of a call, None at the end. Raises MessageTimeout."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(messages, None)
+    except TimeoutError:
+        raise MessageTimeout(timeout_s) from None

@@ -1,0 +1,274 @@
+"""Weights on a stream: served like those of a directory, found again after kills, gone when not needed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from quire import Aborted, AsyncClient, Client, PermissionDenied
+from quire.v1 import runner_pb2, runner_pb2_grpc
+from safetensors import safe_open
+from safetensors.torch import save
+
+from tests.e2e.test_adapters import Text, refused
+from tests.e2e.test_auth import Guarded
+from tests.e2e.test_load_weights import load
+from tests.e2e.test_replace_weights import described, replace, serve
+from tests.gateway_process import GatewayProcess
+from tests.model_factory import TinyModel, hf_greedy, make_model
+
+PATIENCE_S = 60
+STEPS = 8
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
+BAD = "BAD_WEIGHTS"
+Part = runner_pb2.UploadWeightsRequest
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The same config with different weights, and one with other shapes."""
+    directory = tmp_path_factory.mktemp("models")
+    same = [make_model(directory / f"{seed}", TinyModel(seed=seed)) for seed in range(3)]
+    return [*same, make_model(directory / "other", TinyModel(head_dim=48))]
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+def shards(model: Path, count: int = 3) -> Iterator[bytes]:
+    """The tensors of a model in files, as a trainer makes them: one after the other."""
+    with safe_open(model / MODEL, "pt") as file:
+        for first in range(count):
+            yield save({name: file.get_tensor(name) for name in list(file.keys())[first::count]})
+
+
+def upload(gateway: GatewayProcess, files: Iterable[bytes] | Path) -> str:
+    """By the client; after another one that was cancelled, whose end the server may not know yet."""
+    contents = files if isinstance(files, Path) else list(files)
+    with Client(gateway.address, timeout_s=PATIENCE_S) as client:
+        while True:
+            try:
+                return client.upload_weights(contents)
+            except Aborted as error:
+                time.sleep(error.retry_delay_s or 0)
+
+
+def file(name: str, data: bytes, *, size: int | None = None, part: int = 100_000) -> Iterator[Part]:
+    """The messages of one file, as any client may send them. `size`: what is declared."""
+    yield Part(name=name, size_bytes=len(data) if size is None else size, data=data[:part])
+    for at in range(part, len(data), part):
+        yield Part(data=data[at : at + part])
+    yield Part(sha256=hashlib.sha256(data).digest())
+
+
+def send(gateway: GatewayProcess, messages: Iterable[Part]) -> str:
+    assert gateway.channel is not None
+    runner = runner_pb2_grpc.ModelRunnerServiceStub(gateway.channel)
+    return runner.UploadWeights(iter(messages), timeout=PATIENCE_S).source
+
+
+def kept(home: Path) -> list[str]:
+    """The sources of all uploads in a data directory."""
+    return [f"upload:{path.name}" for path in (home / "weight-uploads").glob("*")]
+
+
+def at_home(home: Path) -> tuple[str, ...]:
+    return "--data-dir", str(home), "--orphan-grace-s", "0"
+
+
+def test_they_are_served_as_if_from_a_directory(models: list[Path], home: Path) -> None:
+    with serve(models[0], *at_home(home)) as gateway:
+        text = Text(gateway)
+        source = upload(gateway, shards(models[1]))
+        assert described(gateway).model_id == "0" and kept(home) == [source]
+        fingerprint = replace(gateway, Path(source))
+        assert described(gateway).model_id == "0", "a name does not change with the weights"
+        text.decode(STEPS)
+        assert text.tokens[1:] == hf_greedy(models[1], [*text.prompt, text.tokens[0]], STEPS)
+        fresh = Text(gateway)
+        assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
+        assert kept(home) == [source]
+        assert replace(gateway, models[1]) == fingerprint
+        gateway.wait_until(lambda: kept(home) == [])
+        assert refused(lambda: replace(gateway, Path(source))) == "BAD_SOURCE"
+
+
+def test_beside_after_in_place(models: list[Path], home: Path) -> None:
+    """Each upload is kept until its weights are drained, also if its workers are restarted meanwhile."""
+    with serve(models[0], *at_home(home)) as gateway:
+        replaced = upload(gateway, shards(models[1]))
+        replace(gateway, Path(replaced))
+        text = Text(gateway)
+        (old,) = gateway.status().workers
+        beside = upload(gateway, models[2])
+        loading = load(gateway, beside, drain_s=600)
+        while next(loading).phase != runner_pb2.LOAD_WEIGHTS_PHASE_DRAINING:
+            pass
+        assert sorted(kept(home)) == sorted([replaced, beside])
+        os.kill(old.pid, signal.SIGKILL)
+        assert text.finish() == hf_greedy(models[1], text.prompt, len(text.tokens))
+        fresh = Text(gateway)
+        assert fresh.finish() == hf_greedy(models[2], fresh.prompt, len(fresh.tokens))
+        assert (text.weights, fresh.weights) == (1, 2)
+    with serve(models[0], *at_home(home)) as gateway:
+        # The drain is over, and a drained upload with it.
+        assert kept(home) == [beside]
+        fresh.gateway = gateway
+        fresh.decode(1)
+        assert fresh.tokens[-1:] == hf_greedy(models[2], [*fresh.prompt, *fresh.tokens[:-1]], 1)
+        list(load(gateway, models[0]))
+        gateway.wait_until(lambda: kept(home) == [])
+        third = Text(gateway)
+        assert third.finish() == hf_greedy(models[0], third.prompt, len(third.tokens))
+
+
+def test_kills_bring_them_back(models: list[Path], home: Path) -> None:
+    with serve(models[0], *at_home(home), workers=2) as gateway:
+        text = Text(gateway)
+        source = upload(gateway, shards(models[1]))
+        replace(gateway, Path(source))
+        for worker in gateway.status().workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        text.decode(2)
+        waiting = upload(gateway, shards(models[2]))
+        assert sorted(kept(home)) == sorted([source, waiting])
+        gateway.process.kill()
+        gateway.process.wait()
+    with serve(models[0], *at_home(home), workers=2) as gateway:
+        assert kept(home) == [source], "what nobody has loaded does not outlive the server"
+        text.gateway = gateway
+        text.decode(STEPS - 2)
+        assert text.tokens[1:] == hf_greedy(models[1], [*text.prompt, text.tokens[0]], STEPS)
+        assert refused(lambda: replace(gateway, Path(waiting))) == "BAD_SOURCE"
+
+
+def test_without_a_data_directory(models: list[Path]) -> None:
+    with serve(models[0]) as gateway:
+        replace(gateway, Path(upload(gateway, shards(models[1]))))
+        os.kill(gateway.status().workers[0].pid, signal.SIGKILL)
+        fresh = Text(gateway)
+        assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
+
+
+def test_what_is_refused_leaves_nothing(models: list[Path], home: Path) -> None:
+    """Nor does it change what is served, or hinder the next upload."""
+    data = (models[1] / MODEL).read_bytes()
+    whole = [*file(MODEL, data)]
+    wrong, cut = [*whole[:-1], Part(sha256=bytes(32))], whole[:-1]
+    # Twice the size is allowed, as of float32 in place of bfloat16, and what names need.
+    large = 2 * len(data) + (1 << 20) + 1
+    bad = [
+        [],
+        wrong,
+        cut,
+        cut + whole,
+        whole + whole,
+        [*file(MODEL, data, size=large)],
+        [*whole, *file("b.safetensors", b"", size=large - len(data))],
+        *([*file(MODEL, data, size=size)] for size in (0, len(data) - 1, len(data) + 1)),
+        [*file("a.safetensors", data)],
+        *(
+            [*whole, *file(name, b"{}")]
+            for name in ("", "config.json", "../b.safetensors", f"{home}/b.safetensors", "b/c.safetensors")
+        ),
+    ]
+    with serve(models[0], *at_home(home)) as gateway:
+        text = Text(gateway)
+        before = described(gateway)
+        for messages in bad:
+            assert refused(lambda: send(gateway, messages)) == BAD  # noqa: B023
+            assert kept(home) == []
+        for files in (shards(models[3]), [save({})]):
+            source = upload(gateway, files)
+            assert refused(lambda: replace(gateway, Path(source))) == "LOAD_FAILED"  # noqa: B023
+            gateway.wait_until(lambda: kept(home) == [])
+        with pytest.raises(ValueError, match="safetensors"):
+            upload(gateway, [b"no header"])
+        with pytest.raises(ValueError, match="is in two files"):
+            upload(gateway, [data, data])
+        with pytest.raises(FileNotFoundError):
+            upload(gateway, home)
+        gateway.wait_until(lambda: kept(home) == [])
+        assert described(gateway) == before
+        assert text.finish() == hf_greedy(models[0], text.prompt, len(text.tokens))
+        assert kept(home) == [] and (home / "weight-uploads").is_dir()
+        replace(gateway, Path(send(gateway, whole)))
+
+
+def test_one_at_a_time_and_the_latest_is_kept(models: list[Path], home: Path) -> None:
+    data = (models[1] / MODEL).read_bytes()
+    with serve(models[0], *at_home(home), "--message-timeout-s", "1") as gateway:
+        assert gateway.channel is not None
+        runner = runner_pb2_grpc.ModelRunnerServiceStub(gateway.channel)
+
+        ended = threading.Event()
+
+        def stalling() -> Iterator[Part]:
+            yield Part(name=MODEL, size_bytes=len(data), data=data[:100])
+            ended.wait(PATIENCE_S)
+
+        stalled = runner.UploadWeights.future(stalling(), timeout=PATIENCE_S)
+        gateway.wait_until(lambda: len(kept(home)) == 1)
+        assert refused(lambda: send(gateway, file(MODEL, data))) == "LOADING"
+        assert refused(stalled.result) == "MESSAGE_TIMEOUT"
+        assert kept(home) == []
+        first = upload(gateway, shards(models[1]))
+        cancelled = runner.UploadWeights.future(stalling(), timeout=PATIENCE_S)
+        gateway.wait_until(lambda: len(kept(home)) == 2)
+        cancelled.cancel()
+        gateway.wait_until(lambda: kept(home) == [first])
+        second = upload(gateway, shards(models[2]))
+        gateway.wait_until(lambda: kept(home) == [second])
+        assert refused(lambda: replace(gateway, Path(first))) == "BAD_SOURCE"
+        ended.set()
+        replace(gateway, Path(second))
+        fresh = Text(gateway)
+        assert fresh.finish() == hf_greedy(models[2], fresh.prompt, len(fresh.tokens))
+
+
+def test_the_asyncio_client(models: list[Path], home: Path) -> None:
+    def failing() -> Iterator[bytes]:
+        yield from shards(models[1], 1)
+        raise KeyError("no more")
+
+    async def push(gateway: GatewayProcess) -> str:
+        async with AsyncClient(gateway.address, timeout_s=PATIENCE_S) as client:
+            with pytest.raises(KeyError, match="no more"):
+                await client.upload_weights(failing())
+            while True:
+                try:
+                    return await client.upload_weights(shards(models[1]))
+                except Aborted as error:
+                    await asyncio.sleep(error.retry_delay_s or 0)
+
+    with serve(models[0], *at_home(home)) as gateway:
+        source = asyncio.run(push(gateway))
+        gateway.wait_until(lambda: kept(home) == [source])
+        replace(gateway, Path(source))
+        fresh = Text(gateway)
+        assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
+
+
+def test_only_operators_upload(tmp_path: Path) -> None:
+    with (
+        Guarded(tmp_path) as gateway,
+        gateway.client("alice") as alice,
+        pytest.raises(PermissionDenied, match="ROLE_MISSING"),
+    ):
+        alice.upload_weights([save({})])
+
+
+def test_a_model_without_weights_takes_none() -> None:
+    with GatewayProcess(model="paged-attention", flags=["--kv-pages", "64"]) as gateway:
+        assert refused(lambda: send(gateway, file(MODEL, save({})))) == "LOAD_FAILED"

@@ -1,0 +1,184 @@
+"""Uploads of weights without a server: what is copied, and what is kept by this gateway and the next."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from quire.v1 import runner_pb2
+
+from service.config import Config
+from service.errors import InvalidArgument, LoadFailed, NoMemory, QuireError, StorageUnavailable
+from service.pool.model_versions import ModelVersions
+from service.runtimes.weight_uploads import WeightUploads
+
+MODEL = "model.safetensors"
+DATA = b"contents"
+
+
+class Server:
+    """The uploads of a gateway that serves a model directory."""
+
+    def __init__(self, data_dir: Path, configured: Path) -> None:
+        self.data_dir = data_dir
+        self.versions = ModelVersions(str(configured), 1, data_dir)
+        self.uploads = WeightUploads(data_dir, self.versions, Config())
+        self.new_threads()
+
+    async def upload(self) -> str:
+        return await self.uploads.receive(messages())
+
+    def find(self, source: str) -> Path:
+        found = self.uploads.find(source)
+        assert found is not None
+        return found
+
+    def serve(self, model: Path) -> None:
+        """As LoadWeights does."""
+        version = self.versions.add(str(model))
+        self.versions.persist(version)
+        before = self.versions.serving
+        self.versions.serve(version)
+        self.versions.remove(before)
+
+    def new_threads(self) -> None:
+        self.threads = ThreadPoolExecutor()
+        asyncio.get_running_loop().set_default_executor(self.threads)
+
+    def kept(self) -> list[str]:
+        """The sources of what is on the disk, when all removals are done."""
+        self.threads.shutdown()
+        self.new_threads()
+        return [f"upload:{path.name}" for path in (self.data_dir / "weight-uploads").glob("*")]
+
+
+async def messages(data: bytes = DATA) -> AsyncIterator[runner_pb2.UploadWeightsRequest]:
+    digest = hashlib.sha256(data).digest()
+    yield runner_pb2.UploadWeightsRequest(name=MODEL, size_bytes=len(data), data=data, sha256=digest)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "models--Org--Name" / "snapshots" / "0123"
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+async def test_other_files_of_the_served_model_are_copied(tmp_path: Path, model: Path) -> None:
+    """Not linked to: a trainer may write to them. No weights, and nothing that would block."""
+    blob = tmp_path / "blob"
+    blob.write_text("tokenizer")
+    (model / "tokenizer.json").symlink_to(blob)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tools.jinja").write_text("template")
+    (model / "checkpoints").mkdir()
+    (model / "checkpoints" / "step.txt").touch()
+    for name in ("model-1.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
+        (model / name).touch()
+    os.mkfifo(model / "fifo")
+    with (model / "large.txt").open("wb") as large:
+        large.truncate((64 << 20) + 1)
+    server = Server(tmp_path / "data", model)
+    directory = server.find(await server.upload())
+    blob.write_text("other")
+    files = {
+        str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*") if path.is_file()
+    }
+    assert files == {
+        MODEL: DATA.decode(),
+        "config.json": "{}",
+        "tokenizer.json": "tokenizer",
+        "additional_chat_templates/tools.jinja": "template",
+    }
+    assert directory.parts[-3:] == model.parts[-3:], "workers name a model of the hub by these"
+    assert not any(path.is_symlink() for path in directory.rglob("*"))
+
+
+async def test_float32_may_replace_bfloat16(tmp_path: Path, model: Path) -> None:
+    """Twice the bytes of all files, and 1 MiB for names."""
+    for name in ("a", "b"):
+        (model / f"{name}.safetensors").write_bytes(bytes(1 << 20))
+    server = Server(tmp_path / "data", model)
+    await server.uploads.receive(messages(bytes(5 << 20)))
+    with pytest.raises(InvalidArgument, match="from 1 to 5242880"):
+        await server.uploads.receive(messages(bytes((5 << 20) + 1)))
+
+
+async def test_a_full_disk_leaves_nothing(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether that is known before or while it is written."""
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    server = Server(tmp_path / "data", model)
+    almost_full = SimpleNamespace(free=len(DATA) - 1)
+    for module, name, disk in ((os, "fsync", full), (shutil, "disk_usage", lambda _: almost_full)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, disk)
+            with pytest.raises(StorageUnavailable, match="No space left"):
+                await server.upload()
+        assert server.kept() == []
+    source = await server.upload()
+    assert server.kept() == [source]
+
+
+async def test_a_served_model_whose_directory_has_gone(tmp_path: Path, model: Path) -> None:
+    server = Server(tmp_path / "data", model)
+    (model / "config.json").unlink()
+    with pytest.raises(LoadFailed, match="the files of the served model"):
+        await server.upload()
+    assert server.kept() == []
+
+
+async def test_the_next_gateway_keeps_what_it_may_serve(tmp_path: Path, model: Path) -> None:
+    """Also with other settings, which may be a mistake."""
+    server = Server(tmp_path / "data", model)
+    source = await server.upload()
+    server.serve(server.find(source))
+    await server.upload()
+    later = Server(tmp_path / "data", tmp_path / "another")
+    assert later.versions.serving.model == str(tmp_path / "another")
+    assert later.kept() == [source]
+    restored = Server(tmp_path / "data", model)
+    assert restored.versions.serving.model == str(restored.find(source))
+    restored.serve(model)
+    assert restored.kept() == []
+
+
+def load(server: Server, source: str, error: QuireError) -> None:
+    with pytest.raises(type(error)), server.uploads.loading(source):
+        raise error
+
+
+@pytest.mark.parametrize(("error", "is_kept"), [(LoadFailed("it is broken"), False), (NoMemory(2, 1), True)])
+async def test_only_a_broken_upload_has_to_be_sent_again(
+    tmp_path: Path, model: Path, error: QuireError, is_kept: bool
+) -> None:
+    server = Server(tmp_path / "data", model)
+    source = await server.upload()
+    load(server, source, error)
+    assert (server.uploads.find(source) is not None) == is_kept
+    assert server.kept() == [source] * is_kept
+
+
+async def test_an_upload_that_is_being_loaded_is_not_replaced(tmp_path: Path, model: Path) -> None:
+    server = Server(tmp_path / "data", model)
+    first = await server.upload()
+    with server.uploads.loading(first):
+        second = await server.upload()
+        assert sorted(server.kept()) == sorted([first, second])
+        server.serve(server.find(first))
+    assert sorted(server.kept()) == sorted([first, second])
+    server.serve(server.find(second))
+    assert server.kept() == [second]
