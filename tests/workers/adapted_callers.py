@@ -61,7 +61,7 @@ class Callers:
         self.worker = Worker(adapted, dice)
         self._ids = 0
         self._prompts = [[dice.randrange(VOCABULARY) for _ in range(60)] for _ in range(2)]
-        # Of each version that was ever there: which adapter it is. Of those that the worker knows: the source.
+        # Which adapter each version is that was ever there, and those that the worker knows.
         self._index = {0: 0}
         self._sources: dict[int, AdapterSource] = {}
         self._names: list[int] = [0] * NAMES

@@ -45,7 +45,7 @@ class Adapted:
         ]
 
     def logits(self, index: int, tokens: Sequence[int]) -> torch.Tensor:
-        """[tokens, vocabulary]"""
+        """Of every position, [tokens, vocabulary]."""
         with torch.inference_mode():
             logits: torch.Tensor = self._oracles[index](torch.tensor([tokens]), use_cache=False).logits[0]
         return logits
@@ -84,7 +84,9 @@ class Worker(stepping.Worker):
         sizes = {self._read(AdapterSource(1, str(path))).size_bytes for path in adapted.adapters}
         # How many adapters have room.
         self.room = max(1, self.slots.max_lora_slots - dice.choice([0, 0, 1]))
-        self.table = AdapterTable(self.slots, self._read, self.room * max(sizes), self.threads.append)
+        self.table = AdapterTable[tuple[int, PackedLora]](
+            self.slots, self._read, self.room * max(sizes), self.threads.append
+        )
         kv = new_pages(self._model, PAGES)
         engine = Engine(KvTable(kv.num_pages, kv.page_size), kv, EagerRunner(self._model, kv))
         # Most prompts take several steps.
