@@ -19,7 +19,8 @@ from tests.adapter_factory import make_adapter, merge
 from tests.model_factory import TinyModel, load_decoder, make_model
 from tests.workers import stepping
 from workers.adapters.adapter import read_adapter
-from workers.adapters.table import AdapterTable, LoadedAdapter
+from workers.adapters.slots import LoadedAdapter
+from workers.adapters.table import AdapterTable
 from workers.executors.engine import Engine
 from workers.kv.table import KvTable
 from workers.models.lora import PackedLora

@@ -13,7 +13,7 @@ from tests.workers.adapted_steps import Adapted
 from workers.adapters.table import AdapterTable
 from workers.models.decoder import Decoder
 from workers.models.lora import PackedLora
-from workers.operations import AdapterRead, AdapterSource, Forward
+from workers.operations import AdapterRead, Forward
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 
@@ -71,13 +71,18 @@ def only_forwards_that_have_begun_count_as_use(patch: pytest.MonkeyPatch) -> Non
 
 def the_reading_thread_changes_slots_itself(patch: pytest.MonkeyPatch) -> None:
     """While a step is launched."""
+    submit = StepLoop.submit
 
-    def run(self: AdapterTable[Any], source: AdapterSource) -> None:
-        self.read(AdapterRead(source.number, self._read_adapter(source)))
-        if self._unplaced is not None:
-            self._place(set)
+    def at_once(self: StepLoop, commands: Any) -> None:
+        for command in commands:
+            if isinstance(command, AdapterRead):
+                self._adapter_table.read(command)
+                if self._adapter_table.is_full:
+                    self._adapter_table._place(set)
+            else:
+                submit(self, [command])
 
-    patch.setattr(AdapterTable, "_run", run)
+    patch.setattr(StepLoop, "submit", at_once)
 
 
 def a_prelaunched_forward_keeps_the_slot_of_the_one_before(patch: pytest.MonkeyPatch) -> None:
@@ -86,7 +91,7 @@ def a_prelaunched_forward_keeps_the_slot_of_the_one_before(patch: pytest.MonkeyP
 
     def with_any_slot(self: StepLoop, forward: Forward) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(AdapterTable, "find_slot", lambda *_: True)
+            inner.setattr(AdapterTable, "assign_slot", lambda *_: True)
             answer(self, forward)
 
     patch.setattr(StepLoop, "_answer", with_any_slot)
