@@ -137,10 +137,11 @@ class WeightsChanged(QuireError, code="FAILED_PRECONDITION", reason="WEIGHTS_CHA
 
 
 class AdapterLost(QuireError, code="FAILED_PRECONDITION", reason="ADAPTER_LOST"):
-    """The cache's version of its adapter cannot be loaded any more. `why` is for the caller."""
+    """A version of an adapter cannot be loaded, or not any more. `why` is for the caller."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"{why}: a cache of this adapter can only be released until that is mended")
+        advice = "load the adapter again for new caches; caches of this version can only be released"
+        super().__init__(f"{why}: {advice}, unless that is mended")
 
 
 class LoadFailed(QuireError, code="FAILED_PRECONDITION", reason="LOAD_FAILED"):

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from workers.models.decoder import Decoder
@@ -137,6 +138,46 @@ def peft_model(model: Path, adapter: Path) -> PeftModel:
     base = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     adapted: PeftModel = quietly(PeftModel.from_pretrained, base, str(adapter)).eval()
     return adapted
+
+
+class _Exactly(TorchFunctionMode):
+    """Computes in float64 also what transformers computes in float32 whatever the model's dtype is.
+
+    Such as norms, angles, softmax and the choice of experts.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        found = function(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+        assert not isinstance(found, torch.Tensor) or found.dtype is not torch.float32, function
+        return found
+
+
+def exact_logits(model: Path, adapter: Path | None, tokens: list[int]) -> torch.Tensor:
+    """Logits of every position [len(tokens), vocab_size] float64: those of PEFT's own float64 model.
+
+    Args:
+        model: A model directory.
+        adapter: Of that model; None: none.
+        tokens: The text.
+    """
+    base: Any = AutoModelForCausalLM.from_pretrained(
+        # The other implementation of experts has no float64.
+        model, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )  # fmt: skip
+    if adapter is not None:
+        base = quietly(PeftModel.from_pretrained, base, str(adapter))
+    # Also buffers.
+    exact = base.double().eval()
+    with torch.inference_mode(), _Exactly():
+        logits: torch.Tensor = exact(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
 
 
 def quietly(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -104,7 +104,7 @@ class StepLoop:
         )
         self._adapters = adapters
         if adapters is not None:
-            adapters.submit = lambda read: self.submit([read])
+            adapters.report_to(lambda read: self.submit([read]))
         self._replacement = replacement
         if replacement is not None:
             replacement.submit = lambda read: self.submit([read])
@@ -280,7 +280,7 @@ class StepLoop:
         prelauncher = self._prelauncher
         may_follow = (
             forward.prelaunch or prelauncher.prelaunch_unrequested or forward.sequence in prelauncher.expected
-        ) and (not forward.adapter or self._adapter_table.find_slot(forward))
+        ) and (not forward.adapter or self._adapter_table.assign_slot(forward))
         if not (may_follow and prelauncher.prelaunch_next(forward)) and not forward.ephemeral:
             self._answered.append(forward.sequence)
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from quire.v1 import admin_pb2, worker_pb2
 
 from service.adapters import store as files
+from service.adapters.directory import AdapterDirectory, check_adapter_id
 from service.adapters.registry import Adapters, AdapterVersion
 from service.adapters.store import AdapterStore, bad_adapter
 from service.caches.machine import CacheMachine
@@ -26,7 +26,6 @@ from service.errors import (
     AdapterLimit,
     InvalidArgument,
     NoWorker,
-    QuireError,
     StorageUnavailable,
 )
 from service.logging import get_logger
@@ -40,8 +39,6 @@ _INTERVAL_S = 5.0
 _RETIRED_S = 30.0
 # Loads at a time. Each may hold a copy on the disk.
 _MOST_LOADS = 4
-_MAX_ID_CHARS = 128
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 # Finds an adapter on the hub, with a download if necessary. Runs in a thread; raises InvalidArgument.
 FindAdapter = Callable[[str], Path]
 
@@ -65,7 +62,7 @@ class AdapterLoader:
         self._caches = caches
         self._config = config
         self._find_adapter = find_adapter
-        self._directory = Path(config.adapters).resolve() if config.adapters else None
+        self._directory = AdapterDirectory(Path(config.adapters)) if config.adapters else None
         self._loads = 0
         # When it was noticed first that a version is retired, by number.
         self._retired_s: dict[int, float] = {}
@@ -73,9 +70,10 @@ class AdapterLoader:
         self._writing = asyncio.Lock()
         adapters.restore(*store.read_list())
         adapters.last_number = max([adapters.last_number, *caches.adapters_in_use()])
-        if self._scanned(self._scan()):
-            # Caches soon have their numbers, which must name the same files for the next gateway.
-            self._write_list(adapters.snapshot(), adapters.last_number)
+        if self._directory is not None:
+            gone, new = self._directory.changes(self._directory.scan(), adapters)
+            if (gone or new) and self._write_list(self._list_with(new, gone)):
+                self._use(new, gone)
         pool.adapter_command = self._all_adapters
 
     # LoadAdapter.
@@ -190,13 +188,8 @@ class AdapterLoader:
     async def _add(self, version: AdapterVersion) -> None:
         """Makes the id name the version, on the disk first."""
         async with self._writing:
-            # The list as it will be. `add` retires the version that has the id so far.
-            listed = Adapters(self._config.max_adapters)
-            listed.restore(self._adapters.snapshot(), version.number)
-            listed.add(version)
-            await asyncio.to_thread(self._store.write_list, listed.snapshot(), listed.last_number)
-            self._pool.send_adapters(worker_pb2.AdapterCommand(added=[_source(version)]))
-            self._adapters.add(version)
+            await asyncio.to_thread(self._store.write_list, self._list_with([version]))
+            self._use([version])
 
     # UnloadAdapter.
 
@@ -208,16 +201,11 @@ class AdapterLoader:
             if version is None:
                 return False
             if version.identity:
-                raise InvalidArgument(
-                    "BAD_ADAPTER",
-                    "adapter_id",
-                    "it is in the server's directory of adapters: remove it there",
-                )
-            listed = self._adapters.snapshot()
-            for one in listed:
-                one.retired |= one.number == version.number
+                where = "it is in the server's directory of adapters: remove it there"
+                raise InvalidArgument("BAD_ADAPTER", "adapter_id", where)
+            listed = self._list_with((), [version])
             try:
-                await complete(asyncio.to_thread(self._store.write_list, listed, self._adapters.last_number))
+                await complete(asyncio.to_thread(self._store.write_list, listed))
             except OSError as error:
                 raise StorageUnavailable(error.strerror) from None
             self._adapters.retire(tenant, adapter_id)
@@ -234,23 +222,46 @@ class AdapterLoader:
         """The number of caches of each version, by its number."""
         return self._caches.adapters_in_use()
 
-    # What nobody uses, and the operator's directory.
-
     async def run(self) -> None:
         """Removes versions that nobody uses, and finds new ones in the directory, until cancelled."""
         while True:
             await asyncio.sleep(_INTERVAL_S)
             await self._remove_unused()
-            if self._directory is not None and self._scanned(await asyncio.to_thread(self._scan)):
-                async with self._writing:
-                    listed, last = self._adapters.snapshot(), self._adapters.last_number
-                    await asyncio.to_thread(self._write_list, listed, last)
+            if self._directory is None:
+                continue
+            found = await asyncio.to_thread(self._directory.scan)
+            async with self._writing:
+                gone, new = self._directory.changes(found, self._adapters)
+                # If that cannot be stored, the next round tries again.
+                if gone or new:
+                    listed = self._list_with(new, gone)
+                    if await asyncio.to_thread(self._write_list, listed):
+                        self._use(new, gone)
 
-    def _write_list(self, listed: list[AdapterVersion], last_number: int) -> None:
+    # The list. It is stored before workers know of a version: caches, and KV that workers keep for the next
+    # gateway, are of its number.
+
+    def _list_with(self, added: Sequence[AdapterVersion], retired: Sequence[AdapterVersion] = ()) -> Adapters:
+        """The adapters as they will be."""
+        listed = Adapters(self._config.max_adapters)
+        listed.restore(self._adapters.snapshot(), self._adapters.last_number)
+        listed.update(added, retired)
+        return listed
+
+    def _write_list(self, listed: Adapters) -> bool:
         try:
-            self._store.write_list(listed, last_number)
+            self._store.write_list(listed)
         except OSError as error:
             _log.warning("cannot store which adapters there are", error=error.strerror)
+            return False
+        return True
+
+    def _use(self, added: Sequence[AdapterVersion], retired: Sequence[AdapterVersion] = ()) -> None:
+        if added:
+            self._pool.send_adapters(worker_pb2.AdapterCommand(added=map(_source, added)))
+        self._adapters.update(added, retired)
+
+    # What nobody uses.
 
     async def _remove_unused(self) -> None:
         """Removes versions that no id names and no cache has, some time after they were retired.
@@ -270,55 +281,9 @@ class AdapterLoader:
                 if not version.identity:
                     await asyncio.to_thread(self._store.remove, version.number)
 
-    def _scan(self) -> dict[str, str]:
-        if self._directory is None:
-            return {}
-        try:
-            return files.scan(self._directory)
-        except OSError as error:
-            _log.warning("cannot read the directory of adapters", error=error.strerror)
-            return {}
-
-    def _scanned(self, found: dict[str, str]) -> bool:
-        """Adds new and changed adapters of the directory; retires those that are gone. Whether any."""
-        changed = False
-        mine = {v.adapter_id: v for v in self._adapters if v.identity and not v.retired}
-        for adapter_id in mine.keys() - found.keys():
-            changed |= self._adapters.retire(None, adapter_id)
-        for adapter_id, identity in found.items():
-            version = mine.get(adapter_id)
-            is_other = version is None and self._adapters.of(None, adapter_id) is not None
-            if (version is not None and version.identity == identity) or is_other:
-                continue
-            if not _is_adapter_id(adapter_id):
-                continue
-            try:
-                number = self._adapters.next_number()
-            except QuireError as error:
-                _log.warning("not all adapters of the directory can be used", why=error.message)
-                break
-            version = AdapterVersion(number, adapter_id, None, f"{self._directory}/{adapter_id}", identity)
-            self._pool.send_adapters(worker_pb2.AdapterCommand(added=[_source(version)]))
-            self._adapters.add(version)
-            changed = True
-        return changed
-
     def _all_adapters(self) -> worker_pb2.AdapterCommand:
         """What a worker is told when it is ready."""
         return worker_pb2.AdapterCommand(added=map(_source, self._adapters), all=True)
-
-
-def check_adapter_id(adapter_id: str) -> None:
-    """Raises InvalidArgument."""
-    if not _is_adapter_id(adapter_id):
-        allowed = (
-            f"must have 1 to {_MAX_ID_CHARS} letters, digits and characters of ._-/, a letter or digit first"
-        )
-        raise InvalidArgument("BAD_ADAPTER", "adapter_id", allowed)
-
-
-def _is_adapter_id(text: str) -> bool:
-    return len(text) <= _MAX_ID_CHARS and _ID.fullmatch(text) is not None
 
 
 def _source(version: AdapterVersion) -> worker_pb2.AdapterSource:

@@ -53,9 +53,9 @@ class Adapters:
             self.add(version)
         self.last_number = max(self.last_number, last_number)
 
-    def next_number(self) -> int:
-        """A number for a new version. Raises AdapterLimit."""
-        if len(self._versions) >= self._max_versions:
+    def next_number(self, beside: int = 0) -> int:
+        """A number for a new version, beside so many other new ones. Raises AdapterLimit."""
+        if len(self._versions) + beside >= self._max_versions:
             raise AdapterLimit("versions of adapters", self._max_versions)
         self.last_number += 1
         return self.last_number
@@ -67,6 +67,13 @@ class Adapters:
         if not version.retired:
             self.retire(version.tenant, version.adapter_id)
             self._current[version.tenant, version.adapter_id] = version
+
+    def update(self, added: Iterable[AdapterVersion], retired: Iterable[AdapterVersion]) -> None:
+        """Adds versions, and removes ids."""
+        for version in retired:
+            self.retire(version.tenant, version.adapter_id)
+        for version in added:
+            self.add(version)
 
     def retire(self, tenant: str | None, adapter_id: str) -> bool:
         """Removes an id. Its version stays as long as it is in use. False: there was none."""

@@ -12,12 +12,11 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from service import durable_file
-from service.adapters.registry import AdapterVersion
+from service.adapters.registry import Adapters, AdapterVersion
 from service.errors import InvalidArgument
 from service.logging import get_logger
 from service.uploads import UploadDirectory, UploadedFile
@@ -70,10 +69,11 @@ class AdapterStore:
         """Removes the copy of a version, if there is one. Never raises."""
         shutil.rmtree(self.path(number), ignore_errors=True)
 
-    def write_list(self, versions: Sequence[AdapterVersion], last_number: int) -> None:
-        """Stores all versions, for the next gateway."""
+    def write_list(self, adapters: Adapters) -> None:
+        """Stores all versions, for the next gateway. Nobody may change them meanwhile."""
         if self._data_dir is not None:
-            content = {"last_number": last_number, "versions": [asdict(version) for version in versions]}
+            versions = [asdict(version) for version in adapters]
+            content = {"last_number": adapters.last_number, "versions": versions}
             durable_file.write(self._data_dir / _LIST, json.dumps(content))
 
     def read_list(self) -> tuple[list[AdapterVersion], int]:
@@ -108,18 +108,6 @@ def identity(directory: Path) -> str:
     """Differs if a file is written to or replaced. As `identity` in workers/adapters/adapter.py."""
     stats = [(directory / name).stat() for name in FILES]
     return ".".join(f"{one.st_ino:x}-{one.st_size:x}-{one.st_mtime_ns:x}" for one in stats)
-
-
-def scan(directory: Path) -> dict[str, str]:
-    """The adapters in a directory of the operator's: for each subdirectory's name its identity."""
-    found = {}
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            try:
-                found[entry.name] = identity(Path(entry.path))
-            except OSError:
-                continue  # no adapter, or not complete yet
-    return found
 
 
 def bad_adapter(why: str) -> InvalidArgument:

@@ -15,7 +15,6 @@ from service.errors import (
     AdapterLost,
     DeadlinePassed,
     KvExhausted,
-    LoadFailed,
     QuireError,
     Unsupported,
     WorkerFault,
@@ -102,8 +101,6 @@ def _to_error(error: worker_pb2.WorkerError) -> QuireError:
             return DeadlinePassed()
         case worker_pb2.WORKER_ERROR_REASON_ADAPTER:
             return AdapterLost(error.detail)
-        case worker_pb2.WORKER_ERROR_REASON_WEIGHTS:
-            return LoadFailed("the weights cannot be used")
         case worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED:
             return Unsupported("this executor cannot do it")
         case _:

@@ -101,6 +101,8 @@ class Text:
         self.weights = response.kv_cache.weights
         self.cache_id = response.kv_cache.cache_id
         self.tokens = [response.output.token_id]
+        # Computed again, because no worker had their KV any more.
+        self.replayed_tokens = 0
 
     def decode(self, steps: int) -> list[int]:
         for _ in range(steps):
@@ -108,6 +110,7 @@ class Text:
             response = self.gateway.stub.Decode(request, timeout=PATIENCE_S)
             self.tokens.append(response.output.token_id)
             self.weights = response.kv_cache.weights
+            self.replayed_tokens += response.replayed_tokens
         return self.tokens
 
     def finish(self) -> list[int]:
@@ -284,6 +287,24 @@ def test_a_directory_of_adapters(adapted: Adapted, home: Path) -> None:
         text.release()
         gateway.wait_until(lambda: ids(gateway)["one"].version > version)
         assert Text(gateway, "one").finish() == adapted.tokens[2]
+
+
+def test_a_lost_adapter_says_what_to_do(adapted: Adapted, home: Path) -> None:
+    flags = [*FLAGS, "--data-dir", str(home), "--orphan-grace-s", "0"]
+    with GatewayProcess(model=str(adapted.model), workers=1, flags=flags) as gateway:
+        version = load(gateway, "gone", adapted.adapters[0]).version
+        # They take its place in memory.
+        for index in (1, 2):
+            load(gateway, f"other-{index}", adapted.adapters[index])
+        shutil.rmtree(home / "adapter-versions" / str(version))
+        with pytest.raises(grpc.RpcError) as error:
+            Text(gateway, "gone")
+        assert reason_of(error.value) == "ADAPTER_LOST"
+        details = str(error.value.details())
+        assert "adapter_config.json" in details and "load the adapter again" in details
+        assert str(home) not in details
+        load(gateway, "gone", adapted.adapters[0])
+        assert Text(gateway, "gone").finish() == adapted.tokens[1]
 
 
 def test_models_without_adapters_say_so(weightless_gateway: GatewayProcess, adapted: Adapted) -> None:

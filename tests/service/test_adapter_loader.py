@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import random
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -13,11 +16,13 @@ from typing import Any, cast
 import pytest
 from quire.v1 import admin_pb2
 
+from service.adapters import loader
 from service.adapters.loader import AdapterLoader
 from service.adapters.registry import Adapters
-from service.adapters.store import FILES, AdapterStore
+from service.adapters.store import FILES, AdapterStore, identity
 from service.config import Config
 from service.errors import InvalidArgument
+from workers.adapters.adapter import identity as worker_identity
 
 MAX_BYTES = 1 << 20
 
@@ -28,12 +33,28 @@ class Server:
     def __init__(self, data_dir: Path, **settings: Any) -> None:
         self.adapters = Adapters(10)
         data_dir.mkdir(exist_ok=True)
-        pool = SimpleNamespace(send_adapters=lambda _: None)
+        # What happened: numbers that workers were told of, and that were stored.
+        self.told: list[int] = []
+        self.stored: list[int] = []
+        pool = SimpleNamespace(
+            send_adapters=lambda command: self.told.extend(source.adapter for source in command.added)
+        )
         caches = SimpleNamespace(adapters_in_use=Counter)
         self.store = AdapterStore(data_dir, MAX_BYTES)
+        self.full_disks = 0
+        self._write_list = self.store.write_list
+        self.store.write_list = self._note  # type: ignore[method-assign]
         self.loader = AdapterLoader(
             self.adapters, self.store, cast(Any, pool), cast(Any, caches), Config(**settings)
         )
+
+    def _note(self, adapters: Adapters) -> None:
+        assert not {version.number for version in adapters} & {*self.told} - {*self.stored}, "too late"
+        self.full_disks -= 1
+        if self.full_disks >= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._write_list(adapters)
+        self.stored = [version.number for version in adapters]
 
 
 def write_files(directory: Path) -> Path:
@@ -62,6 +83,47 @@ async def test_the_next_gateway_knows_the_operators_adapters_by_the_same_numbers
     later = numbers_of(Server(tmp_path / "data", adapters=str(directory)))
     assert later["two"] == numbers["two"]
     assert later["one"] > max(numbers.values()), "another version has a number of its own"
+
+
+async def test_workers_and_callers_learn_of_a_version_when_it_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next gateway may give its number, and KV that adopted workers have of it, to another one."""
+    monkeypatch.setattr(loader, "_INTERVAL_S", 0.0)
+    directory = tmp_path / "adapters"
+    write_files(directory / "one")
+    server = Server(tmp_path / "data", adapters=str(directory))
+    write_files(directory / "two")
+    server.full_disks = 3
+    running = asyncio.create_task(server.loader.run())
+    while server.full_disks >= 0:
+        assert numbers_of(server).keys() == {"one"} and len(server.told) == 1 and not running.done()
+        await asyncio.sleep(0)
+    while len(server.told) < 2:
+        assert not running.done()
+        await asyncio.sleep(0)
+    running.cancel()
+    assert set(server.told) == set(server.stored) == set(numbers_of(server).values())
+    later = numbers_of(Server(tmp_path / "data", adapters=str(directory)))
+    assert later == numbers_of(server)
+
+
+async def test_an_adapter_has_the_same_identity_for_workers(tmp_path: Path) -> None:
+    """The gateway finds it, and a worker compares it."""
+    dice = random.Random(1)
+    for number in range(30):
+        directory = tmp_path / f"{number}"
+        write_files(directory)
+        for name in FILES:
+            (directory / name).write_bytes(dice.randbytes(dice.randrange(1000)))
+            os.utime(directory / name, ns=(dice.getrandbits(60), dice.getrandbits(60)))
+        linked = tmp_path / f"linked-{number}"
+        linked.mkdir()
+        for name in FILES:
+            (linked / name).symlink_to(directory / name)
+        assert (
+            identity(directory) == worker_identity(directory) == worker_identity(linked) == identity(linked)
+        )
 
 
 async def test_a_file_without_a_name_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+from workers.adapters.table import AdapterTable
 from workers.executors.engine import Engine
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.operations import Chunk, Command, Forward, Reset, Result
@@ -22,6 +24,7 @@ class Worker:
         pages: int = 400,
         limits: tuple[int, int, int] = (64, 16, 64),
         max_seq_tokens: int = 0,
+        adapters: AdapterTable[Any] | None = None,
     ) -> None:
         self.engine = engine or PagedAttentionExecutor.create(kv_pages=pages).engine
         self.steps: list[list[int]] = []
@@ -32,6 +35,7 @@ class Worker:
             self._results.extend,
             max_seq_tokens,
             prelaunch_unrequested=max_seq_tokens > 0,
+            adapters=adapters,
         )
         self._execute = self.engine.execute
         self.engine.execute = self._note  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from workers.adapters.errors import AdapterError
-from workers.adapters.table import AdapterTable, LoadedAdapter
+from workers.adapters.slots import LoadedAdapter
+from workers.adapters.table import AdapterTable
 from workers.operations import (
     AdapterLoaded,
     AdapterRead,
@@ -52,7 +54,7 @@ class Bench:
         self.scheduled: list[Forward] = []
         self.results: list[Done | Failed | AdapterLoaded] = []
         self.table = AdapterTable[str](self.model, self.read, max_bytes, self.threads.append)
-        self.table.submit = self.inbox.append
+        self.table.report_to(self.inbox.append)
         self._op_id = 0
 
     def read(self, source: AdapterSource) -> LoadedAdapter[str]:
@@ -144,7 +146,7 @@ def test_the_text_of_an_unexpected_error_is_not_for_clients() -> None:
     def read(source: AdapterSource) -> LoadedAdapter[str]:
         raise OSError(5, "Input/output error", "/where/adapters/are")
 
-    bench.table._read_adapter = read
+    bench.table._reader._read = read
     bench.change(source(1), load=True)
     bench.advance()
     (failed,) = (result for result in bench.results if isinstance(result, Failed))
@@ -209,6 +211,27 @@ def test_others_are_read_when_an_adapter_that_waits_for_a_slot_is_removed() -> N
     for _ in range(3):
         bench.advance()
     assert bench.scheduled == [waiting]
+
+
+def test_a_number_that_was_given_to_another_adapter_is_read_again() -> None:
+    """A gateway tried one and ended before it had written down its number, and the next one reused that."""
+    bench = Bench()
+    bench.change(source(1), load=True)
+    bench.advance()
+    assert bench.model.slots
+    bench.change(dataclasses.replace(source(1), directory="another"))
+    forward = bench.forward(1)
+    assert not bench.scheduled and not bench.model.slots
+    # While that is read, it changes once more.
+    bench.change(dataclasses.replace(source(1), identity="adapter 1"))
+    waiting = bench.forward(1)
+    for _ in range(3):
+        bench.advance()
+    assert [one.op_id for one in bench.results if isinstance(one, Failed)] == [forward.op_id]
+    assert bench.scheduled == [waiting]
+    # A pinned adapter is the same one.
+    bench.change(dataclasses.replace(source(1, pinned=True), identity="adapter 1"))
+    assert list(bench.model.slots.values()) == ["adapter 1"]
 
 
 def test_an_unknown_adapter_is_an_error() -> None:

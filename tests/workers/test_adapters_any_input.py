@@ -47,7 +47,8 @@ def read_or_refuse(directory: Path) -> None:
     except AdapterError as error:
         check_shown(str(error), directory)
         return
-    assert adapter.size_bytes <= 1 << 20 and 1 <= adapter.rank <= 16
+    assert sum(pair.a.nbytes + pair.b.nbytes for pair in adapter.weights.values()) <= 1 << 20
+    assert 1 <= adapter.rank <= 16
     for name, pair in adapter.weights.items():
         assert (len(pair.b), pair.a.shape[1]) == MODULES[name] and len(pair.a) == pair.b.shape[1]
         assert pair.a.isfinite().all() and pair.b.isfinite().all()

@@ -1,4 +1,10 @@
-"""Models with adapters from directories, in mixed batches, against PEFT's own models."""
+"""Models with adapters from directories, in mixed batches, against PEFT's own models in float64.
+
+In float32 PEFT's are no oracle for 1e-4. Theirs are as far from float64 as ours are, mostly in the same
+direction, since both round at the same places. How far depends on the model. With adapters as large as the
+weights, random models of gemma and smollm3 amplify roundings to more than 1e-4 of the largest logit (the most
+in 12 models of each family: PEFT 2.7e-4, ours 2.4e-4). A tenth of the weights is more than training adds.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +17,11 @@ import torch
 
 from tests.families import MODELS, settings_of
 from tests.model_factory import (
-    float32_losses,
+    exact_logits,
     hf_logits,
-    hf_model,
     load_decoder,
     make_adapter,
     make_family_model,
-    peft_model,
 )
 from tests.workers.packing import HandPacker, poison, rows_in_chunks
 from workers.adapters.adapter import read_adapter
@@ -27,6 +31,8 @@ torch.set_num_threads(1)
 
 PAGES, SLOTS, MAX_RANK = 60, 4, 256
 ROUNDS, TEXTS = 3, 6
+# Of the largest logit.
+BOUND = 1e-4
 LIMITS = {"max_rank": MAX_RANK, "max_bytes": 1 << 30}
 
 
@@ -37,17 +43,17 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def random_settings(dice: random.Random, modules: list[str]) -> dict[str, Any]:
-    """Of a LoraConfig. What the adapter adds is about as large as the weights are."""
+    """Of a LoraConfig. What the adapter adds is about a tenth of the weights."""
     leaves = sorted({module.split(".")[-1] for module in modules})
     rank = dice.choice([1, 3, 8, 16, 33, 64, 256])
     return {
         "r": rank,
-        "lora_alpha": rank**0.5 * dice.choice([1, 2]),
+        "lora_alpha": rank**0.5 * dice.choice([0.25, 0.5]),
         "use_rslora": (stabilized := rank <= 16 and dice.random() < 0.3),
         "target_modules": dice.sample(leaves, dice.randint(1, len(leaves))),
         "layers_to_transform": dice.choice([None, None, [0, 3], [1]]),
         "rank_pattern": {} if stabilized else {f"layers.[02].*.{dice.choice(leaves)}": dice.choice([2, 48])},
-        "alpha_pattern": {f"layers.3.*.{dice.choice(leaves)}": 1.5},
+        "alpha_pattern": {f"layers.3.*.{dice.choice(leaves)}": 0.4},
     }
 
 
@@ -75,12 +81,13 @@ def test_a_mixed_batch_is_as_peft_computes_each_text(made: Path, tmp_path: Path)
         found = rows_in_chunks(decoder, texts, kv, packer, dice, lora_slots=used)
         for text, slot, rows in zip(texts, used, found, strict=True):
             used_directory = in_slots[slot] if slot >= 0 else None
-            model = hf_model(made) if used_directory is None else peft_model(made, used_directory)
-            bound = float(float32_losses(model, [text], with_states=False)[0, -1])
-            with torch.inference_mode():
-                expected = model(torch.tensor([text]), use_cache=False).logits[0]
+            expected = exact_logits(made, used_directory, text)
+            largest = float(expected.abs().max())
             for (_, position), row in rows.items():
-                assert (row - expected[position]).abs().max() < bound, (turn, slot, position)
+                error = float((row - expected[position]).abs().max())
+                assert error < BOUND * largest, (turn, slot, position)
             if used_directory is not None:
                 plain = hf_logits(made, text)
-                assert (plain - expected).abs().max() > 100 * bound, "the adapter makes no difference"
+                assert (plain - expected).abs().max() > 100 * BOUND * largest, (
+                    "the adapter makes no difference"
+                )

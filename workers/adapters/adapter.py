@@ -25,13 +25,11 @@ class Adapter:
     Attributes:
         weights: By the names of the model's modules; float32, owned by the caller.
         rank: The largest rank.
-        size_bytes: The memory of the weights.
         identity: Of the directory when it was read; see `identity`.
     """
 
     weights: LoraWeights
     rank: int
-    size_bytes: int
     identity: str
 
 
@@ -64,7 +62,7 @@ def read_adapter(
     weights = {module: read_pair(pair, scales[module]) for module, pair in pairs.items()}
     if identity(directory) != before:
         raise AdapterError("has changed while it was read: try again when no process writes to it")
-    return Adapter(weights, max(pair.rank for pair in pairs.values()), size_bytes, before)
+    return Adapter(weights, max(pair.rank for pair in pairs.values()), before)
 
 
 def identity(directory: Path) -> str:

@@ -15,7 +15,8 @@ import torch
 
 from workers.adapters.adapter import read_adapter
 from workers.adapters.errors import AdapterError
-from workers.adapters.table import AdapterTable, LoadedAdapter
+from workers.adapters.slots import LoadedAdapter
+from workers.adapters.table import AdapterTable
 from workers.executors.base import ModelExecutor
 from workers.executors.engine import Engine
 from workers.executors.loading import AUTO, NATIVE, choose_backend, load_served

@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ import torch
 from quire import Cache, Client, PrefillItem, SampledToken, StepOutput, checked, output_options
 from quire.cli.load import plots
 from quire.v1 import runner_pb2
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -109,41 +107,29 @@ class Policy:
 
 
 class WeightsPush:
-    """Pushes all weights: written into two directories in turns, since the server needs the last one."""
+    """Pushes all weights, over gRPC. The server needs no directory of the trainer."""
 
     adapter_id = ""
 
-    def __init__(self, client: Client, source: Path, scratch: Path) -> None:
-        """`source`: the model that is served. Its other files are copied into `scratch`."""
-        self._client, self._source = client, source
-        self._directories = [scratch / "even", scratch / "odd"]
-        for directory in self._directories:
-            shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
+    def __init__(self, client: Client) -> None:
+        self._client = client
         with client.prefill(PROMPTS[0]) as cache:
             self._number = cache.weights
 
     def push(self, policy: Policy) -> tuple[float, float]:
-        """Returns the seconds of writing and of loading."""
+        """Returns the seconds of sending and of loading."""
         began_s = time.monotonic()
-        directory = self._directories[self._number % 2]
-        save_file(policy.weights(), directory / "model.safetensors")
-        written_s = time.monotonic()
-        self._load(directory)
-        return written_s - began_s, time.monotonic() - written_s
-
-    def end(self) -> None:
-        """Serves the first weights again: the others are deleted."""
-        self._load(self._source)
-
-    def _load(self, directory: Path) -> None:
+        source = self._client.upload_weights(save(policy.weights()))
+        sent_s = time.monotonic()
         request = runner_pb2.LoadWeightsRequest(
-            source=str(directory),
+            source=source,
             mode=runner_pb2.LOAD_WEIGHTS_MODE_REPLACE,
             previous_caches=runner_pb2.PREVIOUS_CACHES_END,  # RECOMPUTE: rollouts under way continue
         )
         for _ in self._client.runner_stub.LoadWeights(request, metadata=self._client.metadata):
             pass  # what it is doing
         self._number += 1
+        return sent_s - began_s, time.monotonic() - sent_s
 
     def stale(self, caches: list[Cache]) -> int:
         """The number of caches whose last answer is not of the weights that were pushed last."""
@@ -161,7 +147,7 @@ class AdapterPush:
         self._version = 0
 
     def push(self, policy: Policy) -> tuple[float, float]:
-        """Returns the seconds of writing and of loading."""
+        """Returns the seconds of encoding and of loading."""
         began_s = time.monotonic()
         weights = {
             name.replace(".default", ""): weight
@@ -172,13 +158,9 @@ class AdapterPush:
             "adapter_config.json": json.dumps(self._config).encode(),
             "adapter_model.safetensors": save(weights),
         }
-        written_s = time.monotonic()
+        encoded_s = time.monotonic()
         self._version = self._client.load_adapter(ADAPTER, files=files).version
-        return written_s - began_s, time.monotonic() - written_s
-
-    def end(self) -> None:
-        """Removes the adapter."""
-        self._client.unload_adapter(ADAPTER)
+        return encoded_s - began_s, time.monotonic() - encoded_s
 
     def stale(self, caches: list[Cache]) -> int:
         """The number of caches that are not of the version that was pushed last, which the server counts."""
@@ -224,7 +206,7 @@ def train(
 ) -> Iterator[dict[str, Any]]:
     """Yields the figures of each step."""
     for step in range(steps):
-        write_s, load_s = pushed.push(policy)
+        send_s, load_s = pushed.push(policy)
         began_s = time.monotonic()
         rollouts = sample(client, pushed, step)
         sampled_s = time.monotonic()
@@ -236,7 +218,7 @@ def train(
             "reward": float(rewards.mean()),
             "stale_tokens": rollouts.stale_tokens,
             "logprob_differences": {"max": float(differences.max()), "mean": float(differences.mean())},
-            "write_s": write_s,
+            "send_s": send_s,
             "load_s": load_s,
             "rollouts_s": sampled_s - began_s,
             "tokens_per_s": rollouts.tokens.numel() / (sampled_s - began_s),
@@ -249,7 +231,7 @@ def chart(steps: list[dict[str, Any]]) -> str:
     panels = {
         "reward": [("reward", "c1", [step["reward"] for step in steps])],
         "seconds": [
-            ("push weights", "c2", [step["write_s"] + step["load_s"] for step in steps]),
+            ("push weights", "c2", [step["send_s"] + step["load_s"] for step in steps]),
             ("rollouts", "c1", [step["rollouts_s"] for step in steps]),
             ("update", "c3", [step["train_s"] for step in steps]),
         ],
@@ -268,7 +250,7 @@ def chart(steps: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Trains, and serves the first weights again."""
+    """Trains. The policy is served until other weights are loaded."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("target", nargs="?", default="127.0.0.1:50051")
     parser.add_argument("--model", type=Path, default=SHIPPED)
@@ -278,21 +260,14 @@ def main() -> None:
     parser.add_argument("--chart", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    with (
-        Client(options.target, timeout_s=600) as client,
-        # In main memory: what is written is read once, and then replaced.
-        tempfile.TemporaryDirectory(prefix="policy-", dir="/dev/shm") as scratch,
-    ):
+    steps = []
+    with Client(options.target, timeout_s=600) as client:
         dtype = getattr(torch, client.model_info().model.dtype)
         policy = Policy(options.model, dtype, lora=options.lora, learning_rate=options.learning_rate)
-        pushed = AdapterPush(client) if options.lora else WeightsPush(client, options.model, Path(scratch))
-        steps = []
-        try:
-            for figures in train(client, policy, pushed, options.steps):
-                print(json.dumps(figures), flush=True)
-                steps.append(figures)
-        finally:
-            pushed.end()
+        pushed = AdapterPush(client) if options.lora else WeightsPush(client)
+        for figures in train(client, policy, pushed, options.steps):
+            print(json.dumps(figures), flush=True)
+            steps.append(figures)
     if options.chart:
         options.chart.write_text(chart(steps))
 

@@ -1,0 +1,157 @@
+"""Which adapters are in the slots of a model, and which one is evicted for another.
+
+Used by the thread of the step loop.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from workers.adapters.errors import AdapterError
+from workers.operations import AdapterSource
+
+_Weights = TypeVar("_Weights")
+_Taken_contra = TypeVar("_Taken_contra", contravariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter(Generic[_Weights]):
+    """An adapter as the model takes it, and what is reported of it."""
+
+    weights: _Weights
+    rank: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapterMetrics:
+    """The use of one adapter, named as in the protos."""
+
+    version: int
+    rank: int
+    operations: int
+    tokens: int
+    resident: bool
+    size_bytes: int
+    loads: int
+    evictions: int
+    waiting: int
+
+
+class Slots(Protocol[_Taken_contra]):
+    """The part of a model that holds adapters. `workers.models.model.Model` has it."""
+
+    max_lora_slots: int
+
+    def set_lora(self, slot: int, packed: _Taken_contra | None) -> None:
+        """Puts an adapter into a slot, or empties it."""
+
+
+@dataclass(slots=True, eq=False)
+class KnownAdapter(Generic[_Weights]):
+    """An adapter that forwards can name. `ResidentAdapters` sets its slot and weights."""
+
+    source: AdapterSource
+    slot: int = -1
+    # None: it is not resident.
+    weights: _Weights | None = None
+    rank: int = 0
+    size_bytes: int = 0
+    operations: int = 0
+    tokens: int = 0
+    loads: int = 0
+    evictions: int = 0
+    # Forwards, and the commands to load it, that wait.
+    waiting: int = 0
+    commands: list[int] = field(default_factory=list)
+
+    def metrics(self) -> LoraAdapterMetrics:
+        """What is reported of it. Any thread may call it."""
+        return LoraAdapterMetrics(
+            version=self.source.number,
+            rank=self.rank,
+            operations=self.operations,
+            tokens=self.tokens,
+            resident=self.slot >= 0,
+            size_bytes=self.size_bytes,
+            loads=self.loads,
+            evictions=self.evictions,
+            waiting=self.waiting,
+        )
+
+
+class ResidentAdapters(Generic[_Weights]):
+    """Owner of the model's slots."""
+
+    def __init__(self, model: Slots[_Weights], max_bytes: int) -> None:
+        """`max_bytes`: of all in memory."""
+        self.max_adapters = model.max_lora_slots
+        self._model = model
+        self._max_bytes = max_bytes
+        self._free_slots = list(range(model.max_lora_slots))
+        # In order of their last use.
+        self._resident: OrderedDict[int, KnownAdapter[_Weights]] = OrderedDict()
+        self._used_bytes = 0
+
+    def used(self, known: KnownAdapter[_Weights]) -> None:
+        """Notes that a forward uses a resident adapter."""
+        self._resident.move_to_end(known.source.number)
+
+    def add(
+        self,
+        known: KnownAdapter[_Weights],
+        loaded: LoadedAdapter[_Weights],
+        in_use: Callable[[], Collection[int]],
+    ) -> bool:
+        """Puts an adapter into a slot. Evicts others for it, as far as it can. False: there is no room yet.
+
+        Raises AdapterError if there cannot be room.
+        """
+        pinned = [one for one in self._resident.values() if one.source.pinned]
+        pinned_bytes = sum(one.size_bytes for one in pinned)
+        if len(pinned) == self.max_adapters or pinned_bytes + loaded.size_bytes > self._max_bytes:
+            # Before others are evicted for nothing.
+            raise AdapterError("the memory for adapters (max_lora_adapters, max_lora_bytes) is too small")
+        used = in_use()
+        while not self._free_slots or self._used_bytes + loaded.size_bytes > self._max_bytes:
+            evictable = (one for one in self._resident.values() if not one.source.pinned)
+            victim = next((one for one in evictable if one.source.number not in used), None)
+            if victim is None:
+                return False
+            victim.evictions += 1
+            self.remove(victim)
+        slot = self._free_slots.pop()
+        self._model.set_lora(slot, loaded.weights)
+        known.slot, known.weights = slot, loaded.weights
+        known.rank, known.size_bytes = loaded.rank, loaded.size_bytes
+        known.loads += 1
+        self._used_bytes += loaded.size_bytes
+        self._resident[known.source.number] = known
+        return True
+
+    def remove(self, known: KnownAdapter[_Weights]) -> None:
+        """Empties the slot of a resident adapter."""
+        self._model.set_lora(known.slot, None)
+        self._free_slots.append(known.slot)
+        self._used_bytes -= known.size_bytes
+        known.slot, known.weights = -1, None
+        del self._resident[known.source.number]
+
+    def move_to(self, model: Slots[_Weights]) -> None:
+        """Moves all to another model of the same config, with as many slots."""
+        self._model = model
+        for known in self._resident.values():
+            model.set_lora(known.slot, known.weights)
+
+    def check_integrity(self, adapters: Iterable[KnownAdapter[_Weights]]) -> None:
+        """Raises AssertionError if an invariant does not hold. `adapters`: all that are known."""
+        resident = {known.source.number: known.slot for known in adapters if known.slot >= 0}
+        slots = list(resident.values())
+        assert {*slots, *self._free_slots} == {*range(self.max_adapters)}, "each slot has an owner"
+        assert len(slots) + len(self._free_slots) == self.max_adapters, "and only one"
+        assert self._resident.keys() == resident.keys()
+        assert self._used_bytes == sum(known.size_bytes for known in self._resident.values())
+        assert self._used_bytes <= self._max_bytes
