@@ -125,7 +125,7 @@ def test_weights_on_a_stream_by_python(model: Path, tmp_path: Path) -> None:
     with Served(model) as served, Client(served.address) as client:
         fingerprint = client.model_info().model.fingerprint
         (*_, last) = served.printed(code, tmp_path).splitlines()
-        assert last == f"LOAD_WEIGHTS_PHASE_SERVING {fingerprint}", "the same weights"
+        assert last == fingerprint, "the same weights"
         answered = client.execute("12+30=")
         assert "".join(chunk.text for chunk in answered) == "42"
 

@@ -41,7 +41,8 @@ def test_the_reward_rises_and_no_token_is_stale(dtype: str, arguments: list[str]
     rewards = [step["reward"] for step in steps]
     # Chance is 1/16 at random weights; a step has 1,280 tokens.
     assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.05, rewards
-    difference = max(step["logprob_differences"]["max"] for step in steps)
-    # Sums of float32 in another order; bfloat16 rounds each of some 40 results of a token to 8 bits.
-    assert difference < (1e-4 if dtype == "float32" else 0.3)
+    for step in steps:
+        found = step["logprob_differences"]
+        # Sums of float32 in another order. The server's bfloat16 rounds as often as the trainer's does.
+        assert found["mean"] < 2 * found["mean_of_rounding"] + 1e-5, step
     assert picture.read_text(encoding="utf-8").startswith("<svg ")

@@ -248,6 +248,45 @@ class Client(Caller):
         )
         return response.source
 
+    def load_weights(
+        self,
+        source: str,
+        *,
+        replace: bool = False,
+        recompute: bool = False,
+        drain_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> runner_pb2.LoadWeightsResponse:
+        """Serves other weights. Returns the last message, which says what is served now.
+
+        It is never retried. Requires the role `administer` if the server requires tokens. Raises QuireError.
+
+        Args:
+            source: An absolute path of a directory of the server's machine, ORG/NAME on the hub, or what
+                `upload_weights` returned.
+            replace: In place, between two steps; the model must have the same config. Otherwise further
+                workers load them.
+            recompute: With `replace`: caches continue with the new weights. Otherwise they end.
+            drain_s: Without `replace`: how long caches of the previous weights can be used.
+            timeout_s: The timeout of the call. None: the client's.
+        """
+        mode, caches = runner_pb2.LoadWeightsMode, runner_pb2.PreviousCaches
+        request = runner_pb2.LoadWeightsRequest(
+            source=source,
+            drain=_calls.duration(drain_s),
+            mode=mode.LOAD_WEIGHTS_MODE_REPLACE if replace else mode.LOAD_WEIGHTS_MODE_BESIDE,
+            previous_caches=caches.PREVIOUS_CACHES_RECOMPUTE if recompute else caches.PREVIOUS_CACHES_END,
+        )
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        served = runner_pb2.LoadWeightsResponse()
+        updates = self.runner_stub.LoadWeights(request, timeout=limit_s, metadata=self.metadata)
+        try:
+            for update in updates:
+                served = update
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return served
+
     def list_adapters(self) -> list[admin_pb2.Adapter]:
         """The adapters that this client can use, ordered by id."""
         response = self._call(_methods.LIST_ADAPTERS, admin_pb2.ListAdaptersRequest())

@@ -8,7 +8,7 @@ for --lora.
 
 Prints a line of JSON for each step. `stale_tokens` were not drawn with the weights that were pushed last.
 `logprob_differences` compare what the server said of a token when it was drawn with what the trainer computes
-for it, with weights rounded to the server's dtype.
+for it in the server's dtype. `mean_of_rounding` is by how much the trainer's own differ from its float32.
 
 Cost: a step is one prefill of all prompts, one fork, and one decode for each further token. A push writes and
 reads the weights once. Shares steps: all rollouts, by one BatchDecode for each position.
@@ -31,7 +31,6 @@ from typing import Any, ClassVar
 import torch
 from quire import Cache, Client, PrefillItem, SampledToken, StepOutput, checked, output_options
 from quire.cli.load import plots
-from quire.v1 import runner_pb2
 from safetensors.torch import save
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -92,18 +91,30 @@ class Policy:
         """As the server has them."""
         return {name: weight.to(self._dtype) for name, weight in self.model.named_parameters()}
 
-    def learn(self, rollouts: Rollouts, advantages: torch.Tensor) -> torch.Tensor:
-        """One update. Returns by how much trainer and server differ on each log-probability, [R, L]."""
+    def logprobs(self, rollouts: Rollouts, dtype: torch.dtype) -> torch.Tensor:
+        """Of the tokens drawn, [R, L], computed in `dtype` with the weights that the server has."""
         texts = torch.cat([rollouts.prompts, rollouts.tokens], 1)  # [R, 2 + L]
-        logits = functional_call(self.model, self.weights(), (texts[:, :-1],)).logits
-        logprobs = torch.log_softmax(logits.float() / TEMPERATURE, -1)[:, -LENGTH:]
-        logprobs = logprobs.gather(2, rollouts.tokens[:, :, None])[:, :, 0]  # [R, L]
+        weights = {name: weight.to(dtype) for name, weight in self.weights().items()}
+        logits = functional_call(self.model, weights, (texts[:, :-1],)).logits
+        found = torch.log_softmax(logits.float() / TEMPERATURE, -1)[:, -LENGTH:]
+        return found.gather(2, rollouts.tokens[:, :, None])[:, :, 0]
+
+    def learn(self, rollouts: Rollouts, advantages: torch.Tensor) -> dict[str, float]:
+        """One update. Returns how trainer and server differ on log-probabilities."""
+        logprobs = self.logprobs(rollouts, self._dtype)
         # Samples are weighted by how much likelier the trainer finds them than the server did: about 1.
         loss = -((logprobs - rollouts.logprobs).exp() * advantages[:, None]).mean()
+        with torch.no_grad():
+            differences = (logprobs - rollouts.logprobs).abs()
+            rounding = (logprobs - self.logprobs(rollouts, torch.float32)).abs()
         self._optimizer.zero_grad()
         torch.autograd.backward(loss)
         self._optimizer.step()
-        return (logprobs.detach() - rollouts.logprobs).abs()
+        return {
+            "max": float(differences.max()),
+            "mean": float(differences.mean()),
+            "mean_of_rounding": float(rounding.mean()),
+        }
 
 
 class WeightsPush:
@@ -121,13 +132,8 @@ class WeightsPush:
         began_s = time.monotonic()
         source = self._client.upload_weights(save(policy.weights()))
         sent_s = time.monotonic()
-        request = runner_pb2.LoadWeightsRequest(
-            source=source,
-            mode=runner_pb2.LOAD_WEIGHTS_MODE_REPLACE,
-            previous_caches=runner_pb2.PREVIOUS_CACHES_END,  # RECOMPUTE: rollouts under way continue
-        )
-        for _ in self._client.runner_stub.LoadWeights(request, metadata=self._client.metadata):
-            pass  # what it is doing
+        # With recompute=True rollouts under way would continue.
+        self._client.load_weights(source, replace=True)
         self._number += 1
         return sent_s - began_s, time.monotonic() - sent_s
 
@@ -217,7 +223,7 @@ def train(
             "step": step,
             "reward": float(rewards.mean()),
             "stale_tokens": rollouts.stale_tokens,
-            "logprob_differences": {"max": float(differences.max()), "mean": float(differences.mean())},
+            "logprob_differences": differences,
             "send_s": send_s,
             "load_s": load_s,
             "rollouts_s": sampled_s - began_s,
@@ -241,6 +247,7 @@ def chart(steps: list[dict[str, Any]]) -> str:
         lines = [plots.Line(*line) for line in named]
         drawn = plots.against([step["step"] for step in steps], lines, "steps", unit)
         keys = " ".join(f'<tspan class="k {line.colour}" dx="10">{line.name}</tspan>' for line in lines)
+        keys += ' <tspan dx="10">seconds</tspan>' if unit == "seconds" else ""
         drawn = drawn.replace("<svg", f'<svg x="{at * 570}" y="24" width="560" height="250"', 1)
         parts.append(f'<text class="t" x="{at * 570 + 36}" y="20">{keys}</text>{drawn}')
     return (
