@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,8 @@ class Accept(enum.Enum):
     CHOSEN = enum.auto()
 
 
+# Up to so many experts of a layer, the id of one takes one byte, else two.
+ONE_BYTE_EXPERTS = 256
 # Extra samples that count as one row: see `Forward.row_weight`.
 _DRAWS_PER_ROW = 16
 # See `OutputSpec.row_weight`.
@@ -138,6 +141,24 @@ class HiddenSpec:
     number_format: LogitsFormat = LogitsFormat.F32
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenExperts:
+    """The experts that some tokens of a forward are computed with.
+
+    Attributes:
+        start: The index of the first of these tokens.
+        ids: [tokens, layers with experts, experts of a token], of any integer type.
+    """
+
+    start: int
+    ids: NDArray[Any]
+
+    def salted(self, salt: bytes) -> bytes:
+        """The salt of sequences with exactly these. The gateway's own salts begin with other characters."""
+        digest = hashlib.blake2b(self.ids.tobytes(), digest_size=16, key=self.start.to_bytes(4)).digest()
+        return b"experts " + digest + salt
+
+
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
     """What to compute and return for each wanted row. A token is always chosen."""
@@ -151,6 +172,8 @@ class OutputSpec:
     # The log-probability of the chosen token in the distribution that it was drawn from.
     sampled_logprob: bool = False
     hidden: HiddenSpec | None = None
+    # The experts of the row's token.
+    experts: bool = False
 
     @property
     def row_weight(self) -> int:
@@ -182,6 +205,8 @@ class RowOutput:
     # One row for each requested layer, in the requested order and format.
     hidden: Sequence[bytes] = ()
     hidden_format: LogitsFormat | None = None
+    # The ids of the experts of all layers, one or two bytes each: see StepOutput in types.proto.
+    experts: bytes = b""
 
 
 @dataclass(slots=True, eq=False)
@@ -227,6 +252,8 @@ class Forward:
     parents: Sequence[int] = ()
     # One extra token is drawn for each from the last row, if that has an output.
     sample_seeds: Sequence[int] = ()
+    # Its sequence then has a salt of its own, since pages depend on them. None: the router chooses.
+    experts: GivenExperts | None = None
     # It is computed before it is requested: see `prelaunch`.
     is_prelaunched: bool = False
 
