@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import enum
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from workers.given_experts import GivenExperts
     from workers.kv.table import KvSequence
 
 
@@ -48,8 +48,6 @@ class Accept(enum.Enum):
     CHOSEN = enum.auto()
 
 
-# Up to so many experts of a layer, the id of one takes one byte, else two.
-ONE_BYTE_EXPERTS = 256
 # Extra samples that count as one row: see `Forward.row_weight`.
 _DRAWS_PER_ROW = 16
 # See `OutputSpec.row_weight`.
@@ -141,24 +139,6 @@ class HiddenSpec:
     number_format: LogitsFormat = LogitsFormat.F32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GivenExperts:
-    """The experts that some tokens of a forward are computed with.
-
-    Attributes:
-        start: The index of the first of these tokens.
-        ids: [tokens, layers with experts, experts of a token], of any integer type.
-    """
-
-    start: int
-    ids: NDArray[Any]
-
-    def salted(self, salt: bytes) -> bytes:
-        """The salt of sequences with exactly these. The gateway's own salts begin with other characters."""
-        digest = hashlib.blake2b(self.ids.tobytes(), digest_size=16, key=self.start.to_bytes(4)).digest()
-        return b"experts " + digest + salt
-
-
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
     """What to compute and return for each wanted row. A token is always chosen."""
@@ -172,7 +152,6 @@ class OutputSpec:
     # The log-probability of the chosen token in the distribution that it was drawn from.
     sampled_logprob: bool = False
     hidden: HiddenSpec | None = None
-    # The experts of the row's token.
     experts: bool = False
 
     @property
@@ -205,7 +184,7 @@ class RowOutput:
     # One row for each requested layer, in the requested order and format.
     hidden: Sequence[bytes] = ()
     hidden_format: LogitsFormat | None = None
-    # The ids of the experts of all layers, one or two bytes each: see StepOutput in types.proto.
+    # See StepOutput in types.proto.
     experts: bytes = b""
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from workers.operations import ONE_BYTE_EXPERTS, LogitsFormat, OutputSpec, RowOutput
+from workers.given_experts import ONE_BYTE_EXPERTS
+from workers.operations import LogitsFormat, OutputSpec, RowOutput
 from workers.sampling import BadLogitsError, best_k
 
 # Rows whose log-softmax is in memory at once: 10 MB for a vocabulary of 152k.

@@ -14,13 +14,13 @@ from quire.v1 import types_pb2, worker_pb2
 
 from workers.adapters.table import LoraAdapterMetrics
 from workers.executors.info import Capabilities, ExecutorStatus
+from workers.given_experts import ONE_BYTE_EXPERTS, GivenExperts
 from workers.kv.table import PoolUsage
 from workers.models.generation_defaults import SamplingDefaults
 from workers.models.model import ModelDescription
 from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,
-    ONE_BYTE_EXPERTS,
     Abort,
     Accept,
     AdapterLoaded,
@@ -37,7 +37,6 @@ from workers.operations import (
     FailureReason,
     Fork,
     Forward,
-    GivenExperts,
     HiddenSpec,
     Kind,
     LogitsFormat,

@@ -18,8 +18,9 @@ from tests.model_factory import TinyModel, make_family_model, make_model
 from tests.workers.stepping import Worker
 from workers.executors.errors import ExecutorError
 from workers.executors.llm import LlmExecutor
+from workers.given_experts import GivenExperts
 from workers.models.capture import RowCapture
-from workers.operations import Forward, GivenExperts, Kind, OutputSpec, RowOutput, Sampling
+from workers.operations import Forward, Kind, OutputSpec, RowOutput, Sampling
 
 torch.set_num_threads(1)
 

@@ -17,6 +17,7 @@ from workers.executors.engine import Engine
 from workers.executors.errors import ExecutorClosed, ExecutorError, KvMissing
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.executors.replacement import WeightsReplacement
+from workers.given_experts import GivenExperts
 from workers.kv.table import PoolUsage
 from workers.models.active_kernels import active_kernels, active_products
 from workers.models.inputs import MAX_TREE_TOKENS
@@ -27,7 +28,6 @@ from workers.operations import (
     Accept,
     Chunk,
     Forward,
-    GivenExperts,
     Kind,
     OutputSpec,
     RowOutput,
