@@ -78,6 +78,23 @@ def test_a_generation_is_replayed(client: quire.Client, model: Path) -> None:
     assert [output.experts for output in scored.outputs] == [output.experts for output in outputs]
 
 
+def test_experts_of_a_prompt_come_from_a_scoring_of_it(client: quire.Client, model: Path) -> None:
+    """Whose KV the generation shares, as docs/recipes.md says."""
+    prompt = text_of(7, 40)
+    outputs = list(client.score(prompt, output=EXPERTS).outputs[:-1])
+    with client.prefill(prompt, output=EXPERTS) as cache:
+        assert cache.reused_tokens == 32
+        outputs.append(cache.output)
+        for _ in range(5):
+            outputs.append(cache.decode(outputs[-1].token_id, output=EXPERTS))
+    text = [*prompt, *(output.token_id for output in outputs[len(prompt) - 1 :])]
+    assert np.array_equal(ids_of(outputs, client), library_experts(model, text[:-1]))
+    routed = b"".join(output.experts for output in outputs)
+    replayed = client.score(text, score_from=len(prompt), experts=routed, experts_from=0)
+    generated = [output.logprob for output in outputs[len(prompt) - 1 :]]
+    assert replayed.token_logprobs == pytest.approx(generated, abs=ERROR)
+
+
 def test_other_experts_give_other_numbers(client: quire.Client, model: Path) -> None:
     """Those of the library with them. And no KV is shared with texts that were routed otherwise."""
     text = text_of(2, 50)

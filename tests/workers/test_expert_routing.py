@@ -195,6 +195,22 @@ def test_no_page_is_shared_with_another_routing(executor: LlmExecutor) -> None:
     assert made == [0, 0, 0, 0, 32, 32]
 
 
+def test_more_experts_than_a_byte_counts(tmp_path: Path) -> None:
+    model_type, settings = settings_of("qwen3_moe")
+    settings = {**settings, "num_experts": 300, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    directory = make_family_model(tmp_path, model_type, settings)
+    executor = LlmExecutor.load(directory, kv_pages=8, self_check=False)
+    text = text_of(14, 40)
+    outputs = executor.forward(text, EXPERTS)
+    found = np.stack([np.frombuffer(output.experts, "<u2").reshape(2, 2) for output in outputs])
+    expected = library_experts(directory, text)
+    assert np.array_equal(found, expected) and expected.max() > 255
+    replayed = executor.forward(text, EXPERTS, GivenExperts(0, found))
+    assert [output.logprob for output in replayed] == pytest.approx(
+        [output.logprob for output in outputs], abs=ERROR
+    )
+
+
 def test_models_without_experts_refuse(tmp_path: Path) -> None:
     dense = LlmExecutor.load(make_model(tmp_path, TinyModel()), kv_pages=8, self_check=False)
     assert dense.info().moe_layers == dense.info().num_experts == dense.info().experts_per_token == 0
