@@ -20,7 +20,7 @@ from workers.executors.errors import ExecutorError
 from workers.executors.llm import LlmExecutor
 from workers.given_experts import GivenExperts
 from workers.models.capture import RowCapture
-from workers.operations import Forward, Kind, OutputSpec, RowOutput, Sampling
+from workers.operations import Failed, Forward, Kind, OutputSpec, RowOutput, Sampling, TokenMask
 
 torch.set_num_threads(1)
 
@@ -193,6 +193,27 @@ def test_no_page_is_shared_with_another_routing(executor: LlmExecutor) -> None:
         assert isinstance(answer, Forward)
         made.append(answer.reused)
     assert made == [0, 0, 0, 0, 32, 32]
+
+
+def test_a_row_that_fails_takes_nobody_elses(executor: LlmExecutor, directory: Path) -> None:
+    """Each is told its own experts, also where those of a row before were captured in vain."""
+    worker = Worker(executor.engine)
+    none = OutputSpec(experts=True, mask=TokenMask(packed=b""))
+    texts = [text_of(seed, 6) for seed in (15, 16, 17)]
+    specs = [EXPERTS, none, EXPERTS]
+    answers = worker.answers(
+        *(
+            Forward(1 + at, 30 + at, 0, text, output=spec)
+            for at, (text, spec) in enumerate(zip(texts, specs, strict=True))
+        )
+    )
+    assert len(worker.steps) == 1 and isinstance(answers[2], Failed)
+    for at in (0, 2):
+        answer = answers[1 + at]
+        assert isinstance(answer, Forward)
+        assert np.array_equal(
+            experts_of(answer.outputs, executor), library_experts(directory, texts[at])[-1:]
+        )
 
 
 def test_more_experts_than_a_byte_counts(tmp_path: Path) -> None:

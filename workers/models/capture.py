@@ -85,7 +85,7 @@ class Routing:
         return None if self.given is None else self.given[:, layer]
 
     def note(self, expert_ids: torch.Tensor) -> None:
-        """RowCapture the experts of the next layer, [rows, E]."""
+        """Capture the experts of the next layer, [rows, E]."""
         if self.found is not None:
             ids = expert_ids if self.rows is None else expert_ids.index_select(0, self.rows)
             self.found.append(ids)
@@ -104,12 +104,14 @@ def routing_of(
     Returns:
         None for both if the experts are neither given nor captured.
     """
-    found = None if capture is None or capture.expert_rows == () else capture.experts
+    found, rows, wanted = None, None, None
+    if capture is not None and capture.expert_rows is None:
+        found = capture.experts
+    elif capture is not None and capture.expert_rows:
+        found = capture.experts
+        wanted = torch.tensor(capture.expert_rows, device=wanted_rows.device)  # [K] int64
+        rows = wanted_rows.index_select(0, wanted)
     if given is None and found is None:
         return None, None
-    rows = wanted = None
-    if found is not None and capture is not None and capture.expert_rows is not None:
-        wanted = torch.tensor(capture.expert_rows, dtype=torch.int64, device=wanted_rows.device)  # [K]
-        rows = wanted_rows.index_select(0, wanted)
     given_wanted = None if given is None else given.index_select(0, wanted_rows)
     return Routing(given, rows, found), Routing(given_wanted, wanted, found)
