@@ -73,7 +73,8 @@ def test_a_generation_is_replayed(client: quire.Client, model: Path) -> None:
             outputs.append(cache.decode(text[-1], output=output))
     assert np.array_equal(ids_of(outputs, client), library_experts(model, text)[36:])
     experts = b"".join(output.experts for output in outputs)
-    scored = client.score(text, score_from=37, output=EXPERTS, experts=experts)
+    with client.session() as session:
+        scored = session.score(text, score_from=37, output=EXPERTS, experts=experts)
     assert scored.token_logprobs == pytest.approx([output.logprob for output in outputs[:-1]], abs=ERROR)
     assert [output.experts for output in scored.outputs] == [output.experts for output in outputs]
 
