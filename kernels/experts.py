@@ -40,6 +40,7 @@ def route(
     k: int,
     normalize: bool,
     dtype: torch.dtype | None = None,
+    given: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts of each token: those with the highest scores, the softmax over all experts.
 
@@ -50,10 +51,12 @@ def route(
             in Qwen3-MoE.
         dtype: The dtype of the weights, which are rounded once at the end. None: that of the logits, as in
             Qwen3-MoE; Mixtral uses torch.float32.
+        given: [T, k] int64, experts that are chosen whatever their scores, in the order in which they are
+            summed. Not checked. A row that begins with -1 has none. None: no row has.
 
     Returns:
-        expert_ids [T, k] int64, the best first, without repetition; expert_weights [T, k]. torch.topk decides
-        the order of equal scores.
+        expert_ids [T, k] int64, the best first if they are not given, without repetition; expert_weights
+        [T, k]. torch.topk decides the order of equal scores.
 
     Raises:
         ValueError, TypeError: An argument is invalid; the message names it.
@@ -63,8 +66,17 @@ def route(
         raise ValueError(f"k: must be between 1 and {logits.shape[1]} experts, got {k}")
     scores = functional.softmax(logits, dim=-1, dtype=torch.float32)  # [T, E]
     expert_weights, expert_ids = torch.topk(scores, k, dim=-1)  # [T, k] each
+    if given is not None:
+        check_tensor("given", given, (len(logits), k), (torch.int64,))
+        expert_ids = torch.where(given[:, :1] < 0, expert_ids, given)
+        expert_weights = scores.gather(1, expert_ids)
     if normalize:
-        expert_weights /= expert_weights.sum(-1, keepdim=True)
+        total = expert_weights.sum(-1, keepdim=True)
+        expert_weights = expert_weights / total
+        if given is not None:
+            # The scores of experts that the router would never choose may all be rounded to 0.
+            alone = functional.softmax(logits.gather(1, expert_ids), dim=-1, dtype=torch.float32)
+            expert_weights = torch.where(total > 0, expert_weights, alone)
     return expert_ids, expert_weights.to(dtype or logits.dtype)
 
 

@@ -225,6 +225,12 @@ class Config:
         "also serve OpenAI's API over HTTP on this address; port 0 is a free port",
         _Text(_is_http_address, "must be host:port or [ipv6]:port"),
     )
+    openai_logprobs_mode: str = _setting(
+        "raw_logprobs",
+        "which log-probabilities /inference/v1/generate returns, as vLLM's setting of this name: the model's"
+        " own, or those that tokens were drawn with",
+        ("raw_logprobs", "processed_logprobs"),
+    )
     insecure: str = _setting(
         "off", "allow remote clients without TLS: the network can read and change all traffic", _SWITCH
     )

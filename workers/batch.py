@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.models.hidden_states import HiddenStateCapture
+from workers.models.capture import RowCapture
 from workers.models.inputs import (
     MAX_TREE_TOKENS,
     AttentionBatch,
@@ -40,7 +40,7 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
     query_lens: list[int] = []
     context_lens: list[int] = []
     is_tree: list[bool] = []
-    has_adapter = False
+    has_adapter = has_experts = False
     for chunk in chunks:
         forward, first_row = chunk.forward, len(token_ids)
         start, pages = forward.position + chunk.start, forward.kv.pages
@@ -54,12 +54,14 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
         context_lens.append(end)
         is_tree.append(bool(forward.parents))
         has_adapter |= forward.lora_slot >= 0
+        has_experts |= forward.experts is not None
     return ForwardInputs(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),  # [T]
         positions=torch.tensor(positions, dtype=torch.int64),  # [T]
         slots=torch.tensor(slots, dtype=torch.int64),  # [T]
         wanted_rows=torch.tensor(wanted_rows, dtype=torch.int64),  # [R]
         lora_slots=_lora_slots(chunks) if has_adapter else None,  # [T]
+        experts=_given_experts(chunks) if has_experts else None,  # [T, L, E]
         attention=AttentionBatch(
             page_tables=_page_tables(chunks, context_lens, page_size),  # [N, P]
             query_starts=torch.tensor(query_starts, dtype=torch.int32),  # [N + 1]
@@ -75,6 +77,23 @@ def _lora_slots(chunks: Sequence[Chunk]) -> torch.Tensor:
     """The slot of each row's adapter. -1: it has none."""
     slots = torch.tensor([chunk.forward.lora_slot for chunk in chunks], dtype=torch.int32)
     return slots.repeat_interleave(torch.tensor([chunk.count for chunk in chunks]))
+
+
+def _given_experts(chunks: Sequence[Chunk]) -> torch.Tensor | None:
+    """The experts that each row is computed with, or -1. None: no token of these chunks has them given."""
+    given: torch.Tensor | None = None
+    row, rows = 0, sum([chunk.count for chunk in chunks])
+    for chunk in chunks:
+        experts, start, end = chunk.forward.experts, chunk.start, chunk.start + chunk.count
+        if experts is not None:
+            first, last = max(start, experts.start), min(end, experts.start + len(experts.ids))
+            if first < last:
+                if given is None:
+                    given = torch.full((rows, *experts.ids.shape[1:]), -1, dtype=torch.int64)
+                ids = experts.ids[first - experts.start : last - experts.start].astype(np.int64)
+                given[row + first - start : row + last - start] = torch.from_numpy(ids)
+        row += chunk.count
+    return given
 
 
 def _positions_in_tree(chunk: Chunk) -> list[int]:
@@ -199,13 +218,16 @@ def output_specs(chunks: Sequence[Chunk]) -> list[OutputSpec]:
     return specs
 
 
-def captured_layers(specs: Sequence[OutputSpec]) -> HiddenStateCapture | None:
-    """Which rows' hidden states are captured in which layers. None: none are requested."""
+def captured_rows(specs: Sequence[OutputSpec]) -> RowCapture | None:
+    """Which rows' hidden states are captured in which layers, and which rows' experts. None: none of both."""
     rows: dict[int, list[int]] = {}
+    expert_rows: list[int] = []
     for index, spec in enumerate(specs):
+        if spec.experts:
+            expert_rows.append(index)
         for layer in dict.fromkeys(spec.hidden.layers) if spec.hidden is not None else ():
             rows.setdefault(layer, []).append(index)
-    return HiddenStateCapture(rows) if rows else None
+    return RowCapture(rows, expert_rows) if rows or expert_rows else None
 
 
 def score_targets(chunk: Chunk) -> tuple[list[int], list[int]]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from workers.given_experts import GivenExperts
     from workers.kv.table import KvSequence
 
 
@@ -151,6 +152,7 @@ class OutputSpec:
     # The log-probability of the chosen token in the distribution that it was drawn from.
     sampled_logprob: bool = False
     hidden: HiddenSpec | None = None
+    experts: bool = False
 
     @property
     def row_weight(self) -> int:
@@ -182,6 +184,8 @@ class RowOutput:
     # One row for each requested layer, in the requested order and format.
     hidden: Sequence[bytes] = ()
     hidden_format: LogitsFormat | None = None
+    # See StepOutput in types.proto.
+    experts: bytes = b""
 
 
 @dataclass(slots=True, eq=False)
@@ -227,6 +231,8 @@ class Forward:
     parents: Sequence[int] = ()
     # One extra token is drawn for each from the last row, if that has an output.
     sample_seeds: Sequence[int] = ()
+    # Its sequence then has a salt of its own, since pages depend on them. None: the router chooses.
+    experts: GivenExperts | None = None
     # It is computed before it is requested: see `prelaunch`.
     is_prelaunched: bool = False
 

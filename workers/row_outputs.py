@@ -1,4 +1,4 @@
-"""The outputs of rows as plain data: log-probabilities, the most likely tokens, logits and hidden states.
+"""The outputs of rows as plain data: log-probabilities, likely tokens, logits, hidden states and experts.
 
 Log-probabilities are those of the model's own distribution: the log-softmax, in float32, of the logits
 before any sampling setting. Each row's numbers are bitwise independent of the other rows.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from workers.given_experts import ONE_BYTE_EXPERTS
 from workers.operations import LogitsFormat, OutputSpec, RowOutput
 from workers.sampling import BadLogitsError, best_k
 
@@ -121,6 +122,25 @@ def add_hidden(
             }
             output.hidden = [encoded[layer] for layer in spec.hidden.layers]
             output.hidden_format = spec.hidden.number_format
+
+
+def add_experts(
+    outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], found: Sequence[Tensor], num_experts: int
+) -> None:
+    """Set the experts that specs request.
+
+    Args:
+        outputs: R of them. Mutated.
+        specs: R of them.
+        found: For each layer with experts [K, E] int64, the rows whose specs request them, in their order.
+        num_experts: Of each layer.
+    """
+    is_narrow = num_experts <= ONE_BYTE_EXPERTS
+    ids = torch.stack(list(found), dim=1).to(torch.uint8 if is_narrow else torch.int16)  # [K, L, E]
+    remaining = iter(ids.cpu().numpy().astype("u1" if is_narrow else "<i2", copy=False))
+    for output, spec in zip(outputs, specs, strict=True):
+        if spec.experts:
+            output.experts = next(remaining).tobytes()
 
 
 def encode_row(row: Tensor, number_format: LogitsFormat) -> bytes:

@@ -83,7 +83,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._stream_count = 0
         self._executor: ModelExecutor | None = None
         self._scheduler: Scheduler | None = None
-        self._vocab_size = self._num_layers = 0
+        # Those of the model that `wire.to_command` checks commands against.
+        self._sizes: tuple[int, int, wire.ExpertSizes] = 0, 0, (0, 0, 0)
         self._step_loop: StepLoop | None = None
         self._last_progress_s = 0.0
         self._process = psutil.Process(os.getpid())
@@ -219,7 +220,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                     self._send([self._snapshot(message.op_id)])
                     continue
                 try:
-                    commands.append(wire.to_command(message, self._vocab_size, self._num_layers))
+                    commands.append(wire.to_command(message, *self._sizes))
                 except (KeyError, ValueError) as error:
                     self._send([_error_event(message.op_id, repr(error))])
             if commands:
@@ -257,7 +258,9 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _on_loaded(self, executor: ModelExecutor, scheduler: Scheduler, step_loop: StepLoop) -> None:
         self._executor, self._scheduler, self._step_loop = executor, scheduler, step_loop
-        self._vocab_size, self._num_layers = executor.info().vocab_size, executor.info().num_layers
+        model = executor.info()
+        experts = (model.moe_layers, model.num_experts, model.experts_per_token)
+        self._sizes = model.vocab_size, model.num_layers, experts
         self._reset_step_loop()
 
     def _send_ready(self, stream: _Stream, holdings: Sequence[tuple[int, int]]) -> None:

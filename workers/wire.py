@@ -7,13 +7,14 @@ import functools
 import time
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from quire.v1 import types_pb2, worker_pb2
 
 from workers.adapters.table import LoraAdapterMetrics
 from workers.executors.info import Capabilities, ExecutorStatus
+from workers.given_experts import ONE_BYTE_EXPERTS, GivenExperts
 from workers.kv.table import PoolUsage
 from workers.models.generation_defaults import SamplingDefaults
 from workers.models.model import ModelDescription
@@ -61,6 +62,9 @@ _MAX_VOCABULARY = 1 << 22
 _CACHED_OPTIONS = 4096
 _MAX_CACHED_BYTES = 256
 
+# How many layers have experts, the experts of each, and those of a token.
+ExpertSizes: TypeAlias = tuple[int, int, int]
+
 _KINDS = {worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}"): kind for kind in Kind}
 _PRIORITIES = {types_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL} | {
     types_pb2.Priority.Value(f"PRIORITY_{priority.name}"): priority for priority in Priority
@@ -86,17 +90,20 @@ _REASONS = {
 
 
 def to_command(  # noqa: PLR0911 - one for each command
-    message: worker_pb2.WorkerCommand, vocab_size: int = _MAX_VOCABULARY, num_layers: int = 0
+    message: worker_pb2.WorkerCommand,
+    vocab_size: int = _MAX_VOCABULARY,
+    num_layers: int = 0,
+    experts: ExpertSizes = (0, 0, 0),
 ) -> Command:
     """Decodes a command. The server itself handles snapshots that are not ordered.
 
     Raises ValueError for an unknown command, for a mask of more than `vocab_size` tokens (without decoding
-    it), and for hidden states beyond `num_layers`.
+    it), for hidden states beyond `num_layers`, and for given experts that are not of the model's shape.
     """
     op_id = message.op_id
     match message.WhichOneof("command"):
         case "forward":
-            return _to_forward(op_id, message.forward, vocab_size, num_layers)
+            return _to_forward(op_id, message.forward, vocab_size, num_layers, experts)
         case "fork":
             return Fork(op_id, message.fork.sequence, tuple(message.fork.children))
         case "truncate":
@@ -119,9 +126,11 @@ def to_command(  # noqa: PLR0911 - one for each command
             raise ValueError(f"unknown command {kind}")
 
 
-def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int, num_layers: int) -> Forward:
+def _to_forward(
+    op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int, num_layers: int, experts: ExpertSizes
+) -> Forward:
     now_ns, data = time.monotonic_ns(), message.options
-    context = (message.default_seed, message.keep_all, vocab_size, num_layers)
+    context = (message.default_seed, message.keep_all, vocab_size, num_layers, experts)
     options = _cached_options(data, *context) if len(data) <= _MAX_CACHED_BYTES else None
     if options is None:
         options = _to_options(worker_pb2.ForwardOptions.FromString(data), *context)
@@ -134,7 +143,7 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int,
         caller=message.caller,
         prompt_len=message.prompt_len,
         ephemeral=message.ephemeral,
-        salt=message.salt,
+        salt=message.salt if options["experts"] is None else options["experts"].salted(message.salt),
         adapter=message.adapter,
         priority=_PRIORITIES[message.priority],
         deadline_ns=now_ns + message.timeout_ns if message.timeout_ns else None,
@@ -156,7 +165,7 @@ def _to_change(op_id: int, message: worker_pb2.AdapterCommand) -> ChangeAdapters
 
 
 @functools.lru_cache(_CACHED_OPTIONS)
-def _cached_options(data: bytes, *context: int) -> dict[str, Any] | None:
+def _cached_options(data: bytes, *context: Any) -> dict[str, Any] | None:
     """None for options with masks. They are not cached: decoded they may be far larger than encoded."""
     options = worker_pb2.ForwardOptions.FromString(data)
     if options.output.HasField("mask") or options.verify_rows:
@@ -165,7 +174,12 @@ def _cached_options(data: bytes, *context: int) -> dict[str, Any] | None:
 
 
 def _to_options(
-    options: worker_pb2.ForwardOptions, default_seed: int, keep_all: int, vocab_size: int, num_layers: int
+    options: worker_pb2.ForwardOptions,
+    default_seed: int,
+    keep_all: int,
+    vocab_size: int,
+    num_layers: int,
+    experts: ExpertSizes,
 ) -> dict[str, Any]:
     """The fields of a Forward that its options set. Forwards with equal options may share them."""
     output = options.output
@@ -179,7 +193,18 @@ def _to_options(
         "choices": [_to_choice(row, vocab_size) for row in options.verify_rows],
         "sample_seeds": tuple(options.sample_seeds),
         "parents": tuple(options.parents),
+        "experts": _to_experts(options, *experts) if options.experts else None,
     }
+
+
+def _to_experts(
+    options: worker_pb2.ForwardOptions, layers: int, num_experts: int, per_token: int
+) -> GivenExperts:
+    """The gateway has checked them. Raises ValueError if they do not fit the model."""
+    ids = np.frombuffer(options.experts, dtype="u1" if num_experts <= ONE_BYTE_EXPERTS else "<u2")
+    if ids.max(initial=0) >= num_experts:
+        raise ValueError(f"expert {ids.max()} of {num_experts}")
+    return GivenExperts(options.experts_from, ids.reshape(-1, layers, per_token))
 
 
 def _to_output(message: types_pb2.OutputOptions, vocab_size: int, num_layers: int) -> OutputSpec:
@@ -189,6 +214,7 @@ def _to_output(message: types_pb2.OutputOptions, vocab_size: int, num_layers: in
         logprob_token_ids=tuple(message.logprob_token_ids),
         logprob=message.logprob,
         sampled_logprob=message.sampled_logprob,
+        experts=message.experts,
         sampling=_to_sampling(message.sampling) if message.HasField("sampling") else None,
         mask=_to_mask(message.mask, vocab_size) if message.HasField("mask") else None,
         hidden=_to_hidden(message.hidden, num_layers) if message.HasField("hidden") else None,
@@ -327,6 +353,8 @@ def _row(row: RowOutput) -> types_pb2.StepOutput:
         message.chosen_logprobs.extend(row.chosen_logprobs)
     if row.logits is not None and row.logits_format is not None:
         _write_row(row.logits, row.logits_format, message.logits)
+    if row.experts:
+        message.experts = row.experts
     if row.hidden_format is not None:
         for states in row.hidden:
             _write_row(states, row.hidden_format, message.hidden.add())

@@ -138,7 +138,10 @@ def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s
     validation.check_tokens(request.token_ids, limits)
     validation.check_cache_salt(request.cache_salt)
     scored = validation.check_scored(request.score_from, len(request.token_ids))
-    options = worker_pb2.ForwardOptions(rows=scored + 1, scored=scored)
+    limits.experts.check_replay(request.experts, request.experts_from, len(request.token_ids))
+    options = worker_pb2.ForwardOptions(
+        rows=scored + 1, scored=scored, experts=request.experts, experts_from=request.experts_from
+    )
     return _append(
         request,
         limits,

@@ -14,6 +14,7 @@ from quire.v1 import executor_pb2, worker_pb2
 
 from service.adapters.registry import Adapters
 from service.api.budget import AnswerBudget
+from service.api.experts import Experts
 from service.api.parsing import MAX_CONCURRENT
 from service.api.refusal_log import RefusalLog
 from service.api.request_receiver import RequestReceiver
@@ -81,6 +82,12 @@ class ServerState:
             max_items=self.config.max_items_per_call,
             hidden_size=ready.model.hidden_size if ready.executor.supports_hidden_states else 0,
             num_layers=ready.model.num_layers,
+            experts=Experts(
+                layers=ready.model.moe_layers,
+                count=ready.model.num_experts,
+                per_token=ready.model.experts_per_token,
+                backend=ready.model.backend,
+            ),
             weights=version.number,
             # With the first version there are no caches of other versions.
             limits_of_cache=self._limits_of_cache if version.number else None,

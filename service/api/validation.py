@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from google.protobuf import duration_pb2
 from quire.v1 import executor_pb2, types_pb2
 
+from service.api.experts import Experts
 from service.api.masks import check_choice, check_vocabulary, out_of_vocab
 from service.errors import InvalidArgument, SequenceTooLong, Unsupported, too_many
 
+NO_EXPERTS = Experts()
 MAX_TOP_LOGPROBS = 1024
 MAX_LOGPROB_TOKEN_IDS = 4096
 MAX_LOGIT_BIAS = 1024
@@ -75,6 +77,7 @@ class RequestLimits:
     # Of hidden states. 0: the executor does not return any.
     hidden_size: int = 0
     num_layers: int = 0
+    experts: Experts = NO_EXPERTS
     # The model version of these limits. If caches of other versions exist: the limits for a known cache.
     weights: int = 0
     limits_of_cache: Callable[[str], RequestLimits | None] | None = None
@@ -156,6 +159,9 @@ def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits) -> in
     row_bytes = limits.vocab_size * _ELEMENT_BYTES[output.logits]
     if output.HasField("hidden"):
         row_bytes += _check_hidden(output.hidden, limits)
+    if output.experts:
+        limits.experts.require("output.experts")
+        row_bytes += limits.experts.token_bytes
     return row_bytes + _TOP_ENTRY_BYTES * output.top_logprobs + 4 * num_ids + _ROW_BYTES
 
 

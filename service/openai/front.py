@@ -62,6 +62,7 @@ class OpenAiFront:
         self._server = _Server(self._uvicorn_config(config))
 
     def _routes(self, executions: Executions, text: TextModel, forward: Forward) -> Router:
+        is_processed = self._state.config.openai_logprobs_mode == "processed_logprobs"
         shared = executions, self._models, self._state, text, self.bodies
         routes = [
             Route(HEALTH, self._health),
@@ -69,7 +70,9 @@ class OpenAiFront:
             Route("/v1/models/{model:path}", self._get_model),
             Route("/v1/completions", CompletionHandler(requests.completion, *shared), methods=["POST"]),
             Route("/v1/chat/completions", CompletionHandler(requests.chat, *shared), methods=["POST"]),
-            Route("/inference/v1/generate", GenerateHandler(forward, *shared), methods=["POST"]),
+            Route(
+                "/inference/v1/generate", GenerateHandler(forward, is_processed, *shared), methods=["POST"]
+            ),
         ]
         return Router(routes, redirect_slashes=False)
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -43,12 +44,11 @@ Forward: TypeAlias = Callable[
 _MAX_IDS = 1 << 20
 _MAX_PRIORITY = 1 << 63
 _MAX_REQUEST_ID_CHARACTERS = 128
-# A prefix is never shared between tenants, weights or versions of an adapter, so a salt changes no token.
-_IGNORED = frozenset({"cache_salt", "token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
+_IGNORED = frozenset({"token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
 # How tokens become text, what is returned of experts, and what only code of vLLM itself sets.
 _IGNORED_SETTINGS = frozenset(
     {
-        "cache_salt", "detokenize", "flat_logprobs", "include_stop_str_in_output", "output_kind",
+        "detokenize", "flat_logprobs", "include_stop_str_in_output", "output_kind",
         "output_text_buffer_length", "return_token_ids", "routed_experts_prompt_start", "skip_clone",
         "skip_reading_prefix_cache", "skip_special_tokens", "spaces_between_special_tokens",
         "stream_interval",
@@ -75,8 +75,12 @@ class GenerateRequest(CompletionRequest):
     num_prompt_top: int | None
 
 
-def generate(value: object, resolve: ResolveModel) -> GenerateRequest:
-    """A request to /inference/v1/generate. Raises InvalidArgument, and what `resolve` raises."""
+def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False) -> GenerateRequest:
+    """A request to /inference/v1/generate.
+
+    `is_processed`: the log-probabilities of tokens are those that they were drawn with. Raises
+    InvalidArgument, and what `resolve` raises.
+    """
     fields = Fields(value)
     model = resolve(fields.get("model", string) or NAME)
     if not model.is_local:
@@ -92,10 +96,16 @@ def generate(value: object, resolve: ResolveModel) -> GenerateRequest:
     if num_top is not None:
         # With one alternative vLLM returns only the token itself.
         item.logprobs, item.top_logprobs = True, num_top if num_top > 1 else 0
+        if is_processed and item.sampling.temperature > 0:
+            if num_top > 1:
+                raise unsupported("sampling_params.logprobs", "others than the token's own are raw_logprobs")
+            item.logprobs, item.sampled_logprobs = False, True
     is_stream, with_usage = stream_options(fields)
     num_prompt_top = params.get("prompt_logprobs", integer, 0, MAX_TOP_LOGPROBS)
     if is_stream and num_prompt_top is not None:
         raise unsupported("sampling_params.prompt_logprobs", "a stream has none")
+    salts = fields.get("cache_salt", string), params.get("cache_salt", string)
+    item.cache_salt = salts[0] or salts[1] or ""
     params.refuse_others(_IGNORED_SETTINGS)
     request_id = fields.get("request_id", string) or ""
     if len(request_id) > _MAX_REQUEST_ID_CHARACTERS:
@@ -111,7 +121,7 @@ def generate(value: object, resolve: ResolveModel) -> GenerateRequest:
         model=model,
         is_chat=False,
         n=item.n,
-        has_logprobs=item.logprobs,
+        has_logprobs=num_top is not None,
         is_stream=is_stream,
         with_usage=with_usage,
         priority=priority,
@@ -201,7 +211,7 @@ class GenerateResponse(CompletionResponse):
         for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=False):
             entries = [
                 {"token": f"token_id:{each}", "token_id": each, "logprob": value, "rank": rank}
-                for each, value, rank in _ranked(token_id, logprob.logprob, logprob.top)
+                for each, value, rank in _ranked(token_id, _value(logprob), logprob.top)
             ]
             top = entries[: max(1, self._generate_request.num_top or 0)]
             yield {**entries[0], "top_logprobs": top}
@@ -220,6 +230,11 @@ class GenerateResponse(CompletionResponse):
             }
 
 
+def _value(logprob: runner_pb2.TokenLogprob) -> float:
+    is_processed = logprob.HasField("sampled_logprob")
+    return logprob.sampled_logprob if is_processed else logprob.logprob
+
+
 def _ranked(token_id: int, logprob: float, top: types_pb2.TopLogprobs) -> list[tuple[int, float, int | None]]:
     """A token, then the most likely others: each with its log-probability and its rank, if that is known."""
     rank = None
@@ -235,9 +250,9 @@ def _ranked(token_id: int, logprob: float, top: types_pb2.TopLogprobs) -> list[t
 class GenerateHandler(CompletionHandler):
     """Handles requests for tokens. An ASGI application."""
 
-    def __init__(self, forward: Forward, *shared: Any) -> None:
-        """`shared`: as in `CompletionHandler`, after `parse`."""
-        super().__init__(generate, *shared)
+    def __init__(self, forward: Forward, is_processed: bool, *shared: Any) -> None:
+        """`is_processed`: see `generate`. `shared`: as in `CompletionHandler`, after `parse`."""
+        super().__init__(partial(generate, is_processed=is_processed), *shared)
         self._forward = forward
 
     async def _handle(self, value: object, send: Send) -> None:
@@ -261,6 +276,7 @@ class GenerateHandler(CompletionHandler):
                     output=types_pb2.OutputOptions(top_logprobs=request.num_prompt_top),
                     priority=request.priority,
                     adapter_id=request.model.adapter_id,
+                    cache_salt=request.items[0].cache_salt,
                 )
                 scored = await self._forward(forward, cast("Any", context))
             yield GenerateResponse(request, scored)

@@ -197,6 +197,7 @@ class LocalRun:
                 is_large=item.is_large,
                 weights=item.weights,
                 adapter=item.adapter,
+                cache_salt=item.cache_salt,
                 prelaunch=sample is not None and sample.can_prelaunch,
             ),
         )

@@ -41,6 +41,7 @@ class PreparedItem:
     # The weights whose tokenizer made the tokens.
     weights: int
     adapter: int
+    cache_salt: str
     _output: types_pb2.OutputOptions
     _first_mask: bytes | None
 
@@ -82,11 +83,13 @@ class ItemPreparer:
         limits = self._state.limits
         items.check(item)
         adapter = validation.check_adapter(item.adapter_id, "", limits)
+        validation.check_cache_salt(item.cache_salt)
         prompt = await self._prompt(item, limits)
         output = types_pb2.OutputOptions(
             sampling=item.sampling if item.HasField("sampling") else None,
             logprob=item.logprobs,
             top_logprobs=item.top_logprobs,
+            sampled_logprob=item.sampled_logprobs,
         )
         if item.constraint.WhichOneof("kind") == "mask":
             output.mask.CopyFrom(item.constraint.mask)
@@ -115,7 +118,7 @@ class ItemPreparer:
                 end_ids=self._end_ids(item),
                 stops=StopTexts(item.stop),
                 tokenizer=tokenizer,
-                with_logprobs=item.logprobs or item.top_logprobs > 0,
+                with_logprobs=item.logprobs or item.sampled_logprobs or item.top_logprobs > 0,
             ),
             num_samples=items.num_samples(item),
             answer_bytes=answer_bytes,
@@ -124,6 +127,7 @@ class ItemPreparer:
             new_matcher=new_matcher,
             weights=limits.weights,
             adapter=adapter,
+            cache_salt=item.cache_salt,
             _output=output,
             _first_mask=first_mask,
         )

@@ -66,7 +66,9 @@ class Sample:
         chunk.token_ids.append(token_id)
         if self.spec.with_logprobs and output is not None:
             top = output.top if output.HasField("top") else None
-            chunk.logprobs.add(logprob=output.logprob, top=top)
+            added = chunk.logprobs.add(logprob=output.logprob, top=top)
+            if output.HasField("sampled_logprob"):
+                added.sampled_logprob = output.sampled_logprob
         self._num_tokens += 1
         is_end = token_id in self.spec.end_ids
         if self._detokenizer is not None and not is_end:

@@ -7,7 +7,7 @@ import math
 import re
 from array import array
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import quire
@@ -19,8 +19,10 @@ from quire import (
     PrefillItem,
     QuireError,
     ScoreItem,
+    _batches,
     draft_from_top,
     draft_probabilities,
+    expert_ids,
     floats,
     output_options,
     token_mask,
@@ -48,6 +50,32 @@ def gateway(shipped_gateway: GatewayProcess) -> Iterator[GatewayProcess]:
 def client(gateway: GatewayProcess) -> Iterator[Client]:
     with Client(gateway.address, timeout_s=60) as connected:
         yield connected
+
+
+def test_expert_ids_are_decoded_without_a_copy() -> None:
+    model = types_pb2.ModelDescription(moe_layers=2, num_experts=256, experts_per_token=3)
+    ids: Any = expert_ids(bytes(range(12)), model)
+    assert (ids.shape, ids.itemsize, ids[1, 0, 2]) == ((2, 2, 3), 1, 8)
+    assert ids.tolist() == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
+    model.num_experts = 257
+    ids = expert_ids(bytes([0, 1, 2, 0, 0, 0] * 2), model)
+    assert ids.tolist() == [[[256, 2, 0], [256, 2, 0]]]
+    for data in (b"", b"\x00" * 11, b"\x00" * 18):
+        with pytest.raises(ValueError, match=r"experts|multiple"):
+            expert_ids(data, model)
+    with pytest.raises(ValueError, match="experts"):
+        expert_ids(b"\x00", types_pb2.ModelDescription())
+
+
+def test_replayed_experts_begin_with_the_first_row_that_scores(client: Client) -> None:
+    """Unless they are said to begin elsewhere. The shipped model has none."""
+    for score_from, experts_from, sent in ((0, None, 0), (0, 3, 3), (4, None, 3), (4, 1, 1)):
+        item = ScoreItem(PROMPT, score_from, experts=b"\x01\x02", experts_from=experts_from)
+        request = _batches.forward_request(item)
+        assert (request.experts, request.experts_from) == (b"\x01\x02", sent)
+    assert not _batches.forward_request(ScoreItem(PROMPT, score_from=4)).experts_from
+    with pytest.raises(quire.PreconditionFailed, match="no experts"):
+        client.score(PROMPT, experts=b"\x01")
 
 
 def good(items: list[_Item | QuireError]) -> list[_Item]:
@@ -220,7 +248,7 @@ def test_embeddings_of_a_batch_of_texts(client: Client) -> None:
     for cache in caches:
         cache.release()
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names = {"client": client, "tokens": PROMPT, "quire": quire, "output_options": output_options}
     exec(code, names)
     assert names["embedding"] == pytest.approx(rows[0], abs=1e-3)

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,6 +145,53 @@ def test_samples_are_those_of_execute(gateway: HttpGateway, client: Client) -> N
     assert streamed == found
     drawn = [generate(gateway, {"seed": -1})["choices"][0]["token_ids"] for _ in range(2)]
     assert drawn[0] != drawn[1], "-1 is no seed"
+
+
+def test_processed_logprobs_are_those_that_decodes_return(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "talker", TinyModel(vocab_size=300, max_positions=CONTEXT))
+    flags = ["--dtype", "float32", "--kv-pages", "512", "--openai-listen", "127.0.0.1:0"]
+    flags += ["--openai-logprobs-mode", "processed_logprobs"]
+    drawn = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 7}
+    with HttpGateway(model=str(model), flags=flags) as gateway, Client(gateway.address) as client:
+        (choice,) = generate(gateway, {**drawn, "logprobs": 1})["choices"]
+        content = choice["logprobs"]["content"]
+        assert [entry["token_id"] for entry in content] == choice["token_ids"]
+        output = output_options(sampled_logprob=True, logprob=True, **drawn)  # type: ignore[arg-type]
+        with client.prefill(PROMPT, output=output) as cache:
+            steps = [cache.output]
+            while len(steps) < COUNT:
+                steps.append(cache.decode(steps[-1].token_id, output=output))
+        assert choice["token_ids"] == [step.token_id for step in steps]
+        assert [entry["logprob"] for entry in content] == [step.sampled_logprob for step in steps]
+        assert [step.logprob for step in steps] != [step.sampled_logprob for step in steps]
+        for part, entry in zip(events(gateway, {**drawn, "logprobs": 1}), content, strict=True):
+            assert part["choices"][0]["logprobs"]["content"] == [entry]
+        (greedy,) = generate(gateway, {"temperature": 0, "logprobs": 1})["choices"]
+        with client.prefill(PROMPT, output=output_options(logprob=True)) as cache:
+            assert greedy["logprobs"]["content"][0]["logprob"] == cache.output.logprob
+        both = client.execute(PROMPT, max_tokens=COUNT, sampling=drawn, logprobs=True, sampled_logprobs=True)
+        found = [each for chunk in both for each in chunk.logprobs]
+        assert [each.logprob for each in found] == [step.logprob for step in steps]
+        assert [each.sampled_logprob for each in found] == [step.sampled_logprob for step in steps]
+
+
+def test_salts_keep_prefixes_apart(gateway: HttpGateway, client: Client) -> None:
+    prompt = [*range(40)]
+
+    def cached_tokens(**fields: Any) -> int:
+        (chunk,) = client.execute(prompt, max_tokens=1, n=1, tokens_only=True, **fields)
+        return int(chunk.usage.cached_tokens)
+
+    assert cached_tokens(cache_salt="a") == 0
+    assert cached_tokens(cache_salt="b") == cached_tokens() == 0
+    assert cached_tokens(cache_salt="a") == 32
+    # The same salt, in the other API.
+    answer = generate(gateway, {"prompt_logprobs": 0, "max_tokens": 1}, token_ids=prompt, cache_salt="c")
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 32, "of the scoring's"
+    assert cached_tokens(cache_salt="c") == 32
+    status, body = post(gateway, {}, cache_salt="s" * 129)
+    error = json.loads(body)["error"]
+    assert (status, error["code"], error["param"]) == (400, "bad_cache_salt", "cache_salt")
 
 
 def test_what_ends_a_sample(gateway: HttpGateway, client: Client) -> None:

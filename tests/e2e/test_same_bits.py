@@ -42,7 +42,7 @@ from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import load_decoder, make_family_model
 from tests.token_trees import random_tree
 from tests.workers.packing import HandPacker, HandSequence, Item
-from workers.models.hidden_states import HiddenStateCapture
+from workers.models.capture import RowCapture
 from workers.models.model import new_pages
 
 # Of which two long texts leave room for hardly more than company.
@@ -62,7 +62,7 @@ class Alone:
         rows = range(len(text))
         inputs = HandPacker(self._kv.page_size, range(KV_PAGES)).pack([Item(HandSequence(), text, rows)])
         logits = self._decoder.logits(self._decoder.forward(inputs, self._kv))
-        capture = HiddenStateCapture({LAYER: rows})
+        capture = RowCapture({LAYER: rows})
         self._decoder.forward(inputs, self._kv, capture)
         return logits.float().numpy(), capture.found[LAYER].float().numpy()
 

@@ -13,8 +13,8 @@ from tests.gpu.sizes import layers_of_each_kind, nan_kv, random_decoder, repeat_
 from tests.kernels.conftest import INTERPRETED
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.kv.tensors import KvTensors
+from workers.models.capture import RowCapture
 from workers.models.decoder import Decoder
-from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
 from workers.operations import Sampling
 from workers.runners.cuda_graph import CudaGraphRunner
@@ -141,7 +141,7 @@ class Uncapturable(Decoder):
         self._fail, self._succeed = fail, succeed
 
     def forward(
-        self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
+        self, inputs: ForwardInputs, kv: KvTensors, capture: RowCapture | None = None
     ) -> torch.Tensor:
         hidden = super().forward(inputs, kv, capture)
         if torch.cuda.is_current_stream_capturing():

@@ -220,6 +220,39 @@ def test_routed_experts_as_transformers(family: str) -> None:
     assert ((actual - expected).abs().double() <= 2 * allowed).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_given_experts_have_the_weights_that_the_router_gives_them(
+    dtype: torch.dtype, *, normalize: bool
+) -> None:
+    """Bitwise, where it would choose them too; and in rows without given ones nothing changes."""
+    logits = (torch.randn(40, 7) * 3).to(dtype)
+    ids, weights = route(logits, 3, normalize)
+    given = torch.stack([torch.randperm(7)[:3] for _ in range(40)])
+    given[10:20], given[20:30] = ids[10:20], -1
+    actual_ids, actual = route(logits, 3, normalize, given=given)
+    assert torch.equal(actual_ids[10:30], ids[10:30]) and torch.equal(actual[10:30], weights[10:30])
+    assert torch.equal(actual_ids[:10], given[:10]) and torch.equal(actual_ids[30:], given[30:])
+    exact = logits.double().softmax(-1).gather(1, actual_ids)
+    if normalize:
+        exact = exact / exact.sum(-1, keepdim=True)
+    # In float32 an exponential has the relative error of its argument's rounding, up to 2^-24 times 20; ten
+    # additions and two divisions follow, all of numerator and denominator. At last one rounding to the dtype,
+    # by half a unit, or half of the least number.
+    dtype_info = torch.finfo(dtype)
+    rounding, least = dtype_info.eps / 2, dtype_info.tiny * dtype_info.eps / 2
+    assert ((actual.double() - exact).abs() <= exact * (rounding + 64 * 2**-24) + least).all()
+
+
+def test_given_experts_whose_scores_are_all_zero() -> None:
+    """In float32: their softmax underflows, but not what is left of it among themselves."""
+    logits = torch.tensor([[300.0, 0.0, -1.0, 0.0]])
+    _, weights = route(logits, 2, normalize=True, given=torch.tensor([[1, 2]]))
+    torch.testing.assert_close(weights, torch.tensor([[0.0, -1.0]]).softmax(-1))
+    _, weights = route(logits, 2, normalize=False, given=torch.tensor([[1, 2]]))
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
 def test_wrong_arguments_are_named() -> None:
     gate_up, down = matrices(3, 16, 8, torch.float32)
     x, ids, weights = torch.randn(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
@@ -243,3 +276,5 @@ def test_wrong_arguments_are_named() -> None:
     for k in (0, 6):
         with pytest.raises(ValueError, match="k: must be between 1 and 5 experts"):
             route(torch.randn(2, 5), k, normalize=True)
+    with pytest.raises(ValueError, match="given"):
+        route(torch.randn(2, 5), 2, normalize=True, given=torch.zeros(2, 3, dtype=torch.int64))

@@ -30,7 +30,7 @@ from tests.sim.toy_model import line_to, next_token
 from tests.token_trees import random_tree
 from workers import wire as worker_wire
 from workers.executors.weightless import PagedAttentionExecutor
-from workers.models.hidden_states import HiddenStateCapture
+from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.operations import Chunk, Done, Failed, Forward, Result
 from workers.runners.base import StepResult
@@ -110,7 +110,7 @@ class RealWorker:
         self.ran += [(chunk.forward.op_id, chunk.start + chunk.count) for chunk in chunks]
 
     def _choose(
-        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: HiddenStateCapture | None = None
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None
     ) -> StepResult:
         result = self._step(inputs, rows, capture)
         chosen = [

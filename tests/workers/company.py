@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from tests.workers.packing import HandPacker, HandSequence, Item, poison, rows_in_chunks
-from workers.models.hidden_states import HiddenStateCapture
+from workers.models.capture import RowCapture
 from workers.models.model import Model, new_pages
 
 PAGES = 60
@@ -34,7 +34,7 @@ def assert_same_bits(
         inputs = packer.pack([Item(HandSequence(lora_slot=slot), text, range(len(text)))])
         alone = model.logits(model.forward(inputs, kv))
         # Hidden states may take another way through the model.
-        capture = HiddenStateCapture({0: range(len(text))})
+        capture = RowCapture({0: range(len(text))})
         assert torch.equal(model.logits(model.forward(inputs, kv, capture)), alone)
         for (_, position), row in rows.items():
             assert torch.equal(row, alone[position]), f"position {position} of {len(text)}"

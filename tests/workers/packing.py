@@ -11,7 +11,7 @@ import torch
 from tests.kernels.tree_batches import Tree, with_trees
 from tests.token_trees import random_tree
 from workers.kv.tensors import KvTensors
-from workers.models.hidden_states import HiddenStateCapture
+from workers.models.capture import RowCapture
 from workers.models.inputs import AttentionBatch, ForwardInputs, depths_and_ancestors
 from workers.models.model import Model
 
@@ -125,7 +125,7 @@ def rows_in_chunks(
             for layer in (range(layers + 1) if owners and layers is not None else ())
             if dice.random() < 0.7
         }
-        capture = HiddenStateCapture(rows) if rows else None
+        capture = RowCapture(rows) if rows else None
         logits = model.logits(model.forward(packer.pack(items), kv, capture))
         states = {} if capture is None else capture.found
         assert len(logits) == len(owners) and states.keys() == rows.keys()

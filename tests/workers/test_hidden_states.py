@@ -11,7 +11,7 @@ from tests.model_factory import TinyModel, hf_states, make_model
 from tests.workers.stepping import Worker
 from workers.executors.errors import ExecutorError
 from workers.executors.llm import LlmExecutor
-from workers.models.hidden_states import HiddenStateCapture
+from workers.models.capture import RowCapture
 from workers.operations import (
     Forward,
     HiddenSpec,
@@ -70,10 +70,10 @@ def test_items_of_a_step_ask_for_different_layers(executor: LlmExecutor, directo
 
 
 def test_who_does_not_ask_pays_nothing(executor: LlmExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[HiddenStateCapture | None] = []
+    seen: list[RowCapture | None] = []
     step = executor.engine.runner.step
 
-    def note(inputs: object, rows: object, capture: HiddenStateCapture | None = None) -> StepResult:
+    def note(inputs: object, rows: object, capture: RowCapture | None = None) -> StepResult:
         seen.append(capture)
         return step(inputs, rows, capture)  # type: ignore[arg-type]
 

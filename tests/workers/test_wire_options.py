@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from quire.v1 import types_pb2, worker_pb2
 
 from workers import wire
@@ -58,3 +59,51 @@ def test_masks_are_not_remembered() -> None:
     assert decoded(of_all).output.mask is not decoded(of_all).output.mask
     of_a_row = worker_pb2.ForwardOptions(rows=1, verify_rows=[types_pb2.VerifyRow(mask=mask)])
     assert decoded(of_a_row).choices[0] is not decoded(of_a_row).choices[0]
+
+
+def given(data: bytes, start: int = 0, sizes: wire.ExpertSizes = (2, 6, 3), salt: bytes = b"") -> Forward:
+    options = worker_pb2.ForwardOptions(rows=1, experts=data, experts_from=start)
+    body = worker_pb2.ForwardCommand(
+        sequence=1, token_ids=[1], options=options.SerializeToString(), kind="OPERATION_KIND_SCORE", salt=salt
+    )
+    command = wire.to_command(worker_pb2.WorkerCommand(op_id=1, forward=body), VOCAB, 0, sizes)
+    assert isinstance(command, Forward)
+    return command
+
+
+def test_given_experts_have_the_shape_of_the_model() -> None:
+    experts = given(bytes([0, 1, 2, 3, 4, 5] * 2), 7).experts
+    assert experts is not None and experts.start == 7
+    assert experts.ids.tolist() == [[[0, 1, 2], [3, 4, 5]]] * 2
+    wide = given(bytes([1, 1, 44, 1, 0, 0]), sizes=(1, 301, 3)).experts
+    assert wide is not None and wide.ids.tolist() == [[[257, 300, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("data", "sizes"),
+    [
+        (b"\x00" * 5, (2, 6, 3)),
+        (b"\x00\x01\x02\x03\x04\x06", (2, 6, 3)),
+        (b"\x00" * 5, (1, 300, 2)),
+        (b"\x2c\x01\x00\x00", (1, 300, 2)),
+        (b"\x00", (0, 0, 0)),
+    ],
+)
+def test_experts_that_the_model_does_not_have(data: bytes, sizes: wire.ExpertSizes) -> None:
+    with pytest.raises(ValueError, match=r"experts?|reshape|buffer"):
+        given(data, sizes=sizes)
+
+
+def test_a_salt_is_for_the_given_experts_and_for_who_gives_them() -> None:
+    first, second = bytes([0, 1, 2, 3, 4, 5]), bytes([0, 1, 2, 3, 5, 4])
+    salts = [
+        given(b"").salt,
+        given(b"", salt=b"2:me").salt,
+        given(first).salt,
+        given(first, salt=b"2:me").salt,
+        given(second).salt,
+        given(first, 1).salt,
+        given(first + first).salt,
+    ]
+    assert salts[:2] == [b"", b"2:me"] and len(set(salts)) == len(salts)
+    assert given(first).salt == salts[2]

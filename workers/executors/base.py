@@ -17,6 +17,7 @@ from workers.executors.engine import Engine
 from workers.executors.errors import ExecutorClosed, ExecutorError, KvMissing
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.executors.replacement import WeightsReplacement
+from workers.given_experts import GivenExperts
 from workers.kv.table import PoolUsage
 from workers.models.active_kernels import active_kernels, active_products
 from workers.models.inputs import MAX_TREE_TOKENS
@@ -131,9 +132,14 @@ class ModelExecutor:
         (done,) = self._run([op])
         return done.outputs, done.kept_path if parents else range(done.kept)
 
-    def forward(self, token_ids: Sequence[int], output: OutputSpec = GREEDY) -> Sequence[RowOutput]:
+    def forward(
+        self, token_ids: Sequence[int], output: OutputSpec = GREEDY, experts: GivenExperts | None = None
+    ) -> Sequence[RowOutput]:
         """Computes the outputs of all tokens, without keeping a cache."""
-        (done,) = self._run([self._make_forward(_SCORED, token_ids, len(token_ids), output, Kind.SCORE)])
+        op = self._make_forward(_SCORED, token_ids, len(token_ids), output, Kind.SCORE)
+        if experts is not None:
+            op = dataclasses.replace(op, experts=experts, salt=experts.salted(b""))
+        (done,) = self._run([op])
         return done.outputs
 
     def fork(self, sequence: int, children: Sequence[int]) -> None:
@@ -289,6 +295,8 @@ class ModelExecutor:
             self.engine.runner.has_hidden_states and all(0 <= layer <= layers for layer in hidden.layers)
         ):
             raise ExecutorError(f"hidden states of layers {list(hidden.layers)} of {layers}")
+        if (op.output.experts or op.experts is not None) and not self._model.moe_layers:
+            raise ExecutorError(f"experts of {self._model.architecture}")
         limit, end = self._capabilities.kv_capacity_tokens, op.position + len(op.token_ids)
         if end > limit:
             raise ExecutorError(f"{end} tokens in sequence {op.sequence}, which can have {limit}")

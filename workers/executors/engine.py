@@ -17,17 +17,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from workers.batch import captured_layers, output_specs, pack, sampling_rows, score_targets
+from workers.batch import captured_rows, output_specs, pack, sampling_rows, score_targets
 from workers.distribution import apply_drafts, sampled_logprobs
 from workers.executors.errors import ExecutorError, KvMissing, NoTrees
 from workers.executors.info import ExecutorStatus, StepCounts
 from workers.extra_samples import draw_extra_samples
 from workers.kv.table import KvSequence, KvTable, PoolUsage
 from workers.kv.tensors import KvTensors
-from workers.models.hidden_states import HiddenStateCapture
+from workers.models.capture import RowCapture
 from workers.operations import Accept, Chunk, Forward, Kind, OutputSpec, RowOutput
 from workers.prefix_wait import PrefixWaits
-from workers.row_outputs import TokenScores, add_hidden, build_outputs, score_tokens
+from workers.row_outputs import TokenScores, add_experts, add_hidden, build_outputs, score_tokens
 from workers.runners.base import Runner, StepResult, raise_if_lost
 from workers.sampling import SamplingRow
 from workers.token_trees import kept_path
@@ -44,12 +44,14 @@ class Engine:
         *,
         takes_trees: bool = True,
         batch_invariant: bool = False,
+        num_experts: int = 0,
     ) -> None:
-        """`takes_trees` and `batch_invariant` are those of the model."""
+        """`takes_trees`, `batch_invariant` and `num_experts` are those of the model."""
         self.kv = kv
         self.takes_trees = takes_trees
         self.batch_invariant = batch_invariant
         self.runner = runner
+        self._num_experts = num_experts
         self._kv_table = kv_table
         # Which forwards wait for pages that others are computing.
         self.prefix_waits = PrefixWaits(kv_table)
@@ -128,14 +130,14 @@ class Engine:
         inputs, items = pack(chunks, self.kv.page_size), len(chunks)
         try:
             rows, specs = sampling_rows(chunks), output_specs(chunks)
-            capture = captured_layers(specs)
+            capture = captured_rows(specs)
             result = self.runner.step(inputs, rows, capture)
             if result.failed:
                 chunks, result, rows, specs = _without_failed(chunks, result, rows, specs, capture)
             chosen = apply_drafts(result.logits, result.chosen, rows)
             outputs = build_outputs(result.logits, chosen, specs)
             if capture is not None:
-                add_hidden(outputs, specs, capture.found)
+                _add_captured(outputs, specs, capture, self._num_experts)
             tokens = [output.token_id for output in outputs]
             for row, logprob in sampled_logprobs(result.logits, tokens, rows, specs).items():
                 outputs[row].sampled_logprob = logprob
@@ -340,7 +342,7 @@ def _without_failed(
     result: StepResult,
     rows: Sequence[SamplingRow],
     specs: Sequence[OutputSpec],
-    capture: HiddenStateCapture | None,
+    capture: RowCapture | None,
 ) -> tuple[list[Chunk], StepResult, list[SamplingRow], list[OutputSpec]]:
     """A step's data without the chunks that have a failed row. Sets the `failure` of their forwards."""
     good: list[Chunk] = []
@@ -354,13 +356,18 @@ def _without_failed(
             kept += own
         first += chunk.rows
     if capture is not None:
-        left_rows = set(kept)
-        for layer, states in capture.found.items():
-            capture.found[layer] = states[
-                [at for at, row in enumerate(capture.rows[layer]) if row in left_rows]
-            ]
+        capture.keep(kept)
     left = StepResult(result.logits[kept], result.chosen[kept])
     return good, left, [rows[row] for row in kept], [specs[row] for row in kept]
+
+
+def _add_captured(
+    outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], capture: RowCapture, num_experts: int
+) -> None:
+    """Adds what was captured to the outputs."""
+    add_hidden(outputs, specs, capture.found)
+    if capture.expert_rows:
+        add_experts(outputs, specs, capture.experts, num_experts)
 
 
 def _scores(chunks: Sequence[Chunk], logits: torch.Tensor) -> dict[Forward, tuple[list[int], TokenScores]]:

@@ -150,7 +150,12 @@ class LlmExecutor(ModelExecutor):
         )
         table = KvTable(kv.num_pages, kv.page_size)
         engine = Engine(
-            table, kv, runner, takes_trees=model.takes_trees, batch_invariant=model.batch_invariant
+            table,
+            kv,
+            runner,
+            takes_trees=model.takes_trees,
+            batch_invariant=model.batch_invariant,
+            num_experts=description.num_experts,
         )
         executor = cls(described, engine, text, adapters)
         if device.type == "cuda" and backend != NATIVE:

@@ -52,7 +52,9 @@ class _Parts:
 
     def layer(self, index: int) -> Layer:
         norms = self._family.norms
-        mlp = self._experts() if self._config.layers[index].sparse else self._mlp()
+        layers = self._config.layers
+        sparse_before = sum(layer.sparse for layer in layers[:index])
+        mlp = self._experts(sparse_before) if layers[index].sparse else self._mlp()
         return Layer(
             self._sublayer(norms.before_attention, self._attention(index), norms.after_attention),
             self._sublayer(norms.before_mlp, mlp, norms.after_mlp),
@@ -111,7 +113,7 @@ class _Parts:
         )
         return GatedMlp(gate_up, down, config.activation)
 
-    def _experts(self) -> Experts:
+    def _experts(self, index: int) -> Experts:
         config, family = self._config, self._family
         assert config.experts is not None and family.experts is not None
         return Experts(
@@ -122,6 +124,7 @@ class _Parts:
             gate_up=self._expert_weights(2 * config.experts.intermediate_size, config.hidden_size),
             down=self._expert_weights(config.hidden_size, config.experts.intermediate_size),
             wide_routing=family.wide_routing,
+            index=index,
         )
 
     def _expert_weights(self, outputs: int, inputs: int) -> ExpertWeights:

@@ -20,9 +20,9 @@ from kernels.packed_pages import can_pack_width
 from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec, rope_table
 from workers.kv.tensors import KvTensors, LayerKv
+from workers.models.capture import RowCapture, routing_of
 from workers.models.compiled_layers import Stage, compiled
 from workers.models.config import ModelConfig
-from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.layers import ForwardContext, Norm, Sublayer
 from workers.models.linear import Linear, LoadTarget
@@ -171,7 +171,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
+        self, inputs: ForwardInputs, kv: KvTensors, capture: RowCapture | None = None
     ) -> torch.Tensor:
         """Run the batch through all layers.
 
@@ -181,7 +181,7 @@ class Decoder:
             inputs: The batch. Positions must be below `max_position_embeddings` and the number of slots of
                 `kv`, tokens below `vocab_size`.
             kv: Pages of this model's shape and dtype.
-            capture: The hidden states to copy; None: none.
+            capture: What to keep of the layers; None: nothing.
 
         Returns:
             [R, C] the hidden rows of `inputs.wanted_rows` after the final norm, in that order.
@@ -190,7 +190,10 @@ class Decoder:
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
         rotations = self._rotations(inputs.positions, kv)
-        context = ForwardContext(inputs, kv, rotations, self.batch_invariant)
+        routing = last_routing = None
+        if inputs.experts is not None or capture is not None:
+            routing, last_routing = routing_of(inputs.experts, inputs.wanted_rows, capture)
+        context = ForwardContext(inputs, kv, rotations, self.batch_invariant, routing=routing)
         if inputs.lora_slots is not None:
             wanted = inputs.lora_slots.index_select(0, inputs.wanted_rows)  # [R]
             slots, wanted_slots = (
@@ -198,8 +201,10 @@ class Decoder:
             )
             context = replace(context, lora_slots=slots, wanted_lora_slots=wanted_slots)
         x: torch.Tensor | None = None
-        for index, stage in enumerate(self._before_last_mlp if capture is None else self._sublayers()[:-1]):
-            if capture is not None and index % 2 == 0:
+        # Hidden states are between the stages of which several may be compiled as one.
+        has_states = capture is not None and bool(capture.rows)
+        for index, stage in enumerate(self._sublayers()[:-1] if has_states else self._before_last_mlp):
+            if capture is not None and has_states and index % 2 == 0:
                 # The output of the previous layer is the residual stream plus x, which is not added yet.
                 parts = (residual,) if x is None else (residual, x)
                 capture.capture_rows(index // 2, inputs.wanted_rows, *parts)
@@ -208,8 +213,8 @@ class Decoder:
         residual = residual.index_select(0, inputs.wanted_rows)  # [R, C]
         if not len(residual):
             return residual
-        if inputs.lora_slots is not None:
-            context = replace(context, lora_slots=context.wanted_lora_slots)
+        if inputs.lora_slots is not None or routing is not None:
+            context = replace(context, lora_slots=context.wanted_lora_slots, routing=last_routing)
         x, residual = self._last_mlp(x, residual, context)
         hidden = self._final_norm.of_sum(x, residual)  # [R, C]
         if capture is not None:

@@ -25,7 +25,7 @@ import torch
 from kernels.kv_write import kv_write
 from kernels.paged_attention import paged_attention
 from workers.kv.tensors import KvTensors, LayerKv
-from workers.models.hidden_states import HiddenStateCapture
+from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.lora import WithoutLora
 
@@ -61,7 +61,7 @@ class EmbeddingAttention(WithoutLora):
 
     @torch.inference_mode()
     def forward(
-        self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
+        self, inputs: ForwardInputs, kv: KvTensors, capture: RowCapture | None = None
     ) -> torch.Tensor:
         """Attend the batch.
 

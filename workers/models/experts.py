@@ -33,6 +33,7 @@ class Experts:
         gate_up: ExpertWeights,
         down: ExpertWeights,
         wide_routing: bool,
+        index: int,
     ) -> None:
         """Take ownership of parameters.
 
@@ -44,6 +45,7 @@ class Experts:
             gate_up: [E, 2 * I, C], rows of gate, then up.
             down: [E, C, I].
             wide_routing: The router's weights of experts stay float32.
+            index: The number of the layer among those with experts.
         """
         self.router: Weight = router
         self.gate_up = gate_up
@@ -52,6 +54,7 @@ class Experts:
         self._names = names
         self._activation = activation
         self._wide_routing = wide_routing
+        self._index = index
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
@@ -78,7 +81,11 @@ class Experts:
         """[T, C] -> [T, C]."""
         dtype = torch.float32 if self._wide_routing else x.dtype
         logits = linear(x, self.router, batch_invariant=context.batch_invariant)  # [T, E]
-        expert_ids, weights = route(logits, self._config.per_token, self._config.normalized, dtype=dtype)
+        routing = context.routing
+        given = None if routing is None else routing.given_of(self._index)
+        expert_ids, weights = route(logits, self._config.per_token, self._config.normalized, dtype, given)
+        if routing is not None:
+            routing.note(expert_ids)
         return experts(
             x,
             self.gate_up,

@@ -33,6 +33,9 @@ class ForwardInputs:
     attention: AttentionBatch  # of N items
     # [T] int32, the slot of each row's adapter; -1: it has none. None: no row has one.
     lora_slots: torch.Tensor | None = None
+    # [T, L, E] int64: the experts that each row is computed with, E in each of the L layers that have any.
+    # -1: the router chooses. None: it does for all rows.
+    experts: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> ForwardInputs:
         """A copy on a device; this object if it is there already."""

@@ -22,6 +22,7 @@ from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import RopeSpec
 from kernels.rope_kv_write import rope_kv_write
 from workers.kv.tensors import KvTensors
+from workers.models.capture import Routing
 from workers.models.inputs import ForwardInputs
 from workers.models.linear import Linear, LoadTarget
 
@@ -37,6 +38,7 @@ class ForwardContext:
         batch_invariant: On a GPU, the bits of a row must not depend on the other rows.
         lora_slots: Those of the T rows; None: no row has an adapter.
         wanted_lora_slots: Those of the R wanted rows; None: likewise.
+        routing: Which experts are given, and captured; None: none are.
     """
 
     inputs: ForwardInputs
@@ -45,6 +47,7 @@ class ForwardContext:
     batch_invariant: bool
     lora_slots: RowSlots | None = None
     wanted_lora_slots: RowSlots | None = None
+    routing: Routing | None = None
 
 
 class Norm:

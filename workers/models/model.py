@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from workers.kv.tensors import KvTensors, LayerKv
-from workers.models.hidden_states import HiddenStateCapture
+from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.lora import LoraWeights, PackedLora
 
@@ -30,6 +30,7 @@ class ModelDescription:
         fingerprint: 32 hexadecimal digits that distinguish models: a hash of the config and of the weights in
             the files. It does not depend on the loaded dtype or on the sharding.
         backend: "native" or "transformers".
+        moe_layers: The layers with experts, if these can be captured and given.
     """
 
     architecture: str
@@ -49,6 +50,9 @@ class ModelDescription:
     fingerprint: str = ""
     backend: str = "native"
     license: str = ""
+    moe_layers: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
 
 
 class Model(Protocol):
@@ -74,9 +78,9 @@ class Model(Protocol):
     max_lora_slots: int
 
     def forward(
-        self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
+        self, inputs: ForwardInputs, kv: KvTensors, capture: RowCapture | None = None
     ) -> torch.Tensor:
-        """Run a batch. Writes its K and V to their slots, and fills `capture` if hidden states are wanted.
+        """Run a batch. Writes its K and V to their slots, and fills `capture`.
 
         Returns [R, ...], the wanted rows, for `logits`.
         """

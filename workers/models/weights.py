@@ -122,6 +122,9 @@ def load_planned(
         eos_token_ids=config.eos_token_ids,
         bos_token_id=config.bos_token_id,
         fingerprint=digest,
+        moe_layers=sum(layer.sparse for layer in config.layers),
+        num_experts=0 if config.experts is None else config.experts.count,
+        experts_per_token=0 if config.experts is None else config.experts.per_token,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from workers.models.hidden_states import HiddenStateCapture
+from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.sampling import SamplingError, SamplingRow
 
@@ -44,14 +44,14 @@ class Runner(Protocol):
     has_hidden_states: bool
 
     def step(
-        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: HiddenStateCapture | None = None
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None
     ) -> StepResult:
         """Runs the batch and chooses a token for each of its wanted rows.
 
         Args:
             inputs: The batch, on the host.
             rows: How to choose, one for each of `inputs.wanted_rows`.
-            capture: Filled with the wanted hidden states. None: none are wanted.
+            capture: Filled with the wanted hidden states and experts. None: none are wanted.
 
         Raises:
             BadLogitsError: A graph has computed unusable logits for some rows.

@@ -6,8 +6,8 @@ steps (tokens, positions, lengths, pages) is in fixed device memory, owned by `d
 
 A batch runs in the smallest bucket that it fits, and the other rows are padded. Graphs are captured on the
 first decode: for each size one, and if the model has slots for adapters, one that only batches with adapters
-replay. Other steps (prefills, mixed batches, verifies, larger batches, captured hidden states) run eagerly
-with the same kernels. So do decodes, more slowly, if a capture fails.
+replay. Other steps (prefills, mixed batches, verifies, larger batches, captured hidden states, given experts)
+run eagerly with the same kernels. So do decodes, more slowly, if a capture fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from workers.device_sampling import is_simple
 from workers.kv.tensors import KvTensors
-from workers.models.hidden_states import HiddenStateCapture
+from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.model import Model
 from workers.runners.base import DeviceLostError, StepResult, device_errors
@@ -49,10 +49,13 @@ class _Graph:
     Attributes:
         replay: Launches it.
         logits: One tensor, the logits [bucket, vocab] that it computes.
+        experts: For each layer with experts, the ids of those of each row [bucket, E] int64. They are where
+            the router writes them, so that they cost nothing if nobody wants them.
     """
 
     replay: Callable[[], None]
     logits: list[torch.Tensor]
+    experts: list[torch.Tensor]
 
 
 class CaptureError(Exception):
@@ -92,17 +95,17 @@ class CudaGraphRunner:
         self._last: _Graph | None = None
 
     def step(
-        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: HiddenStateCapture | None = None
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None
     ) -> StepResult:
         """See `Runner.step`."""
         with device_errors(), torch.inference_mode():
-            if capture is None and self._is_decode(inputs, rows):
+            if (capture is None or not capture.rows) and self._is_decode(inputs, rows):
                 if self._capture is not None:
                     self._capture_all(self._capture)
                 bucket = next(size for size in self._buckets if size >= len(rows))
                 graph = self._graphs.get((bucket, inputs.lora_slots is not None))
                 if graph is not None and self._buffers is not None:
-                    return self._replay(graph, self._buffers, inputs, rows)
+                    return self._replay(graph, self._buffers, inputs, rows, capture)
             return self._eager.step(inputs, rows, capture)
 
     def _is_decode(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
@@ -112,11 +115,17 @@ class CudaGraphRunner:
             len(inputs.token_ids) == items == len(rows) <= self._max_rows
             and max(inputs.attention.query_lens) == 1
             and inputs.attention.trees is None
+            and inputs.experts is None
             and inputs.attention.page_tables.shape[1] <= self._max_pages
         )
 
     def _replay(
-        self, graph: _Graph, buffers: DecodeBuffers, inputs: ForwardInputs, rows: Sequence[SamplingRow]
+        self,
+        graph: _Graph,
+        buffers: DecodeBuffers,
+        inputs: ForwardInputs,
+        rows: Sequence[SamplingRow],
+        capture: RowCapture | None,
     ) -> StepResult:
         count = len(rows)
         buffers.load(inputs, rows)
@@ -124,6 +133,9 @@ class CudaGraphRunner:
         graph.replay()
         logits = graph.logits[0][:count]
         chosen = buffers.read(count)
+        if capture is not None and graph.experts:
+            index = torch.tensor(capture.expert_rows, device=logits.device)  # [K]
+            capture.experts = [*torch.stack(graph.experts).index_select(1, index)]
         if all(is_simple(row) for row in rows):
             buffers.advanced(inputs, chosen)
         else:
@@ -179,19 +191,24 @@ class CudaGraphRunner:
         # All rows are padded during warm-up and capture: no page is read or written.
         buffers.clear()
         logits: list[torch.Tensor] = []
+        experts: list[torch.Tensor] = []
 
         def run() -> None:
-            logits[:] = [self._decode(buffers, bucket, lora=lora)]
+            routed = RowCapture({}, expert_rows=None)
+            logits[:] = [self._decode(buffers, bucket, routed, lora=lora)]
+            experts[:] = routed.experts
 
-        return _Graph(capture(run), logits)
+        return _Graph(capture(run), logits, experts)
 
-    def _decode(self, buffers: DecodeBuffers, bucket: int, *, lora: bool) -> torch.Tensor:
+    def _decode(
+        self, buffers: DecodeBuffers, bucket: int, capture: RowCapture, *, lora: bool
+    ) -> torch.Tensor:
         """One step over the first `bucket` rows of the buffers. Returns the logits [bucket, vocab]."""
         # Without a GPU triton is not needed.
         from kernels.cuda import advance, sampling  # noqa: PLC0415
 
         inputs = buffers.inputs(bucket, lora=lora)
-        hidden = self._model.forward(inputs, self._kv)  # [bucket, hidden]
+        hidden = self._model.forward(inputs, self._kv, capture)  # [bucket, hidden]
         logits = self._model.logits(hidden)  # [bucket, vocab]
         chosen = buffers.chosen[:bucket]
         sampling.choose(logits, *buffers.draws(bucket), chosen, buffers.best[:bucket])

@@ -8,7 +8,7 @@ import torch
 
 from workers import device_sampling, sampling
 from workers.kv.tensors import KvTensors
-from workers.models.hidden_states import HiddenStateCapture
+from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.model import Model
 from workers.runners.base import StepResult
@@ -30,7 +30,7 @@ class EagerRunner:
         self._model = model
 
     def step(
-        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: HiddenStateCapture | None = None
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None
     ) -> StepResult:
         """See `Runner.step`. The caller owns the logits."""
         # The model's methods enter inference mode themselves; the rest of a step needs no gradients anyway.

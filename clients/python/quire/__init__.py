@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from quire._options import draft_probabilities as draft_probabilities
     from quire._options import output_options as output_options
     from quire._options import verify_rows as verify_rows
+    from quire._tensors import expert_ids as expert_ids
     from quire._tensors import floats as floats
     from quire.aio import AsyncClient as AsyncClient
     from quire.aio import AsyncSession as AsyncSession
@@ -78,7 +79,7 @@ _EXPORTS = {
     "quire._batches": ("PrefillItem", "ScoreItem", "Scored", "checked"),
     "quire._masks": ("token_mask",),
     "quire._options": ("draft_from_top", "draft_probabilities", "output_options", "verify_rows"),
-    "quire._tensors": ("floats",),
+    "quire._tensors": ("expert_ids", "floats"),
     "quire.executions": ("AsyncExecution", "Execution"),
     "quire._aio_caches": ("AsyncCache",),
     "quire._caches": ("Cache",),

@@ -30,13 +30,22 @@ class PrefillItem:
 
 @dataclass(frozen=True, slots=True)
 class ScoreItem:
-    """A text of `score_batch` with its own settings, which are those of `score`."""
+    """A text of `score_batch` with its own settings, which are those of `score`.
+
+    Attributes:
+        experts: Of a model with experts: `StepOutput.experts` of some consecutive tokens, joined. These are
+            computed with these experts, as in a generation that returned them.
+        experts_from: The index of the first of these tokens. None: that before the first scored one, with
+            whose output the generation of the scored tokens began.
+    """
 
     token_ids: Sequence[int]
     score_from: int = 0
     output: types_pb2.OutputOptions | None = None
     cache_salt: str = ""
     adapter_id: str = ""
+    experts: bytes = b""
+    experts_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +113,17 @@ def forward_request(
     item: ScoreItem, output: types_pb2.OutputOptions | None = None
 ) -> executor_pb2.ForwardRequest:
     """A request for a scoring. `output` applies to an item without its own."""
+    experts_from = item.experts_from
+    if experts_from is None:
+        experts_from = max(item.score_from, 1) - 1 if item.experts else 0
     return executor_pb2.ForwardRequest(
         token_ids=item.token_ids,
         output=output if item.output is None else item.output,
         score_from=item.score_from,
         cache_salt=item.cache_salt,
         adapter_id=item.adapter_id,
+        experts=item.experts,
+        experts_from=experts_from,
     )
 
 

@@ -152,13 +152,16 @@ class Caller(ABC):
         output: types_pb2.OutputOptions | None = None,
         cache_salt: str = "",
         adapter_id: str = "",
+        experts: bytes = b"",
+        experts_from: int | None = None,
     ) -> Scored:
         """The log-probability of each token given the tokens before it, and the predictions. Keeps no cache.
 
         Tokens before index `score_from` are context: they are not scored, and not computed if their KV is
-        cached. The first token is never scored. `adapter_id` is as in `prefill`.
+        cached. The first token is never scored. `adapter_id` is as in `prefill`. `experts` replays a routing:
+        see `ScoreItem`.
         """
-        item = ScoreItem(token_ids, score_from, output, cache_salt, adapter_id)
+        item = ScoreItem(token_ids, score_from, output, cache_salt, adapter_id, experts, experts_from)
         return _batches.scored(self._call(_methods.FORWARD, _batches.forward_request(item)))
 
     def score_batch(

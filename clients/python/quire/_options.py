@@ -49,6 +49,7 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
     logits: str = "",
     hidden: bool | Iterable[int] = False,
     hidden_format: str = "f32",
+    experts: bool = False,
     allowed: Allowed | None = None,
     sampling: types_pb2.SamplingParams | None = None,
     **settings: Unpack[SamplingSettings],
@@ -66,6 +67,8 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
             the transformers library's `hidden_states`, where 0 is the embedding. The output's `hidden` has
             one tensor for each layer, in this order; see `floats`.
         hidden_format: "f32", "bf16" or "f16".
+        experts: Return the experts that the row's token was routed to, in a model that has any; see
+            `expert_ids`.
         allowed: The tokens that may be chosen: ids, or a packed mask as bytes; see `token_mask`. None: all.
         sampling: Default settings, such as `model_info().sampling_defaults`.
         settings: Fields of SamplingParams, such as temperature, top_k, top_p, seed. None: as in `sampling`.
@@ -85,6 +88,7 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
         mask=None if allowed is None else token_mask(allowed),
         logprob=logprob,
         sampled_logprob=sampled_logprob,
+        experts=experts,
     )
     if hidden is not False:
         output.hidden.layers.extend(() if hidden is True else hidden)

@@ -1,12 +1,16 @@
-"""Decodes the tensors of a response, without numpy."""
+"""Decodes the tensors and the experts of a response, without numpy."""
 
 from __future__ import annotations
 
 import array
 import struct
 import sys
+from typing import Literal
 
 from quire.v1 import types_pb2
+
+# Up to so many experts of a layer, the id of one takes one byte, else two.
+_ONE_BYTE_EXPERTS = 256
 
 
 def floats(tensor: types_pb2.Tensor) -> array.array[float]:
@@ -35,3 +39,26 @@ def floats(tensor: types_pb2.Tensor) -> array.array[float]:
     if [len(values)] != list(tensor.shape):
         raise ValueError(f"{len(values)} elements in a row of the shape {list(tensor.shape)}")
     return values
+
+
+def expert_ids(data: bytes, model: types_pb2.ModelDescription) -> memoryview[int]:
+    """The experts of tokens, of shape [tokens, moe_layers, experts_per_token]. numpy copies nothing.
+
+    `expert_ids(...)[token, layer, 0]` is the one with the highest weight; `.tolist()` gives nested lists.
+
+    Args:
+        data: `StepOutput.experts` of one token, or of several, joined. At least one.
+        model: From `model_info().model`.
+
+    Raises:
+        ValueError: The length of the data is not that of tokens of the model.
+    """
+    typecode: Literal["B", "H"] = "B" if model.num_experts <= _ONE_BYTE_EXPERTS else "H"
+    ids = array.array(typecode, data)
+    if typecode == "H" and sys.byteorder == "big":
+        ids.byteswap()
+    token = model.moe_layers * model.experts_per_token
+    if not ids or not token or len(ids) % token:
+        raise ValueError(f"{len(ids)} experts of tokens that have {token} each")
+    shape = (len(ids) // token, model.moe_layers, model.experts_per_token)
+    return memoryview(ids).cast("B").cast(typecode, shape)

@@ -198,7 +198,7 @@ async def check(item: runner_pb2.ExecuteItem) -> None:
         raise InvalidArgument("EMPTY_PROMPT", str(item.WhichOneof("prompt")), "the prompt is empty")
     await bounded_json.check_chat(item.chat)
     _check_sampling(item)
-    for name in ("tokens_only", "top_logprobs", "adapter_id"):
+    for name in ("tokens_only", "top_logprobs", "sampled_logprobs", "adapter_id"):
         if getattr(item, name):
             # Providers send text, but no token ids. They have models, but no adapters of ours.
             unsupported(name)

@@ -18,6 +18,7 @@ from tests.kernels.cuda.test_lora_cuda import use_triton
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.kv.tensors import KvTensors
 from workers.models.builder import build_decoder
+from workers.models.capture import RowCapture
 from workers.models.decoder import Decoder
 from workers.models.inputs import ForwardInputs
 from workers.models.lora import LoraPair, LoraWeights
@@ -75,11 +76,13 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
     seen: list[Replay] = []
     decode = CudaGraphRunner._decode
 
-    def record(self: CudaGraphRunner, buffers: DecodeBuffers, bucket: int, *, lora: bool) -> torch.Tensor:
+    def record(
+        self: CudaGraphRunner, buffers: DecodeBuffers, bucket: int, capture: RowCapture, *, lora: bool
+    ) -> torch.Tensor:
         slots = buffers.inputs(bucket, lora=True).lora_slots
         assert slots is not None
         seen.append((lora, slots.tolist()))
-        return decode(self, buffers, bucket, lora=lora)
+        return decode(self, buffers, bucket, capture, lora=lora)
 
     monkeypatch.setattr(CudaGraphRunner, "_decode", record)
     return seen

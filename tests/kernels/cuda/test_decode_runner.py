@@ -17,9 +17,9 @@ from tests.kernels.tree_batches import Tree, with_trees
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.builder import build_decoder
+from workers.models.capture import RowCapture
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
-from workers.models.hidden_states import HiddenStateCapture
 from workers.operations import Sampling, TokenMask
 from workers.runners.base import DeviceLostError
 from workers.runners.cuda_graph import Capture, CudaGraphRunner, buckets_up_to
@@ -29,24 +29,22 @@ from workers.sampling import BadLogitsError, SamplingRow
 
 PAGES = 120
 VOCAB = 97
-CONFIG = ModelConfig.from_settings(
-    {
-        "model_type": "qwen3",
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-    }
-)
+SETTINGS = {
+    "model_type": "qwen3",
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
 
 
 def make_kv(device: str) -> KvTensors:
@@ -66,7 +64,11 @@ def make_kv(device: str) -> KvTensors:
 
 @pytest.fixture
 def decoder(device: str) -> Decoder:
-    made = build_decoder(CONFIG, torch.float32, device)
+    return random_decoder(SETTINGS, device)
+
+
+def random_decoder(settings: dict[str, object], device: str) -> Decoder:
+    made = build_decoder(ModelConfig.from_settings(settings), torch.float32, device)
     generator = torch.Generator().manual_seed(1)
     for target in made.targets().values():
         values = torch.randn(target.tensor.shape, generator=generator)
@@ -256,7 +258,7 @@ def test_hidden_states_are_read_beside_graphs(decoder: Decoder, device: str) -> 
         items = [Item(sequence, [token]) for sequence, token in zip(sequences, tokens, strict=True)]
         if turn % 3 == 1:
             inputs, rows = twins.packer.pack(items), [SamplingRow(), SamplingRow()]
-            ours, theirs = HiddenStateCapture({0: [1], 2: [0, 1]}), HiddenStateCapture({0: [1], 2: [0, 1]})
+            ours, theirs = RowCapture({0: [1], 2: [0, 1]}), RowCapture({0: [1], 2: [0, 1]})
             tokens = twins.graph.step(inputs, rows, ours).chosen.tolist()
             assert twins.eager.step(inputs, rows, theirs).chosen.tolist() == tokens
             assert ours.found.keys() == theirs.found.keys() == {0, 2}
@@ -264,6 +266,35 @@ def test_hidden_states_are_read_beside_graphs(decoder: Decoder, device: str) -> 
                 torch.testing.assert_close(states, theirs.found[layer], rtol=1e-4, atol=1e-4)
         else:
             tokens = twins.step(items)
+
+
+def test_experts_are_read_from_what_a_graph_leaves(device: str) -> None:
+    """By rows that ask, without another launch; steps with given experts run beside graphs."""
+    decoder = random_decoder(
+        {**SETTINGS, "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 32, "norm_topk_prob": True},
+        device,
+    )
+    twins = Twins(decoder, device)
+    sequences = [HandSequence() for _ in range(3)]
+    tokens = twins.step([Item(sequence, [4, 5, 6 + at]) for at, sequence in enumerate(sequences)])
+    for asking in ([1], [0, 2], [0, 1, 2], [2]):
+        inputs = twins.packer.pack(
+            [Item(sequence, [token]) for sequence, token in zip(sequences, tokens, strict=True)]
+        )
+        if asking == [0, 2]:
+            inputs = dataclasses.replace(
+                inputs, experts=torch.tensor([[[3, 1]] * 2, [[-1, -1]] * 2, [[0, 5]] * 2])
+            )
+        rows = [SamplingRow()] * 3
+        ours, theirs = RowCapture({}, asking), RowCapture({}, asking)
+        tokens = twins.graph.step(inputs, rows, ours).chosen.tolist()
+        assert twins.eager.step(inputs, rows, theirs).chosen.tolist() == tokens
+        assert len(ours.experts) == 2
+        assert all(map(torch.equal, ours.experts, theirs.experts))
+        assert all(ids.shape == (len(asking), 2) for ids in ours.experts)
+        if asking == [0, 2]:
+            assert ours.experts[1].tolist() == [[3, 1], [0, 5]]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("planted")])

@@ -84,11 +84,35 @@ def test_fields_that_change_no_token_are_ignored() -> None:
     settings = {
         "detokenize": False, "skip_special_tokens": False, "spaces_between_special_tokens": True,
         "include_stop_str_in_output": True, "output_kind": 2, "flat_logprobs": True, "min_tokens": 0,
-        "routed_experts_prompt_start": 4, "return_token_ids": True, "cache_salt": "3", "seed": -1,
+        "routed_experts_prompt_start": 4, "return_token_ids": True, "seed": -1,
         "stop_token_ids": [], "allowed_token_ids": None, "bad_words": None, "structured_outputs": None,
     }  # fmt: skip
-    fields = {"cache_salt": "3", "features": None, "kv_transfer_params": None, "output_mode": "tokens"}
+    fields = {"features": None, "kv_transfer_params": None, "output_mode": "tokens"}
     assert request(settings, return_token_ids=False, **fields) == request()
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields"),
+    [({}, {"cache_salt": "3"}), ({"cache_salt": "3"}, {}), ({"cache_salt": "2"}, {"cache_salt": "3"})],
+)
+def test_a_salt_is_that_of_the_item(settings: dict[str, Any], fields: dict[str, Any]) -> None:
+    assert request(settings, **fields).items[0].cache_salt == "3"
+
+
+def test_processed_logprobs_are_those_of_draws() -> None:
+    def asked(**settings: Any) -> tuple[bool, bool, int, bool]:
+        body = {"token_ids": [1], "sampling_params": settings}
+        made = generate(body, resolve, is_processed=True)
+        (item,) = made.items
+        return item.logprobs, item.sampled_logprobs, item.top_logprobs, made.has_logprobs
+
+    assert asked() == (False, False, 0, False)
+    assert asked(logprobs=0) == asked(logprobs=1) == (False, True, 0, True)
+    # A greedy choice has the model's own.
+    assert asked(logprobs=3, temperature=0) == (True, False, 3, True)
+    with pytest.raises(InvalidArgument) as caught:
+        asked(logprobs=2)
+    assert (caught.value.field, caught.value.reason) == ("sampling_params.logprobs", "UNSUPPORTED_FIELD")
 
 
 # The settings and the other fields of a request, and what is refused of them.
@@ -107,6 +131,8 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({}, {"request_id": 3}, "request_id", "BAD_FIELD"),
     ({}, {"request_id": "x" * 129}, "request_id", "BAD_FIELD"),
     ({}, {"priority": "high"}, "priority", "BAD_FIELD"),
+    ({}, {"cache_salt": 3}, "cache_salt", "BAD_FIELD"),
+    ({"cache_salt": ["x"]}, {}, "sampling_params.cache_salt", "BAD_FIELD"),
     ({}, {"priority": 1 << 63}, "priority", "BAD_FIELD"),
     ({}, {"stream": "yes"}, "stream", "BAD_FIELD"),
     ({}, {"stream_options": {"include_usage": True}}, "stream_options", "BAD_FIELD"),

@@ -79,6 +79,7 @@ def prepared(item_id: str, prompt: Sequence[int], max_tokens: int, samples: int)
         samples,
         weights=0,
         adapter=0,
+        cache_salt="",
         answer_bytes=100,
         is_large=False,
         deadline_s=None,

@@ -18,8 +18,8 @@ import torch
 from transformers import Cache, DynamicLayer, PreTrainedModel
 
 from workers.kv.tensors import KvTensors, LayerKv
+from workers.models.capture import RowCapture
 from workers.models.errors import ModelError
-from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.library.library_model import EAGER, LibraryModel
 from workers.models.library.page_writes import PageWrites
@@ -68,7 +68,7 @@ class GatheredModel(LibraryModel):
 
     @torch.inference_mode()
     def forward(
-        self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
+        self, inputs: ForwardInputs, kv: KvTensors, capture: RowCapture | None = None
     ) -> torch.Tensor:
         """See `LibraryModel`."""
         wanted = inputs.wanted_rows.tolist()

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from workers.kv.tensors import KvTensors, LayerKv
-from workers.models.hidden_states import HiddenStateCapture
+from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.library.packed_linear import plain_products
 from workers.models.lora import WithoutLora
@@ -52,7 +52,7 @@ class LibraryModel(WithoutLora, ABC):
 
     @abstractmethod
     def forward(
-        self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
+        self, inputs: ForwardInputs, kv: KvTensors, capture: RowCapture | None = None
     ) -> torch.Tensor:
         """Run the batch through all layers.
 

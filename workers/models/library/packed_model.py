@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from workers.kv.tensors import KvTensors
+from workers.models.capture import RowCapture
 from workers.models.errors import ModelError
-from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.library.attention import (
     HANDLER_ATTRIBUTE,
@@ -55,7 +55,7 @@ class PackedModel(LibraryModel):
 
     @torch.inference_mode()
     def forward(
-        self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
+        self, inputs: ForwardInputs, kv: KvTensors, capture: RowCapture | None = None
     ) -> torch.Tensor:
         """See `LibraryModel`."""
         attention = PagedAttention(inputs, kv, self._calls)

@@ -243,20 +243,24 @@ class UnifiedForwardItemResponse(_message.Message):
     def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("token_ids", "output", "priority", "score_from", "cache_salt", "adapter_id")
+    __slots__ = ("token_ids", "output", "priority", "score_from", "cache_salt", "adapter_id", "experts", "experts_from")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SCORE_FROM_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FROM_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     output: _types_pb2.OutputOptions
     priority: _types_pb2.Priority
     score_from: int
     cache_salt: str
     adapter_id: str
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., score_from: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter_id: _Optional[str] = ...) -> None: ...
+    experts: bytes
+    experts_from: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., score_from: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter_id: _Optional[str] = ..., experts: _Optional[bytes] = ..., experts_from: _Optional[int] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
     __slots__ = ("outputs", "token_logprobs", "timing", "token_is_argmax", "reused_tokens", "weights", "adapter_version")

@@ -155,7 +155,7 @@ class ExecuteRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., runtime: _Optional[str] = ..., policy: _Optional[_Union[RoutingPolicy, str]] = ..., items: _Optional[_Iterable[_Union[ExecuteItem, _Mapping]]] = ..., resume_after: _Optional[_Iterable[_Union[SampleProgress, _Mapping]]] = ..., keep: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class ExecuteItem(_message.Message):
-    __slots__ = ("item_id", "tokens", "text", "chat", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "n", "constraint", "tokens_only", "timeout", "max_cost_usd", "adapter_id")
+    __slots__ = ("item_id", "tokens", "text", "chat", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "n", "constraint", "tokens_only", "timeout", "max_cost_usd", "adapter_id", "sampled_logprobs", "cache_salt")
     ITEM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +173,8 @@ class ExecuteItem(_message.Message):
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     MAX_COST_USD_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     item_id: str
     tokens: TokenPrompt
     text: str
@@ -190,7 +192,9 @@ class ExecuteItem(_message.Message):
     timeout: _duration_pb2.Duration
     max_cost_usd: float
     adapter_id: str
-    def __init__(self, item_id: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., tokens_only: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., adapter_id: _Optional[str] = ...) -> None: ...
+    sampled_logprobs: bool
+    cache_salt: str
+    def __init__(self, item_id: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., tokens_only: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., adapter_id: _Optional[str] = ..., sampled_logprobs: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class TokenPrompt(_message.Message):
     __slots__ = ("token_ids",)
@@ -309,12 +313,14 @@ class SampleChunk(_message.Message):
     def __init__(self, item_id: _Optional[str] = ..., sample: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., runtime: _Optional[str] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
-    __slots__ = ("logprob", "top")
+    __slots__ = ("logprob", "top", "sampled_logprob")
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     logprob: float
     top: _types_pb2.TopLogprobs
-    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Union[_types_pb2.TopLogprobs, _Mapping]] = ...) -> None: ...
+    sampled_logprob: float
+    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Union[_types_pb2.TopLogprobs, _Mapping]] = ..., sampled_logprob: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("input_tokens", "output_tokens", "reasoning_tokens", "cached_tokens", "cost_usd")

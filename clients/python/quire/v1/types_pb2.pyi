@@ -73,7 +73,7 @@ class KvCacheHandle(_message.Message):
     def __init__(self, cache_id: _Optional[str] = ..., seq_len: _Optional[int] = ..., epoch: _Optional[int] = ..., worker_id: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., weights: _Optional[int] = ..., adapter_version: _Optional[int] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("logits", "top_logprobs", "logprob_token_ids", "sampling", "mask", "logprob", "sampled_logprob", "hidden")
+    __slots__ = ("logits", "top_logprobs", "logprob_token_ids", "sampling", "mask", "logprob", "sampled_logprob", "hidden", "experts")
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class OutputOptions(_message.Message):
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     logits: LogitsFormat
     top_logprobs: int
     logprob_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -90,7 +91,8 @@ class OutputOptions(_message.Message):
     logprob: bool
     sampled_logprob: bool
     hidden: HiddenStates
-    def __init__(self, logits: _Optional[_Union[LogitsFormat, str]] = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., mask: _Optional[_Union[TokenMask, _Mapping]] = ..., logprob: _Optional[bool] = ..., sampled_logprob: _Optional[bool] = ..., hidden: _Optional[_Union[HiddenStates, _Mapping]] = ...) -> None: ...
+    experts: bool
+    def __init__(self, logits: _Optional[_Union[LogitsFormat, str]] = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., mask: _Optional[_Union[TokenMask, _Mapping]] = ..., logprob: _Optional[bool] = ..., sampled_logprob: _Optional[bool] = ..., hidden: _Optional[_Union[HiddenStates, _Mapping]] = ..., experts: _Optional[bool] = ...) -> None: ...
 
 class HiddenStates(_message.Message):
     __slots__ = ("layers", "dtype")
@@ -168,7 +170,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("token_id", "logprob", "top", "chosen_logprobs", "logits", "sampled_logprob", "hidden")
+    __slots__ = ("token_id", "logprob", "top", "chosen_logprobs", "logits", "sampled_logprob", "hidden", "experts")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +178,7 @@ class StepOutput(_message.Message):
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprob: float
     top: TopLogprobs
@@ -183,7 +186,8 @@ class StepOutput(_message.Message):
     logits: Tensor
     sampled_logprob: float
     hidden: _containers.RepeatedCompositeFieldContainer[Tensor]
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Union[TopLogprobs, _Mapping]] = ..., chosen_logprobs: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., sampled_logprob: _Optional[float] = ..., hidden: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    experts: bytes
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Union[TopLogprobs, _Mapping]] = ..., chosen_logprobs: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., sampled_logprob: _Optional[float] = ..., hidden: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., experts: _Optional[bytes] = ...) -> None: ...
 
 class SampledToken(_message.Message):
     __slots__ = ("token_id", "logprob", "sampled_logprob")
@@ -226,7 +230,7 @@ class StepTiming(_message.Message):
     def __init__(self, queue_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., steps: _Optional[int] = ..., batch_items: _Optional[int] = ...) -> None: ...
 
 class ModelDescription(_message.Message):
-    __slots__ = ("model_id", "architecture", "vocab_size", "max_seq_len", "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "dtype", "num_parameters", "weight_bytes", "eos_token_ids", "bos_token_id", "fingerprint", "backend", "license")
+    __slots__ = ("model_id", "architecture", "vocab_size", "max_seq_len", "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "dtype", "num_parameters", "weight_bytes", "eos_token_ids", "bos_token_id", "fingerprint", "backend", "license", "moe_layers", "num_experts", "experts_per_token")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +248,9 @@ class ModelDescription(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     LICENSE_FIELD_NUMBER: _ClassVar[int]
+    MOE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     architecture: str
     vocab_size: int
@@ -261,7 +268,10 @@ class ModelDescription(_message.Message):
     fingerprint: str
     backend: str
     license: str
-    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_seq_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_attention_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., fingerprint: _Optional[str] = ..., backend: _Optional[str] = ..., license: _Optional[str] = ...) -> None: ...
+    moe_layers: int
+    num_experts: int
+    experts_per_token: int
+    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_seq_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_attention_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., fingerprint: _Optional[str] = ..., backend: _Optional[str] = ..., license: _Optional[str] = ..., moe_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., experts_per_token: _Optional[int] = ...) -> None: ...
 
 class ChatTemplate(_message.Message):
     __slots__ = ("sources", "special_tokens")

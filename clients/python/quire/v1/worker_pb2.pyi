@@ -124,7 +124,7 @@ class WorkerCommand(_message.Message):
     def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., adopt: _Optional[_Union[AdoptCommand, _Mapping]] = ..., adapter: _Optional[_Union[AdapterCommand, _Mapping]] = ..., replace_weights: _Optional[_Union[ReplaceWeightsCommand, _Mapping]] = ...) -> None: ...
 
 class ForwardOptions(_message.Message):
-    __slots__ = ("rows", "scored", "output", "verify_rows", "sample_seeds", "parents", "accept")
+    __slots__ = ("rows", "scored", "output", "verify_rows", "sample_seeds", "parents", "accept", "experts", "experts_from")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     SCORED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +132,8 @@ class ForwardOptions(_message.Message):
     SAMPLE_SEEDS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FROM_FIELD_NUMBER: _ClassVar[int]
     rows: int
     scored: int
     output: _types_pb2.OutputOptions
@@ -139,7 +141,9 @@ class ForwardOptions(_message.Message):
     sample_seeds: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
     accept: _types_pb2.VerifyAccept
-    def __init__(self, rows: _Optional[int] = ..., scored: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., verify_rows: _Optional[_Iterable[_Union[_types_pb2.VerifyRow, _Mapping]]] = ..., sample_seeds: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ...) -> None: ...
+    experts: bytes
+    experts_from: int
+    def __init__(self, rows: _Optional[int] = ..., scored: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., verify_rows: _Optional[_Iterable[_Union[_types_pb2.VerifyRow, _Mapping]]] = ..., sample_seeds: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., experts: _Optional[bytes] = ..., experts_from: _Optional[int] = ...) -> None: ...
 
 class ForwardCommand(_message.Message):
     __slots__ = ("sequence", "position", "token_ids", "options", "default_seed", "keep_all", "prompt_len", "ephemeral", "timeout_ns", "kind", "caller", "salt", "priority", "prelaunch", "adapter")

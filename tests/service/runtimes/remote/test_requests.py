@@ -122,6 +122,7 @@ UNSUPPORTED: list[tuple[DialectName, str, dict[str, Any]]] = [
     ("openai-chat", "tokens", {"tokens": TOKENS}),
     ("openai-chat", "tokens_only", {"tokens_only": True}),
     ("openai-chat", "top_logprobs", {"top_logprobs": 2}),
+    ("openai-chat", "sampled_logprobs", {"sampled_logprobs": True}),
     ("openai-chat", "chat.template", {"chat": runner_pb2.Chat(messages=CHAT.messages, template="rag")}),
     ("openai-chat", "constraint.regex", {"constraint": {"regex": "a"}}),
     ("openai-chat", "constraint.lark", {"constraint": {"lark": "a"}}),

@@ -293,6 +293,14 @@ export interface ForwardRequest {
   cacheSalt: string;
   /** As in PrefillRequest. */
   adapterId: string;
+  /**
+   * Routing to replay: StepOutput.experts of the tokens from index `experts_from` of `token_ids` on, one after the
+   * other. These tokens are computed with these experts, each weighted by the router as if it had chosen them. Tokens
+   * without them are routed as usual. KV is shared only with Forwards that replay the same. Requires
+   * ModelDescription.moe_layers; otherwise UNSUPPORTED_BY_EXECUTOR.
+   */
+  experts: Buffer;
+  expertsFrom: number;
 }
 
 export interface ForwardResponse {
@@ -2505,7 +2513,16 @@ export const UnifiedForwardItemResponse: MessageFns<UnifiedForwardItemResponse> 
 };
 
 function createBaseForwardRequest(): ForwardRequest {
-  return { tokenIds: [], output: undefined, priority: 0, scoreFrom: 0, cacheSalt: "", adapterId: "" };
+  return {
+    tokenIds: [],
+    output: undefined,
+    priority: 0,
+    scoreFrom: 0,
+    cacheSalt: "",
+    adapterId: "",
+    experts: Buffer.alloc(0),
+    expertsFrom: 0,
+  };
 }
 
 export const ForwardRequest: MessageFns<ForwardRequest> = {
@@ -2531,6 +2548,12 @@ export const ForwardRequest: MessageFns<ForwardRequest> = {
     }
     if (message.adapterId !== "") {
       writer.uint32(50).string(message.adapterId);
+    }
+    if (message.experts.length !== 0) {
+      writer.uint32(58).bytes(message.experts);
+    }
+    if (message.expertsFrom !== 0) {
+      writer.uint32(64).uint32(message.expertsFrom);
     }
     return writer;
   },
@@ -2606,6 +2629,22 @@ export const ForwardRequest: MessageFns<ForwardRequest> = {
             message.adapterId = reader.string();
             continue;
           }
+          case 7: {
+            if (tag !== 58) {
+              break;
+            }
+
+            message.experts = Buffer.from(reader.bytes());
+            continue;
+          }
+          case 8: {
+            if (tag !== 64) {
+              break;
+            }
+
+            message.expertsFrom = reader.uint32();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2631,6 +2670,8 @@ export const ForwardRequest: MessageFns<ForwardRequest> = {
     message.scoreFrom = object.scoreFrom ?? 0;
     message.cacheSalt = object.cacheSalt ?? "";
     message.adapterId = object.adapterId ?? "";
+    message.experts = object.experts ?? Buffer.alloc(0);
+    message.expertsFrom = object.expertsFrom ?? 0;
     return message;
   },
 };

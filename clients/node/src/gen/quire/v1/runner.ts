@@ -217,6 +217,13 @@ export interface ExecuteItem {
     | undefined;
   /** The LoRA adapter, as in PrefillRequest. Only this server's own runtime has adapters. */
   adapterId: string;
+  /**
+   * Return the log-probability of each token under the distribution from which it was drawn, as
+   * OutputOptions.sampled_logprob does. Only this server's own runtime can.
+   */
+  sampledLogprobs: boolean;
+  /** As in PrefillRequest. Providers ignore it. */
+  cacheSalt: string;
 }
 
 export interface TokenPrompt {
@@ -338,8 +345,13 @@ export interface SampleChunk {
 }
 
 export interface TokenLogprob {
+  /** Under the model's own distribution. 0 if it was not requested. */
   logprob: number;
-  top: TopLogprobs | undefined;
+  top:
+    | TopLogprobs
+    | undefined;
+  /** Set with ExecuteItem.sampled_logprobs. */
+  sampledLogprob?: number | undefined;
 }
 
 export interface Usage {
@@ -686,6 +698,8 @@ function createBaseExecuteItem(): ExecuteItem {
     timeout: undefined,
     maxCostUsd: undefined,
     adapterId: "",
+    sampledLogprobs: false,
+    cacheSalt: "",
   };
 }
 
@@ -747,6 +761,12 @@ export const ExecuteItem: MessageFns<ExecuteItem> = {
     }
     if (message.adapterId !== "") {
       writer.uint32(138).string(message.adapterId);
+    }
+    if (message.sampledLogprobs !== false) {
+      writer.uint32(144).bool(message.sampledLogprobs);
+    }
+    if (message.cacheSalt !== "") {
+      writer.uint32(154).string(message.cacheSalt);
     }
     return writer;
   },
@@ -910,6 +930,22 @@ export const ExecuteItem: MessageFns<ExecuteItem> = {
             message.adapterId = reader.string();
             continue;
           }
+          case 18: {
+            if (tag !== 144) {
+              break;
+            }
+
+            message.sampledLogprobs = reader.bool();
+            continue;
+          }
+          case 19: {
+            if (tag !== 154) {
+              break;
+            }
+
+            message.cacheSalt = reader.string();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -967,6 +1003,8 @@ export const ExecuteItem: MessageFns<ExecuteItem> = {
       : undefined;
     message.maxCostUsd = object.maxCostUsd ?? undefined;
     message.adapterId = object.adapterId ?? "";
+    message.sampledLogprobs = object.sampledLogprobs ?? false;
+    message.cacheSalt = object.cacheSalt ?? "";
     return message;
   },
 };
@@ -1908,7 +1946,7 @@ export const SampleChunk: MessageFns<SampleChunk> = {
 };
 
 function createBaseTokenLogprob(): TokenLogprob {
-  return { logprob: 0, top: undefined };
+  return { logprob: 0, top: undefined, sampledLogprob: undefined };
 }
 
 export const TokenLogprob: MessageFns<TokenLogprob> = {
@@ -1918,6 +1956,9 @@ export const TokenLogprob: MessageFns<TokenLogprob> = {
     }
     if (message.top !== undefined) {
       TopLogprobs.encode(message.top, writer.uint32(18).fork()).join();
+    }
+    if (message.sampledLogprob !== undefined) {
+      writer.uint32(29).float(message.sampledLogprob);
     }
     return writer;
   },
@@ -1951,6 +1992,14 @@ export const TokenLogprob: MessageFns<TokenLogprob> = {
             message.top = TopLogprobs.decode(reader, reader.uint32());
             continue;
           }
+          case 3: {
+            if (tag !== 29) {
+              break;
+            }
+
+            message.sampledLogprob = reader.float();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -1970,6 +2019,7 @@ export const TokenLogprob: MessageFns<TokenLogprob> = {
     const message = createBaseTokenLogprob();
     message.logprob = object.logprob ?? 0;
     message.top = (object.top !== undefined && object.top !== null) ? TopLogprobs.fromPartial(object.top) : undefined;
+    message.sampledLogprob = object.sampledLogprob ?? undefined;
     return message;
   },
 };

@@ -116,7 +116,14 @@ export interface OutputOptions {
    * Return hidden states at the row's token, the inputs of heads, reward models, draft models and embeddings. Unset:
    * none. Requires ExecutorCapabilities.supports_hidden_states; otherwise UNSUPPORTED_BY_EXECUTOR.
    */
-  hidden: HiddenStates | undefined;
+  hidden:
+    | HiddenStates
+    | undefined;
+  /**
+   * Return the experts that the row's token was routed to; see StepOutput.experts. Requires
+   * ModelDescription.moe_layers; otherwise UNSUPPORTED_BY_EXECUTOR.
+   */
+  experts: boolean;
 }
 
 /** Which hidden states of a row to return, and in which format. */
@@ -254,6 +261,12 @@ export interface StepOutput {
     | undefined;
   /** See OutputOptions.hidden. In the order of its layers, each of shape [hidden_size]. */
   hidden: Tensor[];
+  /**
+   * See OutputOptions.experts. The experts of the token at this position, which is the one before token_id: their ids,
+   * of shape [moe_layers, experts_per_token], row-major, the expert with the highest weight first. An id is one byte
+   * if the model has at most 256 experts, else two bytes, little-endian.
+   */
+  experts: Buffer;
 }
 
 /** An extra token that was drawn from a row, in addition to that of its StepOutput. */
@@ -327,6 +340,13 @@ export interface ModelDescription {
    * Empty: not stated.
    */
   license: string;
+  /**
+   * The layers with experts, from the first one on; the experts of each of them, and how many the router chooses for a
+   * token. 0: the model has none, or its backend can neither return nor replay them.
+   */
+  moeLayers: number;
+  numExperts: number;
+  expertsPerToken: number;
 }
 
 /**
@@ -619,6 +639,7 @@ function createBaseOutputOptions(): OutputOptions {
     logprob: false,
     sampledLogprob: false,
     hidden: undefined,
+    experts: false,
   };
 }
 
@@ -651,6 +672,9 @@ export const OutputOptions: MessageFns<OutputOptions> = {
     }
     if (message.hidden !== undefined) {
       HiddenStates.encode(message.hidden, writer.uint32(66).fork()).join();
+    }
+    if (message.experts !== false) {
+      writer.uint32(72).bool(message.experts);
     }
     return writer;
   },
@@ -742,6 +766,14 @@ export const OutputOptions: MessageFns<OutputOptions> = {
             message.hidden = HiddenStates.decode(reader, reader.uint32());
             continue;
           }
+          case 9: {
+            if (tag !== 72) {
+              break;
+            }
+
+            message.experts = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -771,6 +803,7 @@ export const OutputOptions: MessageFns<OutputOptions> = {
     message.hidden = (object.hidden !== undefined && object.hidden !== null)
       ? HiddenStates.fromPartial(object.hidden)
       : undefined;
+    message.experts = object.experts ?? false;
     return message;
   },
 };
@@ -1480,6 +1513,7 @@ function createBaseStepOutput(): StepOutput {
     logits: undefined,
     sampledLogprob: undefined,
     hidden: [],
+    experts: Buffer.alloc(0),
   };
 }
 
@@ -1509,6 +1543,9 @@ export const StepOutput: MessageFns<StepOutput> = {
     }
     for (const v of message.hidden) {
       Tensor.encode(v!, writer.uint32(58).fork()).join();
+    }
+    if (message.experts.length !== 0) {
+      writer.uint32(66).bytes(message.experts);
     }
     return writer;
   },
@@ -1592,6 +1629,14 @@ export const StepOutput: MessageFns<StepOutput> = {
             message.hidden.push(Tensor.decode(reader, reader.uint32()));
             continue;
           }
+          case 8: {
+            if (tag !== 66) {
+              break;
+            }
+
+            message.experts = Buffer.from(reader.bytes());
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -1618,6 +1663,7 @@ export const StepOutput: MessageFns<StepOutput> = {
       : undefined;
     message.sampledLogprob = object.sampledLogprob ?? undefined;
     message.hidden = object.hidden?.map((e) => Tensor.fromPartial(e)) || [];
+    message.experts = object.experts ?? Buffer.alloc(0);
     return message;
   },
 };
@@ -2005,6 +2051,9 @@ function createBaseModelDescription(): ModelDescription {
     fingerprint: "",
     backend: "",
     license: "",
+    moeLayers: 0,
+    numExperts: 0,
+    expertsPerToken: 0,
   };
 }
 
@@ -2070,6 +2119,15 @@ export const ModelDescription: MessageFns<ModelDescription> = {
     }
     if (message.license !== "") {
       writer.uint32(138).string(message.license);
+    }
+    if (message.moeLayers !== 0) {
+      writer.uint32(144).uint32(message.moeLayers);
+    }
+    if (message.numExperts !== 0) {
+      writer.uint32(152).uint32(message.numExperts);
+    }
+    if (message.expertsPerToken !== 0) {
+      writer.uint32(160).uint32(message.expertsPerToken);
     }
     return writer;
   },
@@ -2233,6 +2291,30 @@ export const ModelDescription: MessageFns<ModelDescription> = {
             message.license = reader.string();
             continue;
           }
+          case 18: {
+            if (tag !== 144) {
+              break;
+            }
+
+            message.moeLayers = reader.uint32();
+            continue;
+          }
+          case 19: {
+            if (tag !== 152) {
+              break;
+            }
+
+            message.numExperts = reader.uint32();
+            continue;
+          }
+          case 20: {
+            if (tag !== 160) {
+              break;
+            }
+
+            message.expertsPerToken = reader.uint32();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2271,6 +2353,9 @@ export const ModelDescription: MessageFns<ModelDescription> = {
     message.fingerprint = object.fingerprint ?? "";
     message.backend = object.backend ?? "";
     message.license = object.license ?? "";
+    message.moeLayers = object.moeLayers ?? 0;
+    message.numExperts = object.numExperts ?? 0;
+    message.expertsPerToken = object.expertsPerToken ?? 0;
     return message;
   },
 };

@@ -1,0 +1,75 @@
+"""Checks what requests ask of the experts of a model: which were routed to, and which are replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+from service.errors import InvalidArgument, Unsupported
+
+# Up to so many experts of a layer, the id of one takes one byte, else two. Workers have the same number.
+_ONE_BYTE_EXPERTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Those of the served model.
+
+    Attributes:
+        layers: How many layers have experts. 0: they can be neither returned nor replayed.
+        count: The experts of each of these layers.
+        per_token: How many are chosen for a token.
+        backend: ModelDescription.backend.
+    """
+
+    layers: int = 0
+    count: int = 0
+    per_token: int = 0
+    backend: str = ""
+
+    @property
+    def token_bytes(self) -> int:
+        """The size of StepOutput.experts."""
+        return self.layers * self.per_token * (1 if self.count <= _ONE_BYTE_EXPERTS else 2)
+
+    def require(self, field: str) -> None:
+        """Raises Unsupported, for `field`, if the model has none."""
+        if not self.layers:
+            text = "the served model has no experts"
+            if self.backend == "transformers":
+                text = "the transformers backend neither returns nor replays experts"
+            raise Unsupported(text, field=field)
+
+    def check_replay(self, data: bytes, start: int, tokens: int) -> None:
+        """`data` is for some of the tokens from `start` on. Raises InvalidArgument or Unsupported."""
+        if not data:
+            if start:
+                raise InvalidArgument("BAD_EXPERTS", "experts_from", "must be 0 without experts")
+            return
+        self.require("experts")
+        if len(data) % self.token_bytes:
+            text = f"must have {self.token_bytes} bytes for each token, got {len(data)} bytes"
+            raise InvalidArgument("BAD_EXPERTS", "experts", text)
+        given = len(data) // self.token_bytes
+        if start + given > tokens:
+            text = f"{given} tokens from {start} on, but there are only {tokens}"
+            raise InvalidArgument("BAD_EXPERTS", "experts", text)
+        self._check_ids(data)
+
+    def _check_ids(self, data: bytes) -> None:
+        import numpy as np  # noqa: PLC0415 - most gateways never get any
+
+        ids = np.frombuffer(data, dtype="u1" if self.count <= _ONE_BYTE_EXPERTS else "<u2")
+        if ids.max() >= self.count:
+            where, text = int(ids.argmax()), f"expert {ids.max()} of {self.count}"
+        else:
+            # By pairs of columns, which is faster than to sort each row.
+            columns = np.ascontiguousarray(ids.reshape(-1, self.per_token).T)  # [per_token, tokens * layers]
+            pairs = combinations(columns, 2)
+            repeated = next((found for a, b in pairs if (found := a == b).any()), None)
+            if repeated is None:
+                return
+            where, text = int(repeated.argmax()) * self.per_token, "an expert occurs more than once"
+        token, place = divmod(where, self.layers * self.per_token)
+        text = f"{text}, in layer {place // self.per_token} of those with experts, of given token {token}"
+        raise InvalidArgument("BAD_EXPERTS", "experts", text)
