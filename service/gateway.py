@@ -96,15 +96,19 @@ class Gateway:
         self.authenticator = Authenticator.of(config)
         self.caches = CacheMachine(limits)
         self.journal = self._open_journal(directory)
+        configured = _model_argument(config.model)
         versions = ModelVersions(
-            _model_argument(config.model),
+            configured,
             config.workers,
             directory,
             self.journal.model_fingerprint,
             self.journal.bind_model,
             self.caches.weights.has_caches,
         )
-        self.caches.weights.replace(versions.serving.number, continued=versions.continued)
+        if (served := versions.serving.model) != configured and not Path(served).is_dir():
+            gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
+            raise ConfigError("model", f"{directory}/weights.json", served, gone)
+        self.caches.weights.replace(versions.serving.number, continued_from=versions.continued_from)
         grace_s = config.orphan_grace_s if directory is not None else 0.0
         self.pool = Supervisor(config, versions, LocalLauncher(directory, grace_s))
         self.dispatcher = Dispatcher(self.caches, self.journal, functools.partial(wire.send, self.pool.links))

@@ -227,7 +227,7 @@ class CacheMachine:
         known = (self._workers.find(worker.worker_id, worker.epoch) for worker in workers)
         self._lose([worker for worker in known if worker is not None], crashed=False, failed=False)
         if recompute:
-            self.weights.replace(weights, continued=self.weights.continued)
+            self.weights.replace(weights, continued_from=self.weights.continued_from)
             continue_caches(self.index, self._queues.operations.values(), self.weights)
         else:
             self.weights.switch(weights, drain=False)

@@ -26,7 +26,7 @@ class Weights:
         # The weights of new caches.
         self.serving = 0
         # The first weights whose caches continue with the ones that are served.
-        self.continued = 0
+        self.continued_from = 0
         # Older weights whose caches can still be used.
         self._usable: set[int] = set()
         self._ledger = ledger
@@ -35,16 +35,16 @@ class Weights:
         """New caches get other weights. `drain`: existing caches can still be used."""
         if drain:
             self._usable.add(self.serving)
-        self.serving = self.continued = weights
+        self.serving = self.continued_from = weights
 
-    def replace(self, weights: int, *, continued: int) -> None:
-        """New caches get other weights, and those of `continued` and later ones continue with them."""
-        self.serving, self.continued = weights, continued
-        self._ledger.continue_weights(continued, weights)
+    def replace(self, weights: int, *, continued_from: int) -> None:
+        """New caches get other weights, and those of `continued_from` and later ones continue with them."""
+        self.serving, self.continued_from = weights, continued_from
+        self._ledger.continue_weights(continued_from, weights)
 
     def current(self, weights: int) -> int:
         """The weights with which something of these is computed now."""
-        return self.serving if self.continued <= weights <= self.serving else weights
+        return self.serving if self.continued_from <= weights <= self.serving else weights
 
     def drained(self, weights: int) -> None:
         """Refuses new requests for caches of these weights. Earlier requests continue."""

@@ -129,7 +129,7 @@ class ModelVersions:
         # The version of new caches. Only this class sets it.
         self.serving = ModelVersion(served.weights, served.model, workers)
         # The first version whose caches continue with the served one.
-        self.continued = served.weights if served.continued is None else served.continued
+        self.continued_from = served.weights if served.continued is None else served.continued
         if has_caches(served.weights):
             self.serving.expected_fingerprint = fingerprint
         self._versions = [self.serving]
@@ -188,16 +188,16 @@ class ModelVersions:
         self._versions.append(version)
         return version
 
-    def persist(self, version: ModelVersion, continued: int | None = None) -> None:
+    def persist(self, version: ModelVersion, continued_from: int | None = None) -> None:
         """Stores that this version is served from now on. Blocks on the disk. Atomic; raises OSError.
 
-        `continued`: the first version whose caches continue with this one. None: this one.
+        `continued_from`: the first version whose caches continue with this one. None: this one.
         """
-        self.continued = version.number if continued is None else continued
-        served = self._served_model(version)
+        continued_from = version.number if continued_from is None else continued_from
+        served = self._served_model(version, continued_from)
         if self._data_dir is not None:
             write_served_model(self._data_dir, served)
-        self._stored = served
+        self.continued_from, self._stored = continued_from, served
 
     def serve(self, version: ModelVersion) -> None:
         """Makes this the served version: that of new caches."""
@@ -237,18 +237,18 @@ class ModelVersions:
     def _tag_caches(self) -> None:
         self._bind_caches(to_model_tag(self.serving.fingerprint or "", self.serving.number))
 
-    def _served_model(self, version: ModelVersion) -> ServedModel:
-        first = None if self.continued == version.number else self.continued
+    def _served_model(self, version: ModelVersion, continued_from: int) -> ServedModel:
+        first = None if continued_from == version.number else continued_from
         return ServedModel(self._configured, version.model, version.number, first)
 
     def _update_file(self) -> None:
         """Updates the file if the settings have changed since weights were loaded, and the model works."""
-        served = self._served_model(self.serving)
+        served = self._served_model(self.serving, self.continued_from)
         if self._stored in (None, served):
             return
         try:
             # Blocks once, before the first call is served.
-            self.persist(self.serving, self.continued)
+            self.persist(self.serving, self.continued_from)
         except OSError as error:
             _log.warning("cannot store which weights are served", error=error.strerror)
 

@@ -91,7 +91,7 @@ class WeightsReplacer:
         recompute: bool,
     ) -> None:
         """Raises LoadFailed if the switch cannot be stored; then nothing has changed."""
-        continued = self._dispatcher.caches.weights.continued if recompute else None
+        continued = self._dispatcher.caches.weights.continued_from if recompute else None
         try:
             await asyncio.to_thread(self._versions.persist, version, continued)
         except OSError as error:

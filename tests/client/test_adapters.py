@@ -117,13 +117,12 @@ def test_a_missing_file_is_missed_before_the_call(
     assert executor.calls["LoadAdapter"] == []
 
 
-def test_a_file_that_cannot_be_read_to_its_end(load: Load, executor: FakeExecutor, directory: Path) -> None:
+def test_a_file_that_cannot_be_read_to_its_end(load: Load, directory: Path) -> None:
     (directory / WEIGHTS).unlink()
     # It can be opened, and nothing is at its beginning.
     (directory / WEIGHTS).symlink_to("/proc/self/mem")
     with pytest.raises(OSError, match=f"Input/output error: '{directory}"):
         load("sql", files=directory)
-    assert executor.adapters == {}
 
 
 def test_a_refusal_while_files_are_sent_says_why(load: Load, executor: FakeExecutor) -> None:

@@ -32,3 +32,16 @@ def test_the_server_ends_and_says_why(tmp_path: Path, bad: BadDirectory) -> None
     assert not any("model" in record for record in records), "it is not announced before it is checked"
     assert len(refusals) == 1 and re.search(bad.says, refusals[0])
     assert [record["event"] for record in records].count("worker started") == 1
+
+
+def test_weights_that_were_loaded_last_and_are_gone(tmp_path: Path) -> None:
+    model, home = make_good(tmp_path / "model", sharded=False), tmp_path / "home"
+    home.mkdir(mode=0o700)
+    gone = {"configured": str(model), "model": str(tmp_path / "gone"), "weights": 1, "continued": None}
+    (home / "weights.json").write_text(json.dumps(gone))
+    flags = ["--listen", "127.0.0.1:0", "--model", str(model), "--data-dir", str(home)]
+    command = [sys.executable, "-m", "quire.cli", "serve", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "what was loaded last is gone; put it back, or remove the data directory" in done.stderr
+    assert "worker started" not in done.stderr

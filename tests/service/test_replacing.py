@@ -48,7 +48,7 @@ class Dispatcher:
     """Records what it is told."""
 
     def __init__(self) -> None:
-        self.caches = SimpleNamespace(weights=SimpleNamespace(continued=0))
+        self.caches = SimpleNamespace(weights=SimpleNamespace(continued_from=0))
         self.replaced: list[tuple[str, int]] = []
         self.lost: list[tuple[str, int]] = []
 

@@ -151,7 +151,7 @@ class Simulation:
         """A gateway without workers, which knows what is on the disk."""
         oracle, rng = self.oracle, self.rng
         self.machine = new_machine(rng, oracle, self._names)
-        self.machine.weights.replace(self._weights, continued=self._continued)
+        self.machine.weights.replace(self._weights, continued_from=self._continued)
         oracle.continue_with(self._weights, self._continued)
         self._loading = self._before = None
         self.journal = DiskJournal(self._disk, lambda: self._now_s, self.seen)
