@@ -16,8 +16,8 @@ SERVING := .venv/serving-$(STATE)
 INSTALLED := .venv/installed-$(STATE)
 BENCH_INSTALLED := .venv/bench-$(notdir $(INSTALLED))
 PROTO_IMAGE := build/protos.binpb
-# The first two are a pair; Triton has wheels for Linux on x86_64 only.
-TORCH := torch==2.13.0 $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),triton==3.7.1)
+# Triton, 700 MB, is for GPUs and for tests.
+SERVED := .$(if $(shell command -v nvidia-smi),[cuda])
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -43,10 +43,10 @@ $(SERVING):
 	@if ls .venv/serving-* >/dev/null 2>&1; then $(BIN)/python -m pip uninstall --quiet --yes quire-llm-server; \
 	  else echo 'Creating .venv'; $(PYTHON) -m venv --clear .venv; fi
 	@rm -f .venv/serving-* .venv/installed-*
-	@echo 'Installing torch, most of about 2 GB (details in $(PIP_LOG))'
-	@$(call INSTALL,setuptools $(TORCH))
+	@echo 'Installing torch, most of what is downloaded (details in $(PIP_LOG))'
+	@$(call INSTALL,setuptools torch==2.13.0)
 	@echo 'Installing Quire and what else it needs'
-	@$(call INSTALL,--no-build-isolation --editable clients/python --editable .)
+	@$(call INSTALL,--no-build-isolation --editable clients/python --editable '$(SERVED)')
 	@touch $@
 
 $(INSTALLED): $(SERVING)

@@ -1,11 +1,14 @@
 """Builds wheels: the client's, and the server's with its kernels compiled for every instruction set.
 
 They are built from copies of the sources, so that nothing of an earlier build in the checkout gets into them.
+In the server's copy all packages are inside one, `quire_server`, so that it installs no names that others may
+use; imports, and names of modules in strings, are changed accordingly.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +20,12 @@ from kernels.cpu import library
 ROOT = Path(__file__).resolve().parents[1]
 # What the server's wheel is made of.
 PACKAGES = ("kernels", "service", "workers")
-FILES = ("LICENSE", "README.md", "pyproject.toml")
+FILES = ("LICENSE", "README.md")
+# What they are in when they are installed.
+OUTER = "quire_server"
+# `from service.config import ...`, and "service.cli.serve:run" or "workers.__main__" in a string.
+IMPORT = re.compile(rf"^(\s*from )(?=({'|'.join(PACKAGES)})\b)", re.MULTILINE)
+MODULE_NAME = re.compile(rf'(")(?=({"|".join(PACKAGES)})(\.\w+)+(:\w+)?")')
 
 
 def build(out: Path, names: list[str]) -> None:
@@ -32,16 +40,31 @@ def build(out: Path, names: list[str]) -> None:
         server, client = Path(scratch, "server"), Path(scratch, "client")
         shutil.copytree(ROOT / "clients" / "python", client, ignore=ignored)
         for package in PACKAGES:
-            shutil.copytree(ROOT / package, server / package, ignore=ignored)
+            shutil.copytree(ROOT / package, server / OUTER / package, ignore=ignored)
+        put_into_one_package(server)
         for file in FILES:
             shutil.copy(ROOT / file, server)
         for instructions in library.INSTRUCTION_SETS:
             if instructions.name in names:
                 print(f"Compiling the kernels for {instructions.name}", flush=True)
-                library.prebuild(instructions, server / library.BUILD_DIR.relative_to(ROOT))
+                library.prebuild(instructions, server / OUTER / library.BUILD_DIR.relative_to(ROOT))
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "wheel"]
         options = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(out)]
         subprocess.run([*pip, *options, str(client), str(server)], check=True)  # noqa: S603 - our own pip
+
+
+def put_into_one_package(server: Path) -> None:
+    """Changes names of modules in the copied sources, and the settings of the build."""
+    (server / OUTER / "__init__.py").touch()
+    for path in (server / OUTER).rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(MODULE_NAME.sub(rf"\1{OUTER}.", IMPORT.sub(rf"\1{OUTER}.", text)), encoding="utf-8")
+    settings = MODULE_NAME.sub(rf"\1{OUTER}.", (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    found = 'include = ["service*", "workers*", "kernels*"]'
+    if settings.count(found) != 1:
+        raise ValueError(f"pyproject.toml must have once: {found}")
+    settings = settings.replace(found, f'include = ["{OUTER}*"]')
+    (server / "pyproject.toml").write_text(settings, encoding="utf-8")
 
 
 def main() -> None:

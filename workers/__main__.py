@@ -79,7 +79,7 @@ def _configure_logging(config: WorkerConfig) -> None:
         # Each line in one write: the gateway and other workers write to the same pipe.
         logger_factory=structlog.WriteLoggerFactory(background_log()),  # type: ignore[arg-type]  # a stream
     )
-    standard = logging.getLogger("workers")
+    standard = logging.getLogger(__package__)
     standard.setLevel(config.log_level.upper())
     standard.addHandler(_ToStructlog())
 

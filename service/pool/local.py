@@ -207,7 +207,7 @@ def _comparable(config: worker_pb2.WorkerConfig) -> worker_pb2.WorkerConfig:
 
 
 def _command(socket: str, config: worker_pb2.WorkerConfig) -> list[str]:
-    command = [sys.executable, "-m", "workers", "--listen", address_of(socket)]
+    command = [sys.executable, "-m", "workers.__main__", "--listen", address_of(socket)]
     return [*command, "--config", json_format.MessageToJson(config, indent=None)]
 
 

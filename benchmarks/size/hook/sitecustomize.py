@@ -126,7 +126,7 @@ def _start(role: str) -> None:
 
 
 if "COUNTED_CALLS_DIR" in os.environ:
-    if sys.orig_argv[1:3] == ["-m", "workers"]:
+    if sys.orig_argv[1:3] == ["-m", "workers.__main__"]:
         _start("worker")
     elif "serve" in sys.orig_argv:
         _start("gateway")
