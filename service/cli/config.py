@@ -27,7 +27,7 @@ from service.printable import escaped
 def check(options: argparse.Namespace) -> int:
     """Prints all problems. Returns the exit status: 1 if there are any."""
     settings = _read(options)
-    problems = [f"{_place(settings, error)}{error}" for error in settings.errors]
+    problems = [_said(settings, error) for error in settings.errors]
     problems += _problems_at_start(settings, is_running=options.running)
     for problem in problems:
         print(f"quire: {escaped(problem)}", file=sys.stderr)
@@ -53,7 +53,7 @@ def show(options: argparse.Namespace) -> int:
             value = "auto" if found["value"] is None else json.dumps(found["value"])
             print(escaped(f"{name:{width}}  {value:<24}  {_of(settings, name)}"))
     for error in settings.errors:
-        print(f"quire: {escaped(_place(settings, error) + str(error))}", file=sys.stderr)
+        print(f"quire: {escaped(_said(settings, error))}", file=sys.stderr)
     return 1 if settings.errors else 0
 
 
@@ -78,10 +78,13 @@ def _of(settings: Settings, name: str) -> str:
     return f"flag {source}" if source.startswith("--") else f"environment {source}"
 
 
-def _place(settings: Settings, error: ConfigError) -> str:
-    """The file and the line of a setting, if it is in the file."""
+def _said(settings: Settings, error: ConfigError) -> str:
+    """The error, with the line if the setting is in the file."""
     file = settings.file
-    return f"{file}{_line(file, error.setting)}: " if file and error.source == file else ""
+    if not file or error.source != file:
+        return str(error)
+    place = f"{file}{_line(file, error.setting)}"
+    return f"{place}: {error.setting} = {error.value!r} is refused: {error.allowed}"
 
 
 def _line(file: str, name: str) -> str:
@@ -104,7 +107,7 @@ def _problems_at_start(settings: Settings, *, is_running: bool) -> Iterator[str]
             source = settings.sources.get(error.setting, "default")
             named = ConfigError(error.setting, source, error.value, error.allowed)
             if error.setting not in refused:
-                yield f"{_place(settings, named)}{named}"
+                yield _said(settings, named)
 
 
 def _model(config: Config) -> Iterator[ConfigError]:

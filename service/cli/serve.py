@@ -80,6 +80,6 @@ def _find_adapter_on_hub(hub_id: str, *, download: bool) -> Path:
     from service.cli import hub
 
     try:
-        return hub.find_adapter(hub_id, FILES, download=download)
+        return hub.find_files(hub_id, FILES, download=download)
     except hub.HubError as error:
         raise bad_adapter(str(error)) from None
