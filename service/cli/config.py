@@ -21,11 +21,13 @@ from service.config_sources import Settings, json_schema, read_settings
 from service.data_directory import data_directory
 from service.journal.base import JournalUnusable
 from service.journal.files import DATABASE
+from service.logging import configure_logging
 from service.printable import escaped
 
 
 def check(options: argparse.Namespace) -> int:
     """Prints all problems. Returns the exit status: 1 if there are any."""
+    configure_logging("error", "pretty", sys.stderr)
     settings = _read(options)
     problems = [_said(settings, error) for error in settings.errors]
     problems += _problems_at_start(settings, is_running=options.running)

@@ -146,8 +146,6 @@ def read_journal(directory: Path) -> Contents:
     with tempfile.TemporaryDirectory(prefix="quire-journal-") as name:
         copy = Path(name)
         found.in_use = _copy(directory, copy)
-        with translate_errors(directory / DATABASE):
-            _count(copy, found)
 
         def apply(record: Record, _wall_s: float) -> None:
             found.ledger.apply(record)
@@ -158,13 +156,14 @@ def read_journal(directory: Path) -> Contents:
             found.records += len(run.token_ids)
 
         try:
-            with contextlib.closing(open_journal(copy)) as journal:
+            with contextlib.closing(open_journal(copy)) as journal, translate_errors(copy / DATABASE):
+                _count(copy, found)
+                rows = found.rows
                 journal.recover(apply, apply_run)
                 found.size_bytes = journal.size_bytes
         except JournalUnusable as error:
             # The advice is about the original.
             raise JournalUnusable(str(error).replace(str(copy), str(directory))) from None
-        rows = found.rows
         _count(copy, found)
         found.dropped_rows = rows - found.rows
     return found
@@ -172,7 +171,7 @@ def read_journal(directory: Path) -> Contents:
 
 def _contents(options: argparse.Namespace) -> Contents:
     """Raises SystemExit with 1, after a line that says why, if the journal cannot be read."""
-    configure_logging("error", "pretty")
+    configure_logging("error", "pretty", sys.stderr)
     try:
         return read_journal(_directory(options.directory))
     except JournalUnusable as error:
@@ -192,21 +191,23 @@ def _directory(name: str) -> Path:
 
 def _copy(directory: Path, target: Path) -> bool:
     """Copies the files of a journal. Whether a server is using it. Raises JournalUnusable."""
-    path = directory / DATABASE
+    path, copy_path = directory / DATABASE, target / DATABASE
     if not path.is_file():
         raise JournalUnusable(f"{directory} has no {DATABASE}: name a server's data directory")
     with translate_errors(path), unused(directory) as is_unused:
+        # For their owner only, as the original.
+        os.close(os.open(copy_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         if is_unused:
             for name in (DATABASE, f"{DATABASE}-wal", HIGH_WATER_MARK):
                 if (directory / name).exists():
-                    shutil.copyfile(directory / name, target / name)
+                    shutil.copy(directory / name, target / name)
                     with (target / name).open("rb") as copied:
                         os.fsync(copied.fileno())
             return False
         # A reader of a database that another process has open changes nothing.
         with (
             contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as source,
-            contextlib.closing(sqlite3.connect(target / DATABASE)) as copy,
+            contextlib.closing(sqlite3.connect(copy_path)) as copy,
         ):
             source.backup(copy)
         return True
