@@ -1,6 +1,6 @@
 """Asks a program of ours in a process of its own, for a limited time: it may load torch, or wait for a disk.
 
-A process that hangs in the kernel cannot be killed, so nothing waits for its end.
+A process that hangs in the kernel cannot be killed, so nothing waits long for its end.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+_END_S = 1.0
 
 
 class NoAnswer(Exception):
@@ -51,10 +53,10 @@ def ask(module: str, *arguments: str, timeout_s: float) -> list[dict[str, Any]]:
         except subprocess.TimeoutExpired:
             why = f"no answer within {timeout_s:g} s"
         except KeyboardInterrupt:
-            _kill(child.pid)
+            _kill(child)
             raise
         if why:
-            _kill(child.pid)
+            _kill(child)
         said.seek(0)
         found = []
         for line in said.read().splitlines():
@@ -65,6 +67,9 @@ def ask(module: str, *arguments: str, timeout_s: float) -> list[dict[str, Any]]:
     return found
 
 
-def _kill(pid: int) -> None:
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """Kills it and what it has started, and waits for its end, but not long."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+        os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(_END_S)
