@@ -187,7 +187,8 @@ def _state(config: Config) -> Iterator[ConfigError]:
         if config.journal == "sqlite":
             yield ConfigError("journal", "", "sqlite", "needs a data_dir if the port is chosen at each start")
         return
-    there = next(path for path in (directory, *directory.parents) if path.exists())
+    # Path.exists raises if a directory of the path cannot be read.
+    there = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110
     if not there.is_dir():
         yield ConfigError("data_dir", "", str(directory), f"{there} is a file")
     elif not os.access(there, os.W_OK | os.X_OK):

@@ -23,6 +23,8 @@ _TORCH_S = 90.0
 # A channel of DDR4-2400 has 19.2 GB/s.
 _SLOW_READ_BYTES_PER_S = 10e9
 _NO_GPU = "none: models run on the CPU"
+_VARIABLE = "QUIRE_CPU_ISA"
+_UNSET = f"unset {_VARIABLE}, or name another instruction set that this machine has"
 _BUILD = "compile them: python -m kernels.cpu.library, which needs g++ 12 or later"
 
 
@@ -88,7 +90,8 @@ def _torch() -> Iterator[Finding]:
         advice = "a token reads all weights: look for other programs or guests, or for empty memory slots"
         yield Finding("bandwidth", SLOW if slow else OK, text, advice)
     if why:
-        yield Finding("torch", PROBLEM, why, "install as README.md says; workers cannot start without torch")
+        advice = "install as README.md says; workers cannot start without torch"
+        yield Finding("torch", PROBLEM, why, _UNSET if _VARIABLE in why else advice)
 
 
 def _cpu(facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -96,11 +99,10 @@ def _cpu(facts: Mapping[str, Any]) -> Iterator[Finding]:
     slow = "" if sets else "nothing, or another machine: workers multiply faster with AVX2 or NEON and later"
     text = f"{facts['cpu']}: {', '.join(sets) or 'no instruction set of the kernels'}"
     yield Finding("cpu", SLOW if slow else OK, text, slow)
-    for dtype in ("bfloat16", "float32"):
-        product: str = facts["products"][dtype]
-        is_slow = product.startswith("torch")
-        advice = _BUILD if facts["compiler"] else f"install g++ 12 or later, then {_BUILD}"
-        yield Finding("products", SLOW if is_slow else OK, product, advice if sets else slow)
+    advice = _BUILD if facts["compiler"] else f"install g++ 12 or later, then {_BUILD}"
+    for product in dict.fromkeys(facts["products"][dtype] for dtype in ("bfloat16", "float32")):
+        state = SLOW if product.startswith("torch") else OK
+        yield Finding("products", state, product, _UNSET if _VARIABLE in product else slow or advice)
     if facts["library"]:
         kind = "prebuilt" if "prebuilt" in facts["library"] else "compiled on this machine"
         yield Finding("kernels", OK, f"{facts['kernels']}, {kind}; torch {facts['torch']}")
@@ -111,7 +113,7 @@ def _gpus(facts: Mapping[str, Any]) -> Iterator[Finding]:
     for gpu in gpus:
         free, total = (gpu[name] / 2**30 for name in ("free_bytes", "memory_bytes"))
         text = f"{gpu['name']}, sm_{gpu['capability'].replace('.', '')}, {free:.1f} GiB free of {total:.1f}"
-        yield Finding("gpu", OK, f"{text}, CUDA {facts['cuda']}")
+        yield Finding("gpu", OK, f"{text}, CUDA {facts['cuda']}, driver {facts['driver'] or 'unknown'}")
     if gpus and facts["triton"] is None:
         yield Finding(
             "triton", PROBLEM, "not installed", "install the version that README.md says; or --device cpu"

@@ -192,9 +192,10 @@ def _directory(name: str) -> Path:
 def _copy(directory: Path, target: Path) -> bool:
     """Copies the files of a journal. Whether a server is using it. Raises JournalUnusable."""
     path, copy_path = directory / DATABASE, target / DATABASE
-    if not path.is_file():
-        raise JournalUnusable(f"{directory} has no {DATABASE}: name a server's data directory")
-    with translate_errors(path), unused(directory) as is_unused:
+    with translate_errors(path), contextlib.ExitStack() as stack:
+        if not path.is_file():
+            raise JournalUnusable(f"{directory} has no {DATABASE}: name a server's data directory")
+        is_unused = stack.enter_context(unused(directory))
         # For their owner only, as the original.
         os.close(os.open(copy_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         if is_unused:

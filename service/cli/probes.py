@@ -175,7 +175,8 @@ def _clock(_: Config) -> Iterator[Finding]:
 
 def _disk(config: Config) -> Iterator[Finding]:
     directory = data_directory(config) or state_dir()
-    there = next(path for path in (directory, *directory.parents) if path.is_dir())
+    # Path.is_dir raises if a directory of the path cannot be read.
+    there = next(path for path in (directory, *directory.parents) if os.path.isdir(path))  # noqa: PTH112
     advice = "name a directory that this user can write to with --data-dir"
     try:
         free_bytes = (found := os.statvfs(there)).f_bavail * found.f_frsize

@@ -202,8 +202,8 @@ def test_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 FACTS = {
     "cpu": "A CPU", "instruction_sets": ["avx2"], "kernels": None, "library": None, "compiler": None,
     "products": {"bfloat16": "torch: there is no build; expect it to be slow", "float32": "cpu-avx2"},
-    "torch": "2.13.0", "gpus": [], "cuda": None, "has_device_files": False, "warning": "", "triton": None,
-    "read_bytes_per_s": 4e9,
+    "torch": "2.13.0", "gpus": [], "cuda": None, "has_device_files": False, "driver": "",
+    "warning": "", "triton": None, "read_bytes_per_s": 4e9,
 }  # fmt: skip
 GPU = {"name": "A GPU", "capability": "9.0", "memory_bytes": 80 << 30, "free_bytes": 79 << 30}
 
@@ -214,6 +214,12 @@ GPU = {"name": "A GPU", "capability": "9.0", "memory_bytes": 80 << 30, "free_byt
         ({}, "products", SLOW, "install g++"),
         ({"compiler": "/usr/bin/g++"}, "products", SLOW, "compile them"),
         ({"instruction_sets": []}, "cpu", SLOW, "another machine"),
+        (
+            {"products": dict.fromkeys(("bfloat16", "float32"), "torch: QUIRE_CPU_ISA = none")},
+            "products",
+            SLOW,
+            "unset",
+        ),
         ({}, "bandwidth", SLOW, "4.0 GB/s"),
         ({}, "gpu", OK, "none"),
         (
@@ -222,7 +228,12 @@ GPU = {"name": "A GPU", "capability": "9.0", "memory_bytes": 80 << 30, "free_byt
             SLOW,
             "the driver is too old",
         ),
-        ({"gpus": [GPU], "cuda": "13.0"}, "gpu", OK, "A GPU, sm_90, 79.0 GiB free of 80.0, CUDA 13.0"),
+        (
+            {"gpus": [GPU], "cuda": "13.0"},
+            "gpu",
+            OK,
+            "A GPU, sm_90, 79.0 GiB free of 80.0, CUDA 13.0, driver unknown",
+        ),
         ({"gpus": [GPU]}, "triton", PROBLEM, "--device cpu"),
     ],
 )

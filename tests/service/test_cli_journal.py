@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,6 +198,22 @@ def test_a_running_servers_journal_is_read_without_disturbing_it(
         write(journal, [appended(1, 2, 9)])
         assert json.loads(said(capsys, "export", str(directory)))["tokens"] == [7, 8, 9]
     assert json.loads(said(capsys, "export", str(tmp_path / "copies" / "first")))["tokens"] == [7, 8]
+
+
+def test_a_crashed_servers_journal_is_read_with_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log has what is not in the database yet. It stays there."""
+    crashed = tmp_path / "crashed"
+    with contextlib.closing(open_journal(tmp_path / "data")) as journal:
+        write(journal, [created(1), appended(1, 0, 7)])
+        shutil.copytree(tmp_path / "data", crashed, ignore=lambda *_: ["journal.db-shm"])
+    with unchanged(crashed):
+        assert json.loads(said(capsys, "inspect", str(crashed), "--json"))["tokens"] == 1
+    (crashed / "journal.db-wal").unlink()
+    with unchanged(crashed), pytest.raises(SystemExit):
+        main(["journal", "verify", str(crashed)])
+    assert f"{crashed}/journal.db-wal was lost" in capsys.readouterr().err
 
 
 def test_a_server_starts_with_a_backup(

@@ -5,9 +5,11 @@ For commands of operators. Nothing here is used when a model is served.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import time
@@ -29,6 +31,7 @@ _ROWS = 1 << 10
 # Of a product, as in a prefill of a small model.
 _PRODUCT_ROWS, _INPUTS, _OUTPUTS = 512, 1024, 6144
 _READ_S, _PRODUCT_S = 1.5, 0.5
+_DRIVER = re.compile(r"Module\s.*?(\d+\.[\d.]+)")
 
 
 def describe_cpu() -> dict[str, object]:
@@ -66,6 +69,11 @@ def describe_gpus() -> dict[str, object]:
                 "free_bytes": free_bytes,
             }
         )
+    driver = ""
+    with contextlib.suppress(OSError):
+        # What nvidia-smi says, which may not be there.
+        found_version = _DRIVER.search(Path("/proc/driver/nvidia/version").read_text(encoding="ascii"))
+        driver = found_version[1] if found_version else ""
     try:
         triton: str | None = metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -73,6 +81,7 @@ def describe_gpus() -> dict[str, object]:
     return {
         "gpus": gpus,
         "cuda": torch.version.cuda,
+        "driver": driver,
         "has_device_files": Path("/dev/nvidia0").exists(),
         "warning": str(caught[0].message).partition("\n")[0] if caught else "",
         "triton": triton,
