@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from service.printable import escaped
 
 _SHIPPED_MODEL_DIR = Path(__file__).parents[2] / "workers" / "models" / SHIPPED_MODEL
 _TIMEOUT_S = 120.0
+_COLUMNS = 80
 
 
 def run(options: argparse.Namespace) -> int:
@@ -75,9 +77,11 @@ def _print(found: Mapping[str, Any]) -> None:
         expected = "-" if rate["expected"] is None else f"{rate['expected']:,.0f}"
         print(f"{rate['what']:22}{rate['roof']:>10,.0f}{reached:>10}{expected:>10}")
     print()
+    note = "The roof is what reads and products alone would take. "
     if found["rates"][0]["fraction"] is None:
-        print("The roof is what reads and products alone would take. What Quire reaches of it was not")
-        print("measured on such a device.")
+        note += "What Quire reaches of it was not measured on such a device."
     else:
-        print("The roof is what reads and products alone would take; reached is what Quire's service")
-        print("reached of it with Qwen3-0.6B on a CPU with the same kernels (docs/performance.md).")
+        note += (
+            "Reached is what Quire's service reached of it with Qwen3-0.6B on a CPU with the same kernels."
+        )
+    print(textwrap.fill(note, _COLUMNS))
