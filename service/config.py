@@ -5,22 +5,19 @@ environment (`QUIRE_MAX_BATCH_TOKENS`), the TOML file given by `--config` (`max_
 The declaration of a field below defines all of them, and the help text. A bad setting is refused with
 `ConfigError`, also in a file or the environment when a flag overrides it, because it would fail later.
 
-This module does not use the settings, and it reads no model.
+`config_sources` reads the sources. This module does not use the settings, and it reads no model.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import difflib
 import ipaddress
 import os
 import re
-import tomllib
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +27,7 @@ WEIGHTLESS_MODEL = "paged-attention"
 
 # Environment variables with the prefix that are not settings: the file, those of the client commands, and
 # those that workers read themselves (kernels/cpu/library.py).
-_OTHER_ENV = (
+OTHER_ENV = (
     "QUIRE_CONFIG", "QUIRE_TARGET", "QUIRE_TOKEN", "QUIRE_CA", "QUIRE_CERT", "QUIRE_KEY", "QUIRE_CPU_ISA",
 )  # fmt: skip
 _AUTO = "auto"
@@ -410,7 +407,7 @@ class Config:
     )
 
 
-class _Setting:
+class Setting:
     """One field of Config, with what is needed to parse it."""
 
     def __init__(self, field: dataclasses.Field[Any], hint: Any) -> None:
@@ -457,6 +454,39 @@ class _Setting:
                 return parsed
         raise ConfigError(self.name, source, value, allowed)
 
+    @property
+    def default_text(self) -> str:
+        """The default, in the help."""
+        return _AUTO if self.default is None else f"{self.default}" or "none"
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is off or on."""
+        return self.choices == _SWITCH
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in the help."""
+        if isinstance(self._rule, _Text) and self._rule.accepts in (_is_file, _is_directory):
+            return "FILE" if self._rule.accepts is _is_file else "DIRECTORY"
+        return "|".join(self.choices) or self.kind.__name__.upper()
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """A JSON schema of the value in a file. `parse` refuses more: it also looks at the machine."""
+        match self._rule:
+            case _Range(minimum, maximum):
+                number = "integer" if self.kind is int else "number"
+                found: dict[str, Any] = {"type": number, "minimum": minimum, "maximum": maximum}
+            case _Text():
+                found = {"type": "string"}
+            case choices:
+                found = {"enum": [*choices]}
+        if self.is_optional:
+            found = {"anyOf": [{"const": _AUTO}, found]}
+        default = {"default": _AUTO if self.default is None else self.default}
+        return {"description": f"{self.help} ({self.allowed})"} | default | found
+
     def _convert(self, value: object, *, text: bool) -> Any:
         accepted = (int, float) if self.kind is float else (self.kind,)
         # In Python a bool is an int, but `workers = true` is a mistake.
@@ -466,89 +496,27 @@ class _Setting:
 
 
 _HINTS = typing.get_type_hints(Config)
-_SETTINGS = {field.name: _Setting(field, _HINTS[field.name]) for field in dataclasses.fields(Config)}
+SETTINGS = {field.name: Setting(field, _HINTS[field.name]) for field in dataclasses.fields(Config)}
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds `--config` and a flag for each setting. Values stay strings: `load_config` checks them."""
-    parser.add_argument("--config", metavar="FILE", help="TOML file of settings (env QUIRE_CONFIG)")
-    add = parser.add_argument
-    for setting in _SETTINGS.values():
-        if setting.group:
-            add = parser.add_argument_group(setting.group).add_argument
-        default = _AUTO if setting.default is None else f"{setting.default}" or "none"
-        # A switch without a value means on.
-        optional_value: Any = {"nargs": "?", "const": "on"} if setting.choices == _SWITCH else {}
-        add(
-            setting.flag,
-            **optional_value,
-            metavar="|".join(setting.choices) or setting.kind.__name__.upper(),
-            help=f"{setting.help} ({setting.allowed}; default {default}; env {setting.env})",
-        )
-
-
-def load_config(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
-    """Merges flags over environment over file over defaults.
-
-    `flags` maps field names to strings, like `vars()` of the namespace that `add_flags` fills (None: not
-    given). Names that are not settings are ignored. Raises ConfigError for the first bad setting.
-    """
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-
-    def set_value(setting: _Setting, value: object, source: str, *, text: bool = True) -> None:
-        values[setting.name] = setting.parse(value, source, text=text)
-        sources[setting.name] = source
-
-    if path := flags.get("config") or environ.get("QUIRE_CONFIG"):
-        for name, value in _read(path).items():
-            if name not in _SETTINGS:
-                raise ConfigError(name, path, value, _unknown(name, [*_SETTINGS]))
-            set_value(_SETTINGS[name], value, path, text=False)
-    by_env = {setting.env: setting for setting in _SETTINGS.values()}
-    for name, value in environ.items():
-        if name in by_env:
-            set_value(by_env[name], value, name)
-        elif name.startswith(ENV_PREFIX) and name not in _OTHER_ENV:
-            raise ConfigError(name, "the environment", value, _unknown(name, [*by_env, *_OTHER_ENV]))
-    for name, value in flags.items():
-        if name in _SETTINGS and value is not None:
-            set_value(_SETTINGS[name], value, _SETTINGS[name].flag)
-    config = Config(**values)
-    _check_together(config, sources)
-    return config
-
-
-def _check_together(config: Config, sources: Mapping[str, str]) -> None:
-    """Raises ConfigError for settings that do not fit each other, such as a public address without TLS."""
+def conflicts(config: Config, sources: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
+    """Settings that do not fit each other, such as a public address without TLS, with the settings' names."""
     if config.default_lease_s > config.max_lease_s:
         source = sources.get("default_lease_s", sources.get("max_lease_s", "default"))
         allowed = f"must be at most max_lease_s, which is {config.max_lease_s:.12g}"
-        raise ConfigError("default_lease_s", source, config.default_lease_s, allowed)
+        error = ConfigError("default_lease_s", source, config.default_lease_s, allowed)
+        yield ("default_lease_s", "max_lease_s"), error
     if config.model_revision is not None and not is_hub_id(config.model):
         problem = "is only for a model of the hub"
-        raise ConfigError("model_revision", sources["model_revision"], config.model_revision, problem)
+        error = ConfigError("model_revision", sources["model_revision"], config.model_revision, problem)
+        yield ("model_revision", "model"), error
     for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
         value = getattr(config, name)
         if value and not getattr(config, other):
-            raise ConfigError(name, sources[name], value, f"needs {other} too")
+            yield (name, other), ConfigError(name, sources[name], value, f"needs {other} too")
     for name in ("listen", "openai_listen"):
         value = getattr(config, name)
         if value and not (is_private(value) or config.tls_cert or config.insecure == "on"):
             allowed = "remote clients need TLS (tls_cert and tls_key), or insecure = on"
-            raise ConfigError(name, sources.get(name, "default"), value, allowed)
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("config", "--config or QUIRE_CONFIG", path, f"{error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("config", path, path, f"must be a TOML file: {error}") from None
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(known)}"
-    return f"there is no such setting; {hint}"
+            error = ConfigError(name, sources.get(name, "default"), value, allowed)
+            yield (name, "tls_cert", "insecure"), error

@@ -16,7 +16,7 @@ STUBS = "quire.v1"
 
 # Inside workers a module imports only what stands below it, or beside it on its line.
 WORKER_LAYERS = (
-    {"__main__"},
+    {"__main__", "plan"},
     {"server", "wire"},
     {"step_loop"},
     {
@@ -58,6 +58,7 @@ TOP_LEVEL = {
 SERVICE_ROOMS = {
     "service.errors": (),
     "service.config": (),
+    "service.config_sources": ("service.config",),
     "service.printable": (),
     "service.memory": (),
     "service.running_clock": (),
@@ -116,9 +117,10 @@ SERVICE_ROOMS = {
         "service.pool.launcher", "service.runtimes.sources",
     ),
     "service.cli": (
-        "service.adapters.store", "service.config", "service.data_directory", "service.auth.connections",
-        "service.auth.tokens", "service.errors", "service.journal.files", "service.logging",
-        "service.printable", "service.server",
+        "service.adapters.store", "service.auth", "service.caches.ledger", "service.caches.records",
+        "service.config", "service.config_sources", "service.data_directory", "service.errors",
+        "service.journal", "service.listening", "service.logging", "service.openai.front",
+        "service.printable", "service.runtimes.runtimes_file", "service.server",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.
@@ -128,6 +130,7 @@ WITHOUT_MESSAGES = (
     "service.dispatcher",
     "service.errors",
     "service.config",
+    "service.config_sources",
 )
 
 
@@ -356,7 +359,7 @@ def test_the_client_needs_only_what_it_declares() -> None:
         # Its extras; tests/client/test_imports.py sees that nothing loads them by itself.
         extra = {"tokenizers"} if module == "quire.text" else set()
         if within(module, "quire.cli"):
-            extra = {"numpy", "psutil", "rich", "tokenizers", "uvloop"}
+            extra = {"numpy", "psutil", "rich", "shtab", "tokenizers", "uvloop"}
         outside = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
         assert outside <= {"quire", "grpc", "google"} | extra, module
 

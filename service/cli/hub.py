@@ -78,8 +78,8 @@ def find_model(
         raise _to_hub_error(error, hub_id, revision) from error
 
 
-def find_adapter(hub_id: str, names: Sequence[str], *, download: bool) -> Path:
-    """The directory of a LoRA adapter in the local cache, after a download of its files if necessary.
+def find_files(hub_id: str, names: Sequence[str], *, download: bool) -> Path:
+    """A directory in the local cache with these files of a repository, after a download if necessary.
 
     Raises:
         HubError: See `find_model`.

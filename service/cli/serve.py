@@ -15,7 +15,8 @@ import uvloop
 
 from service.adapters.store import FILES, bad_adapter
 from service.auth.connections import TooFewDescriptors, with_descriptors
-from service.config import Config, ConfigError, is_hub_id, load_config
+from service.config import Config, ConfigError, is_hub_id
+from service.config_sources import load_config
 from service.errors import LoadFailed
 from service.logging import configure_logging
 from service.server import serve
@@ -79,6 +80,6 @@ def _find_adapter_on_hub(hub_id: str, *, download: bool) -> Path:
     from service.cli import hub
 
     try:
-        return hub.find_adapter(hub_id, FILES, download=download)
+        return hub.find_files(hub_id, FILES, download=download)
     except hub.HubError as error:
         raise bad_adapter(str(error)) from None

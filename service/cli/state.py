@@ -23,7 +23,7 @@ def list_state(_: argparse.Namespace) -> int:
     rows = []
     for directory in data_directories():
         size_bytes, idle_days = _size_and_age(directory)
-        with _unused(directory) as is_unused:
+        with unused(directory) as is_unused:
             rows.append((size_bytes, f"{idle_days:.1f} days ago" if is_unused else "in use", directory.name))
     print(f"in {state_dir()}:")
     for size_bytes, used, name in sorted(rows, reverse=True):
@@ -43,7 +43,7 @@ def remove_state(options: argparse.Namespace) -> int:
         size_bytes, idle_days = _size_and_age(there[name])
         if options.older_than is not None and idle_days < options.older_than:
             continue
-        with _unused(there[name]) as is_unused:
+        with unused(there[name]) as is_unused:
             if is_unused:
                 # Renamed first: a server that starts now makes a new one. Removals may have been interrupted.
                 removed = there[name]
@@ -70,7 +70,7 @@ def _size_and_age(directory: Path) -> tuple[int, float]:
 
 
 @contextlib.contextmanager
-def _unused(directory: Path) -> Iterator[bool]:
+def unused(directory: Path) -> Iterator[bool]:
     """Yields whether no server uses the directory. If so, it stays locked during the context."""
     with contextlib.ExitStack() as stack:
         # Which of the two a server locks depends on its settings.

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import worker_pb2
 
-from service.config import Config, ConfigError, add_flags, is_hub_id, load_config
+from service.config import Config, ConfigError, is_hub_id
+from service.config_sources import add_flags, load_config
 
 MODELS = (
     "must be adder, paged-attention, a directory that holds config.json, or ORG/NAME on the Hugging Face hub"

@@ -220,15 +220,7 @@ def _adapter_table(served: _Served, limits: LoraLimits) -> AdapterTable[PackedLo
     """Make slots for adapters in a model. Raises KvSizingError if there is not one in the memory for them."""
     modules, slots = served.model.lora_modules(), limits.max_adapters
     if served.model.device.type == "cuda":
-        # There, a slot takes the memory of the largest adapter, whatever is in it.
-        elements = limits.max_rank * sum(outputs + inputs for outputs, inputs in modules.values())
-        slot_bytes = elements * served.model.dtype.itemsize
-        slots = min(slots, limits.max_bytes // slot_bytes)
-        if not slots:
-            raise KvSizingError(
-                f"an adapter of rank {limits.max_rank} takes {slot_bytes >> 20} MiB:"
-                " raise max_lora_bytes or lower max_lora_rank"
-            )
+        slots, _ = gpu_lora_slots(served.model, limits)
     try:
         served.model.allocate_lora(slots, limits.max_rank)
     except torch.OutOfMemoryError as error:
@@ -243,6 +235,22 @@ def _adapter_table(served: _Served, limits: LoraLimits) -> AdapterTable[PackedLo
         return LoadedAdapter(packed, adapter.rank, packed.bytes)
 
     return AdapterTable(served.model, read, limits.max_bytes)
+
+
+def gpu_lora_slots(model: Model, limits: LoraLimits) -> tuple[int, int]:
+    """The number of slots for adapters on a GPU, and the bytes of one. Raises KvSizingError if none fits.
+
+    There, a slot takes the memory of the largest adapter, whatever is in it.
+    """
+    modules = model.lora_modules().values()
+    slot_bytes = limits.max_rank * sum(outputs + inputs for outputs, inputs in modules) * model.dtype.itemsize
+    slots = min(limits.max_adapters, limits.max_bytes // slot_bytes)
+    if not slots:
+        raise KvSizingError(
+            f"an adapter of rank {limits.max_rank} takes {slot_bytes >> 20} MiB:"
+            " raise max_lora_bytes or lower max_lora_rank"
+        )
+    return slots, slot_bytes
 
 
 def _check_same_config(

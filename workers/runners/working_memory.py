@@ -12,7 +12,7 @@ from workers.models.model import Model
 from workers.runners.cuda_graph import buckets_up_to
 
 # For memory of allocators, libraries and the driver that a single step does not show.
-_RESERVE_BYTES = 512 << 20
+RESERVE_BYTES = 512 << 20
 
 
 def measure_working_bytes(
@@ -45,12 +45,17 @@ def measure_working_bytes(
     torch.cuda.synchronize(device)
     step_bytes = torch.cuda.max_memory_allocated(device) - before_bytes
     del inputs, copies
-    # Each bucket's graph keeps its own logits; there are two if the model has slots for adapters.
-    graphs = 2 if model.max_lora_slots else 1
-    graph_bytes = graphs * sum(buckets_up_to(max_rows)) * vocab_size * logits.element_size()
+    graphs_take = graph_bytes(
+        max_rows, vocab_size * logits.element_size(), with_lora=bool(model.max_lora_slots)
+    )
     del logits
     torch.cuda.empty_cache()
-    return step_bytes + graph_bytes + _RESERVE_BYTES
+    return step_bytes + graphs_take + RESERVE_BYTES
+
+
+def graph_bytes(max_rows: int, row_bytes: int, *, with_lora: bool) -> int:
+    """The memory of the CUDA graphs: each bucket's keeps its own logits; with adapters there are two."""
+    return (2 if with_lora else 1) * sum(buckets_up_to(max_rows)) * row_bytes
 
 
 def _prefills(tokens: int, max_seq_len: int, rows: int, page_size: int) -> ForwardInputs:

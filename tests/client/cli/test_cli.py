@@ -378,7 +378,7 @@ def test_a_mistyped_command_is_told(command: str, said: str, capsys: pytest.Capt
 NOT_INSTALLED = "comes with the server (quire-llm-server); in a checkout of Quire: `pip install ./clients"
 
 
-@pytest.mark.parametrize("command", ["serve", "state", "token"])
+@pytest.mark.parametrize("command", ["serve", "state", "token", "doctor", "journal"])
 def test_where_the_server_is_not_installed_its_commands_say_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -387,7 +387,8 @@ def test_where_the_server_is_not_installed_its_commands_say_so(
         main([command])
     error = capsys.readouterr().err
     assert caught.value.code == 2 and f"quire: error: {command} {NOT_INSTALLED}" in error
-    assert error.startswith("usage: quire [-h] [--version] status|generate|load|caches|adapters ...")
+    usage = "usage: quire [-h] [--version] status|generate|load|caches|adapters|completion ..."
+    assert " ".join(error.split()).startswith(usage)
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -581,7 +582,10 @@ def test_the_token_goes_with_every_call(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "required: serve|status|generate|load|caches|adapters|state|token"),
+        (
+            "",
+            "serve|status|generate|load|caches|adapters|completion|config|doctor|plan|state|journal|token",
+        ),
         ("caches", "required: list|release"),
         ("adapters", "required: list|load|unload"),
         ("adapters load sql", "required: DIRECTORY|HUB-ID"),

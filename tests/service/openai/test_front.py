@@ -25,7 +25,8 @@ from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, new_token
-from service.config import Config, ConfigError, load_config
+from service.config import Config, ConfigError
+from service.config_sources import load_config
 from service.errors import InvalidArgument, ProviderFailure, QuireError, RuntimeNotFound
 from service.gateway import Gateway
 from service.openai.bodies import Body, BodyReader

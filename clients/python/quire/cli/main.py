@@ -1,8 +1,8 @@
-"""The command `quire`: generate | status | load | caches | adapters, and the commands of an installed server.
+"""The command `quire`: the client's commands, and those of an installed server.
 
 A package adds a command by an entry point of the group `quire.commands`: a function that takes argparse's
 subparsers and adds a parser with the entry point's name. The parser's default `run` is the function that runs
-the command, as "module:function". `quire-llm-server` adds serve, state and token.
+the command, as "module:function". `quire-llm-server` adds serve and others.
 
 Exit status: 0 success, 1 failure, 2 invalid usage. Each command imports its dependencies when it runs, so
 that it does not load those of the others. This module imports only the standard library.
@@ -30,10 +30,11 @@ _CLIENT_COMMANDS = {
     "load": add_load,
     "caches": options.add_caches,
     "adapters": options.add_adapters,
+    "completion": options.add_completion,
 }
-_SERVER_COMMANDS = ("serve", "state", "token")
+_SERVER_COMMANDS = ("serve", "config", "doctor", "plan", "state", "journal", "token")
 # The order in the help. Other commands come last.
-_ORDER = ("serve", *_CLIENT_COMMANDS, "state", "token")
+_ORDER = ("serve", *_CLIENT_COMMANDS, *_SERVER_COMMANDS[1:])
 _NO_EXTRA = "needs the extra `cli`; in a checkout of Quire: `pip install './clients/python[cli]'`"
 _NO_SERVER = (
     "comes with the server (quire-llm-server); in a checkout of Quire: `pip install ./clients/python .`"
@@ -96,6 +97,11 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         close = difflib.get_close_matches(name, re.findall(r"--[\w-]+", command.format_usage()), n=1)
         command.error(f"{name} is not known" + (f"; did you mean {close[0]}?" if close else ""))
     return parsed
+
+
+def complete_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    return _parser(_installed())[0]
 
 
 def _unknown_command(first: str, commands: list[str]) -> str:

@@ -205,3 +205,15 @@ def add_adapters(commands: Commands) -> None:
         )
     for action in (listing, load, unload):
         add_target(action)
+
+
+def add_completion(commands: Commands) -> None:
+    """Adds `quire completion`."""
+    parser = commands.add_parser(
+        "completion",
+        help="print a script with which a shell completes `quire`",
+        description="Prints a script for a shell: all commands and flags of this installation, as they are"
+        " now. Store it where the shell looks for completions, and again after an upgrade.",
+    )
+    parser.set_defaults(run="quire.cli.completion:print_script")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")

@@ -1,0 +1,209 @@
+"""`quire config`: checks the settings of `quire serve`, shows them, and prints the schema of their file.
+
+What only shows at the start is checked by the code that the server itself uses. Nothing is changed: a
+directory that is not there is not made, and a journal is read from a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from service.cli.state import unused
+from service.config import Config, ConfigError, is_hub_id
+from service.config_sources import Settings, json_schema, read_settings
+from service.data_directory import data_directory
+from service.journal.base import JournalUnusable
+from service.journal.files import DATABASE
+from service.logging import configure_logging
+from service.printable import escaped
+
+
+def check(options: argparse.Namespace) -> int:
+    """Prints all problems. Returns the exit status: 1 if there are any."""
+    configure_logging("error", "pretty", sys.stderr)
+    settings = _read(options)
+    problems = [_said(settings, error) for error in settings.errors]
+    problems += _problems_at_start(settings, is_running=options.running)
+    for problem in problems:
+        print(f"quire: {escaped(problem)}", file=sys.stderr)
+    if problems:
+        return 1
+    count = f"{len(settings.sources)} of {len(Config.__dataclass_fields__)} settings are given"
+    print(escaped(f"{settings.file or 'no file'}: {count}, no problems"))
+    return 0
+
+
+def show(options: argparse.Namespace) -> int:
+    """Prints each setting with its value and source. Returns the exit status: 1 if one is refused."""
+    settings = _read(options)
+    values = {
+        name: {"value": getattr(settings.config, name), "source": settings.sources.get(name, "default")}
+        for name in Config.__dataclass_fields__
+    }
+    if options.json:
+        print(json.dumps(values, indent=2))
+    else:
+        width = max(map(len, values))
+        for name, found in values.items():
+            value = "auto" if found["value"] is None else json.dumps(found["value"])
+            print(escaped(f"{name:{width}}  {value:<24}  {_of(settings, name)}"))
+    for error in settings.errors:
+        print(f"quire: {escaped(_said(settings, error))}", file=sys.stderr)
+    return 1 if settings.errors else 0
+
+
+def schema(_: argparse.Namespace) -> int:
+    """Prints the JSON schema of the file. Returns the exit status."""
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _read(options: argparse.Namespace) -> Settings:
+    flags = vars(options)
+    return read_settings(flags | {"config": flags["file"] or flags["config"]}, os.environ)
+
+
+def _of(settings: Settings, name: str) -> str:
+    """Where the value of a setting is from, in words."""
+    source = settings.sources.get(name)
+    if source is None:
+        return "default"
+    if source == settings.file:
+        return f"file {source}{_line(source, name)}"
+    return f"flag {source}" if source.startswith("--") else f"environment {source}"
+
+
+def _said(settings: Settings, error: ConfigError) -> str:
+    """The error, with the line if the setting is in the file."""
+    file = settings.file
+    if not file or error.source != file:
+        return str(error)
+    place = f"{file}{_line(file, error.setting)}"
+    return f"{place}: {error.setting} = {error.value!r} is refused: {error.allowed}"
+
+
+def _line(file: str, name: str) -> str:
+    """The line of a key or table, as a suffix of the file; empty if it is not found."""
+    key = re.compile(rf"""\s*\[?\s*(["']?){re.escape(name)}\1\s*[=\].]""")
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return next((f":{number}" for number, line in enumerate(lines, 1) if key.match(line)), "")
+
+
+def _problems_at_start(settings: Settings, *, is_running: bool) -> Iterator[str]:
+    """Why a start would fail. A setting that is refused has its default, of which nothing is said."""
+    config = settings.config
+    refused = {error.setting for error in settings.errors}
+    checks = [_model, _descriptors, _access, _runtimes, _state]
+    for check_one in checks if is_running else (*checks, _addresses, _not_in_use):
+        for error in check_one(config):
+            source = settings.sources.get(error.setting, "default")
+            named = ConfigError(error.setting, source, error.value, error.allowed)
+            if error.setting not in refused:
+                yield _said(settings, named)
+
+
+def _model(config: Config) -> Iterator[ConfigError]:
+    if is_hub_id(config.model) and config.model_download == "off":
+        from service.cli import hub
+
+        try:
+            hub.find_model(config.model, config.model_revision, download=False)
+        except hub.HubError as error:
+            yield ConfigError("model", "", config.model, str(error))
+
+
+def _descriptors(config: Config) -> Iterator[ConfigError]:
+    from service.auth.connections import TooFewDescriptors, with_descriptors
+
+    try:
+        with_descriptors(config)
+    except TooFewDescriptors as error:
+        yield ConfigError("max_connections", "", config.max_connections, str(error))
+
+
+def _access(config: Config) -> Iterator[ConfigError]:
+    from service.auth.authenticator import Authenticator
+    from service.auth.tls import server_credentials
+
+    readers: Sequence[Callable[[Config], object]] = (server_credentials, Authenticator.of)
+    for read in readers:
+        try:
+            read(config)
+        except ConfigError as error:
+            yield error
+
+
+def _runtimes(config: Config) -> Iterator[ConfigError]:
+    from service.errors import BadRuntimes
+    from service.runtimes.runtimes_file import load
+
+    try:
+        if config.runtimes:
+            load(Path(config.runtimes))
+    except BadRuntimes as error:
+        yield ConfigError("runtimes", "", config.runtimes, error.message)
+
+
+def _addresses(config: Config) -> Iterator[ConfigError]:
+    from service.auth.unix_socket import LockedUnixSocket
+    from service.listening import ADDRESS_IS_FREE, why_not_listening
+
+    for name in ("listen", "openai_listen"):
+        address = getattr(config, name)
+        problem: str | None = ADDRESS_IS_FREE
+        if address.startswith("unix:"):
+            try:
+                LockedUnixSocket(address.removeprefix("unix:")).close()
+            except OSError as error:
+                problem = error.strerror
+        elif address:
+            problem = why_not_listening(address)
+        if problem != ADDRESS_IS_FREE:
+            yield ConfigError(name, "", address, f"cannot listen: {problem}")
+    if config.openai_listen:
+        try:
+            importlib.import_module("service.openai.front")  # its libraries are an extra
+        except ModuleNotFoundError as error:
+            needed = f"needs {error.name}, of the extra openai"
+            yield ConfigError("openai_listen", "", config.openai_listen, needed)
+
+
+def _state(config: Config) -> Iterator[ConfigError]:
+    """Checks that the data directory can be written to, and that the journal in it can be read."""
+    from service.cli.journal import read_journal
+
+    directory = data_directory(config)
+    if directory is None:
+        if config.journal == "sqlite":
+            yield ConfigError("journal", "", "sqlite", "needs a data_dir if the port is chosen at each start")
+        return
+    # Path.exists raises if a directory of the path cannot be read.
+    there = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110
+    if not there.is_dir():
+        yield ConfigError("data_dir", "", str(directory), f"{there} is a file")
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield ConfigError("data_dir", "", str(directory), f"{there} cannot be written to")
+    elif config.journal != "memory" and (directory / DATABASE).exists():
+        try:
+            read_journal(directory)
+        except JournalUnusable as error:
+            yield ConfigError("data_dir", "", str(directory), str(error))
+
+
+def _not_in_use(config: Config) -> Iterator[ConfigError]:
+    directory = data_directory(config)
+    if directory is not None and directory.is_dir():
+        with unused(directory) as is_unused:
+            if not is_unused:
+                problem = "a server uses it: end it, or check with --running"
+                yield ConfigError("data_dir", "", str(directory), problem)

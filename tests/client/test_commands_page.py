@@ -1,0 +1,112 @@
+"""The commands of docs/commands.md, run by a shell as they are written there, but with paths of the test."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from benchmarks.checkout import ROOT, environment
+from benchmarks.shapes import SHAPES
+from service.config import SETTINGS
+from service.config_sources import json_schema
+from service.journal.sqlite import open_journal
+
+PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+MODEL, ADDRESS, DATA, BACKUP = "Qwen/Qwen3-0.6B", "127.0.0.1:50051", "/var/lib/quire", "/var/backups/quire"
+SETTINGS_BLOCK, DOCTOR, PLAN, JOURNAL, COMPLETION = range(5)
+
+
+def blocks(language: str, text: str = PAGE) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A directory with the command, the file of the page, a journal, and a home."""
+    command = tmp_path / ".venv" / "bin" / "quire"
+    command.parent.mkdir(parents=True)
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quire.cli "$@"\n')
+    command.chmod(0o755)
+    open_journal(tmp_path / "data").close()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"].hf_config()))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    (text,) = blocks("toml")
+    (tmp_path / "quire.toml").write_text(text.replace(ADDRESS, address).replace(DATA, str(tmp_path / "data")))
+    return tmp_path
+
+
+def run(here: Path, block: int) -> str:
+    """What the shell prints when it runs a block of the page."""
+    script = blocks("sh")[block]
+    for written, ours in ((MODEL, "model"), (DATA, "data"), (BACKUP, "backup")):
+        script = script.replace(written, str(here / ours))
+    done = subprocess.run(
+        [shutil.which("bash") or "sh", "-eu", "-c", script],
+        env=environment(ROOT) | {"HOME": str(here), "XDG_STATE_HOME": str(here / "state")},
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_block_is_known_here() -> None:
+    """Another one needs a test."""
+    assert [len(blocks(language)) for language in ("sh", "toml", "json", "python")] == [5, 1, 0, 0]
+
+
+def test_settings(here: Path) -> None:
+    said = run(here, SETTINGS_BLOCK)
+    assert said.startswith("quire.toml: 5 of ") and "no problems" in said
+    assert re.search(r"^workers +2 +file quire.toml:4$", said, flags=re.MULTILINE)
+    schema = json.loads((here / "quire.schema.json").read_text())
+    assert schema == json_schema()
+    jsonschema.validate(tomllib.loads((here / "quire.toml").read_text()), schema)
+
+
+def test_configuration_files_of_all_pages_fit_the_schema() -> None:
+    """Those of tokens and runtimes are tables, and no settings."""
+    found = []
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for text in blocks("toml", page.read_text(encoding="utf-8")):
+            content = tomllib.loads(text)
+            if content.keys() & SETTINGS.keys() - {"tokens", "runtimes"}:
+                jsonschema.validate(content, json_schema())
+                found.append(page.name)
+    assert "commands.md" in found
+
+
+def test_doctor(here: Path) -> None:
+    said = run(here, DOCTOR)
+    assert max(map(len, said.splitlines())) <= 80
+    assert {line.split()[0] for line in said.splitlines() if not line.startswith(" ")} <= {"ok", "slow"}
+
+
+def test_plan(here: Path) -> None:
+    said = run(here, PLAN)
+    assert said.count("596,049,920 parameters, bfloat16") == 3 and "H100 SXM" in said
+    assert len(re.findall(r"^contexts .* of 2,048 tokens", said, flags=re.MULTILINE)) == 2
+
+
+def test_journal(here: Path) -> None:
+    said = run(here, JOURNAL)
+    assert "0 records in 0 rows give 0 caches; all is well" in said
+    assert (here / "caches.jsonl").read_text() == "" and (here / "backup" / "journal.db").exists()
+
+
+def test_completion(here: Path) -> None:
+    run(here, COMPLETION)
+    assert "journal" in (here / ".local/share/bash-completion/completions/quire").read_text()

@@ -1,0 +1,196 @@
+"""`quire config`: every problem at once, with its line; where values are from; a schema that agrees."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import structlog
+from quire.cli.main import main
+
+from service.config import SETTINGS, Config, ConfigError
+from service.config_sources import json_schema, load_config
+from service.journal.sqlite import open_journal
+from tests.certificates import Authority
+
+ROOT = Path(__file__).resolve().parents[2]
+VALIDATOR = jsonschema.Draft202012Validator(json_schema())
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    structlog.reset_defaults()
+    logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+def toml(text: str) -> None:
+    Path("q.toml").write_text(text)
+
+
+def problems(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    status = main(["config", "check", *arguments])
+    said = capsys.readouterr().err.splitlines()
+    assert status == bool(said)
+    return [line.removeprefix("quire: ") for line in said]
+
+
+def test_all_problems_are_said_at_once_with_their_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_LOG_LEVEL", "loud")
+    monkeypatch.setenv("QUIRE_API_TOKEN", "hunter2")
+    toml('# of one server\nworkers = 0\n\nmodle = "adder"\nmax_lease_s = 60\ntls_cert = "nowhere.pem"\n')
+    said = problems(capsys, "q.toml", "--listen", "0.0.0.0:0", "--device", "tpu")
+    assert [line.partition(" is refused")[0] for line in said] == [
+        "q.toml:2: workers = 0",
+        "q.toml:4: modle = 'adder'",
+        "q.toml:6: tls_cert = 'nowhere.pem'",
+        "log_level = 'loud' (from QUIRE_LOG_LEVEL)",
+        "QUIRE_API_TOKEN = '***' (from the environment)",
+        "device = 'tpu' (from --device)",
+        "q.toml: default_lease_s = 1800.0",
+    ]
+    # That TLS is missing is not said while its certificate is wrong.
+    assert len(said) == 7 and "hunter2" not in "".join(said)
+
+
+def test_a_file_that_is_no_toml_is_a_problem_beside_others(capsys: pytest.CaptureFixture[str]) -> None:
+    toml("workers 2")
+    said = problems(capsys, "q.toml", "--workers", "none")
+    assert len(said) == 2 and "at line 1" in said[0] and said[1].startswith("workers = 'none'")
+
+
+def test_nothing_is_made_by_a_check_without_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml(f'listen = "unix:{tmp_path}/socket"\ndata_dir = "{tmp_path}/state/one"\n')
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["config", "check", "q.toml"]) == 0
+    assert capsys.readouterr().out == "q.toml: 2 of 60 settings are given, no problems\n".replace(
+        "60", str(len(SETTINGS))
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_only_a_start_shows_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it in one file."""
+    authority = Authority(tmp_path / "ca")
+    one, other = authority.server(), authority.issue("other")
+    (tmp_path / "tokens.toml").write_text("[token]\n")
+    (tmp_path / "runtimes.toml").write_text('[runtimes.gpt]\ndialect = "dance"\n')
+    (tmp_path / "data").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        toml(
+            f'listen = "{address}"\ntls_cert = "{one.cert}"\ntls_key = "{other.key}"\n'
+            'tokens = "tokens.toml"\nruntimes = "runtimes.toml"\ndata_dir = "data/one"\n'
+        )
+        said = problems(capsys, "q.toml")
+        assert [line.partition(" = ")[0] for line in said] == [
+            "q.toml:2: tls_cert",
+            "q.toml:4: tokens",
+            "q.toml:5: runtimes",
+            "q.toml:6: data_dir",
+            "q.toml:1: listen",
+        ]
+        assert "KEY_VALUES_MISMATCH" in said[0] and "[runtimes.gpt]" in said[2]
+        assert (
+            said[3].endswith(f"{tmp_path / 'data'} is a file")
+            and "another process has this address" in said[4]
+        )
+        assert not [line for line in problems(capsys, "q.toml", "--running") if "listen" in line]
+
+
+def test_a_running_servers_directory_is_in_use_and_a_damaged_journal_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "data"
+    flags = ["--listen", "127.0.0.1:0", "--data-dir", str(directory)]
+    with contextlib.closing(open_journal(directory)):
+        (said,) = problems(capsys, *flags)
+        assert "a server uses it" in said
+        assert problems(capsys, *flags, "--running") == []
+    assert problems(capsys, *flags) == []
+    (directory / "journal.db").write_bytes(b"no database")
+    (said,) = problems(capsys, *flags)
+    assert f"{directory}/journal.db is not a database" in said and "quire-journal" not in said
+
+
+def test_show_says_where_each_value_is_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml("workers = 2\nmax_batch_items = 7\nmax_batch_tokens = 9\n")
+    monkeypatch.setenv("QUIRE_MAX_BATCH_ITEMS", "8")
+    assert main(["config", "show", "q.toml", "--max-batch-tokens", "10"]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows.keys() == SETTINGS.keys()
+    assert rows["workers"].split() == ["2", "file", "q.toml:1"]
+    assert rows["max_batch_items"].split() == ["8", "environment", "QUIRE_MAX_BATCH_ITEMS"]
+    assert rows["max_batch_tokens"].split() == ["10", "flag", "--max-batch-tokens"]
+    assert rows["kv_pages"].split() == ["auto", "default"]
+    assert main(["config", "show", "--config", "q.toml", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["workers"] == {"value": 2, "source": "q.toml"}
+    assert {name: one["value"] for name, one in found.items() if one["source"] == "default"} == {
+        name: getattr(Config(), name)
+        for name in found
+        if name not in ("workers", "max_batch_items", "max_batch_tokens")
+    }
+
+
+def test_the_schema_is_one_and_has_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert schema["properties"].keys() == SETTINGS.keys()
+    defaults = {name: setting["default"] for name, setting in schema["properties"].items()}
+    jsonschema.validate(defaults, schema)
+
+
+# Texts are left out: whether a file exists is not for a schema to say.
+@pytest.mark.parametrize(
+    "name", [n for n, setting in SETTINGS.items() if setting.kind is not str or setting.choices]
+)
+def test_the_schema_accepts_what_the_server_accepts(name: str, tmp_path: Path) -> None:
+    setting = SETTINGS[name]
+    found = setting.schema.get("anyOf", [setting.schema])[-1]
+    edges: list[Any] = [found[edge] for edge in ("minimum", "maximum") if edge in found]
+    values = [*edges, *(edge + step for edge in edges for step in (-1, 1)), *setting.choices]
+    values += ["auto", "other", True, [1]]
+    whole = [int(value) if type(value) is float and value.is_integer() else value for value in values]
+    for value in whole:
+        file = tmp_path / "one.toml"
+        file.write_text(f"{name} = {json.dumps(value)}\n")
+        try:
+            load_config({"config": str(file)}, {})
+            accepted = True
+        except ConfigError as error:
+            # What does not fit other settings is none of the schema's business.
+            accepted = error.setting != name or "must be at most max_lease_s" in error.allowed
+        assert VALIDATOR.is_valid({name: value}) == accepted, value
+
+
+def test_it_loads_no_torch() -> None:
+    modules = "service.cli.config, service.cli.journal, service.cli.doctor, service.cli.plan"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
