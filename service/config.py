@@ -225,6 +225,12 @@ class Config:
         "also serve OpenAI's API over HTTP on this address; port 0 is a free port",
         _Text(_is_http_address, "must be host:port or [ipv6]:port"),
     )
+    metrics_listen: str = _setting(
+        "",
+        "also serve metrics for Prometheus and health checks over HTTP on this address, without TLS or"
+        " authentication; port 0 is a free port",
+        _Text(_is_http_address, "must be host:port or [ipv6]:port"),
+    )
     insecure: str = _setting(
         "off", "allow remote clients without TLS: the network can read and change all traffic", _SWITCH
     )
