@@ -164,6 +164,7 @@ def _is_revision(value: str) -> bool:
 
 
 _FILE = _Text(_is_file, "must be a file")
+_HTTP_ADDRESS = _Text(_is_http_address, "must be host:port or [ipv6]:port")
 _MODELS = (
     f"{SHIPPED_MODEL}, {WEIGHTLESS_MODEL}, a directory that holds config.json,"
     " or ORG/NAME on the Hugging Face hub"
@@ -223,13 +224,10 @@ class Config:
     openai_listen: str = _setting(
         "",
         "also serve OpenAI's API over HTTP on this address; port 0 is a free port",
-        _Text(_is_http_address, "must be host:port or [ipv6]:port"),
+        _HTTP_ADDRESS,
     )
     metrics_listen: str = _setting(
-        "",
-        "also serve metrics for Prometheus and health checks over HTTP on this address, without TLS or"
-        " authentication; port 0 is a free port",
-        _Text(_is_http_address, "must be host:port or [ipv6]:port"),
+        "", "also serve metrics and health checks over HTTP on this address, without TLS", _HTTP_ADDRESS
     )
     insecure: str = _setting(
         "off", "allow remote clients without TLS: the network can read and change all traffic", _SWITCH

@@ -78,13 +78,15 @@ class Exporter:
 
     async def run(self) -> None:
         """Serves until cancelled. Call `bind` before."""
-        server = await asyncio.start_server(self._serve, sock=self._socket, limit=_READ_BYTES)
-        try:
-            await self.figures.watch_lag()
-        finally:
-            server.close()
-            for writer in self._connections:
-                writer.transport.abort()
+        assert self._socket is not None
+        with self._socket:
+            server = await asyncio.start_server(self._serve, sock=self._socket, limit=_READ_BYTES)
+            try:
+                await self.figures.watch_lag()
+            finally:
+                server.close()
+                for writer in self._connections:
+                    writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._connections) >= _MAX_CONNECTIONS:
