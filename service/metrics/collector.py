@@ -29,6 +29,7 @@ from service.runtimes.router import Router
 
 # Names of adapters in one label.
 _MOST_NAMES = 64
+_READY = executor_pb2.WORKER_STATE_READY
 _CALL = ("grpc_type", "grpc_service", "grpc_method")
 # Of a WorkerSlot.
 _WORKER_GAUGES = {
@@ -93,7 +94,7 @@ class QuireCollector(Collector):
         """What vLLM has by the same names."""
         appends, kv, serving = self._figures.appends, self._of.caches.parts.kv, self._of.versions.serving
         running, waiting = self._running_and_waiting()
-        pools = [slot.snapshot.pool for slot in serving.slots if slot.ready is not None]
+        pools = [slot.snapshot.pool for slot in serving.slots if slot.state == _READY]
         total = sum(pool.pages_total for pool in pools)
         used = sum(pool.pages_referenced for pool in pools) / max(1, total)
         yield _gauge("quire_num_requests_running", "Appends that fit into the next steps.", running)
@@ -194,7 +195,7 @@ class QuireCollector(Collector):
     def _workers(self) -> Iterator[Metric]:
         self._count()
         slots = [(str(slot.index), slot) for slot in self._of.versions.all_slots]
-        ready = _summed((index, slot.state == executor_pb2.WORKER_STATE_READY) for index, slot in slots)
+        ready = _summed((index, slot.state == _READY) for index, slot in slots)
         yield _gauge("quire_worker_ready", "Workers of this slot that serve.", ready, "worker")
         epochs = {index: slot.epoch for index, slot in sorted(slots, key=lambda one: one[1].epoch)}
         yield _gauge("quire_worker_epoch", "Number of the last start.", epochs, "worker")

@@ -100,6 +100,9 @@ class Exporter:
                     await self._respond(reader, writer)
                     writer.close()
                     await writer.wait_closed()
+        except Exception:
+            # A bug.
+            _log.exception("a request for metrics failed")
         finally:
             self._connections.pop(writer, None)
             writer.transport.abort()
