@@ -1,7 +1,7 @@
 """Figures that nothing else keeps: times of appends, calls, executions, commits, and of the event loop.
 
-They are used on the event loop only, so they need no locks: `Distribution.add` takes 0.2 us, a histogram of
-prometheus_client six times as long. None of this exists without the setting `metrics_listen`.
+They are used on the event loop only, so they need no locks: a value takes 0.1 us, in a histogram of
+prometheus_client 1.3 us. None of this exists without the setting `metrics_listen`.
 """
 
 from __future__ import annotations

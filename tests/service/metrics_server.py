@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from service.config import Config
 from service.gateway import Gateway
@@ -49,9 +50,9 @@ class MetricsServer:
 
 
 @contextlib.asynccontextmanager
-async def serving(tmp_path: Path, **settings: str) -> AsyncIterator[MetricsServer]:
+async def serving(tmp_path: Path, **settings: Any) -> AsyncIterator[MetricsServer]:
     defaults = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "model": "paged-attention"}
-    gateway = Gateway(Config(**(defaults | settings), data_dir=str(tmp_path)))  # type: ignore[arg-type]
+    gateway = Gateway(Config(**(defaults | settings), data_dir=str(tmp_path)))
     assert gateway.exporter is not None
     port = gateway.exporter.bind()
     running = asyncio.create_task(gateway.exporter.run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,12 +14,19 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
+from quire.v1 import executor_pb2, runner_pb2, types_pb2, worker_pb2
 
-from service.caches.requests import Append, Appended, AppendKind, Released, Request
+from service.adapters.registry import AdapterVersion
+from service.caches.requests import Append, Appended, AppendKind, Release, Released, Request
+from service.caches.workers import WorkerView
+from service.config import Config
+from service.dispatcher import Dispatcher
 from service.errors import QueueFull
+from service.gateway import Gateway
 from service.metrics.figures import TIMES_S, Appends, Calls, Distribution
 from service.metrics.totals import Totals
-from tests.service.metrics_server import serving
+from tests.service.metrics_server import MetricsServer, serving
+from tests.service.served import become_ready
 
 
 def test_counts_go_on_when_a_worker_starts_anew() -> None:
@@ -104,8 +112,6 @@ def test_appends_are_counted_by_what_they_answer() -> None:
 
 
 def test_other_requests_are_not_appends() -> None:
-    from service.caches.requests import Release
-
     appends = Appends()
     appends.observing([Release("c")], lambda *_: None)(0, Released(released=True))
     assert not any(appends.answered) and not appends.failed
@@ -164,11 +170,7 @@ def test_streams_have_their_types() -> None:
     assert types["LoadAdapter"] == "client_stream" and types["Check"] == "unary"
 
 
-async def test_without_the_setting_nothing_is_counted(tmp_path: Any) -> None:
-    from service.config import Config
-    from service.dispatcher import Dispatcher
-    from service.gateway import Gateway
-
+async def test_without_the_setting_nothing_is_counted(tmp_path: Path) -> None:
     gateway = Gateway(Config(listen="127.0.0.1:0", model="paged-attention", data_dir=str(tmp_path)))
     try:
         assert gateway.exporter is None and type(gateway.dispatcher) is Dispatcher
@@ -178,7 +180,7 @@ async def test_without_the_setting_nothing_is_counted(tmp_path: Any) -> None:
         gateway.close()
 
 
-async def test_a_server_without_workers_shows_its_families(tmp_path: Any) -> None:
+async def test_a_server_without_workers_shows_its_families(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         server.gateway.state.refusals.by_reason.update(["NO_WORKER", "NO_WORKER"])
         families = list(text_string_to_metric_families((await server.get("/metrics")).body))
@@ -186,3 +188,94 @@ async def test_a_server_without_workers_shows_its_families(tmp_path: Any) -> Non
     assert samples["quire_num_requests_running"] == samples["quire_kv_cache_usage_perc"] == 0
     (refusals,) = (family for family in families if family.name == "quire_refusals")
     assert [(one.labels, one.value) for one in refusals.samples] == [({"reason": "NO_WORKER"}, 2)]
+
+
+async def scraped(server: MetricsServer) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    families = text_string_to_metric_families((await server.get("/metrics")).body)
+    return {(one.name, frozenset(one.labels.items())): one.value for of in families for one in of.samples}
+
+
+async def test_what_fits_into_a_step_runs_and_the_rest_waits(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_batch_tokens=512) as server:
+        caches = server.gateway.caches
+        worker = WorkerView(
+            "worker-0", 1, page_tokens=16, pages_total=1000, capacity_tokens=16_000, pages_available=1000
+        )
+        caches.worker_ready(worker, 0.0)
+        # Four tokens, and then two of the prompts, the second one in part.
+        sizes = [300, 300, 300, 1, 1, 1, 1]
+        caches.submit_many([Append(AppendKind.PREFILL, "", [1] * size) for size in sizes], 0.0)
+        samples = await scraped(server)
+        assert samples["quire_num_requests_running", frozenset()] == 6
+        assert samples["quire_num_requests_waiting", frozenset()] == 1
+        # Without the worker all of them wait.
+        caches.worker_lost("worker-0", 1, 0.0)
+        caches.take_effects()
+        server.gateway.exporter._texts.clear()  # type: ignore[union-attr]
+        samples = await scraped(server)
+        assert samples["quire_num_requests_running", frozenset()] == 0
+        assert samples["quire_num_requests_waiting", frozenset()] == len(sizes)
+        assert samples["quire_operations_parked", frozenset()] == len(sizes)
+
+
+async def test_only_adapters_of_all_tenants_are_named(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_lora_adapters=3) as server:
+        versions = server.gateway.pool.versions
+        (slot,) = versions.serving.slots
+        executor = types_pb2.ExecutorCapabilities(supports_lora=True)
+        become_ready(versions, slot, worker_pb2.WorkerReady(executor=executor))
+        known = {1: ("shared", None), 2: ("other", None), 3: ("secret", "tenant"), 4: ("waiting", None)}
+        for number, (adapter_id, tenant) in known.items():
+            server.gateway.api._adapters.add(AdapterVersion(number, adapter_id, tenant, "/somewhere"))
+            slot.snapshot.lora_adapters.add(
+                version=number, resident=number < 4, loads=2, waiting=int(number == 4)
+            )
+        samples = await scraped(server)
+        lists = {"running_lora_adapters": "other,shared", "waiting_lora_adapters": "waiting", "max_lora": "3"}
+        assert samples["quire_lora_requests_info", frozenset(lists.items())] > 0
+        worker = frozenset([("worker", "0")])
+        assert (
+            samples["quire_adapters_resident", worker] == 3
+            and samples["quire_adapter_loads_total", worker] == 8
+        )
+        assert samples["quire_worker_ready", worker] == 1
+
+
+class Provider:
+    """A runtime whose circuit breaker is open."""
+
+    name = "remote"
+
+    def describe(self) -> runner_pb2.Runtime:
+        return runner_pb2.Runtime(name=self.name, breaker=runner_pb2.BREAKER_STATE_OPEN)
+
+
+async def test_breakers(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        server.gateway.router.runtimes.append(Provider())  # type: ignore[arg-type]
+        samples = await scraped(server)
+    found = {
+        dict(labels)["state"]: number
+        for (name, labels), number in samples.items()
+        if name == "quire_runtime_breaker"
+    }
+    assert found == {"closed": 0, "open": 1, "half_open": 0}
+
+
+async def test_a_slot_of_two_versions_is_one_worker(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        versions = server.gateway.pool.versions
+        other = versions.add("model")
+        for number, version in enumerate((versions.serving, other), start=1):
+            (slot,) = version.slots
+            slot.epoch, slot.state = number, executor_pb2.WORKER_STATE_READY
+            slot.snapshot.counts.steps, slot.snapshot.pool.pages_free = 10 * number, number
+        worker = frozenset([("worker", "0")])
+        samples = await scraped(server)
+        assert samples["quire_steps_total", worker] == 30 and samples["quire_worker_ready", worker] == 2
+        assert samples["quire_kv_pages", worker | {("state", "free")}] == 3
+        versions.remove(other)
+        server.gateway.exporter._texts.clear()  # type: ignore[union-attr]
+        samples = await scraped(server)
+        assert samples["quire_steps_total", worker] == 30, "what it has counted remains"
+        assert samples["quire_worker_ready", worker] == 1
