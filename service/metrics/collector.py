@@ -128,15 +128,11 @@ class QuireCollector(Collector):
         return running, len(attempts.running) + len(attempts.parked) - running
 
     def _times(self) -> Iterator[Metric]:
-        figures = self._figures
+        figures, appends = self._figures, self._figures.appends
         for name, text, one in (
-            (
-                "quire_time_to_first_token_seconds",
-                "From a Prefill to its answer.",
-                figures.appends.first_token,
-            ),
-            ("quire_inter_token_latency_seconds", "From a Decode to its answer.", figures.appends.token),
-            ("quire_request_queue_time_seconds", "A Prefill's wait in its worker.", figures.appends.queue),
+            ("quire_time_to_first_token_seconds", "From a Prefill to its answer.", appends.first_token),
+            ("quire_inter_token_latency_seconds", "From a Decode to its answer.", appends.token),
+            ("quire_request_queue_time_seconds", "A Prefill's wait in its worker.", appends.queue),
             ("quire_journal_commit_seconds", "Until records are durable.", figures.commits),
             ("quire_event_loop_lag_seconds", "How late the event loop runs a timer.", figures.lag),
         ):
@@ -171,13 +167,10 @@ class QuireCollector(Collector):
         yield _counter("quire_refusals", "Refused calls.", state.refusals.by_reason, "reason")
         replayed = caches.parts.attempts.replayed_tokens
         yield _counter("quire_replayed_tokens", "Tokens whose lost KV was computed again.", replayed)
-        breakers = {
-            (runtime.name, label): value
-            for runtime in self._of.router.runtimes[1:]
-            for label, value in _one_hot(
-                runner_pb2.BreakerState, "BREAKER_STATE_", runtime.describe().breaker
-            ).items()
-        }
+        breakers = {}
+        for runtime in self._of.router.runtimes[1:]:
+            breaker = _one_hot(runner_pb2.BreakerState, "BREAKER_STATE_", runtime.describe().breaker)
+            breakers.update({(runtime.name, label): value for label, value in breaker.items()})
         text = "1 for the current state of a provider's circuit breaker."
         yield _gauge("quire_runtime_breaker", text, breakers, "runtime", "state")
 

@@ -120,13 +120,8 @@ class Exporter:
             status, content_type, body = await self._answer(event)
         except h11.RemoteProtocolError as error:
             status, content_type, body = error.error_status_hint, _TEXT, b"not a request\n"
-        headers = [
-            ("content-type", content_type),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
-        if status == 405:
-            headers.append(("allow", "GET, HEAD"))
+        headers = [("content-type", content_type), ("content-length", str(len(body)))]
+        headers += [("connection", "close"), ("allow", "GET, HEAD")]
         head = connection.send(h11.Response(status_code=status, headers=headers))
         assert head is not None
         writer.write(head if is_head else head + body)
