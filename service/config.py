@@ -161,6 +161,7 @@ def _is_revision(value: str) -> bool:
 
 
 _FILE = _Text(_is_file, "must be a file")
+_HTTP_ADDRESS = _Text(_is_http_address, "must be host:port or [ipv6]:port")
 _MODELS = (
     f"{SHIPPED_MODEL}, {WEIGHTLESS_MODEL}, a directory that holds config.json,"
     " or ORG/NAME on the Hugging Face hub"
@@ -220,7 +221,10 @@ class Config:
     openai_listen: str = _setting(
         "",
         "also serve OpenAI's API over HTTP on this address; port 0 is a free port",
-        _Text(_is_http_address, "must be host:port or [ipv6]:port"),
+        _HTTP_ADDRESS,
+    )
+    metrics_listen: str = _setting(
+        "", "also serve metrics and health checks over HTTP on this address, without TLS", _HTTP_ADDRESS
     )
     openai_logprobs_mode: str = _setting(
         "raw_logprobs",

@@ -28,7 +28,7 @@ from service.adapters.store import AdapterStore
 from service.api import admin
 from service.api.executor import ExecutorApi
 from service.api.grpc_services import HealthApi, add_reflection
-from service.api.interceptor import CallInterceptor
+from service.api.interceptor import CallInterceptor, Observing
 from service.api.server_state import ServerState
 from service.auth.authenticator import Authenticator, current_tenant, current_tenant_name
 from service.auth.connections import server_options
@@ -44,6 +44,9 @@ from service.journal.sqlite import SqliteJournal, open_journal
 from service.listening import actual_address
 from service.logging import get_logger
 from service.memory import MemoryTrimmer
+from service.metrics.collector import Sources
+from service.metrics.exporter import Exporter
+from service.metrics.figures import ObservedDispatcher
 from service.pool import wire
 from service.pool.local import LocalLauncher
 from service.pool.model_versions import ModelVersions
@@ -111,7 +114,8 @@ class Gateway:
         self.caches.weights.replace(versions.serving.number, continued_from=versions.continued_from)
         grace_s = config.orphan_grace_s if directory is not None else 0.0
         self.pool = Supervisor(config, versions, LocalLauncher(directory, grace_s))
-        self.dispatcher = Dispatcher(self.caches, self.journal, functools.partial(wire.send, self.pool.links))
+        self.exporter = Exporter(config.metrics_listen) if config.metrics_listen else None
+        self.dispatcher = self._new_dispatcher()
         self.restarts = RollingRestart(self.pool, self.dispatcher)
         # Set when the server has to stop.
         self.stopping = asyncio.Event()
@@ -144,9 +148,8 @@ class Gateway:
         versions.subscribe(self.health.on_change)
         versions.subscribe(self._log_ready)
         self.credentials = server_credentials(config)
-        self.server = grpc.aio.server(
-            interceptors=[CallInterceptor(self.state, self.authenticator)], options=server_options(config)
-        )
+        interceptor = CallInterceptor(self.state, self.authenticator, self._export(adapters))
+        self.server = grpc.aio.server(interceptors=[interceptor], options=server_options(config))
         # The stubs register each method twice. For methods registered by name, grpcio's asyncio server waits
         # for one task per method with every call: with 35 methods, a quarter of the Python calls of a Decode.
         self.server.add_registered_method_handlers = lambda *_: None  # type: ignore[method-assign]
@@ -172,6 +175,22 @@ class Gateway:
             raise ConfigError("openai_listen", "a setting", self.config.openai_listen, allowed) from None
         parts = self.executions, self.router, self.state, self.text, self.authenticator
         return OpenAiFront(*parts, self.api.Forward)
+
+    def _new_dispatcher(self) -> Dispatcher:
+        parts = self.caches, self.journal, functools.partial(wire.send, self.pool.links)
+        if self.exporter is None:
+            return Dispatcher(*parts)
+        self.journal.on_latency = self.exporter.figures.commits.add
+        return ObservedDispatcher(self.exporter.figures.appends, *parts)
+
+    def _export(self, adapters: Adapters) -> Observing | None:
+        """Shows the figures of all parts, if metrics are served. Returns what counts the calls."""
+        if self.exporter is None:
+            return None
+        parts = self.state, self.pool.versions, self.caches, adapters, self.router, self.executions
+        front = self.front
+        self.exporter.attach(Sources(*parts, lambda: 0 if front is None else len(front.connections)))
+        return self.exporter.figures.calls.observing
 
     def _open_journal(self, directory: Path | None) -> Journal:
         """Opens the journal and recovers its caches. Raises JournalUnusable."""
@@ -251,6 +270,8 @@ class Gateway:
             group.create_task(self.state.connections.run(self._port), name="connections")
             if self.front is not None:
                 group.create_task(self.front.run(), name="front")
+            if self.exporter is not None:
+                group.create_task(self.exporter.run(), name="metrics")
             group.create_task(MemoryTrimmer(self.state.memory).run(), name="memory")
 
     async def drain(self) -> None:

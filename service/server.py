@@ -66,14 +66,18 @@ async def _run(gateway: Gateway) -> int:
     except RuntimeError:
         _log.error("cannot listen", listen=config.listen, error=why_not_listening(config.listen))
         return 1
-    if gateway.front is not None:
-        try:
-            http_port = gateway.front.bind()
-        except OSError as error:
-            _log.error("cannot listen", listen=config.openai_listen, error=error.strerror)
-            await gateway.server.stop(0)
-            return 1
-        _log.info("listening for HTTP", listen=actual_address(config.openai_listen, http_port))
+    for opened, listen, what in (
+        (gateway.front, config.openai_listen, "HTTP"),
+        (gateway.exporter, config.metrics_listen, "metrics"),
+    ):
+        if opened is not None:
+            try:
+                http_port = opened.bind()
+            except OSError as error:
+                _log.error("cannot listen", listen=listen, error=error.strerror)
+                await gateway.server.stop(0)
+                return 1
+            _log.info(f"listening for {what}", listen=actual_address(listen, http_port))
     # The model is logged when a worker is ready: workers may refuse the configured one.
     _log.info("listening", listen=actual_address(config.listen, port), workers=config.workers)
     workers = asyncio.create_task(gateway.run_workers(), name="workers")

@@ -104,12 +104,17 @@ SERVICE_ROOMS = {
         "service.api", "service.config", "service.auth", "service.errors", "service.logging",
         "service.printable", "service.runtimes", "service.text",
     ),
+    "service.metrics": (
+        "service.adapters.registry", "service.api", "service.caches", "service.config",
+        "service.dispatcher", "service.errors", "service.logging", "service.pool.model_versions",
+        "service.runtimes",
+    ),
     "service.listening": ("service.auth.unix_socket",),
     "service.gateway": (
         "service.adapters", "service.api", "service.caches", "service.config", "service.data_directory",
         "service.dispatcher", "service.auth", "service.errors",
-        "service.journal", "service.listening", "service.logging", "service.memory", "service.openai",
-        "service.pool", "service.runtimes", "service.text",
+        "service.journal", "service.listening", "service.logging", "service.memory", "service.metrics",
+        "service.openai", "service.pool", "service.runtimes", "service.text",
     ),
     "service.server": (
         "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.errors",

@@ -13,8 +13,8 @@ from benchmarks.size.calls import ITEMS, ROLES, CountedServer, decodes, most_cal
 from benchmarks.size.lines import PRODUCT, length, longest_file, most_methods
 from benchmarks.size.way import TYPES, Way, way_of
 
-SERVICE_LINES = 25_710
-PRODUCT_LINES = 61_400
+SERVICE_LINES = 26_450
+PRODUCT_LINES = 62_100
 LONGEST_FILE_LINES = 550
 MOST_METHODS = 34
 FILES_ON_THE_WAY = 18
@@ -26,6 +26,12 @@ CALLS: dict[str, dict[str, float]] = {
     f"item of a BatchDecode of {ITEMS}": {"gateway": 60.2, "worker": 47.2},
     "unary Decode": {"gateway": 207, "worker": 171},
     "Decode on a Session": {"gateway": 206, "worker": 170},
+}
+# The same with `--metrics-listen`.
+CALLS_WITH_METRICS = {
+    f"item of a BatchDecode of {ITEMS}": 62.5,
+    "unary Decode": 216,
+    "Decode on a Session": 215,
 }
 SLACK = 1.01
 SHOWN = 15
@@ -77,6 +83,15 @@ def test_a_token_costs_no_more_calls(server: CountedServer, kinds: Kinds, kind: 
             " with the commit before: make size ARGS='--functions 100'. Called most often:"
         )
         assert 0 < found <= most * SLACK, "\n".join([message, *most_called(calls[role], tokens, SHOWN)])
+
+
+def test_metrics_cost_few_calls() -> None:
+    with CountedServer("--metrics-listen", "127.0.0.1:0") as server, decodes(server) as kinds:
+        for kind, (step, tokens) in kinds.items():
+            found = server.calls_per_step(step)["gateway"]
+            counted = sum(calls for name, calls in found.items() if "/service/metrics/" in name)
+            assert counted, "metrics are counted"
+            assert found.total() / tokens <= CALLS_WITH_METRICS[kind] * SLACK, kind
 
 
 def test_a_decode_goes_through_no_more_files(way: Way) -> None:

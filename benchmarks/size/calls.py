@@ -54,7 +54,9 @@ class Use:
 class CountedServer:
     """A gateway with one worker, with counted calls of Python functions. Use as a context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, *flags: str) -> None:
+        """`flags`: more of them for the gateway."""
+        self._flags = flags
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -63,7 +65,7 @@ class CountedServer:
             path = os.pathsep.join([str(_HOOK), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
             with mock.patch.dict(os.environ, {"PYTHONPATH": path, "COUNTED_CALLS_DIR": str(self._directory)}):
                 # With a journal on disk, as in production.
-                flags = ["--no-self-check", "--data-dir", str(self._directory / "data")]
+                flags = ["--no-self-check", "--data-dir", str(self._directory / "data"), *self._flags]
                 self.gateway = stack.enter_context(GatewayProcess(model="paged-attention", flags=flags))
                 # Its timers are stopped, so that it could not drain. Its worker exits with it.
                 stack.callback(self.gateway.process.kill)

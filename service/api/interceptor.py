@@ -39,6 +39,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]]
 # Returns its answer, or writes a stream of answers itself.
 Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+Observing: TypeAlias = Callable[[str, Behaviour], Behaviour]
 # Returns the argument of a behaviour: a request or a stream of requests; or why the call is refused.
 Receive: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 
@@ -56,7 +57,14 @@ _SHAPES = {
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all calls. For health and reflection it only reads the request."""
 
-    def __init__(self, state: ServerState, authenticator: Authenticator | None = None) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        authenticator: Authenticator | None = None,
+        observing: Observing | None = None,
+    ) -> None:
+        """`observing`: wraps the behaviour of each method once more, to count its calls."""
+        self._observing = observing
         self._state = state
         self._receiver = state.receiver
         self._refusals = state.refusals
@@ -96,6 +104,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             deserializer = deferring_deserializer(deserializer, self._state)
         else:
             behaviour = self._foreign_behaviour(method, behaviour, receive)
+        behaviour = self._observed(method, behaviour)
         if not handler.response_streaming:
             behaviour = _AwaitableFunction(behaviour)
         return make(behaviour, deserializer, handler.response_serializer)
@@ -106,7 +115,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def refuse(_messages: Any, _context: Context) -> QuireError:
             return error
 
-        return grpc.stream_stream_rpc_method_handler(self._own_behaviour(method, _unreachable, refuse))
+        behaviour = self._own_behaviour(method, _unreachable, refuse)
+        return grpc.stream_stream_rpc_method_handler(self._observed(method, behaviour))
+
+    def _observed(self, method: str, behaviour: Behaviour) -> Behaviour:
+        return behaviour if self._observing is None else self._observing(method, behaviour)
 
     def _foreign_behaviour(self, method: str, behaviour: Behaviour, receive: Receive) -> Behaviour:
         """A behaviour of another library's service, which handles its own errors."""

@@ -78,6 +78,8 @@ class Attempts:
         # The begin of the current moment, and the tokens to replay that were sent in it.
         self._replays_since_s = -math.inf
         self._replayed_tokens = 0
+        # All that workers have replayed.
+        self.replayed_tokens = 0
         # Whether parked operations have to be checked.
         self._changed = False
 
@@ -159,6 +161,7 @@ class Attempts:
         if attempt.replays:
             entry.has_computed(operation.base)
             operation.replayed_tokens += len(attempt.append.token_ids)
+            self.replayed_tokens += len(attempt.append.token_ids)
             return self._go_on(operation)
         if entry.crash_score:
             clear(entry)

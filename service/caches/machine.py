@@ -61,6 +61,8 @@ class CacheMachine:
         ledger: Ledger | None = None,
     ) -> None:
         parts = Parts(limits, Ledger() if ledger is None else ledger, new_cache_id, new_seed)
+        # To be read only.
+        self.parts = parts
         self.ledger = parts.ledger
         self.index = parts.index
         self.weights = parts.weights

@@ -25,6 +25,8 @@ class Journal:
 
     # The model tag that was stored with the recovered caches (`ModelVersions`). None: there is none.
     model_fingerprint: str | None = None
+    # Called for each durable commit, with the seconds since it was given.
+    on_latency: Callable[[float], None] | None = None
 
     @property
     def oldest_waiting_s(self) -> float:

@@ -216,6 +216,8 @@ class SqliteJournal(Journal):
                 return
             commit, durable = self._waiting.popleft(), self._finished.popleft()
             done_bytes += commit.size_bytes
+            if self.on_latency is not None and durable:
+                self.on_latency(time.monotonic() - commit.given_at)
             try:
                 commit.on_committed(durable)
             except Exception:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -135,6 +136,8 @@ class ModelVersions:
         self._versions = [self.serving]
         # Whether any worker of any version was ever ready.
         self.had_ready_worker = False
+        # How many workers were started or adopted, by the index of their slot.
+        self.starts: Counter[int] = Counter()
         self._last_number = served.weights
         self._subscribers: list[Callable[[], None]] = []
 

@@ -76,6 +76,8 @@ class Router:
     def __init__(self, runtimes: Sequence[Runtime], routing: Routing | None = None) -> None:
         self.runtimes = list(runtimes)
         self._routing = routing or Routing()
+        # Called when an execution has ended, with its runtime and its seconds.
+        self.on_end: Callable[[str, float], None] = lambda *_: None
 
     def replace(self, runtimes: Sequence[Runtime], routing: Routing) -> None:
         """New batches use these runtimes. Running batches stay where they are."""
@@ -95,6 +97,13 @@ class Router:
 
     async def execute(self, request: runner_pb2.ExecuteRequest, batch: Batch, execution: Execution) -> None:
         """Chooses a runtime and runs a batch there. Raises ProviderFailure, and as `Runtime.execute`."""
+        began_s = time.monotonic()
+        try:
+            await self._execute(request, batch, execution)
+        finally:
+            self.on_end(execution.started.runtime, time.monotonic() - began_s)
+
+    async def _execute(self, request: runner_pb2.ExecuteRequest, batch: Batch, execution: Execution) -> None:
         if request.runtime:
             candidates = [Candidate(self.named(request.runtime), "it was asked for")]
         elif batch.resumed:

@@ -1,0 +1,267 @@
+"""All metrics, computed when they are asked for, mostly from what the parts of the gateway keep anyway.
+
+docs/operations.md explains each. Labels are bounded, and none names a tenant, a cache, a path, or an adapter
+that belongs to a tenant.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from prometheus_client import Metric, metrics_core
+from prometheus_client.registry import Collector
+from quire.v1 import executor_pb2, runner_pb2
+
+from service.adapters.registry import Adapters
+from service.api.server_state import ServerState
+from service.caches.machine import CacheMachine
+from service.caches.requests import AppendKind
+from service.metrics.figures import Distribution, Figures
+from service.metrics.totals import Totals
+from service.pool.model_versions import ModelVersions
+from service.runtimes.executions import Executions
+from service.runtimes.router import Router
+
+# Names of adapters in one label.
+_MOST_NAMES = 64
+_READY = executor_pb2.WORKER_STATE_READY
+_CALL = ("grpc_type", "grpc_service", "grpc_method")
+# Of a WorkerSlot.
+_WORKER_GAUGES = {
+    "quire_worker_suspect": ("suspect", "1 if it has been silent."),
+    "quire_worker_memory_bytes": ("snapshot.memory_bytes", "Resident memory."),
+    "quire_worker_device_memory_bytes": ("snapshot.device_memory_bytes", "Device memory."),
+    "quire_worker_step_age_seconds": ("snapshot.step_age_ns", "How long the current step has run."),
+    "quire_worker_sequences": ("snapshot.pool.sequences", "Caches whose KV it has."),
+}
+# Of a WorkerSnapshot.
+_WORKER_COUNTS = {
+    "quire_steps": ("counts.steps", "Steps."),
+    "quire_step_tokens": ("counts.step_tokens", "Tokens in these steps."),
+    "quire_step_items": ("counts.batch_items", "Items in these steps: by quire_steps_total the mean batch."),
+    "quire_prefix_cache_queries": ("pool.prefix_query_tokens", "Prompt tokens that were looked up."),
+    "quire_prefix_cache_hits": ("pool.prefix_hit_tokens", "Prompt tokens whose KV was found."),
+    "quire_kv_evicted_pages": ("pool.evicted_pages", "Cached pages that gave way to others."),
+    "quire_kv_copied_pages": ("pool.copied_pages", "Pages that were copied on write."),
+}
+# Of LoraAdapterMetrics.
+_ADAPTER_COUNTS = {
+    "quire_adapter_loads": ("loads", "Adapters that were put into its memory."),
+    "quire_adapter_evictions": ("evictions", "Adapters that gave way to others there."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The parts of the gateway whose figures are shown."""
+
+    state: ServerState
+    versions: ModelVersions
+    caches: CacheMachine
+    adapters: Adapters
+    router: Router
+    executions: Executions
+    num_http_connections: Callable[[], int]
+
+
+class QuireCollector(Collector):
+    """Reads the figures. Runs on the event loop."""
+
+    def __init__(self, sources: Sources, figures: Figures) -> None:
+        self._of = sources
+        self._figures = figures
+        self._totals = Totals()
+        # Notes the last counts of a worker that has died.
+        sources.versions.subscribe(self._count)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields all families, also those without a value."""
+        yield from self._requests()
+        yield from self._times()
+        yield from self._gateway()
+        yield from self._workers()
+        yield from self._adapters()
+        calls = self._figures.calls
+        yield _counter("grpc_server_started", "Calls that began.", calls.started, *_CALL)
+        yield _counter("grpc_server_handled", "Calls that ended.", calls.handled, *_CALL, "grpc_code")
+
+    def _requests(self) -> Iterator[Metric]:
+        """What vLLM has by the same names."""
+        appends, kv, serving = self._figures.appends, self._of.caches.parts.kv, self._of.versions.serving
+        running, waiting = self._running_and_waiting()
+        pools = [slot.snapshot.pool for slot in serving.slots if slot.state == _READY]
+        total = sum(pool.pages_total for pool in pools)
+        used = sum(pool.pages_referenced for pool in pools) / max(1, total)
+        yield _gauge("quire_num_requests_running", "Appends that fit into the next steps.", running)
+        yield _gauge("quire_num_requests_waiting", "Appends that wait for a later step.", waiting)
+        yield _gauge("quire_kv_cache_usage_perc", "The part of KV pages in use, 0 to 1.", used)
+        yield _counter("quire_num_preemptions", "Caches whose KV gave way to that of others.", kv.preempted)
+        yield _counter("quire_prompt_tokens", "Prompt tokens of answered appends.", appends.prompt_tokens)
+        yield _counter("quire_generation_tokens", "Tokens that were generated.", appends.generated_tokens)
+        described: dict[tuple[str, ...], int] = {}
+        sizes: dict[tuple[str, ...], int] = {}
+        if serving.first_ready is not None:
+            model, executor = serving.first_ready.model, serving.first_ready.executor
+            described[model.model_id, model.fingerprint] = 1
+            sizes[str(executor.page_size_tokens), str(total)] = 1
+        yield _gauge("quire_model_info", "What is served.", described, "model_name", "fingerprint")
+        yield _gauge("quire_cache_config_info", "KV pages.", sizes, "block_size", "num_gpu_blocks")
+
+    def _running_and_waiting(self) -> tuple[int, int]:
+        """How many appends fit into the next steps of their workers, short ones first; and the rest."""
+        attempts, config = self._of.caches.parts.attempts, self._of.state.config
+        sizes: defaultdict[object, list[int]] = defaultdict(list)
+        for operation in attempts.running.values():
+            if operation.attempt is not None:
+                sizes[operation.entry.worker].append(len(operation.attempt.append.token_ids))
+        running = 0
+        for of_worker in sizes.values():
+            left = config.max_batch_tokens
+            for tokens in sorted(of_worker)[: config.max_batch_items]:
+                running += left > 0
+                left -= tokens
+        return running, len(attempts.running) + len(attempts.parked) - running
+
+    def _times(self) -> Iterator[Metric]:
+        figures, appends = self._figures, self._figures.appends
+        for name, text, one in (
+            ("quire_time_to_first_token_seconds", "From a Prefill to its answer.", appends.first_token),
+            ("quire_inter_token_latency_seconds", "From a Decode to its answer.", appends.token),
+            ("quire_request_queue_time_seconds", "A Prefill's wait in its worker.", appends.queue),
+            ("quire_journal_commit_seconds", "Until records are durable.", figures.commits),
+            ("quire_event_loop_lag_seconds", "How late the event loop runs a timer.", figures.lag),
+        ):
+            yield _histogram(name, text, {(): one})
+        text = "From an Execute to the end of its last sample."
+        executions = {(runtime,): one for runtime, one in figures.executions.items()}
+        yield _histogram("quire_e2e_request_latency_seconds", text, executions, "runtime")
+        text = "From a call's begin to its end."
+        yield _histogram("grpc_server_handling_seconds", text, figures.calls.seconds, *_CALL)
+
+    def _gateway(self) -> Iterator[Metric]:
+        state, caches, figures = self._of.state, self._of.caches, self._figures
+        connections = {("grpc",): state.connections.count, ("openai",): self._of.num_http_connections()}
+        states = _one_hot(executor_pb2.ServerState, "SERVER_STATE_", state.state)
+        serving = self._of.versions.serving.number
+        stall_s, unfinished = state.watch.longest_stretch_s, self._of.executions.num_unfinished
+        yield _gauge("quire_state", "1 for the current state.", states, "state")
+        yield _gauge("quire_weights_version", "Number of the served weights.", serving)
+        yield _gauge("quire_caches", "Caches.", len(caches))
+        yield _gauge("quire_operations_in_flight", "Operations in all.", caches.operations_in_flight)
+        yield _gauge("quire_operations_parked", "Those that wait for a worker or pages.", caches.num_parked)
+        yield _gauge("quire_executions_running", "Executions with unfinished samples.", unfinished)
+        yield _gauge("quire_sessions", "Open Sessions and other streams.", state.receiver.streams)
+        yield _gauge("quire_connections", "Open connections.", connections, "port")
+        yield _gauge("quire_arriving_requests", "Requests that have not arrived.", state.receiver.arriving)
+        yield _gauge("quire_journal_bytes", "The journal's contents.", caches.ledger.size_bytes)
+        yield _gauge("quire_unread_bytes", "Answers computed or not yet read.", state.answers.used_bytes)
+        yield _gauge("quire_event_loop_longest_stall_seconds", "The longest since the start.", stall_s)
+        kinds = {kind.name.lower(): figures.appends.answered[kind] for kind in AppendKind}
+        yield _counter("quire_appends", "Answered appends.", kinds, "kind")
+        yield _counter("quire_appends_failed", "Appends that failed.", figures.appends.failed, "reason")
+        yield _counter("quire_refusals", "Refused calls.", state.refusals.by_reason, "reason")
+        replayed = caches.parts.attempts.replayed_tokens
+        yield _counter("quire_replayed_tokens", "Tokens whose lost KV was computed again.", replayed)
+        breakers = {}
+        for runtime in self._of.router.runtimes[1:]:
+            breaker = _one_hot(runner_pb2.BreakerState, "BREAKER_STATE_", runtime.describe().breaker)
+            breakers.update({(runtime.name, label): value for label, value in breaker.items()})
+        text = "1 for the current state of a provider's circuit breaker."
+        yield _gauge("quire_runtime_breaker", text, breakers, "runtime", "state")
+
+    # Workers, by the index of their slot: those of several model versions can have the same.
+
+    def _count(self) -> None:
+        sources: dict[Hashable, tuple[str, Mapping[str, int]]] = {}
+        for slot in self._of.versions.all_slots:
+            index = str(slot.index)
+            sources[slot.epoch] = index, _values(slot.snapshot, _WORKER_COUNTS)
+            for adapter in slot.snapshot.lora_adapters:
+                sources[slot.epoch, adapter.version] = index, _values(adapter, _ADAPTER_COUNTS)
+        self._totals.update(sources)
+
+    def _workers(self) -> Iterator[Metric]:
+        self._count()
+        slots = [(str(slot.index), slot) for slot in self._of.versions.all_slots]
+        ready = _summed((index, slot.state == _READY) for index, slot in slots)
+        yield _gauge("quire_worker_ready", "Workers of this slot that serve.", ready, "worker")
+        epochs = {index: slot.epoch for index, slot in sorted(slots, key=lambda one: one[1].epoch)}
+        yield _gauge("quire_worker_epoch", "Number of the last start.", epochs, "worker")
+        starts = {str(index): count for index, count in self._of.versions.starts.items()}
+        yield _counter("quire_worker_starts", "Starts, also with other weights.", starts, "worker")
+        for name, (path, text) in _WORKER_GAUGES.items():
+            scale = 1e-9 if path.endswith("_ns") else 1
+            values = _summed((index, attrgetter(path)(slot) * scale) for index, slot in slots)
+            yield _gauge(name, text, values, "worker")
+        pages = _summed(
+            ((index, state), getattr(slot.snapshot.pool, f"pages_{state}"))
+            for index, slot in slots
+            for state in ("free", "cached", "referenced")
+        )
+        yield _gauge("quire_kv_pages", "KV pages by their state.", pages, "worker", "state")
+        totals = self._totals.by_label()
+        for name, (_, text) in (_WORKER_COUNTS | _ADAPTER_COUNTS).items():
+            yield _counter(name, text, {index: counts[name] for index, counts in totals.items()}, "worker")
+
+    def _adapters(self) -> Iterator[Metric]:
+        slots, first = self._of.versions.all_slots, self._of.versions.serving.first_ready
+        known = [(str(slot.index), one) for slot in slots for one in slot.snapshot.lora_adapters]
+        resident = _summed((index, one.resident) for index, one in known)
+        yield _gauge("quire_adapters_resident", "Adapters in its memory.", resident, "worker")
+        yield _gauge("quire_adapters", "Versions of adapters.", sum(1 for _ in self._of.adapters))
+        lists = {}
+        if first is not None and first.executor.supports_lora:
+            running = self._shared(one.version for _, one in known if one.resident)
+            waiting = self._shared(one.version for _, one in known if one.waiting)
+            lists[str(self._of.state.config.max_lora_adapters), running, waiting] = time.time()
+        labels = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
+        yield _gauge("quire_lora_requests_info", "Adapters of all tenants; the time.", lists, *labels)
+
+    def _shared(self, versions: Iterable[int]) -> str:
+        """The ids of adapters that all tenants can use."""
+        found = (self._of.adapters.get(version) for version in set(versions))
+        ids = sorted(one.adapter_id for one in found if one is not None and one.tenant is None)
+        return ",".join(ids[:_MOST_NAMES])
+
+
+def _gauge(name: str, text: str, value: Any, *labels: str) -> Metric:
+    return _with_values(metrics_core.GaugeMetricFamily(name, text, labels=labels), value)
+
+
+def _counter(name: str, text: str, value: Any, *labels: str) -> Metric:
+    return _with_values(metrics_core.CounterMetricFamily(name, text, labels=labels), value)
+
+
+def _with_values(family: Any, value: Any) -> Metric:
+    """A family with one value, or with values by a label or by several."""
+    for labels, one in value.items() if isinstance(value, Mapping) else [((), value)]:
+        family.add_metric((labels,) if isinstance(labels, str) else labels, float(one))
+    return family  # type: ignore[no-any-return]
+
+
+def _histogram(name: str, text: str, values: Mapping[Any, Distribution], *labels: str) -> Metric:
+    family = metrics_core.HistogramMetricFamily(name, text, labels=labels)
+    for of, distribution in values.items():
+        distribution.write(family, of)
+    return family
+
+
+def _values(message: object, paths: Mapping[str, tuple[str, str]]) -> dict[str, int]:
+    return {name: attrgetter(path)(message) for name, (path, _) in paths.items()}
+
+
+def _summed(values: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    sums: defaultdict[Any, float] = defaultdict(float)
+    for labels, value in values:
+        sums[labels] += value
+    return sums
+
+
+def _one_hot(states: Any, prefix: str, current: int) -> dict[str, int]:
+    """1 for the current state of an enum and 0 for the others, by their names."""
+    return {name.removeprefix(prefix).lower(): number == current for name, number in states.items() if number}

@@ -1,0 +1,67 @@
+"""A gateway whose workers never start, with its port for metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from service.config import Config
+from service.gateway import Gateway
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: str
+
+
+class MetricsServer:
+    def __init__(self, gateway: Gateway, port: int) -> None:
+        self.gateway = gateway
+        self.port = port
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def send(self, request: bytes) -> bytes:
+        """Sends bytes, and returns what comes until the connection ends."""
+        reader, writer = await self.connect()
+        with contextlib.suppress(ConnectionError):
+            writer.write(request)
+            await writer.drain()
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while part := await reader.read(1 << 16):
+                answer += part
+        writer.close()
+        return answer
+
+    async def get(self, path: str, *headers: str, method: str = "GET") -> Answer:
+        lines = [f"{method} {path} HTTP/1.1", f"Host: 127.0.0.1:{self.port}", *headers, "", ""]
+        head, _, body = (await self.send("\r\n".join(lines).encode())).partition(b"\r\n\r\n")
+        first, *rest = head.decode().split("\r\n")
+        named = (line.split(": ", 1) for line in rest)
+        return Answer(int(first.split()[1]), {name.lower(): value for name, value in named}, body.decode())
+
+
+@contextlib.asynccontextmanager
+async def serving(tmp_path: Path, **settings: Any) -> AsyncIterator[MetricsServer]:
+    defaults = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "model": "paged-attention"}
+    gateway = Gateway(Config(**(defaults | settings), data_dir=str(tmp_path)))
+    assert gateway.exporter is not None
+    port = gateway.exporter.bind()
+    running = asyncio.create_task(gateway.exporter.run())
+    await asyncio.sleep(0)
+    try:
+        yield MetricsServer(gateway, port)
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await gateway.server.stop(0)
+        gateway.close()

@@ -1,0 +1,281 @@
+"""The figures of the metrics: sums over restarts, histograms, calls, and what runs."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+from quire.v1 import executor_pb2, runner_pb2, types_pb2, worker_pb2
+
+from service.adapters.registry import AdapterVersion
+from service.caches.requests import Append, Appended, AppendKind, Release, Released, Request
+from service.caches.workers import WorkerView
+from service.config import Config
+from service.dispatcher import Dispatcher
+from service.errors import QueueFull
+from service.gateway import Gateway
+from service.metrics.figures import TIMES_S, Appends, Calls, Distribution
+from service.metrics.totals import Totals
+from tests.service.metrics_server import MetricsServer, serving
+from tests.service.served import become_ready
+
+
+def test_counts_go_on_when_a_worker_starts_anew() -> None:
+    totals = Totals()
+    totals.update({1: ("0", {"steps": 5}), 2: ("1", {"steps": 7})})
+    totals.update({3: ("0", {"steps": 2}), 2: ("1", {"steps": 8})})
+    assert totals.by_label() == {"0": {"steps": 7}, "1": {"steps": 8}}
+    # Its slot is gone, as after other weights were loaded.
+    totals.update({3: ("0", {"steps": 3})})
+    assert totals.by_label() == {"0": {"steps": 8}, "1": {"steps": 8}}
+
+
+def test_an_older_snapshot_makes_no_count_smaller() -> None:
+    totals = Totals()
+    totals.update({1: ("0", {"steps": 5, "items": 9})})
+    totals.update({1: ("0", {"steps": 4, "items": 9})})
+    totals.update({1: ("0", {"steps": 6, "items": 9})})
+    assert totals.by_label() == {"0": {"steps": 6, "items": 9}}
+
+
+Snapshots = dict[int, tuple[str, dict[str, int]]]
+SOURCES = st.dictionaries(
+    st.integers(0, 3), st.tuples(st.just("0"), st.fixed_dictionaries({"steps": st.integers(0, 9)}))
+)
+
+
+@given(st.lists(SOURCES, max_size=8))
+def test_no_sum_becomes_smaller(updates: list[Snapshots]) -> None:
+    totals, before = Totals(), 0
+    for update in updates:
+        totals.update(update)  # type: ignore[arg-type]
+        now = sum(counts["steps"] for counts in totals.by_label().values())
+        assert now >= before
+        before = now
+
+
+@given(st.lists(st.one_of(st.sampled_from(TIMES_S), st.floats(0, 1e4)), max_size=30))
+def test_a_distribution_is_a_histogram_of_prometheus(values: list[float]) -> None:
+    ours, theirs = Distribution(TIMES_S), Histogram("x", "x", buckets=TIMES_S, registry=CollectorRegistry())
+    for value in values:
+        ours.add(value)
+        theirs.observe(value)
+    family = HistogramMetricFamily("x", "x", labels=())
+    ours.write(family, ())
+    (expected,) = theirs.collect()
+    wanted = {(one.name, one.labels.get("le")): one.value for one in expected.samples}
+    for sample in family.samples:
+        value = wanted[sample.name, sample.labels.get("le")]
+        # Both add the same numbers in the same order.
+        assert math.isclose(sample.value, value, rel_tol=0, abs_tol=0), sample
+
+
+class Timing:
+    class timing:  # noqa: N801 - a field
+        queue_ns = 2_000_000
+
+
+def appended(kept: int) -> Appended:
+    return Appended("c", 1, 1, "worker-0", 0.0, 0, 0, Timing(), kept)
+
+
+def test_appends_are_counted_by_what_they_answer() -> None:
+    appends, told = Appends(), []
+    requests: list[Request] = [
+        Append(AppendKind.PREFILL, "", [1, 2, 3]),
+        Append(AppendKind.PREFILL, "", [1, 2], rows=0),
+        Append(AppendKind.DECODE, "c", [1]),
+        Append(AppendKind.VERIFY, "c", [1, 2, 3, 4]),
+        Append(AppendKind.SCORE, "", [1, 2, 3, 4, 5]),
+        Append(AppendKind.DECODE, "c", [1]),
+    ]
+    observe = appends.observing(requests, lambda index, outcome: told.append((index, outcome)))
+    outcomes: list[Any] = [*(appended(kept) for kept in (3, 2, 1, 2, 5)), QueueFull(1, 1.0)]
+    for index, outcome in enumerate(outcomes):
+        observe(index, outcome)
+    assert told == list(enumerate(outcomes)), "the caller learns everything"
+    assert [appends.answered[kind] for kind in AppendKind] == [2, 1, 1, 1]
+    assert appends.prompt_tokens == 3 + 2 + 5
+    # The first prefill, the decode, and the accepted tokens of the verify.
+    assert appends.generated_tokens == 1 + 1 + 2
+    assert appends.failed == {"QUEUE_FULL": 1}
+    assert [sum(one._counts) for one in (appends.first_token, appends.token, appends.queue)] == [1, 2, 1]
+
+
+def test_other_requests_are_not_appends() -> None:
+    appends = Appends()
+    appends.observing([Release("c")], lambda *_: None)(0, Released(released=True))
+    assert not any(appends.answered) and not appends.failed
+
+
+class Context:
+    def __init__(self, code: grpc.StatusCode | None = None) -> None:
+        self._code = code
+
+    def code(self) -> grpc.StatusCode | None:
+        return self._code
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "name"),
+    [
+        (None, None, "OK"),
+        (RuntimeError(), grpc.StatusCode.INVALID_ARGUMENT, "InvalidArgument"),
+        (RuntimeError(), grpc.StatusCode.UNAVAILABLE, "Unavailable"),
+        (RuntimeError(), None, "Unknown"),
+        (asyncio.CancelledError(), None, "Canceled"),
+    ],
+)
+async def test_calls_are_counted_by_their_status(
+    error: BaseException | None, code: grpc.StatusCode | None, name: str
+) -> None:
+    async def behave(_messages: object, _context: object) -> str:
+        if error is not None:
+            raise error
+        return "answer"
+
+    calls = Calls()
+    handle = calls.observing("/quire.v1.ModelExecutorService/Decode", behave)
+    if error is None:
+        assert await handle(None, Context()) == "answer"
+    else:
+        with pytest.raises(type(error)):
+            await handle(None, Context(code))
+    labels = "unary", "quire.v1.ModelExecutorService", "Decode"
+    assert calls.started == {labels: 1} and calls.handled == {(*labels, name): 1}
+    assert sum(calls.seconds[labels]._counts) == 1
+
+
+async def test_names_of_callers_make_no_labels() -> None:
+    async def behave(_messages: object, _context: object) -> None: ...
+
+    calls = Calls()
+    for index in range(1000):
+        await calls.observing(f"/quire.v1.Made/Up{index}", behave)(None, Context())
+    assert calls.started == {("unknown",) * 3: 1000} and len(calls.seconds) == 1
+
+
+def test_streams_have_their_types() -> None:
+    types = {name.rpartition("/")[2]: labels[0] for name, labels in Calls()._labels.items()}
+    assert types["Session"] == "bidi_stream" and types["Execute"] == "server_stream"
+    assert types["LoadAdapter"] == "client_stream" and types["Check"] == "unary"
+
+
+async def test_without_the_setting_nothing_is_counted(tmp_path: Path) -> None:
+    gateway = Gateway(Config(listen="127.0.0.1:0", model="paged-attention", data_dir=str(tmp_path)))
+    try:
+        assert gateway.exporter is None and type(gateway.dispatcher) is Dispatcher
+        assert gateway.journal.on_latency is None
+    finally:
+        await gateway.server.stop(0)
+        gateway.close()
+
+
+async def test_a_server_without_workers_shows_its_families(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        server.gateway.state.refusals.by_reason.update(["NO_WORKER", "NO_WORKER"])
+        families = list(text_string_to_metric_families((await server.get("/metrics")).body))
+    samples = {one.name: one.value for family in families for one in family.samples if not one.labels}
+    assert samples["quire_num_requests_running"] == samples["quire_kv_cache_usage_perc"] == 0
+    (refusals,) = (family for family in families if family.name == "quire_refusals")
+    assert [(one.labels, one.value) for one in refusals.samples] == [({"reason": "NO_WORKER"}, 2)]
+
+
+async def scraped(server: MetricsServer) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    families = text_string_to_metric_families((await server.get("/metrics")).body)
+    return {(one.name, frozenset(one.labels.items())): one.value for of in families for one in of.samples}
+
+
+async def test_what_fits_into_a_step_runs_and_the_rest_waits(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_batch_tokens=512) as server:
+        caches = server.gateway.caches
+        worker = WorkerView(
+            "worker-0", 1, page_tokens=16, pages_total=1000, capacity_tokens=16_000, pages_available=1000
+        )
+        caches.worker_ready(worker, 0.0)
+        # Four tokens, and then two of the prompts, the second one in part.
+        sizes = [300, 300, 300, 1, 1, 1, 1]
+        caches.submit_many([Append(AppendKind.PREFILL, "", [1] * size) for size in sizes], 0.0)
+        samples = await scraped(server)
+        assert samples["quire_num_requests_running", frozenset()] == 6
+        assert samples["quire_num_requests_waiting", frozenset()] == 1
+        # Without the worker all of them wait.
+        caches.worker_lost("worker-0", 1, 0.0)
+        caches.take_effects()
+        server.gateway.exporter._texts.clear()  # type: ignore[union-attr]
+        samples = await scraped(server)
+        assert samples["quire_num_requests_running", frozenset()] == 0
+        assert samples["quire_num_requests_waiting", frozenset()] == len(sizes)
+        assert samples["quire_operations_parked", frozenset()] == len(sizes)
+
+
+async def test_only_adapters_of_all_tenants_are_named(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_lora_adapters=3) as server:
+        versions = server.gateway.pool.versions
+        (slot,) = versions.serving.slots
+        executor = types_pb2.ExecutorCapabilities(supports_lora=True)
+        become_ready(versions, slot, worker_pb2.WorkerReady(executor=executor))
+        known = {1: ("shared", None), 2: ("other", None), 3: ("secret", "tenant"), 4: ("waiting", None)}
+        for number, (adapter_id, tenant) in known.items():
+            server.gateway.api._adapters.add(AdapterVersion(number, adapter_id, tenant, "/somewhere"))
+            slot.snapshot.lora_adapters.add(
+                version=number, resident=number < 4, loads=2, waiting=int(number == 4)
+            )
+        samples = await scraped(server)
+        lists = {"running_lora_adapters": "other,shared", "waiting_lora_adapters": "waiting", "max_lora": "3"}
+        assert samples["quire_lora_requests_info", frozenset(lists.items())] > 0
+        worker = frozenset([("worker", "0")])
+        assert (
+            samples["quire_adapters_resident", worker] == 3
+            and samples["quire_adapter_loads_total", worker] == 8
+        )
+        assert samples["quire_worker_ready", worker] == 1
+
+
+class Provider:
+    """A runtime whose circuit breaker is open."""
+
+    name = "remote"
+
+    def describe(self) -> runner_pb2.Runtime:
+        return runner_pb2.Runtime(name=self.name, breaker=runner_pb2.BREAKER_STATE_OPEN)
+
+
+async def test_breakers(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        server.gateway.router.runtimes.append(Provider())  # type: ignore[arg-type]
+        samples = await scraped(server)
+    found = {
+        dict(labels)["state"]: number
+        for (name, labels), number in samples.items()
+        if name == "quire_runtime_breaker"
+    }
+    assert found == {"closed": 0, "open": 1, "half_open": 0}
+
+
+async def test_a_slot_of_two_versions_is_one_worker(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        versions = server.gateway.pool.versions
+        other = versions.add("model")
+        for number, version in enumerate((versions.serving, other), start=1):
+            (slot,) = version.slots
+            slot.epoch, slot.state = number, executor_pb2.WORKER_STATE_READY
+            slot.snapshot.counts.steps, slot.snapshot.pool.pages_free = 10 * number, number
+        worker = frozenset([("worker", "0")])
+        samples = await scraped(server)
+        assert samples["quire_steps_total", worker] == 30 and samples["quire_worker_ready", worker] == 2
+        assert samples["quire_kv_pages", worker | {("state", "free")}] == 3
+        versions.remove(other)
+        server.gateway.exporter._texts.clear()  # type: ignore[union-attr]
+        samples = await scraped(server)
+        assert samples["quire_steps_total", worker] == 30, "what it has counted remains"
+        assert samples["quire_worker_ready", worker] == 1

@@ -1,0 +1,184 @@
+"""The HTTP port for operators: what it answers, readiness, and clients that are slow or hostile."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parsed
+from quire.v1 import executor_pb2
+
+from service.config import Config, ConfigError
+from service.config_sources import load_config
+from service.metrics import exporter
+from tests.service.metrics_server import serving
+
+# Far more than it takes.
+PATIENCE_S = 30.0
+
+
+async def test_formats(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        text = await server.get("/metrics")
+        assert text.status == 200 and text.headers["content-type"].startswith("text/plain; version=0.0.4")
+        plain = {family.name for family in parsed(text.body)}
+        modern = await server.get("/metrics?x=1", "Accept: application/openmetrics-text;version=1.0.0,*/*")
+        assert modern.headers["content-type"].startswith("application/openmetrics-text")
+        assert modern.body.count("# EOF") == 1
+        families = openmetrics.text_string_to_metric_families(modern.body)  # type: ignore[no-untyped-call]
+        assert {family.name for family in families} == plain
+        assert {"quire_appends", "quire_state", "grpc_server_handled", "process_open_fds"} <= plain
+
+
+async def test_only_get_and_head(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        for path in ("/metrics", "/healthz", "/readyz", "/"):
+            got, head = await server.get(path), await server.get(path, method="HEAD")
+            assert head.status == got.status and head.body == ""
+            assert int(head.headers["content-length"]) > 0
+            for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+                refused = await server.get(path, "Content-Length: 0", method=method)
+                assert refused.status == 405 and refused.headers["allow"] == "GET, HEAD"
+        assert (await server.get("/")).status == 404
+        assert (await server.get("/metrics/../etc/passwd")).status == 404
+
+
+async def test_readiness_follows_the_health_service(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        versions, state = server.gateway.pool.versions, server.gateway.state
+        (slot,) = versions.serving.slots
+
+        async def readiness() -> tuple[int, str]:
+            answer = await server.get("/readyz")
+            return answer.status, answer.body.strip()
+
+        assert await readiness() == (503, "starting")
+        slot.state, versions.had_ready_worker = executor_pb2.WORKER_STATE_READY, True
+        assert await readiness() == (200, "ready")
+        slot.state = executor_pb2.WORKER_STATE_DEAD
+        assert await readiness() == (503, "no_worker")
+        slot.state, state.draining = executor_pb2.WORKER_STATE_READY, True
+        assert await readiness() == (503, "draining")
+        assert (await server.get("/healthz")).status == 200, "the process is well"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("localhost:9464", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:9464", 200),
+        ("evil.example", 403),
+    ],
+)
+async def test_pages_of_a_browser_cannot_read_it(tmp_path: Path, host: str, status: int) -> None:
+    async with serving(tmp_path) as server:
+        answer = await server.send(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert int(answer.split()[1]) == status
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200) + b"\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 405),
+        (b"GET /metrics HTTP/1.1\r\n\r\n", 400),
+        (b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"x: y\r\n" * 4000 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
+        (b"GET /healthz HTTP/1.0\r\n\r\n", 200),
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n", 200),
+    ],
+)
+async def test_odd_requests_are_answered_and_closed(
+    tmp_path: Path, request_bytes: bytes, status: int
+) -> None:
+    async with serving(tmp_path) as server, asyncio.timeout(PATIENCE_S):
+        answer = await server.send(request_bytes)
+        # What is sent after the answer can reset the connection before the answer was read.
+        assert not answer or int(answer.split()[1]) == status
+        assert (await server.get("/healthz")).status == 200
+
+
+async def test_a_slow_request_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "_TIMEOUT_S", 0.1)
+    async with serving(tmp_path) as server, asyncio.timeout(PATIENCE_S):
+        for part in (b"", b"GET /metrics HTT", b"GET /metrics HTTP/1.1\r\nHost: local"):
+            assert await server.send(part) == b""
+        assert not server.gateway.exporter._connections  # type: ignore[union-attr]
+
+
+async def test_an_unread_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "_TIMEOUT_S", 0.1)
+
+    async def large(_self: object, _render: object) -> bytes:
+        return bytes(64 << 20)
+
+    monkeypatch.setattr(exporter.Exporter, "_rendered", large)
+    async with serving(tmp_path) as server, asyncio.timeout(PATIENCE_S):
+        _, writer = await server.connect()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        held = server.gateway.exporter._connections  # type: ignore[union-attr]
+        while not held:
+            await asyncio.sleep(0.01)
+        while held:
+            await asyncio.sleep(0.01)
+        assert (await server.get("/healthz")).status == 200
+        writer.close()
+
+
+async def test_idle_connections_keep_nobody_out(tmp_path: Path) -> None:
+    most = exporter._MAX_CONNECTIONS
+    async with serving(tmp_path) as server, asyncio.timeout(PATIENCE_S):
+        idle = [await server.connect() for _ in range(3 * most)]
+        assert (await server.get("/readyz")).status == 503
+        assert len(server.gateway.exporter._connections) <= most  # type: ignore[union-attr]
+        # The oldest were closed.
+        assert await idle[0][0].read() == b""
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_metrics_are_computed_once_for_all_who_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "_MAX_AGE_S", PATIENCE_S)
+    async with serving(tmp_path) as server:
+        times = 0
+        collect = server.gateway.exporter.registry.collect  # type: ignore[union-attr]
+
+        def counted() -> object:
+            nonlocal times
+            times += 1
+            return collect()
+
+        monkeypatch.setattr(server.gateway.exporter.registry, "collect", counted)  # type: ignore[union-attr]
+        answers = await asyncio.gather(*(server.get("/metrics") for _ in range(20)))
+        assert len({answer.body for answer in answers}) == 1 and times == 1
+
+
+def test_the_setting(capfd: pytest.CaptureFixture[str]) -> None:
+    assert Config().metrics_listen == ""
+    assert load_config({"metrics_listen": "[::1]:9464"}, {}).metrics_listen == "[::1]:9464"
+    for bad in ("unix:/x", "9464", "localhost"):
+        with pytest.raises(ConfigError, match="metrics_listen"):
+            load_config({"metrics_listen": bad}, {})
+    # Unlike the ports of callers, it may be remote: the log warns.
+    assert load_config({"metrics_listen": "0.0.0.0:9464"}, {}).metrics_listen == "0.0.0.0:9464"
+
+
+@pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_a_remote_port_is_warned_of(host: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(exporter._log, "warning", lambda event, **_: warnings.append(event))
+    opened = exporter.Exporter(f"{host}:0")
+    assert opened.bind() > 0
+    assert isinstance(opened._socket, socket.socket)
+    opened._socket.close()
+    assert bool(warnings) == warns
