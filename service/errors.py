@@ -140,8 +140,8 @@ class AdapterLost(QuireError, code="FAILED_PRECONDITION", reason="ADAPTER_LOST")
     """A version of an adapter cannot be loaded, or not any more. `why` is for the caller."""
 
     def __init__(self, why: str) -> None:
-        advice = "load the adapter again for new caches; caches of this version can only be released"
-        super().__init__(f"{why}: {advice}, unless that is mended")
+        advice = "load the adapter again, or restore its files, which existing caches of this version need"
+        super().__init__(f"{why}: {advice}")
 
 
 class LoadFailed(QuireError, code="FAILED_PRECONDITION", reason="LOAD_FAILED"):

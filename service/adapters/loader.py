@@ -132,7 +132,7 @@ class AdapterLoader:
         if self._find_adapter is not None and is_hub_id(first.source):
             path = await asyncio.to_thread(self._find_adapter, first.source)
         elif not path.is_absolute():
-            what = "neither an absolute path of a directory of this machine, nor an adapter of the hub"
+            what = "neither an absolute path of the server's machine, nor an adapter of the hub"
             raise InvalidArgument("BAD_SOURCE", "source", f"the source is {what}")
         # Whoever removes a copy that failed must not meet the thread that writes it.
         await complete(asyncio.to_thread(self._store.copy, path, number))

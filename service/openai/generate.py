@@ -98,7 +98,9 @@ def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False
         item.logprobs, item.top_logprobs = True, num_top if num_top > 1 else 0
         if is_processed and item.sampling.temperature > 0:
             if num_top > 1:
-                raise unsupported("sampling_params.logprobs", "others than the token's own are raw_logprobs")
+                raise unsupported(
+                    "sampling_params.logprobs", "at most 1 with --openai-logprobs-mode processed_logprobs"
+                )
             item.logprobs, item.sampled_logprobs = False, True
     is_stream, with_usage = stream_options(fields)
     num_prompt_top = params.get("prompt_logprobs", integer, 0, MAX_TOP_LOGPROBS)
@@ -154,7 +156,9 @@ def _set_sampling(item: runner_pb2.ExecuteItem, params: Fields, model: ResolvedM
     if not item.constraint.mask.allowed.ids:
         item.ClearField("constraint")
     if params.get("min_tokens", integer, 0, MAX_ID):
-        raise unsupported("sampling_params.min_tokens", "a sample ends at its first end token")
+        raise unsupported(
+            "sampling_params.min_tokens", "is not supported: a sample ends at its first end token"
+        )
 
 
 def _priority(given: int) -> types_pb2.Priority:

@@ -148,6 +148,8 @@ def _check_mode(request: runner_pb2.LoadWeightsRequest) -> None:
         raise InvalidArgument("BAD_MODE", "previous_caches", f"{request.previous_caches} has no name")
     is_replacement = request.mode == runner_pb2.LOAD_WEIGHTS_MODE_REPLACE
     if is_replacement and request.HasField("drain"):
-        raise InvalidArgument("BAD_MODE", "drain", "weights that are replaced cannot be used any more")
+        raise InvalidArgument("BAD_MODE", "drain", "drain is not for LOAD_WEIGHTS_MODE_REPLACE")
     if not is_replacement and request.previous_caches:
-        raise InvalidArgument("BAD_MODE", "previous_caches", "is only for LOAD_WEIGHTS_MODE_REPLACE")
+        raise InvalidArgument(
+            "BAD_MODE", "previous_caches", "previous_caches is for LOAD_WEIGHTS_MODE_REPLACE"
+        )

@@ -185,7 +185,12 @@ class AsyncCaller(ABC):
 
 
 class AsyncCache(CacheState):
-    """A sequence that the server stores. Release it, or use it in an `async with`."""
+    """A sequence that the server stores. Release it, or use it in an `async with`.
+
+    Attributes: `cache_id`; `seq_len`, its tokens; of the last append `output`, `weights` (the number of those
+    it was computed with), `replayed_tokens`, and, if it asked for them, `token_logprobs`, `token_is_argmax`
+    and `samples`; of the prompt `reused_tokens`.
+    """
 
     def __init__(self, call: _Call, prefilled: executor_pb2.PrefillResponse) -> None:
         """Created by `prefill` and `fork`."""
