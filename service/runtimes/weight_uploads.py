@@ -62,8 +62,8 @@ class WeightUploads:
         self._complete: dict[str, Path] = {}
         # The id of the one that waits for LoadWeights.
         self._waiting = ""
-        # The sources of running LoadWeights, uploads or not.
-        self._loading: list[str] = []
+        # The sources of running LoadWeights, uploads or not, and of the upload that is being copied from.
+        self._in_use: list[str] = []
         if data_dir is not None and self._directory.path.is_dir():
             in_use = {self._id_of(model): Path(model) for model in versions.models}
             self._complete = {upload_id: path for upload_id, path in in_use.items() if upload_id}
@@ -79,15 +79,22 @@ class WeightUploads:
     @contextlib.contextmanager
     def loading(self, source: str) -> Iterator[None]:
         """Keeps an upload during a LoadWeights of it. It does not wait for another if it cannot be served."""
-        self._loading.append(source)
+        with self._using(source):
+            try:
+                yield
+            except LoadFailed:
+                if source == PREFIX + self._waiting:
+                    self._waiting = ""
+                raise
+
+    @contextlib.contextmanager
+    def _using(self, source: str) -> Iterator[None]:
+        """Keeps an upload meanwhile."""
+        self._in_use.append(source)
         try:
             yield
-        except LoadFailed:
-            if source == PREFIX + self._waiting:
-                self._waiting = ""
-            raise
         finally:
-            self._loading.remove(source)
+            self._in_use.remove(source)
             self._remove_unneeded()
 
     async def receive(self, requests: AsyncIterator[runner_pb2.UploadWeightsRequest]) -> str:
@@ -100,7 +107,9 @@ class WeightUploads:
         parent = self._directory.path / upload_id
         directory = parent.joinpath(*served.parts[1:][-_NAMING_PARTS:])
         try:
-            left_bytes = await complete(asyncio.to_thread(_copy_settings, served, directory))
+            # Other weights may be served before the copy is complete.
+            with self._using(PREFIX + self._id_of(str(served))):
+                left_bytes = await complete(asyncio.to_thread(_copy_settings, served, directory))
             await self._receive_files(requests, directory, left_bytes)
         except BaseException as error:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, parent, ignore_errors=True))
@@ -157,7 +166,7 @@ class WeightUploads:
             return
         if self._id_of(self._versions.serving.model) == self._waiting:
             self._waiting = ""
-        needed = {self._waiting, *(source.removeprefix(PREFIX) for source in self._loading)}
+        needed = {self._waiting, *(source.removeprefix(PREFIX) for source in self._in_use)}
         needed.update(map(self._id_of, self._versions.models))
         for upload_id in self._complete.keys() - needed:
             del self._complete[upload_id]
