@@ -55,7 +55,7 @@ Generated from _aio_caches.py by {COMMAND}: change that file.
 # Patterns that are replaced everywhere.
 _WORDS = (
     (r"\bimport asyncio\b", "import time"),
-    (r"\b_aio_caches\b", "_caches"),
+    (r"\b_aio_caches\b(?!\.py)", "_caches"),
     (r"\basyncio\.sleep\(", "time.sleep("),
     (r"grpc\.aio\.AioRpcError\b", "grpc.RpcError"),
     (r"\bgrpc\.aio\.", "grpc."),

@@ -41,6 +41,8 @@ class CompletionResponse:
     def __init__(self, request: CompletionRequest, token_texts: TokenTexts) -> None:
         self._request = request
         self._token_texts = token_texts
+        # All items have the same one.
+        self._adapter_id = request.items[0].adapter_id
         self._created = int(time.time())
         self._head: dict[str, Any] = {}
         # Of a stream: whether its first events were made.
@@ -59,7 +61,7 @@ class CompletionResponse:
             "id": f"{prefix}-{started.request_id}",
             "object": kind,
             "created": self._created,
-            "model": started.model_id or started.runtime,
+            "model": self._adapter_id or started.model_id or started.runtime,
             "system_fingerprint": started.fingerprint or None,
         }
 

@@ -17,6 +17,7 @@ from quire import Client
 from transformers import PreTrainedTokenizerFast
 
 from service.auth.tokens import Role, new_token
+from tests.adapter_factory import make_adapter
 from tests.chat_templates import QWEN, byte_tokenizer
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, hf_greedy, make_model
@@ -110,6 +111,19 @@ def test_a_chat_equals_that_of_transformers(
     # The same prompt as before.
     assert last.usage.completion_tokens == 12 and last.usage.total_tokens == answer.usage.total_tokens
     assert len({chunk.id for chunk in chunks} | {first.id, last.id}) == 1
+
+
+def test_an_adapter_is_a_model(gateway: HttpGateway, client: Any, model: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "poet", model, 1)
+    with Client(gateway.address) as loader:
+        loader.load_adapter("poet", str(adapter))
+    try:
+        done = client.completions.create(model="poet", prompt="ab", max_tokens=1)
+        assert done.model == "poet"
+        assert "poet" in [each.id for each in client.models.list()]
+    finally:
+        with Client(gateway.address) as loader:
+            loader.unload_adapter("poet")
 
 
 def test_completions_of_several_prompts(gateway: HttpGateway, client: Any) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from quire import Aborted, AsyncClient, Client, PermissionDenied
+from quire import Aborted, AsyncClient, Client, InvalidRequest, PermissionDenied
 from quire.v1 import runner_pb2, runner_pb2_grpc
 from safetensors import safe_open
 from safetensors.torch import save
@@ -102,6 +102,17 @@ def test_they_are_served_as_if_from_a_directory(models: list[Path], home: Path) 
         assert replace(gateway, models[1]) == fingerprint
         gateway.wait_until(lambda: kept(home) == [])
         assert refused(lambda: replace(gateway, Path(source))) == "BAD_SOURCE"
+
+
+def test_the_client_loads_them_beside_and_in_place(models: list[Path], home: Path) -> None:
+    with serve(models[0], *at_home(home)) as gateway, Client(gateway.address, timeout_s=PATIENCE_S) as client:
+        before = client.model_info().model.fingerprint
+        beside = client.load_weights(upload(gateway, shards(models[1])), drain_s=0.1)
+        assert beside.phase == runner_pb2.LOAD_WEIGHTS_PHASE_SERVING
+        assert client.model_info().model.fingerprint == beside.fingerprint != before
+        assert client.load_weights(str(models[0]), replace=True, recompute=True).fingerprint == before
+        with pytest.raises(InvalidRequest, match="BAD_SOURCE"):
+            client.load_weights("upload:none")
 
 
 def test_beside_after_in_place(models: list[Path], home: Path) -> None:

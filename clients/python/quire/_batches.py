@@ -57,12 +57,16 @@ class Scored:
         token_is_argmax: For each of them, whether no other token was more likely.
         outputs: The predictions after the tokens from index max(score_from, 1) - 1 on: one more than scored.
         reused_tokens: Tokens of the context whose KV was cached.
+        weights: The number of the weights that it was computed with; see LoadWeights.
+        adapter_version: That of the adapter, 0 without one.
     """
 
     token_logprobs: Sequence[float]
     token_is_argmax: Sequence[bool]
     outputs: Sequence[types_pb2.StepOutput]
     reused_tokens: int
+    weights: int
+    adapter_version: int
 
     @property
     def logprob(self) -> float:
@@ -134,6 +138,8 @@ def scored(response: executor_pb2.ForwardResponse) -> Scored:
         tuple(response.token_is_argmax),
         tuple(response.outputs),
         response.reused_tokens,
+        response.weights,
+        response.adapter_version,
     )
 
 

@@ -1,6 +1,6 @@
 """Caches, and the calls that make them or score, of the blocking client and its sessions.
 
-Generated from _caches.py by clients/python/generate_blocking.py: change that file.
+Generated from _aio_caches.py by clients/python/generate_blocking.py: change that file.
 """
 
 from __future__ import annotations

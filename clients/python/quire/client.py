@@ -270,13 +270,11 @@ class Client(Caller):
             drain_s: Without `replace`: how long caches of the previous weights can be used.
             timeout_s: The timeout of the call. None: the client's.
         """
-        mode, caches = runner_pb2.LoadWeightsMode, runner_pb2.PreviousCaches
-        request = runner_pb2.LoadWeightsRequest(
-            source=source,
-            drain=_calls.duration(drain_s),
-            mode=mode.LOAD_WEIGHTS_MODE_REPLACE if replace else mode.LOAD_WEIGHTS_MODE_BESIDE,
-            previous_caches=caches.PREVIOUS_CACHES_RECOMPUTE if recompute else caches.PREVIOUS_CACHES_END,
-        )
+        request = runner_pb2.LoadWeightsRequest(source=source, drain=_calls.duration(drain_s))
+        if replace:
+            request.mode = runner_pb2.LOAD_WEIGHTS_MODE_REPLACE
+        if recompute:
+            request.previous_caches = runner_pb2.PREVIOUS_CACHES_RECOMPUTE
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         served = runner_pb2.LoadWeightsResponse()
         updates = self.runner_stub.LoadWeights(request, timeout=limit_s, metadata=self.metadata)

@@ -3,8 +3,8 @@
 The policy learns to count: after "34" the reward is the share of tokens that are the digit before them plus
 one. Each step samples a group of rollouts of each prompt, updates the policy by how much better each is than
 its group, and pushes the result: all weights, which begin at random (LoadWeights with REPLACE), or with
---lora an adapter of the served ones (LoadAdapter with the same id). These must be those of DIR: after a run
-without --lora load them again. It needs torch and transformers, and peft for --lora.
+--lora an adapter of DIR's (LoadAdapter with the same id), which the server loads first. It needs torch and
+transformers, and peft for --lora.
 
 Prints a line of JSON for each step. `stale_tokens` were not drawn with the weights that were pushed last.
 `logprob_differences` compare what the server said of a token when it was drawn with what the trainer computes
@@ -270,6 +270,9 @@ def main() -> None:
     steps = []
     with Client(options.target, timeout_s=600) as client:
         dtype = getattr(torch, client.model_info().model.dtype)
+        if options.lora:
+            # Another run may have left others.
+            client.load_weights(str(options.model.resolve()), replace=True)
         policy = Policy(options.model, dtype, lora=options.lora, learning_rate=options.learning_rate)
         pushed = AdapterPush(client) if options.lora else WeightsPush(client)
         for figures in train(client, policy, pushed, options.steps):
