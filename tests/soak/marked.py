@@ -62,7 +62,7 @@ def _serve() -> int:
 
     def marked_command(*args: Any) -> list[str]:
         found = list(command(*args))
-        at = found.index("workers")
+        at = found.index("workers.__main__")
         return [*found[:at], "tests.soak.marked", "worker", *found[at + 1 :]]
 
     local._command = marked_command  # type: ignore[assignment]
