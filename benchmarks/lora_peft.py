@@ -40,7 +40,8 @@ class PeftSteps:
     @torch.inference_mode()
     def step_ms(self, adapters: Sequence[int]) -> float:
         """The time of one step. `adapters`: of each row, -1 for none."""
-        self._cache.crop(self._context_tokens)
+        if self._cache.get_seq_length() > self._context_tokens:
+            self._cache.crop(-1)
         if max(adapters) < 0:
             with self._model.disable_adapter():
                 return self._timed()
