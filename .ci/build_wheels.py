@@ -23,9 +23,9 @@ PACKAGES = ("kernels", "service", "workers")
 FILES = ("LICENSE", "README.md")
 # What they are in when they are installed.
 OUTER = "quire_server"
-# `from service.config import ...`, and "service.cli.serve:run" or "workers.__main__" in a string.
+# `from service.config import ...`; "service.cli.serve:run" in a string, and commands that are told.
 IMPORT = re.compile(rf"^(\s*from )(?=({'|'.join(PACKAGES)})\b)", re.MULTILINE)
-MODULE_NAME = re.compile(rf'(")(?=({"|".join(PACKAGES)})(\.\w+)+(:\w+)?")')
+MODULE_NAME = re.compile(rf'("|python -m )(?=({"|".join(PACKAGES)})(\.\w+)+(:[{{\w}}]+)?("|,))')
 
 
 def build(out: Path, names: list[str]) -> None:

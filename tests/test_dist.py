@@ -46,6 +46,13 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def test_the_server_is_one_package(wheels: Path) -> None:
+    (wheel,) = wheels.glob("quire_llm_server-*-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name.split("/")[0] for name in archive.namelist()}
+    assert {name for name in found if not name.endswith(".dist-info")} == {"quire_server"}
+
+
 @pytest.fixture(scope="module")
 def prebuilt(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels in the server's wheel."""
@@ -117,7 +124,9 @@ def test_installed_it_serves_with_compiled_kernels_without_a_compiler(
     if library.VARIABLE in os.environ:
         settings[library.VARIABLE] = os.environ[library.VARIABLE]
     target = f"unix:{tmp_path / 'socket'}"
-    command = [str(installed / "quire"), "serve", "--model", "adder", "--listen", target]
+    home = tmp_path / "home"
+    serve = ["serve", "--model", "adder", "--listen", target, "--data-dir", str(home)]
+    command = [str(installed / "quire"), *serve]
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen(command, cwd=tmp_path, env=settings, stdout=log, stderr=log)
     try:
@@ -130,6 +139,8 @@ def test_installed_it_serves_with_compiled_kernels_without_a_compiler(
                 time.sleep(0.1)
             assert kernels == ["torch", f"cpu-{instructions.name}"]
             assert "".join(chunk.text for chunk in client.execute("12+34=")) == "46"
+        for command in (["journal", "inspect", str(home)], ["doctor"], ["plan", "--model", "adder"], ["config", "check"]):
+            subprocess.run([str(installed / "quire"), *command], cwd=tmp_path, env=settings, check=True)
     finally:
         server.terminate()
         server.wait(60)
