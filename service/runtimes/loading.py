@@ -20,7 +20,7 @@ from quire.v1 import runner_pb2
 from service.completion import complete
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.errors import LoadFailed, Loading, NoMemory
+from service.errors import LoadFailed, Loading, NoMemory, StorageUnavailable
 from service.logging import get_logger
 from service.pool.model_versions import ModelVersion
 from service.pool.rolling_restart import RollingRestart
@@ -61,7 +61,7 @@ class WeightsLoader:
     async def load(self, source: str, drain_s: float) -> AsyncGenerator[_Progress]:
         """See `Runtime.load_weights`. Closing it before the switch cancels the load.
 
-        Raises Loading, InvalidArgument, NoMemory or LoadFailed, without any change.
+        Raises Loading, InvalidArgument, NoMemory, LoadFailed or StorageUnavailable, without any change.
         """
         if self.is_busy or self._sources.is_busy:
             raise Loading
@@ -119,14 +119,14 @@ class WeightsLoader:
     # The switch.
 
     async def _switch(self, version: ModelVersion, drain_s: float) -> None:
-        """Raises LoadFailed if the switch cannot be stored; then nothing has changed."""
+        """Raises StorageUnavailable if the switch cannot be stored; then nothing has changed."""
         old = self._versions.serving
         # From now on, a worker that dies is restarted.
         version.is_loading = False
         try:
             await self._persist(version)
         except OSError as error:
-            raise LoadFailed(f"the switch cannot be written down: {error.strerror}") from None
+            raise StorageUnavailable(error.strerror) from None
         self._versions.serve(version)
         self._dispatcher.weights_switched(version.number, drain=drain_s > 0)
         self._drain_end_s = time.monotonic() + drain_s

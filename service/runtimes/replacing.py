@@ -15,7 +15,7 @@ from quire.v1 import runner_pb2, types_pb2
 
 from service.completion import complete
 from service.dispatcher import Dispatcher
-from service.errors import LoadFailed, Loading, NoWorker
+from service.errors import LoadFailed, Loading, NoWorker, StorageUnavailable
 from service.logging import get_logger
 from service.pool.incarnation import Incarnation
 from service.pool.model_versions import ModelVersion
@@ -49,7 +49,8 @@ class WeightsReplacer:
     async def replace(self, source: str, *, recompute: bool) -> AsyncGenerator[_Progress]:
         """See `Runtime.load_weights`. Closing it before the switch cancels the replacement.
 
-        Raises Loading, InvalidArgument, NoMemory, NoWorker or LoadFailed, without any change.
+        Raises, without any change, Loading, InvalidArgument, NoMemory, NoWorker, LoadFailed or
+        StorageUnavailable.
         """
         if self._loader.is_busy or self._sources.is_busy:
             raise Loading
@@ -90,12 +91,12 @@ class WeightsReplacer:
         *,
         recompute: bool,
     ) -> None:
-        """Raises LoadFailed if the switch cannot be stored; then nothing has changed."""
+        """Raises StorageUnavailable if the switch cannot be stored; then nothing has changed."""
         continued = self._dispatcher.caches.weights.continued_from if recompute else None
         try:
             await asyncio.to_thread(self._versions.persist, version, continued)
         except OSError as error:
-            raise LoadFailed(f"the switch cannot be written down: {error.strerror}") from None
+            raise StorageUnavailable(error.strerror) from None
         # Not those that have died since, whose slots may have others now.
         running = self._pool.serving_workers()
         ready = [worker for worker in running if worker in workers]
