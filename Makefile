@@ -72,7 +72,8 @@ dist: $(INSTALLED) ## Build the wheels, with kernels for all CPUs, into dist/: w
 
 docs: $(INSTALLED) ## Build the manual: build/manual/index.html
 	@$(call INSTALL,--no-build-isolation --editable '.[docs]')
-	@$(BIN)/python -m mkdocs build --strict --quiet
+	@# Not --quiet: then warnings are no errors. The variable turns off an announcement of the theme.
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 sbom: $(INSTALLED) ## List what the installed server consists of, as CycloneDX JSON: build/sbom.json
 	@$(call INSTALL,cyclonedx-bom)
