@@ -21,7 +21,7 @@ SERVED := .$(if $(shell command -v nvidia-smi),[cuda])
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup kernels dist bench gpu-test gpu-bench serve test test-isa soak size check check-code check-types check-protos check-imports fmt stubs proto-image clean
+.PHONY: help setup kernels dist docs sbom bench gpu-test gpu-bench serve test test-isa soak size check check-code check-types check-protos check-imports fmt stubs proto-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,15 @@ kernels: $(SERVING)
 dist: $(INSTALLED) ## Build the wheels, with kernels for all CPUs, into dist/: who installs them needs no compiler
 	@$(call INSTALL,ziglang)
 	@$(BIN)/python .ci/build_wheels.py dist $(ARGS)
+
+docs: $(INSTALLED) ## Build the manual: build/manual/index.html
+	@$(call INSTALL,--no-build-isolation --editable '.[docs]')
+	@# Not --quiet: then warnings are no errors. The variable turns off an announcement of the theme.
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+sbom: $(INSTALLED) ## List what the installed server consists of, as CycloneDX JSON: build/sbom.json
+	@$(call INSTALL,cyclonedx-bom)
+	@$(BIN)/python .ci/sbom.py build/sbom.json
 
 serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
 	@exec $(BIN)/quire serve $(ARGS)

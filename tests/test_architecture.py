@@ -50,8 +50,8 @@ WITHOUT_TORCH = (
 
 TOP_LEVEL = {
     ".ci", ".gitignore", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile",
-    "README.md", "benchmarks", "clients", "constraints.txt", "deploy", "docs", "kernels", "protos",
-    "pyproject.toml", "service", "tests", "workers",
+    "README.md", "SECURITY.md", "benchmarks", "clients", "constraints.txt", "deploy", "docs", "kernels",
+    "mkdocs.yml", "protos", "pyproject.toml", "service", "tests", "workers",
 }  # fmt: skip
 
 # What each room of the gateway may import of the others. Nobody imports the command line.

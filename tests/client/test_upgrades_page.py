@@ -1,0 +1,75 @@
+"""The commands of docs/upgrades.md, run by a shell as they are written there, but with paths of the test."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from quire import Client
+from quire.v1 import executor_pb2
+
+from benchmarks.checkout import environment
+from tests.gateway_process import ROOT, GatewayProcess
+
+DATA, BACKUP = "/var/lib/quire", "/var/backups/quire"
+SAVE, CHECK, RESTORE = range(3)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    command = tmp_path / ".venv" / "bin" / "quire"
+    command.parent.mkdir(parents=True)
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quire.cli "$@"\n')
+    command.chmod(0o755)
+    (tmp_path / "quire.toml").write_text(f'model = "adder"\ndata_dir = "{tmp_path / "data"}"\n')
+    return tmp_path
+
+
+def run(here: Path, block: int) -> str:
+    """What the shell prints when it runs a block of the page."""
+    script = blocks("docs/upgrades.md", "sh")[block]
+    for written, ours in ((DATA, "data"), (BACKUP, "backup")):
+        script = script.replace(written, str(here / ours))
+    done = subprocess.run(
+        [shutil.which("bash") or "sh", "-eu", "-c", script],
+        env=environment(ROOT) | {"HOME": str(here), "XDG_STATE_HOME": str(here / "state")},
+        cwd=here, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_block_is_known_here() -> None:
+    """Another one needs a test."""
+    found = [len(blocks("docs/upgrades.md", language)) for language in ("sh", "python", "toml")]
+    assert found == [3, 0, 0]
+    for page in ("docs/concepts.md", "docs/training.md", "SECURITY.md"):
+        assert "```" not in (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_a_server_goes_back_to_what_was_saved(here: Path) -> None:
+    flags = ["--data-dir", str(here / "data")]
+    with GatewayProcess(model="adder", flags=flags) as server, Client(server.address) as client:
+        saved = client.prefill([1, 2, 3])
+        (here / "data" / "spending.json").write_text("{}")
+        assert "1 caches; all is well" in run(here, SAVE)
+        assert (here / "backup" / "spending.json").exists()
+        said = run(here, CHECK)
+        assert "no problems" in said and "1 caches; all is well" in said
+        continued = saved.decode(4)
+        later = client.prefill([1, 2])
+    assert "1 caches; all is well" in run(here, RESTORE)
+    assert (here / "data-newer" / "journal.db").exists()
+    with GatewayProcess(model="adder", flags=flags) as server, Client(server.address) as client:
+        listed = client.stub.ListCaches(executor_pb2.ListCachesRequest())
+        found = {cache.cache_id: cache.seq_len for cache in listed.kv_caches}
+        assert found == {saved.cache_id: 3} and later.cache_id not in found
+        assert client.cache(saved.cache_id).decode(4).token_id == continued.token_id
