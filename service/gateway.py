@@ -108,7 +108,8 @@ class Gateway:
             self.journal.bind_model,
             self.caches.weights.has_caches,
         )
-        if (served := versions.serving.model) != configured and not Path(served).is_dir():
+        served = versions.serving.model
+        if served not in (configured, WEIGHTLESS_MODEL) and not Path(served).is_dir():
             gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
             raise ConfigError("model", f"{directory}/weights.json", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.continued_from)

@@ -37,6 +37,16 @@ class UploadDirectory:
             self._temporary.cleanup()
 
 
+def sync_tree(directory: Path) -> None:
+    """Waits until the disk has all that is in a directory, and its entry. Blocks. Raises OSError."""
+    for path in (*directory.rglob("*"), directory, directory.parent):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 class UploadedFile:
     """A new file while it is written, at most up to its limit. All methods block on the disk."""
 
@@ -61,11 +71,6 @@ class UploadedFile:
         if self.left_bytes < 0:
             raise self._refusal(f"{self._name} has more than {self._max_bytes} bytes, the limit")
         self._file.write(part)
-
-    def sync(self) -> None:
-        """Waits until the disk has it."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
 
 async def next_message(messages: AsyncIterator[_Message], timeout_s: float) -> _Message | None:

@@ -30,7 +30,7 @@ from service.errors import (
 )
 from service.logging import get_logger
 from service.pool.supervisor import Supervisor
-from service.uploads import UploadedFile, next_message
+from service.uploads import UploadedFile, next_message, sync_tree
 
 _log = get_logger(__name__)
 # How often versions that nobody uses are looked for, and the operator's directory is read.
@@ -96,6 +96,7 @@ class AdapterLoader:
             await self._remove_unused()
             number = self._adapters.next_number()
             await self._copy(first, requests, number)
+            await complete(asyncio.to_thread(sync_tree, self._store.path(number)))
             version = AdapterVersion(
                 number,
                 first.adapter_id,
@@ -164,8 +165,6 @@ class AdapterLoader:
             missing = [name for name in files.FILES if name not in received]
             if missing:
                 raise InvalidArgument("BAD_ADAPTER", "file", f"{missing[0]} is missing")
-            for file in received.values():
-                await asyncio.to_thread(file.sync)
 
     async def _next(
         self, requests: AsyncIterator[admin_pb2.LoadAdapterRequest]

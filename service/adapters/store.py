@@ -58,7 +58,6 @@ class AdapterStore:
                 with os.fdopen(descriptor, "rb") as file:
                     while part := file.read(_PART_BYTES):
                         copy.write(part)
-                copy.sync()
 
     def open(self, number: int, name: str) -> UploadedFile:
         """A file of a version's copy, to be written."""

@@ -192,24 +192,28 @@ class ModelVersions:
         return version
 
     def persist(self, version: ModelVersion, continued_from: int | None = None) -> None:
-        """Stores that this version is served from now on. Blocks on the disk. Atomic; raises OSError.
+        """Stores that this version is served from now on; `serve` or `replace` has to follow.
+
+        Changes nothing but the file, so it may run on a thread. Atomic; blocks on the disk; raises OSError.
+        """
+        if self._data_dir is not None:
+            write_served_model(self._data_dir, self._served_model(version, continued_from))
+
+    def serve(self, version: ModelVersion, continued_from: int | None = None) -> None:
+        """Makes this the served version: that of new caches.
 
         `continued_from`: the first version whose caches continue with this one. None: this one.
         """
-        continued_from = version.number if continued_from is None else continued_from
-        served = self._served_model(version, continued_from)
-        if self._data_dir is not None:
-            write_served_model(self._data_dir, served)
-        self.continued_from, self._stored = continued_from, served
-
-    def serve(self, version: ModelVersion) -> None:
-        """Makes this the served version: that of new caches."""
         self.serving = version
+        self.continued_from = version.number if continued_from is None else continued_from
+        self._stored = self._served_model(version, continued_from)
         self._tag_caches()
         self.changed()
 
-    def replace(self, version: ModelVersion, model: types_pb2.ModelDescription) -> None:
-        """Makes a version without workers the served one. It takes over those that serve.
+    def replace(
+        self, version: ModelVersion, model: types_pb2.ModelDescription, continued_from: int | None = None
+    ) -> None:
+        """Makes a version without workers the served one. It takes over those that serve. See `serve`.
 
         model: what they have put into place.
         """
@@ -224,7 +228,7 @@ class ModelVersions:
             version.first_ready.model.CopyFrom(model)
         before.is_usable, before.slots = False, []
         self._versions.remove(before)
-        self.serve(version)
+        self.serve(version, continued_from)
 
     def mark_unusable(self, version: ModelVersion) -> None:
         """Forbids callers the use of caches of this version."""
@@ -240,7 +244,7 @@ class ModelVersions:
     def _tag_caches(self) -> None:
         self._bind_caches(to_model_tag(self.serving.fingerprint or "", self.serving.number))
 
-    def _served_model(self, version: ModelVersion, continued_from: int) -> ServedModel:
+    def _served_model(self, version: ModelVersion, continued_from: int | None) -> ServedModel:
         first = None if continued_from == version.number else continued_from
         return ServedModel(self._configured, version.model, version.number, first)
 
@@ -252,6 +256,7 @@ class ModelVersions:
         try:
             # Blocks once, before the first call is served.
             self.persist(self.serving, self.continued_from)
+            self._stored = served
         except OSError as error:
             _log.warning("cannot store which weights are served", error=error.strerror)
 

@@ -107,7 +107,7 @@ class WeightsReplacer:
                 # It has become ready meanwhile, and has not read these weights.
                 self._dispatcher.worker_lost(worker.slot.worker_id, worker.epoch, crashed=False)
                 worker.terminate("it has the previous weights")
-        self._versions.replace(version, described)
+        self._versions.replace(version, described, continued)
         views = [worker.view() for worker in ready]
         self._dispatcher.weights_replaced(version.number, views, recompute=recompute)
         _log.info("weights replaced", model=version.model, weights=version.number, recompute=recompute)

@@ -29,7 +29,7 @@ from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, StorageUnavailable
 from service.logging import get_logger
 from service.pool.model_versions import ModelVersions
-from service.uploads import UploadDirectory, UploadedFile, next_message
+from service.uploads import UploadDirectory, UploadedFile, next_message, sync_tree
 
 _log = get_logger(__name__)
 PREFIX = "upload:"
@@ -111,6 +111,7 @@ class WeightUploads:
             with self._using(PREFIX + self._id_of(str(served))):
                 left_bytes = await complete(asyncio.to_thread(_copy_settings, served, directory))
             await self._receive_files(requests, directory, left_bytes)
+            await complete(asyncio.to_thread(sync_tree, parent))
         except BaseException as error:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, parent, ignore_errors=True))
             if isinstance(error, OSError):
@@ -156,10 +157,11 @@ class WeightUploads:
                 following = await next_message(requests, self._timeout_s)
                 if following is None or following.name:
                     raise _bad_weights("sha256", f"the last part of {path.name} has none")
+                if not following.data and not following.sha256:
+                    raise _bad_weights("data", f"a part of {path.name} is empty")
                 part = following
             if file.left_bytes or digest.digest() != part.sha256:
                 raise _bad_weights("sha256", f"{path.name} has other contents, or another size")
-            await complete(asyncio.to_thread(file.sync))
 
     def _remove_unneeded(self) -> None:
         if not self._complete:
@@ -177,7 +179,7 @@ class WeightUploads:
     def _id_of(self, model: str) -> str:
         """The id of the upload that is served as this model. Empty if it is another directory."""
         try:
-            return Path(model).relative_to(self._directory.path).parts[0]
+            return Path(model).resolve().relative_to(self._directory.path).parts[0]
         except (ValueError, IndexError):
             return ""
 

@@ -211,3 +211,38 @@ async def test_an_upload_that_is_being_loaded_is_not_replaced(tmp_path: Path, mo
     assert sorted(server.kept()) == sorted([first, second])
     server.serve(server.find(second))
     assert server.kept() == [second]
+
+
+async def test_a_data_directory_that_was_moved_keeps_what_is_served(tmp_path: Path, model: Path) -> None:
+    """A link is where it was, so `weights.json` is still right."""
+    home = tmp_path / "home"
+    server = Server(home, model)
+    server.serve(server.find(source := await server.upload()))
+    (tmp_path / "moved").mkdir()
+    home.rename(tmp_path / "moved" / "home")
+    home.symlink_to(tmp_path / "moved" / "home")
+    assert Server(home, model).kept() == [source]
+
+
+async def test_all_of_an_upload_is_on_the_disk_before_it_can_be_served(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[str] = set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(str(Path(f"/proc/self/fd/{file}").readlink())))
+    server = Server(tmp_path / "home", model)
+    directory = server.find(await server.upload())
+    uploads = tmp_path / "home" / "weight-uploads"
+    above = [path for path in directory.parents if path.is_relative_to(uploads)]
+    assert synced >= {str(path) for path in (*directory.iterdir(), directory, *above)}
+
+
+async def test_empty_parts_do_not_keep_the_slot(tmp_path: Path, model: Path) -> None:
+    async def stalled() -> AsyncIterator[runner_pb2.UploadWeightsRequest]:
+        yield runner_pb2.UploadWeightsRequest(name=MODEL, size_bytes=len(DATA))
+        while True:
+            yield runner_pb2.UploadWeightsRequest()
+
+    server = Server(tmp_path / "home", model)
+    with pytest.raises(InvalidArgument, match="is empty"):
+        await server.uploads.receive(stalled())
+    assert server.kept() == []

@@ -159,6 +159,16 @@ def test_a_gateway_goes_on_with_what_was_served_before(tmp_path: Path) -> None:
     assert start("d").serving.expected_fingerprint == "fd", "there are caches"
 
 
+def test_a_worker_of_before_that_becomes_ready_does_not_undo_a_switch(tmp_path: Path) -> None:
+    versions = ModelVersions("a", 1, tmp_path)
+    become_ready(versions, versions.serving, "fa")
+    loaded = versions.add("b")
+    versions.persist(loaded)
+    become_ready(versions, versions.serving, "fa")
+    versions.serve(loaded)
+    assert read_served_model(tmp_path) == ServedModel("a", "b", 1)
+
+
 def test_whoever_subscribes_is_told_of_each_change() -> None:
     versions, seen = ModelVersions("a", 1), []
     versions.subscribe(lambda: seen.append((versions.serving.number, len(list(versions)))))
