@@ -11,6 +11,7 @@ OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_* and OTEL_EXPORTER_OTLP
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from importlib import metadata
 from typing import Any
@@ -23,6 +24,7 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import (
+    INVALID_SPAN,
     NonRecordingSpan,
     Span,
     SpanContext,
@@ -42,6 +44,8 @@ from service.tracing.streams import STREAMS, reason_of, set_error
 # What the collector gets of the last spans, when the server stops.
 _CLOSE_S = 2.0
 _ROOT = TraceContext()
+# It warns of each invalid `tracestate`, with its text.
+logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
 # Without these, a caller could name spans as it likes.
 _METHODS = {
     f"/{service.full_name}/{method.name}": (service.full_name, method.name)
@@ -89,6 +93,9 @@ class CallTracer:
             try:
                 return await behaviour(messages, context)
             except BaseException as error:
+                if context.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    # A span that does not end is not exported: anybody could push out those of callers.
+                    span = INVALID_SPAN
                 _end(span, error, context)
                 raise
             finally:

@@ -19,7 +19,7 @@ from quire.v1 import executor_pb2, executor_pb2_grpc
 from service.api.interceptor import CallInterceptor
 from service.api.trace_context import TraceParent, trace_parent
 from service.config import Config, ConfigError
-from service.errors import CacheNotFound
+from service.errors import CacheNotFound, Unauthenticated
 from service.tracing.opening import open_tracer
 from service.tracing.streams import TracedSession
 from service.tracing.tracer import CallTracer
@@ -164,6 +164,27 @@ async def test_an_error_is_its_reason(collector: Collector, error: Exception, re
     assert (one.span.status.code, one.span.status.message) == (one.span.status.STATUS_CODE_ERROR, reason)
     assert one.attributes["rpc.grpc.status_code"] == code and one.attributes["error.type"] == reason
     assert SECRET.encode() not in collector.bytes and not one.events
+
+
+async def test_strangers_make_no_spans(collector: Collector) -> None:
+    async with traced(collector.endpoint) as server:
+        server.servicer.behave = raises(Unauthenticated("BAD_TOKEN", "unknown"))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await server.decode()
+        server.servicer.behave = raises(CacheNotFound())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await server.decode()
+    assert [one.span.status.message for one in collector.spans()] == ["CACHE_NOT_FOUND"]
+
+
+async def test_what_callers_send_is_not_logged(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with traced(collector.endpoint) as server:
+        await server.decode(("traceparent", SAMPLED), ("tracestate", f"{SECRET},{SECRET}"))
+        (one,) = await exported(collector, 1)
+    assert one.trace_id == TRACE and not one.span.trace_state
+    assert SECRET not in caplog.text
 
 
 async def test_a_cancellation_is_no_error(collector: Collector) -> None:
