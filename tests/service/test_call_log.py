@@ -170,3 +170,21 @@ def test_each_kind_of_line_has_a_limit_of_its_own(
 
 def test_without_the_settings_there_is_no_log_of_calls() -> None:
     assert state_of(Config()).call_log is None
+
+
+async def test_at_debug_level_each_call_has_a_line(server: Server, stream: io.StringIO) -> None:
+    configure_logging("debug", "json", stream)
+    await server.start(Config(log_level="debug", slow_call_ms=60_000))
+    for _ in range(60):
+        await server.answered(executor_pb2.DecodeResponse())
+    done = [line for line in lines(stream) if line["event"] == "call done"]
+    # More than the limit of a second.
+    assert [line["level"] for line in done] == ["debug"] * 60
+
+
+def test_metrics_still_learn_of_commits() -> None:
+    told: list[float] = []
+    note = CallLog(Config(slow_call_ms=1)).watching_commits(told.append)
+    note(0.5)
+    note(0.25)
+    assert told == [0.5, 0.25]
