@@ -156,6 +156,10 @@ def _is_http_address(value: str) -> bool:
     return not value or (_is_listen_address(value) and not value.startswith("unix:"))
 
 
+def _is_collector(value: str) -> bool:
+    return not value or bool(re.fullmatch(r"https?://[^/?#@\s]+/?", value))
+
+
 def _is_revision(value: str) -> bool:
     return len(value) <= _MAX_HUB_ID and bool(_REVISION.fullmatch(value))
 
@@ -167,6 +171,7 @@ _MODELS = (
     " or ORG/NAME on the Hugging Face hub"
 )
 _SWITCH = ("off", "on")
+_LOGGED_CALLS = ("off", "errors", "all")
 _COUNT = _Range(1, 1 << 20)
 _TIMEOUT_S = _Range(0.1, _DAY_S)
 _GRACE_S = _Range(0, _DAY_S)
@@ -408,6 +413,18 @@ class Config:
     )
     log_format: str = _setting(
         _AUTO, "format of the log; auto is pretty on a terminal, else json", (_AUTO, "json", "pretty")
+    )
+    log_calls: str = _setting(
+        "errors", "which calls have a line: off, those that fail or are cancelled, or all", _LOGGED_CALLS
+    )
+    slow_call_ms: float = _setting(
+        0.0, "log calls that take longer, and where their time went; 0: none", _Range(0, 1000 * _DAY_S)
+    )
+    otlp_endpoint: str = _setting(
+        "",
+        "send a span of each call to this OpenTelemetry collector, by OTLP over gRPC",
+        _Text(_is_collector, "must be http://host:port, or https:// for TLS"),
+        group="traces",
     )
 
 

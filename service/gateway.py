@@ -62,6 +62,7 @@ from service.runtimes.servicer import RunnerApi
 from service.runtimes.sources import FindModel, ModelSources
 from service.runtimes.weight_uploads import WeightUploads
 from service.text.text_model import TextModel
+from service.tracing.opening import open_tracer
 
 if TYPE_CHECKING:
     from service.openai.front import OpenAiFront
@@ -149,7 +150,8 @@ class Gateway:
         versions.subscribe(self.health.on_change)
         versions.subscribe(self._log_ready)
         self.credentials = server_credentials(config)
-        interceptor = CallInterceptor(self.state, self.authenticator, self._export(adapters))
+        self.tracer = open_tracer(config)
+        interceptor = CallInterceptor(self.state, self.authenticator, self._observing(adapters))
         self.server = grpc.aio.server(interceptors=[interceptor], options=server_options(config))
         # The stubs register each method twice. For methods registered by name, grpcio's asyncio server waits
         # for one task per method with every call: with 35 methods, a quarter of the Python calls of a Decode.
@@ -184,14 +186,17 @@ class Gateway:
         self.journal.on_latency = self.exporter.figures.commits.add
         return ObservedDispatcher(self.exporter.figures.appends, *parts)
 
-    def _export(self, adapters: Adapters) -> Observing | None:
-        """Shows the figures of all parts, if metrics are served. Returns what counts the calls."""
+    def _observing(self, adapters: Adapters) -> list[Observing]:
+        """What counts and traces calls, if anything does. Connects metrics and the log of slow calls."""
+        if self.state.call_log is not None and self.config.slow_call_ms:
+            self.journal.on_latency = self.state.call_log.watching_commits(self.journal.on_latency)
+        observing: list[Observing] = [] if self.tracer is None else [self.tracer.observing]
         if self.exporter is None:
-            return None
+            return observing
         parts = self.state, self.pool.versions, self.caches, adapters, self.router, self.executions
         front = self.front
         self.exporter.attach(Sources(*parts, lambda: 0 if front is None else len(front.connections)))
-        return self.exporter.figures.calls.observing
+        return [*observing, self.exporter.figures.calls.observing]
 
     def _open_journal(self, directory: Path | None) -> Journal:
         """Opens the journal and recovers its caches. Raises JournalUnusable."""
@@ -257,6 +262,8 @@ class Gateway:
         self.journal.close()
         self.adapter_store.close()
         self.weight_uploads.close()
+        if self.tracer is not None:
+            self.tracer.close()
 
     async def run_workers(self) -> None:
         """Runs the workers and all background tasks until cancelled. Raises PoolFailed."""

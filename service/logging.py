@@ -1,7 +1,8 @@
 """Logging of the gateway: one line per record on standard error, as JSON unless it is a terminal.
 
-Every record has `timestamp` (ISO 8601, UTC), `level`, `logger` and `event`, and the `request_id` of the
-current call, if there is one. Records of libraries (grpc, asyncio, warnings) are logged in the same way.
+Every record has `timestamp` (ISO 8601, UTC), `level`, `logger` and `event`, and the `request_id` and the
+`trace_id` of the current call, if it has them. Records of libraries (grpc, asyncio, warnings) are logged in
+the same way.
 
 The log has no contents of requests: bytes, protobuf messages and lists are logged as their sizes, token ids
 and texts not at all, and tracebacks have no values of local variables. Control characters are escaped.
@@ -31,10 +32,10 @@ from service.printable import escaped
 # Keys whose values are contents of requests, whatever their type.
 _CONTENT_KEYS = frozenset({"token_id", "token_ids", "prompt", "text"})
 _KEYS_OF_LINES = frozenset({"exception", "stack"})
-_REQUEST_ID = "request_id"
+_REQUEST_ID, _TRACE_ID = "request_id", "trace_id"
 # How long the process waits at its end until the log is written.
 _DRAIN_S = 1.0
-_COMMON_KEYS = ("timestamp", "level", "logger", "event", _REQUEST_ID)
+_COMMON_KEYS = ("timestamp", "level", "logger", "event", _REQUEST_ID, _TRACE_ID)
 
 
 def configure_logging(level: str = "info", log_format: str = "auto", stream: TextIO | None = None) -> None:
@@ -45,7 +46,7 @@ def configure_logging(level: str = "info", log_format: str = "auto", stream: Tex
     terminal = (stream or sys.stderr).isatty()
     pretty = log_format == "pretty" or (log_format == "auto" and terminal)
     shared: list[Processor] = [
-        _add_request_id,
+        _add_ids,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -102,21 +103,21 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     return logger
 
 
-# Whether debug records are logged. This check is cheap; a debug record that is dropped costs 8 us.
-logs_debug: Callable[[], bool] = functools.partial(logging.getLogger().isEnabledFor, logging.DEBUG)
-
 # It is never reset: grpc.aio handles each call in its own task, with its own context.
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
 # Adds a request id to all further records of the current task.
 bind_request_id: Callable[[str], object] = _request_id.set
 # The request id of the current task, or an empty string.
 current_request_id: Callable[[], str] = _request_id.get
+# The same for the id of the trace that the call belongs to: 32 hexadecimal digits.
+_trace_id: ContextVar[str] = ContextVar("trace_id", default="")
+bind_trace_id: Callable[[str], object] = _trace_id.set
 
 
-def _add_request_id(_logger: WrappedLogger, _method: str, record: EventDict) -> EventDict:
-    request_id = _request_id.get()
-    if request_id:
-        record.setdefault(_REQUEST_ID, request_id)
+def _add_ids(_logger: WrappedLogger, _method: str, record: EventDict) -> EventDict:
+    for key, value in ((_REQUEST_ID, _request_id.get()), (_TRACE_ID, _trace_id.get())):
+        if value:
+            record.setdefault(key, value)
     return record
 
 

@@ -109,12 +109,13 @@ SERVICE_ROOMS = {
         "service.dispatcher", "service.errors", "service.logging", "service.pool.model_versions",
         "service.runtimes",
     ),
+    "service.tracing": ("service.api", "service.config", "service.logging"),
     "service.listening": ("service.auth.unix_socket",),
     "service.gateway": (
         "service.adapters", "service.api", "service.caches", "service.config", "service.data_directory",
         "service.dispatcher", "service.auth", "service.errors",
         "service.journal", "service.listening", "service.logging", "service.memory", "service.metrics",
-        "service.openai", "service.pool", "service.runtimes", "service.text",
+        "service.openai", "service.pool", "service.runtimes", "service.text", "service.tracing",
     ),
     "service.server": (
         "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.errors",

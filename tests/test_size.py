@@ -13,8 +13,8 @@ from benchmarks.size.calls import ITEMS, ROLES, CountedServer, decodes, most_cal
 from benchmarks.size.lines import PRODUCT, length, longest_file, most_methods
 from benchmarks.size.way import TYPES, Way, way_of
 
-SERVICE_LINES = 26_450
-PRODUCT_LINES = 62_140
+SERVICE_LINES = 27_400
+PRODUCT_LINES = 63_500
 LONGEST_FILE_LINES = 550
 MOST_METHODS = 34
 FILES_ON_THE_WAY = 18
@@ -24,7 +24,7 @@ TYPES_AROUND = 4
 # comprehension.
 CALLS: dict[str, dict[str, float]] = {
     f"item of a BatchDecode of {ITEMS}": {"gateway": 60.2, "worker": 47.2},
-    "unary Decode": {"gateway": 207, "worker": 171},
+    "unary Decode": {"gateway": 206, "worker": 171},
     "Decode on a Session": {"gateway": 206, "worker": 170},
 }
 # The same with `--metrics-listen`.
@@ -32,6 +32,19 @@ CALLS_WITH_METRICS = {
     f"item of a BatchDecode of {ITEMS}": 62.5,
     "unary Decode": 216,
     "Decode on a Session": 215,
+}
+# The same with `--otlp-endpoint`, of calls that are recorded and of those that are not, by the sampler.
+CALLS_WITH_TRACES = {
+    "always_on": {
+        f"item of a BatchDecode of {ITEMS}": 62.5,
+        "unary Decode": 280,
+        "Decode on a Session": 211,
+    },
+    "always_off": {
+        f"item of a BatchDecode of {ITEMS}": 61.2,
+        "unary Decode": 237,
+        "Decode on a Session": 210,
+    },
 }
 SLACK = 1.01
 SHOWN = 15
@@ -92,6 +105,16 @@ def test_metrics_cost_few_calls() -> None:
             counted = sum(calls for name, calls in found.items() if "/service/metrics/" in name)
             assert counted, "metrics are counted"
             assert found.total() / tokens <= CALLS_WITH_METRICS[kind] * SLACK, kind
+
+
+@pytest.mark.parametrize("sampler", CALLS_WITH_TRACES)
+def test_traces_cost_few_calls(monkeypatch: pytest.MonkeyPatch, sampler: str) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    # Nothing listens there, and exports are rare enough not to count.
+    with CountedServer("--otlp-endpoint", "http://127.0.0.1:9") as server, decodes(server) as kinds:
+        for kind, (step, tokens) in kinds.items():
+            found = server.calls_per_step(step)["gateway"]
+            assert found.total() / tokens <= CALLS_WITH_TRACES[sampler][kind] * SLACK, kind
 
 
 def test_a_decode_goes_through_no_more_files(way: Way) -> None:

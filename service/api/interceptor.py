@@ -1,4 +1,4 @@
-"""Wraps every call: authentication, reading the request, the request id, the log line, errors as statuses.
+"""Wraps every call: authentication, reading the request, its ids, the log line, errors as statuses.
 
 Unauthenticated calls are refused before the request is read.
 This is the outermost wrapper, so it handles every exception. A QuireError becomes its status with rich
@@ -13,19 +13,21 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, cast
 
 import grpc
 from grpc_status import rpc_status
 
+from service.api.call_log import elapsed_ms
 from service.api.parsing import LargeRequest, deferring_deserializer
 from service.api.server_state import ServerState
 from service.api.status import to_status
+from service.api.trace_context import TRACEPARENT, trace_parent
 from service.api.validation import MAX_REQUEST_ID_CHARS, is_request_id
 from service.auth.authenticator import Authenticator, current_tenant
 from service.errors import NOT_FAILURES, InternalError, NoWorker, QuireError
-from service.logging import bind_request_id, get_logger, logs_debug
+from service.logging import bind_request_id, bind_trace_id, get_logger
 from service.printable import escaped
 
 _log = get_logger(__name__)
@@ -61,13 +63,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self,
         state: ServerState,
         authenticator: Authenticator | None = None,
-        observing: Observing | None = None,
+        observing: Sequence[Observing] = (),
     ) -> None:
-        """`observing`: wraps the behaviour of each method once more, to count its calls."""
+        """`observing`: wrap the behaviour of each method once more, to count its calls or to trace them."""
         self._observing = observing
         self._state = state
         self._receiver = state.receiver
-        self._refusals = state.refusals
+        self._refusals, self._call_log = state.refusals, state.call_log
         self._authenticator = authenticator
         self._wrapped: dict[str, Handler] = {}
 
@@ -119,7 +121,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(self._observed(method, behaviour))
 
     def _observed(self, method: str, behaviour: Behaviour) -> Behaviour:
-        return behaviour if self._observing is None else self._observing(method, behaviour)
+        for observe in self._observing:
+            behaviour = observe(method, behaviour)
+        return behaviour
 
     def _foreign_behaviour(self, method: str, behaviour: Behaviour, receive: Receive) -> Behaviour:
         """A behaviour of another library's service, which handles its own errors."""
@@ -135,7 +139,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return handle
 
     def _own_behaviour(self, method: str, behaviour: Behaviour, receive: Receive) -> Behaviour:
-        rpc, refusals = _name(method), self._refusals
+        rpc, refusals, call_log = _name(method), self._refusals, self._call_log
 
         async def handle(messages: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
             request = await receive(messages, context)
@@ -153,17 +157,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
-                    refusals.cancelled(rpc, _elapsed_ms(started_s))
+                    refusals.cancelled(rpc, elapsed_ms(started_s))
                     raise
                 # Another task's cancellation was raised here. Without an answer the caller would hang.
                 failure = NoWorker()
             except BaseException as error:
                 failure = _unexpected(error, rpc)
             else:
-                if logs_debug():
-                    _log.debug("call done", rpc=rpc, duration_ms=_elapsed_ms(started_s))
+                if call_log is not None:
+                    call_log.done(rpc, started_s, response)
                 return response
-            refusals.refused(rpc, failure, _elapsed_ms(started_s))
+            refusals.refused(rpc, failure, elapsed_ms(started_s))
             end = _abort_arguments(failure, request_id)
             # grpc keeps the exception of an abort, and so this frame, in a cycle until the next collection.
             del messages, request, failure
@@ -244,13 +248,14 @@ def _writing_stream(
 
 
 def _request_id(own: str, context: Context) -> str:
-    """The caller's id: `own` of the request, or of the metadata. A new one if that is not printable."""
-    if not own:
-        for key, value in context.invocation_metadata() or ():
-            if key == REQUEST_ID_METADATA and isinstance(value, str):
-                own = value[:MAX_REQUEST_ID_CHARS]
+    """The caller's id: `own` of the request, or of the metadata. A new one if that is not printable.
+
+    Also binds the id of the caller's trace.
+    """
+    given = own
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_METADATA and isinstance(value, str) and not given:
+            own = value[:MAX_REQUEST_ID_CHARS]
+        elif key == TRACEPARENT and (parent := trace_parent(value)) is not None:
+            bind_trace_id(parent.trace_id)
     return own if own and is_request_id(own) else os.urandom(8).hex()
-
-
-def _elapsed_ms(started_s: float) -> float:
-    return round((time.monotonic() - started_s) * 1000, 3)

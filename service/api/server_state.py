@@ -14,6 +14,7 @@ from quire.v1 import executor_pb2, worker_pb2
 
 from service.adapters.registry import Adapters
 from service.api.budget import AnswerBudget
+from service.api.call_log import CallLog
 from service.api.experts import Experts
 from service.api.parsing import MAX_CONCURRENT
 from service.api.refusal_log import RefusalLog
@@ -57,7 +58,8 @@ class ServerState:
         self.parsing = asyncio.Semaphore(MAX_CONCURRENT)
         self.connections = ConnectionCount(config)
         self.memory = ProcessMemory()
-        self.refusals = RefusalLog()
+        self.refusals = RefusalLog(is_logging=config.log_calls != "off")
+        self.call_log = CallLog.of(config)
         # Caches were recovered from the journal, so callers exist and calls wait for the first worker.
         self.has_recovered = False
         self._has_worker = asyncio.Event()

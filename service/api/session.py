@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +72,8 @@ class _OpenCall:
     missing: int = 0
     tickets: list[int] = field(default_factory=list)
     answer_bytes: int = 0
+    # When it began, if slow calls are logged.
+    began_s: float = 0.0
 
 
 # The tag of a call, and the call or why it is refused.
@@ -83,12 +87,15 @@ class Session:
         self._dispatcher = dispatcher
         self._state = state
         self._config: Config = state.config
+        self._call_log = state.call_log if state.config.slow_call_ms else None
         self._context = context
         # The scheduler treats the whole Session as one caller, however many calls it has in flight.
         self._caller = dispatcher.new_caller()
         self._tenant = current_tenant()
         # Stored here because answers are built in the context of the task that delivers the last outcome.
         self._request_id = current_request_id()
+        # With the ids of this call, for log lines.
+        self._own = contextvars.copy_context()
         self._open: dict[int, _OpenCall] = {}
         # The expected bytes of the answers of open calls, and the bytes of those that wait to be written.
         self._held_bytes = 0
@@ -205,6 +212,8 @@ class Session:
                 continue
             self._held_bytes += call.answer_bytes
             self._open[tag] = call
+            if self._call_log is not None:
+                call.began_s = time.monotonic()
             opened.append(call)
         return opened
 
@@ -265,6 +274,8 @@ class Session:
             self._deliver_error(call.tag, InternalError())
         else:
             self._deliver(result)
+            if self._call_log is not None:
+                self._own.run(self._call_log.slow, call.call.method, call.began_s, answer)
 
     def _deliver_error(self, tag: int, error: QuireError) -> None:
         self._state.refusals.count(error)

@@ -1,0 +1,123 @@
+"""The traces and the log of a real server: a span for each call, and where the time of slow ones went."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import grpc
+import pytest
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import runner_pb2, runner_pb2_grpc
+
+from tests.collector import Collector
+from tests.gateway_process import GatewayProcess
+
+PARENT = "00f067aa0ba902b7"
+# Each call is slow, and each has a line.
+FLAGS = ["--log-calls", "all", "--slow-call-ms", "0.000001"]
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def gateway(collector: Collector) -> Iterator[GatewayProcess]:
+    flags = [*FLAGS, "--otlp-endpoint", collector.endpoint]
+    with (
+        mock.patch.dict(os.environ, {"OTEL_BSP_SCHEDULE_DELAY": "50"}),
+        GatewayProcess(model="adder", flags=flags) as gateway,
+    ):
+        yield gateway
+
+
+def in_trace(trace_id: str, request_id: str) -> Any:
+    """Metadata of a call in a trace of its own."""
+    return [("traceparent", f"00-{trace_id}-{PARENT}-01"), ("x-request-id", request_id)]
+
+
+def test_calls_of_a_trace(gateway: GatewayProcess, collector: Collector) -> None:
+    trace_id = "a" * 32
+    metadata = in_trace(trace_id, "r-decode")
+    cache = gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2, 3]), metadata=metadata).kv_cache.cache_id
+    gateway.stub.Decode(pb.DecodeRequest(cache_id=cache, token_id=3), metadata=metadata)
+    with pytest.raises(grpc.RpcError):
+        gateway.stub.Decode(pb.DecodeRequest(cache_id="kv_secret", token_id=3), metadata=metadata)
+    collector.wait_for(2, "/Decode")
+    spans = [one for one in collector.spans() if one.trace_id == trace_id]
+    assert [one.attributes["rpc.method"] for one in spans] == ["Prefill", "Decode", "Decode"]
+    assert {one.parent_id for one in spans} == {PARENT}
+    assert [one.span.status.message for one in spans] == ["", "", "CACHE_NOT_FOUND"]
+    assert cache.encode() not in collector.bytes and b"kv_secret" not in collector.bytes
+    of_trace = [one for one in gateway.records() if one.get("trace_id") == trace_id]
+    assert [(one["event"], one["rpc"], one["code"]) for one in of_trace] == [
+        ("slow call", "Prefill", "OK"),
+        ("slow call", "Decode", "OK"),
+        ("call refused", "Decode", "NOT_FOUND"),
+    ]
+    # These are parts of the prompt's time, which follow each other; each is rounded to a microsecond.
+    parts_ms = [float(str(of_trace[0][key])) for key in ("queue_ms", "compute_ms", "commit_ms")]
+    assert 0 < sum(parts_ms) <= float(str(of_trace[0]["duration_ms"])) + 0.003, of_trace[0]
+
+
+def test_a_session_is_one_span(gateway: GatewayProcess, collector: Collector) -> None:
+    trace_id = "b" * 32
+    cache = gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2, 3])).kv_cache.cache_id
+    before = len(collector.wait_for(1, "/Prefill"))
+    good = [pb.SessionCall(tag=i, decode=pb.DecodeRequest(cache_id=cache, token_id=3)) for i in range(50)]
+    bad = [
+        pb.SessionCall(tag=50 + i, decode=pb.DecodeRequest(cache_id="kv_no", token_id=3)) for i in range(40)
+    ]
+    calls = pb.SessionRequest(calls=[*good, *bad])
+    answers = gateway.stub.Session(iter([calls]), metadata=in_trace(trace_id, "r-session"))
+    assert sum(len(message.results) for message in answers) == 90
+    (one,) = collector.wait_for(1, "/Session")
+    assert one.trace_id == trace_id and one.attributes["quire.request_id"] == "r-session"
+    assert (one.attributes["quire.answers"], one.attributes["quire.failures"]) == (90, 40)
+    assert sorted(name for name, _ in one.events) == ["failure"] * 32 + ["first answer"]
+    assert not one.span.status.code
+    assert len([span for span in collector.spans() if span.trace_id == trace_id]) == 1
+    assert len(collector.wait_for(1, "/Prefill")) >= before
+    slow = [line for line in gateway.records() if line.get("request_id") == "r-session"]
+    # At most fifty lines a second: some calls, and the end of the Session.
+    assert {line["trace_id"] for line in slow} == {trace_id}
+    assert {(line["event"], line["rpc"]) for line in slow} == {
+        ("slow call", "Decode"),
+        ("call done", "Session"),
+    }
+
+
+def test_an_execution_says_its_model_and_its_tokens(gateway: GatewayProcess, collector: Collector) -> None:
+    assert gateway.channel is not None
+    stub = runner_pb2_grpc.ModelRunnerServiceStub(gateway.channel)
+    item = runner_pb2.ExecuteItem(item_id="SECRETITEM", text="12+34=", max_tokens=3, n=2)
+    responses = list(stub.Execute(runner_pb2.ExecuteRequest(items=[item])))
+    usages = [chunk.usage for one in responses for chunk in one.chunks if chunk.HasField("usage")]
+    (one,) = collector.wait_for(1, "/Execute")
+    model = gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.model_id
+    assert one.attributes["gen_ai.request.model"] == one.attributes["gen_ai.response.model"] == model
+    assert one.attributes["quire.runtime"] == "local"
+    # Two samples of one prompt.
+    assert one.attributes["gen_ai.usage.input_tokens"] == usages[0].input_tokens == len("12+34=")
+    assert one.attributes["gen_ai.usage.output_tokens"] == sum(usage.output_tokens for usage in usages)
+    assert [name for name, _ in one.events] == ["first token"]
+    assert b"12+34" not in collector.bytes and b"SECRET" not in collector.bytes
+
+
+def test_the_last_spans_arrive_when_the_server_stops() -> None:
+    environ = {"OTEL_BSP_SCHEDULE_DELAY": "3600000"}
+    with Collector() as collector, mock.patch.dict(os.environ, environ):
+        with GatewayProcess(
+            model="paged-attention", flags=["--otlp-endpoint", collector.endpoint]
+        ) as gateway:
+            gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1]))
+            assert not collector.spans()
+            gateway.process.send_signal(signal.SIGTERM)
+            assert gateway.process.wait(60) == 0
+        assert "Prefill" in {one.attributes["rpc.method"] for one in collector.spans()}

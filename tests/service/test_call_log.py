@@ -1,0 +1,190 @@
+"""Lines of calls: which have one, what is in it, and how many there are."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+import structlog
+from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+
+from service.api import call_log as module
+from service.api.call_log import CallLog
+from service.api.interceptor import CallInterceptor
+from service.config import Config
+from service.errors import CacheNotFound, QueueFull
+from service.logging import configure_logging
+from tests.service.served import state_of
+from tests.service.test_interceptor import PATIENCE_S, Servicer, raises
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+METADATA = [("x-request-id", "r-1"), ("traceparent", f"00-{TRACE}-00f067aa0ba902b7-00")]
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    stream = io.StringIO()
+    configure_logging("info", "json", stream)
+    yield stream
+    root.handlers[:], root.level = handlers, level
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+class Server:
+    """A server with some settings, whose Decode is answered, and whose Prefill is refused."""
+
+    def __init__(self) -> None:
+        self.servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, config: Config) -> Any:
+        state = state_of(config)
+        self._server = grpc.aio.server(interceptors=[CallInterceptor(state)])
+        executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(self.servicer, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        self._stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
+        return state
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self.channel.close()
+            await self._server.stop(None)
+
+    async def answered(self, answer: executor_pb2.DecodeResponse) -> None:
+        async def behave(_request: Any) -> executor_pb2.DecodeResponse:
+            return answer
+
+        self.servicer.behave = behave
+        await self._stub.Decode(executor_pb2.DecodeRequest(), metadata=METADATA, timeout=PATIENCE_S)
+
+    async def refused(self) -> None:
+        self.servicer.behave = raises(CacheNotFound())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await self._stub.Decode(executor_pb2.DecodeRequest(), metadata=METADATA, timeout=PATIENCE_S)
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    yield server
+    await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("log_calls", "events"),
+    [("off", []), ("errors", ["call refused"]), ("all", ["call done", "call refused"])],
+)
+async def test_the_setting_says_which_calls_have_a_line(
+    server: Server, stream: io.StringIO, log_calls: str, events: list[str]
+) -> None:
+    state = await server.start(Config(log_calls=log_calls))
+    await server.answered(executor_pb2.DecodeResponse())
+    await server.refused()
+    found = lines(stream)
+    assert [line["event"] for line in found] == events
+    for line in found:
+        assert (line["request_id"], line["trace_id"], line["rpc"]) == ("r-1", TRACE, "Decode")
+        assert line["duration_ms"] >= 0
+        failed = line["event"] == "call refused"
+        assert (line["code"], line.get("reason")) == (
+            ("NOT_FOUND", "CACHE_NOT_FOUND") if failed else ("OK", None)
+        )
+    assert state.refusals.by_reason == {"CACHE_NOT_FOUND": 1}, "they are counted whatever is logged"
+
+
+async def test_a_slow_call_says_where_its_time_went(
+    server: Server, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = await server.start(Config(slow_call_ms=1000))
+    timing = types_pb2.StepTiming(queue_ns=700_000_000, compute_ns=400_000_000, steps=2, batch_items=3)
+    state.call_log.watching_commits(None)(0.25)
+    for took_ms in (1000.0, 1500.0):
+        monkeypatch.setattr(module, "elapsed_ms", lambda _began_s, ms=took_ms: ms)
+        await server.answered(executor_pb2.DecodeResponse(timing=timing))
+    (line,) = lines(stream)
+    assert (line["event"], line["rpc"], line["code"], line["duration_ms"]) == (
+        "slow call",
+        "Decode",
+        "OK",
+        1500.0,
+    )
+    assert (line["request_id"], line["trace_id"]) == ("r-1", TRACE)
+    times = {key: line[key] for key in ("queue_ms", "compute_ms", "steps", "batch_items", "commit_ms")}
+    assert times == {"queue_ms": 700.0, "compute_ms": 400.0, "steps": 2, "batch_items": 3, "commit_ms": 250.0}
+
+
+def test_a_batch_is_as_slow_as_its_slowest_item(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "elapsed_ms", lambda _began_s: 7.0)
+    log, answer = CallLog(Config(slow_call_ms=1)), executor_pb2.BatchDecodeResponse()
+    for compute_ns in (1_000_000, 3_000_000, 2_000_000):
+        answer.results.add().response.timing.compute_ns = compute_ns
+    answer.results.add().error.code = 5
+    log.done("BatchDecode", 0.0, answer)
+    # What is computed nowhere has no such times.
+    log.done("ForkCaches", 0.0, executor_pb2.ForkCachesResponse(results=[{}]))
+    log.done("ListCaches", 0.0, executor_pb2.ListCachesResponse())
+    # A stream lasts as long as its caller wants.
+    log.done("Session", 0.0, None)
+    found = lines(stream)
+    assert [(line["rpc"], line.get("compute_ms")) for line in found] == [
+        ("BatchDecode", 3.0),
+        ("ForkCaches", None),
+        ("ListCaches", None),
+    ]
+
+
+def test_each_kind_of_line_has_a_limit_of_its_own(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.api.refusal_log.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr(module, "elapsed_ms", lambda took_s: took_s * 1000)
+    state = state_of(Config(log_calls="all", slow_call_ms=1000))
+    assert state.call_log is not None
+    answer = executor_pb2.DecodeResponse()
+    for _ in range(200):
+        state.call_log.done("Decode", 0.5, answer)
+        state.call_log.done("Decode", 1.5, answer)
+        state.refusals.refused("Decode", QueueFull(1, 1.0), 0.1)
+    events = [line["event"] for line in lines(stream)]
+    assert {event: events.count(event) for event in events} == {
+        "call done": 50,
+        "slow call": 50,
+        "call refused": 50,
+    }
+
+
+def test_without_the_settings_there_is_no_log_of_calls() -> None:
+    assert state_of(Config()).call_log is None
+
+
+async def test_at_debug_level_each_call_has_a_line(server: Server, stream: io.StringIO) -> None:
+    configure_logging("debug", "json", stream)
+    await server.start(Config(log_level="debug", slow_call_ms=60_000))
+    for _ in range(60):
+        await server.answered(executor_pb2.DecodeResponse())
+    done = [line for line in lines(stream) if line["event"] == "call done"]
+    # More than the limit of a second.
+    assert [line["level"] for line in done] == ["debug"] * 60
+
+
+def test_metrics_still_learn_of_commits() -> None:
+    told: list[float] = []
+    note = CallLog(Config(slow_call_ms=1)).watching_commits(told.append)
+    note(0.5)
+    note(0.25)
+    assert told == [0.5, 0.25]

@@ -1,0 +1,305 @@
+"""Spans of calls, as they arrive at a collector: whose they are, what they say, and what they never cost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.v1 import executor_pb2, executor_pb2_grpc
+
+from service.api.interceptor import CallInterceptor
+from service.api.trace_context import TraceParent, trace_parent
+from service.config import Config, ConfigError
+from service.errors import CacheNotFound, Unauthenticated
+from service.tracing.opening import open_tracer
+from service.tracing.streams import TracedSession
+from service.tracing.tracer import CallTracer
+from tests.collector import Collector, Received
+from tests.service.served import state_of
+from tests.service.test_interceptor import SECRET, Servicer, raises
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
+PATIENCE_S = 60.0
+INVALID = [
+    "",
+    TRACE,
+    f"00-{TRACE}-{PARENT}",
+    f"00-{TRACE}-{PARENT}-01-more",
+    f"ff-{TRACE}-{PARENT}-01",
+    f"00-{TRACE.upper()}-{PARENT}-01",
+    f"00-{'0' * 32}-{PARENT}-01",
+    f"00-{TRACE}-{'0' * 16}-01",
+    f"00-{TRACE}-{PARENT}-0x",
+]
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    with Collector() as collector:
+        yield collector
+
+
+class Traced:
+    """A server with the interceptor and a tracer, and a client of it."""
+
+    def __init__(self, servicer: Servicer, channel: grpc.aio.Channel) -> None:
+        self.servicer = servicer
+        self.servicer.behave = self._answer
+        self._stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+
+    async def _answer(self, _request: Any) -> executor_pb2.DecodeResponse:
+        return executor_pb2.DecodeResponse()
+
+    def decode(self, *metadata: tuple[str, str]) -> Any:
+        return self._stub.Decode(executor_pb2.DecodeRequest(), metadata=metadata, timeout=PATIENCE_S)
+
+
+@contextlib.asynccontextmanager
+async def traced(endpoint: str) -> AsyncIterator[Traced]:
+    """Its tracer is closed at the end, which exports what is left."""
+    tracer = CallTracer(endpoint)
+    server = grpc.aio.server(interceptors=[CallInterceptor(state_of(Config()), None, [tracer.observing])])
+    servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
+    executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Traced(servicer, channel)
+    finally:
+        await server.stop(None)
+        await asyncio.to_thread(tracer.close)
+
+
+async def exported(collector: Collector, count: int) -> list[Received]:
+    return await asyncio.to_thread(collector.wait_for, count)
+
+
+async def test_a_call_is_a_span_of_a_server(collector: Collector) -> None:
+    async with traced(collector.endpoint) as server:
+        await server.decode(("x-request-id", "r-1"))
+        (one,) = await exported(collector, 1)
+    assert one.span.name == "quire.v1.ModelExecutorService/Decode"
+    assert one.span.kind == one.span.SPAN_KIND_SERVER and not one.span.status.code
+    assert one.span.end_time_unix_nano > one.span.start_time_unix_nano and not one.parent_id
+    assert one.attributes == {
+        "rpc.system": "grpc",
+        "rpc.service": "quire.v1.ModelExecutorService",
+        "rpc.method": "Decode",
+        "rpc.grpc.status_code": 0,
+        "quire.request_id": "r-1",
+    }
+    assert one.resource["service.name"] == "quire" and one.resource["service.version"]
+
+
+async def test_the_environment_names_the_service(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+    async with traced(collector.endpoint) as server:
+        await server.decode()
+        (one,) = await exported(collector, 1)
+    assert one.resource["service.name"] == "chat"
+    assert one.resource["deployment.environment.name"] == "test"
+
+
+async def test_the_callers_trace_goes_on(collector: Collector) -> None:
+    async with traced(collector.endpoint) as server:
+        for _ in range(2):
+            await server.decode(("traceparent", SAMPLED), ("tracestate", "vendor=1"))
+        spans = await exported(collector, 2)
+    assert {(one.trace_id, one.parent_id, one.span.trace_state) for one in spans} == {
+        (TRACE, PARENT, "vendor=1")
+    }
+    assert len({one.span.span_id for one in spans} - {bytes.fromhex(PARENT)}) == 2
+
+
+@pytest.mark.parametrize("value", INVALID)
+async def test_a_trace_that_is_not_valid_is_another(collector: Collector, value: str) -> None:
+    async with traced(collector.endpoint) as server:
+        await server.decode(("traceparent", value))
+        (one,) = await exported(collector, 1)
+    assert one.trace_id != TRACE and not one.parent_id
+
+
+async def test_what_the_caller_does_not_record_is_not_recorded(collector: Collector) -> None:
+    async with traced(collector.endpoint) as server:
+        await server.decode(("traceparent", UNSAMPLED))
+        await server.decode(("traceparent", SAMPLED))
+        await server.decode(("traceparent", UNSAMPLED))
+    assert len(collector.spans()) == 1, "the tracer was closed, so nothing more comes"
+
+
+async def test_the_environment_chooses_what_is_recorded(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    async with traced(collector.endpoint) as server:
+        await server.decode(("traceparent", SAMPLED))
+    assert not collector.spans()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "code"),
+    [(CacheNotFound(), "CACHE_NOT_FOUND", 5), (RuntimeError(SECRET), "INTERNAL", 13)],
+)
+async def test_an_error_is_its_reason(collector: Collector, error: Exception, reason: str, code: int) -> None:
+    async with traced(collector.endpoint) as server:
+        server.servicer.behave = raises(error)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await server.decode()
+        (one,) = await exported(collector, 1)
+    assert (one.span.status.code, one.span.status.message) == (one.span.status.STATUS_CODE_ERROR, reason)
+    assert one.attributes["rpc.grpc.status_code"] == code and one.attributes["error.type"] == reason
+    assert SECRET.encode() not in collector.bytes and not one.events
+
+
+async def test_strangers_make_no_spans(collector: Collector) -> None:
+    async with traced(collector.endpoint) as server:
+        server.servicer.behave = raises(Unauthenticated("BAD_TOKEN", "unknown"))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await server.decode()
+        server.servicer.behave = raises(CacheNotFound())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await server.decode()
+    assert [one.span.status.message for one in collector.spans()] == ["CACHE_NOT_FOUND"]
+
+
+async def test_what_callers_send_is_not_logged(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with traced(collector.endpoint) as server:
+        await server.decode(("traceparent", SAMPLED), ("tracestate", f"{SECRET},{SECRET}"))
+        (one,) = await exported(collector, 1)
+    assert one.trace_id == TRACE and not one.span.trace_state
+    assert SECRET not in caplog.text
+
+
+async def test_a_cancellation_is_no_error(collector: Collector) -> None:
+    started = asyncio.Event()
+
+    async def behave(_request: Any) -> executor_pb2.DecodeResponse:
+        started.set()
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("not reached")
+
+    async with traced(collector.endpoint) as server:
+        server.servicer.behave = behave
+        call = server.decode()
+        await asyncio.wait_for(started.wait(), PATIENCE_S)
+        call.cancel()
+        (one,) = await exported(collector, 1)
+    assert one.attributes["rpc.grpc.status_code"] == 1 and not one.span.status.code
+
+
+async def test_a_collector_that_is_down_costs_callers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without a limit of ours, closing the tracer would take as long.
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    with Collector() as collector:
+        endpoint = collector.endpoint
+    async with traced(endpoint) as server:
+        for _ in range(100):
+            await server.decode()
+
+
+async def test_a_slow_collector_gets_what_fits_into_the_queue(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "16")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    collector.hold()
+    async with traced(collector.endpoint) as server:
+        await server.decode()
+        assert await asyncio.to_thread(collector.arrived.wait, PATIENCE_S)
+        for _ in range(200):
+            await server.decode()
+        collector.release()
+    # One that was being exported, and those of the queue.
+    assert len(collector.spans()) == 17
+
+
+async def test_closing_does_not_wait_for_a_collector_that_never_answers(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
+    collector.hold()
+    async with traced(collector.endpoint) as server:
+        await server.decode()
+
+
+def test_names_of_callers_name_no_spans(collector: Collector) -> None:
+    async def behave(_messages: object, _context: object) -> None: ...
+
+    tracer = CallTracer(collector.endpoint)
+    for method in ("/quire.v1.Made/Up", "/quire.v1.ModelExecutorService/Up", "/grpc.health.v1.Health/Check"):
+        assert tracer.observing(method, behave) is behave
+    tracer.close()
+
+
+def test_failures_on_a_stream_are_counted_and_some_are_events() -> None:
+    told: list[tuple[str, object]] = []
+
+    class Span:
+        def set_attribute(self, key: str, value: object) -> None:
+            told.append((key, value))
+
+        def add_event(self, name: str, attributes: object = None) -> None:
+            told.append((name, attributes))
+
+    class Context:
+        def write(self, _message: object) -> None: ...
+
+        time_remaining = None
+
+    from service.api.status import to_status
+
+    stream = TracedSession(Context(), Span())  # type: ignore[arg-type]
+    failed = executor_pb2.SessionResult(error=to_status(CacheNotFound()))
+    for _ in range(100):
+        stream.write(executor_pb2.SessionResponse(results=[failed]))
+    stream.finish()
+    events = [("first answer", None), *[("failure", {"error.type": "CACHE_NOT_FOUND"})] * 32]
+    assert told == [*events, ("quire.failures", 100), ("quire.answers", 100)]
+
+
+def test_without_the_setting_nothing_is_loaded() -> None:
+    code = "import service.gateway, sys; print([n for n in sys.modules if n.startswith('opentelemetry')])"
+    run = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+    assert open_tracer(Config()) is None
+
+
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "service.tracing.tracer")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match="extra otel"):
+        open_tracer(Config(otlp_endpoint="http://127.0.0.1:4317"))
+
+
+@given(st.one_of(st.text(), st.binary(), st.from_regex(re.compile(r"[0-9a-f]{2}-.*"), fullmatch=True)))
+def test_any_value_is_a_parent_or_none(value: str | bytes) -> None:
+    parent = trace_parent(value)
+    assert parent is None or (int(parent.trace_id, 16) and int(parent.span_id, 16))
+
+
+def test_flags_and_later_versions() -> None:
+    assert trace_parent(SAMPLED) == TraceParent(TRACE, PARENT, is_sampled=True)
+    assert trace_parent(UNSAMPLED) == TraceParent(TRACE, PARENT, is_sampled=False)
+    # Only the last bit is known; a later version may have more fields.
+    assert trace_parent(f"00-{TRACE}-{PARENT}-fe") == TraceParent(TRACE, PARENT, is_sampled=False)
+    assert trace_parent(f"01-{TRACE}-{PARENT}-03-more") == TraceParent(TRACE, PARENT, is_sampled=True)
+    assert [trace_parent(value) for value in INVALID] == [None] * len(INVALID)
