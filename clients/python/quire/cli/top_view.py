@@ -176,10 +176,10 @@ def _rate(grown: Counter[str] | None, elapsed_s: float, *names: str) -> str:
 
 
 def _bar(used: int, cached: int, pages: int) -> str:
-    """Such as `[||||::    ]  42%`: pages in use and cached ones. A single one is seen."""
+    """Such as ` 42% [||||::....]`: pages in use and cached ones. A single one is seen."""
     ends = [-(-count * _BAR_CHARS // max(1, pages)) for count in (used, used + cached)]
     bar = "|" * ends[0] + ":" * (ends[1] - ends[0])
-    return f"[{bar:<{_BAR_CHARS}}] {_percent(used, pages):>4}"
+    return f"{_percent(used, pages):>4} [{bar:.<{_BAR_CHARS}}]"
 
 
 def _percent(part: int, whole: int) -> str:
