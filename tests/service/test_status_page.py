@@ -125,14 +125,14 @@ def status(at_s: int, count: int, **worker: Any) -> dict[str, Any]:
     """What a server has done `count` times."""
     one = {
         "worker_id": HOSTILE, "epoch": 1, "state": "ready", "load_progress": 1, "suspect": False,
-        "sequences": 3, "operations_in_flight": 2, "memory_bytes": 3 << 20, "pages_total": 1000, "pages_free": 900,
-        "pages_cached": 75, "pages_referenced": 25, "prefix_hit_tokens": 1, "prefix_query_tokens": 4,
+        "sequences": 3, "operations_in_flight": 2, "memory_bytes": 3 << 20, "pages_total": 1000,
+        "pages_free": 900, "pages_cached": 75, "pages_referenced": 25, "prefix_hit_tokens": 1, "prefix_query_tokens": 4,
         "steps": 10 * count, "step_tokens": 60 * count, "batch_items": 25 * count,
     }  # fmt: skip
     return {
         "version": "1", "state": "serving", "uptime_ms": at_s * 1000, "model": HOSTILE,
-        "now": {"running": 1234}, "totals": {"generated_tokens": 100 * count, "calls": 8 * count}, "refusals": {HOSTILE: 3},
-        "workers": [one | worker],
+        "now": {"running": 1234}, "totals": {"generated_tokens": 100 * count, "calls": 8 * count},
+        "refusals": {HOSTILE: 3}, "workers": [one | worker],
         "times": [{"name": HOSTILE, "count": 2, "mean_s": 0.0125, "p50_s": 0.01, "p99_s": None}],
     }  # fmt: skip
 
