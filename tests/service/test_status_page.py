@@ -126,7 +126,8 @@ def status(at_s: int, count: int, **worker: Any) -> dict[str, Any]:
     one = {
         "worker_id": HOSTILE, "epoch": 1, "state": "ready", "load_progress": 1, "suspect": False,
         "sequences": 3, "operations_in_flight": 2, "memory_bytes": 3 << 20, "pages_total": 1000,
-        "pages_free": 900, "pages_cached": 75, "pages_referenced": 25, "prefix_hit_tokens": 1, "prefix_query_tokens": 4,
+        "pages_free": 900, "pages_cached": 75, "pages_referenced": 25,
+        "prefix_hit_tokens": 1, "prefix_query_tokens": 4,
         "steps": 10 * count, "step_tokens": 60 * count, "batch_items": 25 * count,
     }  # fmt: skip
     return {
