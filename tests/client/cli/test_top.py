@@ -85,7 +85,7 @@ def test_rates_are_what_two_readings_differ_by() -> None:
     assert line(lines, "operations").startswith("operations 230.0/s   3 at workers   2 waiting")
     assert line(lines, "mean") == "mean ms    prefill 15.0   decode 2.5   verify 0.0   score -"
     assert line(lines, "refused") == "refused    30.0/s   180 in all   QUEUE_FULL 180"
-    assert line(lines, "serving") == "serving    here:1   up 13s   version 1.2.3"
+    assert line(lines, "serving") == "serving    here:1   up 0m13s   version 1.2.3"
     assert cells(lines) == {
         "worker": "worker-0", "state": "ready", "epoch": "1", "queue": "3", "batch": "2.5",
         "tokens/s": "25,000", "decodes/s": "200.0", "prefill ms": "15.0", "decode ms": "2.5",
@@ -139,7 +139,7 @@ def test_names_of_servers_do_not_move_the_terminal() -> None:
     now.status.refusals[ATTACK] = 1000
     one = Reading(now.status, 1.0, ATTACK, adapters={ATTACK: 1})
     text = "\n".join(shown(one, None, 500, notes=[ATTACK]))
-    assert text.replace("\n", "").isprintable() and text.count("[bold]") == 7, "markup is shown, too"
+    assert text.replace("\n", "").isprintable() and text.count("[bold]") == 8, "markup is shown, too"
 
 
 def test_once_prints_one_table(
