@@ -118,8 +118,9 @@ dd { font-size: 1.35rem } dt { font-size: .85rem }
 .map i { aspect-ratio: 1; background: var(--line); border-radius: 1px }
 .map .used { background: var(--used) } .map .cached { background: var(--cached) }
 table { background: var(--card); border-collapse: collapse; width: 100% }
-td, th { border: 1px solid var(--line); font-weight: 400; padding: .2rem .5rem; text-align: right }
-td:first-child, th:first-child { text-align: left }
+td, th { border: 1px solid var(--line); font-weight: 400; padding: .2rem .5rem; text-align: right;
+  white-space: nowrap }
+td:first-child, th:first-child { text-align: left; white-space: normal }
 """
 _SCRIPT = """
 "use strict";
@@ -170,7 +171,7 @@ function show(now) {
   at("workers").replaceChildren(...now.workers.map(
     one => worker(one, same && same.workers.find(other => other.worker_id === one.worker_id), seconds)));
   const ms = seconds => number(seconds == null ? null : seconds * 1000, 2);
-  table("times", ["ms", "count", "mean", "50% within", "99% within"], ...now.times.map(
+  table("times", ["ms", "count", "mean", "50% in", "99% in"], ...now.times.map(
     one => [one.name, number(one.count), ms(one.mean_s), ms(one.p50_s), ms(one.p99_s)]));
   table("refusals", ["reason", "count"], ...Object.entries(now.refusals).map(([of, n]) => [of, number(n)]));
   last = now;

@@ -82,7 +82,7 @@ def test_rates_are_what_two_readings_differ_by() -> None:
     lines = shown(reading(13.0, 30), reading(11.0, 20))
     assert line(lines, "tokens/s") == "tokens/s   in 500.0 (40% reused)   out 220.0   computed 25,000"
     # (2 + 40 + 4) * 10 in two seconds.
-    assert line(lines, "operations").startswith("operations 230.0/s   3 at workers   2 waiting")
+    assert line(lines, "operations") == "operations 230.0/s   5 in flight, 3 of them at workers"
     assert line(lines, "mean") == "mean ms    prefill 15.0   decode 2.5   verify 0.0   score -"
     assert line(lines, "refused") == "refused    30.0/s   180 in all   QUEUE_FULL 180"
     assert line(lines, "serving") == "serving    here:1   up 0m13s   version 1.2.3"

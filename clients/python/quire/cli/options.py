@@ -127,7 +127,8 @@ def add_status(commands: Commands) -> None:
 _TOP_WORDS = """\
 all of it is of the time between two readings, but for what is in use, hits, and "in all":
   tokens/s    in: of prompts; out: one for each decode and each verification; computed: in steps
-  operations  requests for workers: prefills, decodes, verifications, scorings
+  operations  prefills, decodes, verifications and scorings; those in flight that are not at workers
+              wait for one, for pages, or until they are written down
   mean ms     from the begin of an operation in its worker to its result
   KV pages    | in use, : kept for prompts that begin alike
   caches      those of the token are yours; the others' are counted only

@@ -91,7 +91,7 @@ def _work(
     """The work of all workers together."""
     at_workers = sum(worker.operations_in_flight for worker in status.workers)
     # Both numbers are of slightly different moments.
-    elsewhere = max(0, status.operations_in_flight - at_workers)
+    in_flight = max(at_workers, status.operations_in_flight)
     pools = [worker.pool for worker in status.workers]
     used, cached, pages = (
         sum(getattr(pool, f"pages_{s}") for pool in pools) for s in ("referenced", "cached", "total")
@@ -107,13 +107,12 @@ def _work(
         (
             "operations",
             f"{_rate(total, elapsed_s, *operations)}/s",
-            f"{at_workers} at workers",
-            f"{elsewhere} waiting for one, or being written",
+            f"{in_flight} in flight, {at_workers} of them at workers",
         ),
         ("mean ms", *(f"{kind} {_mean_ms(total, kind)}" for kind in _KINDS)),
         (
             "KV pages",
-            _bar(used, cached, pages),
+            _bar(used, cached, pages).lstrip(),
             f"{used:,} in use",
             f"{cached:,} cached",
             f"{pages:,} in all",
@@ -134,7 +133,7 @@ def _callers(now: Reading, before: Reading | None, elapsed_s: float) -> list[Seq
         more = "+" if now.has_more_caches else ""
         tokens = sum(cache.seq_len for cache in now.caches)
         caches.append(f"{len(now.caches)}{more} of yours, with {tokens:,}{more} tokens")
-    adapters = [f"{count} in memory of {worker_id}" for worker_id, count in now.adapters.items()]
+    adapters = [f"{count} in memory of {worker_id}" for worker_id, count in now.adapters.items() if count]
     return [
         ("refused", f"{_rate(grown, elapsed_s, *refusals)}/s", f"{refusals.total():,} in all", reasons),
         ("callers", f"{status.connections} connections", f"{status.sessions} sessions"),
