@@ -107,7 +107,7 @@ _STYLE = """
   --dim: #9aa4b0; --line: #343a41; --used: #6ea8fe; --cached: #31527f; --bad: #ff8a80; --good: #5fd39b } }
 * { box-sizing: border-box; margin: 0 }
 body { background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif; margin: 0 auto;
-  max-width: 75rem; padding: 1rem; overflow-wrap: anywhere; font-variant-numeric: tabular-nums }
+  max-width: 75rem; padding: 1rem; overflow-wrap: break-word; font-variant-numeric: tabular-nums }
 h1 { font-size: 1.25rem } h2 { font-size: 1rem; margin: 1.5rem 0 .5rem } h3 { font-size: .95rem }
 p, th, dt { color: var(--dim) } .bad { color: var(--bad) } .good { color: var(--good) }
 .grid { display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)) }
@@ -118,9 +118,10 @@ dd { font-size: 1.35rem } dt { font-size: .85rem }
 .map i { aspect-ratio: 1; background: var(--line); border-radius: 1px }
 .map .used { background: var(--used) } .map .cached { background: var(--cached) }
 table { background: var(--card); border-collapse: collapse; width: 100% }
-td, th { border: 1px solid var(--line); font-weight: 400; padding: .2rem .5rem; text-align: right;
-  white-space: nowrap }
+td, th { border: 1px solid var(--line); font-size: .85rem; font-weight: 400; padding: .2rem .35rem;
+  text-align: right; white-space: nowrap }
 td:first-child, th:first-child { text-align: left; white-space: normal }
+@media (max-width: 30rem) { td, th { font-size: .75rem; padding: .2rem .25rem } }
 """
 _SCRIPT = """
 "use strict";
@@ -171,7 +172,7 @@ function show(now) {
   at("workers").replaceChildren(...now.workers.map(
     one => worker(one, same && same.workers.find(other => other.worker_id === one.worker_id), seconds)));
   const ms = seconds => number(seconds == null ? null : seconds * 1000, 2);
-  table("times", ["ms", "count", "mean", "50% in", "99% in"], ...now.times.map(
+  table("times", ["ms", "count", "mean", "50% ≤", "99% ≤"], ...now.times.map(
     one => [one.name, number(one.count), ms(one.mean_s), ms(one.p50_s), ms(one.p99_s)]));
   table("refusals", ["reason", "count"], ...Object.entries(now.refusals).map(([of, n]) => [of, number(n)]));
   last = now;

@@ -48,11 +48,11 @@ def frame(now: Reading, before: Reading | None, target: str, notes: Sequence[str
     grown = {worker.worker_id: _grown(worker, earlier.get(worker.worker_id)) for worker in now.status.workers}
     known = [counts for counts in grown.values() if counts is not None]
     total = sum(known, Counter[str]()) if known else None
-    lines = [
-        *_server(now, target),
-        *_work(now.status, total, elapsed_s),
-        *_callers(now, before, elapsed_s),
-    ]
+    state = enum_word(executor_pb2.ServerState.Name(now.status.state))
+    up, version = f"up {duration(now.status.uptime_ms / 1000)}", f"version {now.status.version}"
+    model = [f"model {now.model_id}"] if now.model_id else []
+    lines = [(state, target, *model, up, version), *_work(now.status, total, elapsed_s)]
+    lines += _callers(now, before, elapsed_s)
     text = [
         Text.assemble((f"{escaped(title):<11}", "bold"), escaped("   ".join(parts)))
         for title, *parts in lines
@@ -76,15 +76,6 @@ def _grown(now: executor_pb2.WorkerStatus, before: executor_pb2.WorkerStatus | N
     return None if min(counts.values()) < 0 else counts
 
 
-def _server(now: Reading, target: str) -> list[Sequence[str]]:
-    status = now.status
-    state = enum_word(executor_pb2.ServerState.Name(status.state))
-    model = [f"model {now.model_id}"] if now.model_id else []
-    up = f"up {duration(status.uptime_ms / 1000)}"
-    memory, stall = size(status.memory_bytes), f"longest stall {status.longest_stall_ms} ms"
-    return [(state, target, *model, up, f"version {status.version}"), ("gateway", memory, stall)]
-
-
 def _work(
     status: executor_pb2.GetStatusResponse, total: Counter[str] | None, elapsed_s: float
 ) -> list[Sequence[str]]:
@@ -97,10 +88,11 @@ def _work(
         sum(getattr(pool, f"pages_{s}") for pool in pools) for s in ("referenced", "cached", "total")
     )
     operations = [f"{kind}_operations" for kind in _KINDS]
+    reused = "-" if total is None else _percent(total["prefix_hit_tokens"], total["prefix_query_tokens"])
     return [
         (
             "tokens/s",
-            f"in {_rate(total, elapsed_s, 'prefix_query_tokens')} ({_reused(total)} reused)",
+            f"in {_rate(total, elapsed_s, 'prefix_query_tokens')} ({reused} reused)",
             f"out {_rate(total, elapsed_s, 'decode_operations', 'verify_operations')}",
             f"computed {_rate(total, elapsed_s, 'step_tokens')}",
         ),
@@ -133,10 +125,11 @@ def _callers(now: Reading, before: Reading | None, elapsed_s: float) -> list[Seq
         more = "+" if now.has_more_caches else ""
         tokens = sum(cache.seq_len for cache in now.caches)
         caches.append(f"{len(now.caches)}{more} of yours, with {tokens:,}{more} tokens")
+    memory, stall = size(status.memory_bytes), f"longest stall {status.longest_stall_ms} ms"
     adapters = [f"{count} in memory of {worker_id}" for worker_id, count in now.adapters.items() if count]
     return [
         ("refused", f"{_rate(grown, elapsed_s, *refusals)}/s", f"{refusals.total():,} in all", reasons),
-        ("callers", f"{status.connections} connections", f"{status.sessions} sessions"),
+        ("gateway", f"{status.connections} connections", f"{status.sessions} sessions", memory, stall),
         ("caches", *caches),
         *([("adapters", *adapters)] if adapters else []),
     ]
@@ -183,10 +176,6 @@ def _bar(used: int, cached: int, pages: int) -> str:
 
 def _percent(part: int, whole: int) -> str:
     return f"{part / whole:.0%}" if whole else "-"
-
-
-def _reused(grown: Counter[str] | None) -> str:
-    return "-" if grown is None else _percent(grown["prefix_hit_tokens"], grown["prefix_query_tokens"])
 
 
 def _mean_ms(grown: Counter[str] | None, kind: str) -> str:
