@@ -13,9 +13,8 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import pytest
@@ -32,17 +31,17 @@ from tests.gateway_process import GatewayProcess
 from tests.quire_command import run
 
 PATIENCE_S = 60.0
-SERVING, READY = pb.SERVER_STATE_SERVING, pb.WORKER_STATE_READY
+ATTACK = "\x1b[2J\x1b]0;x\x07[bold]\x9b"
 
 
 def reading(at_s: float, count: int, **worker: Any) -> Reading:
     """One worker, which has done `count` times the same."""
     status = pb.GetStatusResponse(
-        state=SERVING, uptime_ms=int(1000 * at_s), version="1.2.3", operations_in_flight=5
+        state=pb.SERVER_STATE_SERVING, uptime_ms=int(1000 * at_s), version="1.2.3", operations_in_flight=5
     )
     status.refusals["QUEUE_FULL"] = 6 * count
     one = status.workers.add(
-        **{"worker_id": "worker-0", "epoch": 1, "pid": 7, "state": READY, "operations_in_flight": 3} | worker
+        **{"worker_id": "worker-0", "epoch": 1, "pid": 7, "state": 2, "operations_in_flight": 3} | worker
     )
     one.counts.CopyFrom(
         types_pb2.StepCounts(
@@ -114,23 +113,20 @@ def test_workers_that_went_on_are_counted_beside_one_that_did_not() -> None:
 
 
 def test_a_new_gateway_gives_no_rate_of_refusals() -> None:
-    assert "refused    -/s" in line(shown(reading(2.0, 30), reading(11.0, 20)), "refused")
-    assert "refused    -/s" in line(shown(reading(2.0, 30), None), "refused")
+    for before in (reading(11.0, 20), None):
+        assert "refused    -/s" in line(shown(reading(2.0, 30), before), "refused")
 
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_it_fits_the_terminal(width: int) -> None:
     now, before = reading(13.0, 30), reading(11.0, 20)
     for index in range(1, 4):
-        now.status.workers.add(worker_id=f"worker-{index}", state=index, trouble="none of it fits " * 20)
+        now.status.workers.add(worker_id=f"worker-{index}", state=index, trouble="it does not fit " * 20)
     lines = shown(now, before, width, notes=["x" * 300])
     assert max(map(len, lines)) <= width and len(lines) <= 24
     header = next(line for line in lines if line.startswith("worker "))
     assert all(name in header for name in ("state", "queue", "batch", "tokens/s", "KV in use", "hits"))
     assert ("memory" in header) == (width == 160)
-
-
-ATTACK = "\x1b[2J\x1b]0;x\x07[bold]\x9b"
 
 
 def test_names_of_servers_do_not_move_the_terminal() -> None:
@@ -222,13 +218,9 @@ class OnTerminal:
         command = [sys.executable, "-c", LEADER, "-m", "quire.cli", "top", "--interval", "0.1"]
         self.process = subprocess.Popen(
             [*command, "--target", target],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            cwd=ROOT,
-            start_new_session=True,
+            stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, start_new_session=True,
             env=environment(ROOT) | {"TERM": "xterm"},
-        )
+        )  # fmt: skip
 
     def read_until(self, wanted: str) -> None:
         give_up_s = time.monotonic() + PATIENCE_S
@@ -249,39 +241,33 @@ class OnTerminal:
         self._read(0.0)
         return self.process.returncode
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.ours)
+        os.close(self.theirs)
+
     def is_restored(self) -> bool:
         """Echo and lines are back, and with them the screen of before and the cursor."""
-        last = {name: self.text.rfind(f"\x1b[?{name}") for name in ("1049h", "1049l", "25l", "25h")}
-        screen = 0 <= last["1049h"] < last["1049l"] and last["25l"] < last["25h"]
-        return screen and termios.tcgetattr(self.theirs) == self.before
-
-
-@contextlib.contextmanager
-def on_terminal(target: str) -> Iterator[OnTerminal]:
-    terminal = OnTerminal(target)
-    try:
-        yield terminal
-    finally:
-        terminal.process.kill()
-        terminal.process.wait()
-        os.close(terminal.ours)
-        os.close(terminal.theirs)
+        at = [self.text.rfind(f"\x1b[?{name}") for name in ("1049h", "1049l", "25l", "25h")]
+        return 0 <= at[0] < at[1] and 0 <= at[2] < at[3] and termios.tcgetattr(self.theirs) == self.before
 
 
 @pytest.mark.parametrize(
-    ("end", "status"),
-    [
-        (lambda terminal: os.write(terminal.ours, b"xq"), 0),
-        (lambda terminal: os.write(terminal.ours, b"\x03"), 0),
-        (lambda terminal: terminal.process.send_signal(signal.SIGTERM), 143),
-    ],
+    ("keys", "status"),
+    [(b"xq", 0), (b"\x03", 0), (b"", 128 + signal.SIGTERM)],
     ids=["q", "ctrl-c", "sigterm"],
 )
-def test_the_terminal_is_restored(target: str, end: Callable[[OnTerminal], object], status: int) -> None:
-    with on_terminal(target) as terminal:
+def test_the_terminal_is_restored(target: str, keys: bytes, status: int) -> None:
+    with OnTerminal(target) as terminal:
         terminal.read_until("worker-0")
         assert termios.tcgetattr(terminal.theirs) != terminal.before, "keys are read one by one"
-        end(terminal)
+        os.write(terminal.ours, keys)
+        if not keys:
+            terminal.process.terminate()
         assert terminal.end() == status
         assert terminal.is_restored()
         assert "Traceback" not in terminal.text
@@ -291,13 +277,12 @@ def test_it_survives_the_server() -> None:
     before, after = FakeExecutor(), FakeExecutor()
     with contextlib.ExitStack() as end:
         with serving(before) as target:
-            terminal = end.enter_context(on_terminal(target))
+            terminal = end.enter_context(OnTerminal(target))
             terminal.read_until("worker-0")
         terminal.read_until("no answer; these figures are")
         terminal.read_until("UNAVAILABLE")
         end.enter_context(serving(after, int(target.rpartition(":")[2])))
         terminal.read_until("the server answers again, after")
-        assert after.calls["GetStatus"]
         os.write(terminal.ours, b"q")
         assert terminal.end() == 0 and terminal.is_restored()
 
