@@ -452,13 +452,13 @@ class FakeExecutor(
 
 
 @contextmanager
-def serving(executor: FakeExecutor) -> Iterator[str]:
-    """Serves `executor` on a free port. Yields the target."""
+def serving(executor: FakeExecutor, port: int = 0) -> Iterator[str]:
+    """Serves `executor`, on a free port if none is given. Yields the target."""
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(executor, server)
     runner_pb2_grpc.add_ModelRunnerServiceServicer_to_server(executor, server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(executor, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:
         yield f"127.0.0.1:{port}"

@@ -93,7 +93,7 @@ class QuireCollector(Collector):
     def _requests(self) -> Iterator[Metric]:
         """What vLLM has by the same names."""
         appends, kv, serving = self._figures.appends, self._of.caches.parts.kv, self._of.versions.serving
-        running, waiting = self._running_and_waiting()
+        running, waiting = running_and_waiting(self._of)
         pools = [slot.snapshot.pool for slot in serving.slots if slot.state == _READY]
         total = sum(pool.pages_total for pool in pools)
         used = sum(pool.pages_referenced for pool in pools) / max(1, total)
@@ -111,21 +111,6 @@ class QuireCollector(Collector):
             sizes[str(executor.page_size_tokens), str(total)] = 1
         yield _gauge("quire_model_info", "What is served.", described, "model_name", "fingerprint")
         yield _gauge("quire_cache_config_info", "KV pages.", sizes, "block_size", "num_gpu_blocks")
-
-    def _running_and_waiting(self) -> tuple[int, int]:
-        """How many appends fit into the next steps of their workers, short ones first; and the rest."""
-        attempts, config = self._of.caches.parts.attempts, self._of.state.config
-        sizes: defaultdict[object, list[int]] = defaultdict(list)
-        for operation in attempts.running.values():
-            if operation.attempt is not None:
-                sizes[operation.entry.worker].append(len(operation.attempt.append.token_ids))
-        running = 0
-        for of_worker in sizes.values():
-            left = config.max_batch_tokens
-            for tokens in sorted(of_worker)[: config.max_batch_items]:
-                running += left > 0
-                left -= tokens
-        return running, len(attempts.running) + len(attempts.parked) - running
 
     def _times(self) -> Iterator[Metric]:
         figures, appends = self._figures, self._figures.appends
@@ -227,6 +212,22 @@ class QuireCollector(Collector):
         found = (self._of.adapters.get(version) for version in set(versions))
         ids = sorted(one.adapter_id for one in found if one is not None and one.tenant is None)
         return ",".join(ids[:_MOST_NAMES])
+
+
+def running_and_waiting(sources: Sources) -> tuple[int, int]:
+    """How many appends fit into the next steps of their workers, short ones first; and the rest."""
+    attempts, config = sources.caches.parts.attempts, sources.state.config
+    sizes: defaultdict[object, list[int]] = defaultdict(list)
+    for operation in attempts.running.values():
+        if operation.attempt is not None:
+            sizes[operation.entry.worker].append(len(operation.attempt.append.token_ids))
+    running = 0
+    for of_worker in sizes.values():
+        left = config.max_batch_tokens
+        for tokens in sorted(of_worker)[: config.max_batch_items]:
+            running += left > 0
+            left -= tokens
+    return running, len(attempts.running) + len(attempts.parked) - running
 
 
 def _gauge(name: str, text: str, value: Any, *labels: str) -> Metric:

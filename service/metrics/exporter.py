@@ -1,4 +1,4 @@
-"""The HTTP port for operators: `/metrics` for Prometheus, and `/healthz` and `/readyz` for probes.
+"""The HTTP port for operators: a page, `/metrics` for Prometheus, and `/healthz` and `/readyz` for probes.
 
 It has neither TLS nor authentication. Each connection gets one response and is closed; its request, its time
 and the number of connections are limited, and metrics are computed a few times a second at most.
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ from service.config import is_private
 from service.logging import get_logger
 from service.metrics.collector import QuireCollector, Sources
 from service.metrics.figures import Figures
+from service.metrics.status_page import PAGE, POLICY, status_json
 
 _log = get_logger(__name__)
 _MAX_REQUEST_BYTES = 1 << 14
@@ -36,7 +37,7 @@ _TIMEOUT_S = 10.0
 # Requests within this time get the same text: computing it takes some milliseconds of the event loop.
 _MAX_AGE_S = 0.2
 _OPENMETRICS = b"application/openmetrics-text"
-_TEXT = "text/plain; charset=utf-8"
+_TEXT, _HTML, _JSON = "text/plain; charset=utf-8", "text/html; charset=utf-8", "application/json"
 _END = b"# EOF\n"
 
 
@@ -49,6 +50,7 @@ class Exporter:
         self._listen = listen
         self._state: ServerState
         self._had_worker: Callable[[], bool]
+        self._status: Callable[[], Awaitable[bytes]]
         self._socket: socket.socket | None = None
         # The oldest first.
         self._connections: dict[asyncio.StreamWriter, None] = {}
@@ -60,6 +62,7 @@ class Exporter:
         """Sets what is shown. To be called once, before `run`."""
         self._state, versions = sources.state, sources.versions
         self._had_worker = lambda: versions.had_ready_worker
+        self._status = status_json(sources, self.figures)
         sources.router.on_end = self.figures.execution_ended
         self.registry.register(QuireCollector(sources, self.figures))
         ProcessCollector(registry=self.registry)
@@ -121,7 +124,8 @@ class Exporter:
         except h11.RemoteProtocolError as error:
             status, content_type, body = error.error_status_hint, _TEXT, b"not a request\n"
         headers = [("content-type", content_type), ("content-length", str(len(body)))]
-        headers += [("connection", "close"), ("allow", "GET, HEAD")]
+        headers += [("connection", "close"), ("allow", "GET, HEAD"), ("cache-control", "no-store")]
+        headers += [("content-security-policy", POLICY), ("x-content-type-options", "nosniff")]
         head = connection.send(h11.Response(status_code=status, headers=headers))
         assert head is not None
         writer.write(head if is_head else head + body)
@@ -136,16 +140,24 @@ class Exporter:
         # DNS rebinding: a page whose host name resolves to this machine could read the metrics.
         if is_private(self._listen) and host and not is_private(host if ":" in host else f"{host}:80"):
             return 403, _TEXT, b"the Host header must be localhost or its address\n"
-        match request.target.partition(b"?")[0]:
+        accepts_openmetrics = _OPENMETRICS in headers.get(b"accept", b"")
+        return await self._found(request.target.partition(b"?")[0], accepts_openmetrics)
+
+    async def _found(self, path: bytes, accepts_openmetrics: bool) -> tuple[int, str, bytes]:
+        match path:
+            case b"/":
+                return 200, _HTML, PAGE
+            case b"/status.json":
+                return 200, _JSON, await self._recent(_JSON, self._status)
             case b"/metrics":
-                content_type, body = await self._metrics(_OPENMETRICS in headers.get(b"accept", b""))
+                content_type, body = await self._metrics(accepts_openmetrics)
                 return 200, content_type, body
             case b"/healthz":
                 return 200, _TEXT, b"ok\n"
             case b"/readyz":
                 why_not = self._why_not_ready()
                 return (503 if why_not else 200), _TEXT, f"{why_not or 'ready'}\n".encode()
-        return 404, _TEXT, b"there are /metrics, /healthz and /readyz\n"
+        return 404, _TEXT, b"there are /, /status.json, /metrics, /healthz and /readyz\n"
 
     def _why_not_ready(self) -> str:
         """One word, or empty if the gRPC health service says SERVING."""
@@ -161,12 +173,20 @@ class Exporter:
         content_type = exposition.CONTENT_TYPE_PLAIN_0_0_4
         if is_openmetrics:
             content_type, render = openmetrics.CONTENT_TYPE_LATEST, openmetrics.generate_latest
+
+        async def text() -> bytes:
+            return await self._rendered(render) + (_END if is_openmetrics else b"")
+
+        return content_type, await self._recent(content_type, text)
+
+    async def _recent(self, content_type: str, compute: Callable[[], Awaitable[bytes]]) -> bytes:
+        """What `compute` returned for anybody within _MAX_AGE_S, else now."""
         async with self._computing:
             computed_s, text = self._texts.get(content_type, (0.0, b""))
             if not text or time.monotonic() - computed_s > _MAX_AGE_S:
-                text = await self._rendered(render) + (_END if is_openmetrics else b"")
+                text = await compute()
                 self._texts[content_type] = time.monotonic(), text
-        return content_type, text
+        return text
 
     async def _rendered(self, render: Callable[[Any], bytes]) -> bytes:
         """All families as text, in slices. The figures are those of one moment."""

@@ -35,14 +35,14 @@ async def test_formats(tmp_path: Path) -> None:
 
 async def test_only_get_and_head(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        for path in ("/metrics", "/healthz", "/readyz", "/"):
+        for path in ("/metrics", "/healthz", "/readyz", "/", "/status.json", "/nothing"):
             got, head = await server.get(path), await server.get(path, method="HEAD")
             assert head.status == got.status and head.body == ""
             assert int(head.headers["content-length"]) > 0
             for method in ("POST", "PUT", "DELETE", "OPTIONS"):
                 refused = await server.get(path, "Content-Length: 0", method=method)
                 assert refused.status == 405 and refused.headers["allow"] == "GET, HEAD"
-        assert (await server.get("/")).status == 404
+        assert (await server.get("/nothing")).status == 404
         assert (await server.get("/metrics/../etc/passwd")).status == 404
 
 
@@ -65,6 +65,7 @@ async def test_readiness_follows_the_health_service(tmp_path: Path) -> None:
         assert (await server.get("/healthz")).status == 200, "the process is well"
 
 
+@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics"])
 @pytest.mark.parametrize(
     ("host", "status"),
     [
@@ -75,9 +76,9 @@ async def test_readiness_follows_the_health_service(tmp_path: Path) -> None:
         ("evil.example", 403),
     ],
 )
-async def test_pages_of_a_browser_cannot_read_it(tmp_path: Path, host: str, status: int) -> None:
+async def test_pages_of_a_browser_cannot_read_it(tmp_path: Path, host: str, status: int, path: str) -> None:
     async with serving(tmp_path) as server:
-        answer = await server.send(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        answer = await server.send(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
         assert int(answer.split()[1]) == status
 
 

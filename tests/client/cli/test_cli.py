@@ -152,6 +152,7 @@ NO_TEMPLATE = "this model has no chat template: without --chat and --system it c
     "command",
     [
         "status",
+        "top",
         "generate",
         "load",
         "caches list",
@@ -365,7 +366,7 @@ def test_wrong_usage_is_told_in_a_sentence(
         ("--verson", "quire: error: --verson is not known; did you mean --version?"),
         (
             "dance",
-            "quire: error: dance is no command; the commands are serve, status, generate, load, caches,",
+            "quire: error: dance is no command; the commands are serve, status, top, generate, load, caches,",
         ),
     ],
 )
@@ -387,7 +388,7 @@ def test_where_the_server_is_not_installed_its_commands_say_so(
         main([command])
     error = capsys.readouterr().err
     assert caught.value.code == 2 and f"quire: error: {command} {NOT_INSTALLED}" in error
-    usage = "usage: quire [-h] [--version] status|generate|load|caches|adapters|completion ..."
+    usage = "usage: quire [-h] [--version] status|top|generate|load|caches|adapters|completion ..."
     assert " ".join(error.split()).startswith(usage)
 
 
@@ -584,7 +585,7 @@ def test_the_token_goes_with_every_call(
     [
         (
             "",
-            "serve|status|generate|load|caches|adapters|completion|config|doctor|plan|state|journal|token",
+            "serve|status|top|generate|load|caches|adapters|completion|config|doctor|plan|state|journal|token",
         ),
         ("caches", "required: list|release"),
         ("adapters", "required: list|load|unload"),

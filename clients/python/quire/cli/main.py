@@ -26,6 +26,7 @@ from quire.cli.terminal import CommandFailed, tell
 _ENTRY_POINTS = "quire.commands"
 _CLIENT_COMMANDS = {
     "status": options.add_status,
+    "top": options.add_top,
     "generate": options.add_generate,
     "load": add_load,
     "caches": options.add_caches,

@@ -1,4 +1,4 @@
-"""The flags of `quire status`, `generate`, `caches` and `adapters`, and the flags of all client commands.
+"""The flags of `quire status`, `top`, `generate`, `caches` and `adapters`, and those of all client commands.
 
 Imports only the standard library, so that invalid flags are reported quickly.
 """
@@ -122,6 +122,37 @@ def add_status(commands: Commands) -> None:
     switch("--wide", action="store_true", help="show all columns, even if they do not fit")
     json = "print GetStatus's response as one line of protobuf JSON, in which 64-bit numbers are strings"
     switch("--json", action="store_true", help=json)
+
+
+_TOP_WORDS = """\
+all of it is of the time between two readings, but for what is in use, hits, and "in all":
+  tokens/s    in: of prompts; out: one for each decode and each verification; computed: in steps
+  operations  prefills, decodes, verifications and scorings; those in flight that are not at workers
+              wait for one, for pages, or until they are written down
+  mean ms     from the begin of an operation in its worker to its result
+  KV pages    | in use, : kept for prompts that begin alike
+  caches      those of the token are yours; the others' are counted only
+  queue       operations that wait for this worker or run there
+  batch       how many of them share a step on average
+  hits        prompt tokens whose KV was found, since its start
+
+q or Ctrl-C ends it. "-" is what is not known, as after a restart, or what did not occur.
+"""
+
+
+def add_top(commands: Commands) -> None:
+    """Adds `quire top`."""
+    parser = commands.add_parser(
+        "top",
+        help="follow a server's load in the terminal",
+        epilog=_TOP_WORDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run="quire.cli.top:show_top")
+    add_target(parser)
+    flags(parser)("--interval", _seconds, "SECONDS", "between two readings (default 1)", 1.0)
+    once = "read twice, print one table, and end"
+    parser.add_argument("--once", action="store_true", help=once)
 
 
 def add_generate(commands: Commands) -> None:

@@ -19,16 +19,17 @@ from rich.table import Table
 from rich.text import Text
 
 # The width for output that is not a terminal, so that every column is shown.
-_UNLIMITED_WIDTH = 10_000
+UNLIMITED_WIDTH = 10_000
 
 
-def _enum_word(name: str) -> str:
+def enum_word(name: str) -> str:
     """Converts `WORKER_STATE_READY` to `ready`."""
     return name.rpartition("_STATE_")[2].lower()
 
 
-def _state(worker: executor_pb2.WorkerStatus) -> str:
-    state = _enum_word(executor_pb2.WorkerState.Name(worker.state))
+def state_of(worker: executor_pb2.WorkerStatus) -> str:
+    """The state in a word, with the progress of a worker that starts."""
+    state = enum_word(executor_pb2.WorkerState.Name(worker.state))
     if worker.state == executor_pb2.WORKER_STATE_STARTING:
         state += f" {worker.load_progress:.0%}"
     return state
@@ -40,7 +41,7 @@ _COLUMNS: Mapping[str, Callable[[executor_pb2.WorkerStatus], object]] = {
     "epoch": lambda worker: worker.epoch,
     "device": lambda worker: worker.executor.device,
     "runner": lambda worker: worker.executor.runner,
-    "state": _state,
+    "state": state_of,
     "seqs": lambda worker: worker.pool.sequences,
     "used": lambda worker: worker.pool.pages_referenced,
     "free": lambda worker: worker.pool.pages_free,
@@ -84,7 +85,7 @@ def show_status(options: argparse.Namespace) -> int:
     console = Console()
     in_place = console.is_terminal and not (options.wide or options.json)
     if not in_place:
-        console.width = _UNLIMITED_WIDTH
+        console.width = UNLIMITED_WIDTH
     # Ctrl-C is the normal way to end --watch.
     interrupted = 1 if options.watch is None else 0
     with connected(options, interrupted) as client:
@@ -135,8 +136,8 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
     """The status as lines about the gateway and a table of workers, with rates since `before`."""
     status = now.status
     line = (
-        f"{_enum_word(executor_pb2.ServerState.Name(status.state))}  version {status.version}"
-        f"  up {_duration(status.uptime_ms / 1000)}  {status.caches} caches"
+        f"{enum_word(executor_pb2.ServerState.Name(status.state))}  version {status.version}"
+        f"  up {duration(status.uptime_ms / 1000)}  {status.caches} caches"
         f"  {status.operations_in_flight} operations in flight  {size(status.memory_bytes)}"
     )
     limits = (
@@ -154,7 +155,7 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
         if before is not None:
             cells += _rate_cells(worker, earlier.get(worker.worker_id), now.taken_s - before.taken_s)
         rows.append(cells)
-    table = _Workers([*_COLUMNS, *(_RATES if before is not None else ())], rows)
+    table = FittingTable([*_COLUMNS, *(_RATES if before is not None else ())], rows, _FIRST_COLUMNS)
     notes = []
     # Workers of one machine usually have the same products.
     for products in dict.fromkeys(w.executor.products for w in status.workers if w.executor.products):
@@ -166,13 +167,19 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
     return Group(Text(escaped(line)), Text(escaped(limits)), table, *notes)
 
 
-class _Workers:
+class FittingTable:
     """A table with as many complete columns as fit into the console."""
 
-    def __init__(self, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self, names: Sequence[str], rows: Sequence[Sequence[str | Text]], first: Sequence[str]
+    ) -> None:
+        """`first`: the most important columns, which come before the others where not all of them fit."""
         self._names = names
+        self._first = first
         # As Text, because rich interprets markup in strings.
-        self._rows = [[Text(escaped(cell)) for cell in row] for row in rows]
+        self._rows = [
+            [cell if isinstance(cell, Text) else Text(escaped(cell)) for cell in row] for row in rows
+        ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         shown, gap = self._fitting(options.max_width)
@@ -188,7 +195,7 @@ class _Workers:
         widths = [
             max([len(name), *(row[i].cell_len for row in self._rows)]) for i, name in enumerate(self._names)
         ]
-        first = [self._names.index(name) for name in _FIRST_COLUMNS if name in self._names]
+        first = [self._names.index(name) for name in self._first if name in self._names]
         by_rank = first + [i for i in range(len(self._names)) if i not in first]
         gap = 2 if sum(widths[i] + 2 for i in first) - 2 <= width else 1
         ends = itertools.accumulate(widths[i] + gap for i in by_rank)
@@ -214,7 +221,8 @@ def _mean_ms(total_ns: int, count: int) -> str:
     return f"{total_ns / count / 1e6 if count else 0:.1f}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Such as `1m01s`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m{rest:02}s" if hours else f"{minutes}m{rest:02}s"

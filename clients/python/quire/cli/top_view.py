@@ -1,0 +1,184 @@
+"""What `quire top` shows: two readings of a server as lines and a table of its workers. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from quire.cli.status import FittingTable, duration, enum_word, state_of
+from quire.cli.terminal import escaped, size
+from quire.v1 import executor_pb2, types_pb2
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+_KINDS = ("prefill", "decode", "verify", "score")
+# The counters of a WorkerStatus, by the field that has them.
+_COUNTERS = {
+    "counts": [field.name for field in types_pb2.StepCounts.DESCRIPTOR.fields],
+    "pool": ["prefix_hit_tokens", "prefix_query_tokens"],
+}
+_BAR_CHARS = 10
+_MOST_REASONS = 3
+_COLUMNS = (
+    "worker", "state", "epoch", "queue", "batch", "tokens/s", "decodes/s", "prefill ms", "decode ms",
+    "KV in use", "pages", "hits", "memory",
+)  # fmt: skip
+_FIRST_COLUMNS = ("worker", "state", "queue", "batch", "tokens/s", "decode ms", "KV in use", "hits")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a server has said at one time. Only the first two are always there."""
+
+    status: executor_pb2.GetStatusResponse
+    taken_s: float  # time.monotonic()
+    model_id: str = ""
+    # The caller's oldest caches, and whether there are more.
+    caches: Sequence[types_pb2.KvCacheHandle] | None = None
+    has_more_caches: bool = False
+    # By worker: the LoRA adapters in its memory.
+    adapters: Mapping[str, int] = field(default_factory=dict)
+
+
+def frame(now: Reading, before: Reading | None, target: str, notes: Sequence[str] = ()) -> RenderableType:
+    """Lines about all of the server, `notes` in red, and a table of the workers."""
+    elapsed_s = 0.0 if before is None else now.taken_s - before.taken_s
+    earlier = {} if before is None else {worker.worker_id: worker for worker in before.status.workers}
+    grown = {worker.worker_id: _grown(worker, earlier.get(worker.worker_id)) for worker in now.status.workers}
+    known = [counts for counts in grown.values() if counts is not None]
+    total = sum(known, Counter[str]()) if known else None
+    state = enum_word(executor_pb2.ServerState.Name(now.status.state))
+    up, version = f"up {duration(now.status.uptime_ms / 1000)}", f"version {now.status.version}"
+    model = [f"model {now.model_id}"] if now.model_id else []
+    lines = [(state, target, *model, up, version), *_work(now.status, total, elapsed_s)]
+    lines += _callers(now, before, elapsed_s)
+    text = [
+        Text.assemble((f"{escaped(title):<11}", "bold"), escaped("   ".join(parts)))
+        for title, *parts in lines
+    ]
+    text += [Text(escaped(note), style="bold red") for note in notes]
+    rows = [_cells(worker, grown[worker.worker_id], elapsed_s) for worker in now.status.workers]
+    troubles = [Text(escaped(f"{w.worker_id}: {w.trouble}")) for w in now.status.workers if w.trouble]
+    for line in (*text, *troubles):
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return Group(*text, FittingTable(_COLUMNS, rows, _FIRST_COLUMNS), *troubles)
+
+
+def _grown(now: executor_pb2.WorkerStatus, before: executor_pb2.WorkerStatus | None) -> Counter[str] | None:
+    """What counters have grown by. None: not known, because `before` is of another process."""
+    if before is None or (before.epoch, before.pid) != (now.epoch, now.pid):
+        return None
+    counts = Counter[str]()
+    for part, names in _COUNTERS.items():
+        for name in names:
+            counts[name] = getattr(getattr(now, part), name) - getattr(getattr(before, part), name)
+    return None if min(counts.values()) < 0 else counts
+
+
+def _work(
+    status: executor_pb2.GetStatusResponse, total: Counter[str] | None, elapsed_s: float
+) -> list[Sequence[str]]:
+    """The work of all workers together."""
+    at_workers = sum(worker.operations_in_flight for worker in status.workers)
+    # Both numbers are of slightly different moments.
+    in_flight = max(at_workers, status.operations_in_flight)
+    pools = [worker.pool for worker in status.workers]
+    used, cached, pages = (
+        sum(getattr(pool, f"pages_{s}") for pool in pools) for s in ("referenced", "cached", "total")
+    )
+    operations = [f"{kind}_operations" for kind in _KINDS]
+    reused = "-" if total is None else _percent(total["prefix_hit_tokens"], total["prefix_query_tokens"])
+    return [
+        (
+            "tokens/s",
+            f"in {_rate(total, elapsed_s, 'prefix_query_tokens')} ({reused} reused)",
+            f"out {_rate(total, elapsed_s, 'decode_operations', 'verify_operations')}",
+            f"computed {_rate(total, elapsed_s, 'step_tokens')}",
+        ),
+        (
+            "operations",
+            f"{_rate(total, elapsed_s, *operations)}/s",
+            f"{in_flight} in flight, {at_workers} of them at workers",
+        ),
+        ("mean ms", *(f"{kind} {_mean_ms(total, kind)}" for kind in _KINDS)),
+        (
+            "KV pages",
+            _bar(used, cached, pages).lstrip(),
+            f"{used:,} in use",
+            f"{cached:,} cached",
+            f"{pages:,} in all",
+        ),
+    ]
+
+
+def _callers(now: Reading, before: Reading | None, elapsed_s: float) -> list[Sequence[str]]:
+    """What is known of callers, as far as this one may know it."""
+    status, refusals = now.status, Counter(now.status.refusals)
+    grown = None
+    # Counts of another gateway are of no use.
+    if before is not None and before.status.uptime_ms <= status.uptime_ms:
+        grown = refusals - Counter(before.status.refusals)
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in refusals.most_common(_MOST_REASONS))
+    caches = [f"{status.caches:,} in all", f"{size(status.journal_bytes)} of tokens"]
+    if now.caches is not None:
+        more = "+" if now.has_more_caches else ""
+        tokens = sum(cache.seq_len for cache in now.caches)
+        caches.append(f"{len(now.caches)}{more} of yours, with {tokens:,}{more} tokens")
+    memory, stall = size(status.memory_bytes), f"longest stall {status.longest_stall_ms} ms"
+    adapters = [f"{count} in memory of {worker_id}" for worker_id, count in now.adapters.items() if count]
+    return [
+        ("refused", f"{_rate(grown, elapsed_s, *refusals)}/s", f"{refusals.total():,} in all", reasons),
+        ("gateway", f"{status.connections} connections", f"{status.sessions} sessions", memory, stall),
+        ("caches", *caches),
+        *([("adapters", *adapters)] if adapters else []),
+    ]
+
+
+def _cells(
+    worker: executor_pb2.WorkerStatus, grown: Counter[str] | None, elapsed_s: float
+) -> list[str | Text]:
+    """The cells of _COLUMNS."""
+    pool, is_ready = worker.pool, worker.state == executor_pb2.WORKER_STATE_READY
+    state = state_of(worker) + (", silent" if worker.suspect else "")
+    batch = "-" if grown is None or not grown["steps"] else f"{grown['batch_items'] / grown['steps']:.1f}"
+    return [
+        worker.worker_id,
+        Text(escaped(state), style="green" if is_ready and not worker.suspect else "bold red"),
+        str(worker.epoch),
+        str(worker.operations_in_flight),
+        batch,
+        _rate(grown, elapsed_s, "step_tokens"),
+        _rate(grown, elapsed_s, "decode_operations"),
+        _mean_ms(grown, "prefill"),
+        _mean_ms(grown, "decode"),
+        _bar(pool.pages_referenced, pool.pages_cached, pool.pages_total),
+        str(pool.pages_total),
+        _percent(pool.prefix_hit_tokens, pool.prefix_query_tokens),
+        size(worker.memory_bytes),
+    ]
+
+
+def _rate(grown: Counter[str] | None, elapsed_s: float, *names: str) -> str:
+    """The growth of some counters in a second."""
+    if grown is None or elapsed_s <= 0:
+        return "-"
+    rate = sum(grown[name] for name in names) / elapsed_s
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}"
+
+
+def _bar(used: int, cached: int, pages: int) -> str:
+    """Such as ` 42% [||||::....]`: pages in use and cached ones. A single one is seen."""
+    ends = [-(-count * _BAR_CHARS // max(1, pages)) for count in (used, used + cached)]
+    bar = "|" * ends[0] + ":" * (ends[1] - ends[0])
+    return f"{_percent(used, pages):>4} [{bar:.<{_BAR_CHARS}}]"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _mean_ms(grown: Counter[str] | None, kind: str) -> str:
+    """The mean time of the operations of a kind that ended between the readings."""
+    count = 0 if grown is None else grown[f"{kind}_operations"]
+    return "-" if grown is None or not count else f"{grown[f'{kind}_ns'] / count / 1e6:.1f}"
