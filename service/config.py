@@ -24,6 +24,8 @@ from typing import Any
 ENV_PREFIX = "QUIRE_"
 SHIPPED_MODEL = "adder"
 WEIGHTLESS_MODEL = "paged-attention"
+# The settings that name an address to listen on.
+ADDRESSES = ("listen", "openai_listen", "metrics_listen")
 
 # Environment variables with the prefix that are not settings: the file, those of the client commands, and
 # those that workers read themselves (kernels/cpu/library.py).

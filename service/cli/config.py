@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from service.cli.state import unused
-from service.config import Config, ConfigError, is_hub_id
+from service.config import ADDRESSES, Config, ConfigError, is_hub_id
 from service.config_sources import Settings, json_schema, read_settings
 from service.data_directory import data_directory
 from service.journal.base import JournalUnusable
@@ -158,7 +158,7 @@ def _addresses(config: Config) -> Iterator[ConfigError]:
     from service.auth.unix_socket import LockedUnixSocket
     from service.listening import ADDRESS_IS_FREE, why_not_listening
 
-    for name in ("listen", "openai_listen"):
+    for name in ADDRESSES:
         address = getattr(config, name)
         problem: str | None = ADDRESS_IS_FREE
         if address.startswith("unix:"):

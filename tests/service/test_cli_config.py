@@ -17,7 +17,7 @@ import pytest
 import structlog
 from quire.cli.main import main
 
-from service.config import SETTINGS, Config, ConfigError
+from service.config import ADDRESSES, SETTINGS, Config, ConfigError
 from service.config_sources import json_schema, load_config
 from service.journal.sqlite import open_journal
 from tests.certificates import Authority
@@ -90,6 +90,16 @@ def test_nothing_is_made_by_a_check_without_problems(
         "60", str(len(SETTINGS))
     )
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ADDRESSES)
+def test_each_address_is_tried(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    free = dict.fromkeys(["listen", name], "127.0.0.1:0")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free[name] = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = [part for key, value in free.items() for part in (f"--{key.replace('_', '-')}", value)]
+        (said,) = problems(capsys, *flags)
+    assert said.startswith(f"{name} = ") and "cannot listen" in said
 
 
 def test_what_only_a_start_shows_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

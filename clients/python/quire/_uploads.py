@@ -77,8 +77,9 @@ class AsyncUpload(_Requests):
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(first_status.instead_of(error)) from None
         except asyncio.CancelledError:
-            # gRPC cancels a call if its requests cannot be made.
-            if self._error is not None:
+            # gRPC cancels a call if its requests cannot be made; then nobody has cancelled the task.
+            task = asyncio.current_task()
+            if self._error is not None and not (task and task.cancelling()):
                 raise self._error from None
             raise
 

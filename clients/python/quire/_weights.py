@@ -13,7 +13,8 @@ from typing import TypeAlias
 from quire._uploads import Content, Requests
 from quire.v1 import runner_pb2
 
-# A directory of this machine, a safetensors file, or several. Each is needed only while it is sent.
+# A directory or a safetensors file of this machine; the contents of one; or several files, as contents or
+# paths. Each is needed only while it is sent.
 WeightFiles: TypeAlias = str | os.PathLike[str] | bytes | Iterable[bytes | Path]
 
 _INDEX = "model.safetensors.index.json"
@@ -27,7 +28,7 @@ def weight_requests(files: WeightFiles) -> Requests:
     """Raises OSError for a directory without safetensors files. The requests raise ValueError for others."""
     contents: Iterable[Content]
     if isinstance(files, (str, os.PathLike)):
-        contents = sorted(Path(files).glob("*.safetensors"))
+        contents = sorted(Path(files).glob("*.safetensors")) if Path(files).is_dir() else [Path(files)]
         if not contents:
             raise FileNotFoundError(f"there are no safetensors files in {files}")
     else:

@@ -235,10 +235,10 @@ class Client(Caller):
         OSError for unreadable files; and what an iterable raises.
 
         Args:
-            files: A directory of this machine; or the contents of a file with the tensors of the checkpoint;
-                or several files, as contents or paths, at most 1,024. An iterator is advanced in another
-                thread, when the file before was sent: `(safetensors.torch.save(shard) for shard in shards)`
-                never makes a second copy of the whole model.
+            files: A directory or a file of this machine; or the contents of a file with the tensors of the
+                checkpoint; or several files, as contents or paths, at most 1,024. An iterator is advanced in
+                another thread, when the file before was sent: `(safetensors.torch.save(shard) for shard in
+                shards)` never makes a second copy of the whole model.
             timeout_s: The timeout of the call. None: the client's.
         """
         upload = Upload(weight_requests(files), self._max_request_bytes)
