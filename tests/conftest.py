@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
 import zlib
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ else:
     # Nothing timed decides; the same examples whatever has run before.
     settings.register_profile("quire", deadline=None, derandomize=True, database=None)
     settings.load_profile("quire")
+
+
+# The background job of a shell ignores it, and so would each program that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -25,7 +25,7 @@ from service.api.server_state import ServerState
 from service.caches.effects import Command
 from service.caches.requests import Release
 from service.config import Config
-from service.errors import LoadFailed, Loading, NoWorker
+from service.errors import LoadFailed, Loading, NoWorker, StorageUnavailable
 from service.pool import incarnation as incarnation_module
 from service.pool import wire
 from service.pool.model_versions import ModelVersion, ModelVersions
@@ -224,7 +224,7 @@ class ShellSimulation:
                 phases = [said.phase async for said in saying]
             assert phases[-1] == runner_pb2.LOAD_WEIGHTS_PHASE_SERVING
             self.seen["weights loaded"] += 1
-        except (LoadFailed, Loading) as error:
+        except (LoadFailed, Loading, StorageUnavailable) as error:
             self.seen[error.reason] += 1
 
     def _rebuild(self) -> None:
