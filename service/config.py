@@ -158,6 +158,10 @@ def _is_http_address(value: str) -> bool:
     return not value or (_is_listen_address(value) and not value.startswith("unix:"))
 
 
+def _are_addresses(value: str) -> bool:
+    return not value or all(_is_http_address(address) and address for address in value.split(","))
+
+
 def _is_collector(value: str) -> bool:
     return not value or bool(re.fullmatch(r"https?://[^/?#@\s]+/?", value))
 
@@ -190,7 +194,8 @@ class Config:
         SHIPPED_MODEL,
         "the model to serve: adder (shipped), paged-attention (without weights), a Hugging Face model"
         " directory, or ORG/NAME on the Hugging Face hub, from the local cache or downloaded",
-        _Text(_is_model, f"must be {_MODELS}", _model_problem),
+        # On other hosts it can be a directory that this one does not have: see `conflicts`.
+        _Text(bool, f"must be {_MODELS}"),
         group="model",
     )
     model_revision: str | None = _setting(
@@ -254,6 +259,23 @@ class Config:
         "number of worker processes; each loads the weights and serves a part of the sequences",
         _Range(1, 256),
         group="workers and their memory",
+    )
+    workers_at: str = _setting(
+        "",
+        "use these workers, which `quire worker` has started, in place of own ones: host:port,host:port",
+        _Text(_are_addresses, "must be host:port, or several separated by commas"),
+    )
+    pool_listen: str = _setting(
+        "",
+        "let workers call this gateway here, in place of own ones: `quire worker --gateway`; as many as"
+        " `workers` says are used",
+        _HTTP_ADDRESS,
+    )
+    pool: str = _setting(
+        "",
+        "directory of the certificates by which gateways and workers of other hosts know each other, made by"
+        " `quire pool init`",
+        _Text(_is_directory, "must be a directory"),
     )
     threads_per_worker: int | None = _setting(
         None, "compute threads in each worker on the CPU; auto is cores / workers", _Range(1, 4096)
@@ -429,6 +451,21 @@ class Config:
         group="traces",
     )
 
+    @property
+    def worker_addresses(self) -> list[str]:
+        """The addresses of `workers_at`."""
+        return self.workers_at.split(",") if self.workers_at else []
+
+    @property
+    def worker_slots(self) -> int:
+        """How many workers are used."""
+        return len(self.worker_addresses) or self.workers
+
+    @property
+    def has_remote_workers(self) -> bool:
+        """Whether others start the workers, on this or other hosts."""
+        return bool(self.workers_at or self.pool_listen)
+
 
 class Setting:
     """One field of Config, with what is needed to parse it."""
@@ -537,9 +574,27 @@ def conflicts(config: Config, sources: Mapping[str, str]) -> Iterator[tuple[tupl
         value = getattr(config, name)
         if value and not getattr(config, other):
             yield (name, other), ConfigError(name, sources[name], value, f"needs {other} too")
+    yield from _pool_conflicts(config, sources)
     for name in ("listen", "openai_listen"):
         value = getattr(config, name)
         if value and not (is_private(value) or config.tls_cert or config.insecure == "on"):
             allowed = "remote clients need TLS (tls_cert and tls_key), or insecure = on"
             error = ConfigError(name, sources.get(name, "default"), value, allowed)
             yield (name, "tls_cert", "insecure"), error
+
+
+def _pool_conflicts(
+    config: Config, sources: Mapping[str, str]
+) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
+    """As `conflicts`, about where workers run."""
+    if not config.has_remote_workers and not _is_model(config.model):
+        source = sources.get("model", "default")
+        yield ("model",), ConfigError("model", source, config.model, _model_problem(config.model))
+    for name in ("workers_at", "pool_listen"):
+        if getattr(config, name) and not config.pool:
+            yield (name, "pool"), ConfigError(name, sources[name], getattr(config, name), "needs pool too")
+    if config.workers_at and config.pool_listen:
+        error = ConfigError(
+            "pool_listen", sources["pool_listen"], config.pool_listen, "or workers_at, not both"
+        )
+        yield ("pool_listen", "workers_at"), error

@@ -48,8 +48,10 @@ from service.metrics.collector import Sources
 from service.metrics.exporter import Exporter
 from service.metrics.figures import ObservedDispatcher
 from service.pool import wire
+from service.pool.launcher import Launcher
 from service.pool.local import LocalLauncher
 from service.pool.model_versions import ModelVersions
+from service.pool.remote import RemoteLauncher
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
 from service.runtimes.executions import Executions
@@ -100,22 +102,22 @@ class Gateway:
         self.authenticator = Authenticator.of(config)
         self.caches = CacheMachine(limits)
         self.journal = self._open_journal(directory)
-        configured = _model_argument(config.model)
+        configured = config.model if config.has_remote_workers else _model_argument(config.model)
         versions = ModelVersions(
             configured,
-            config.workers,
+            config.worker_slots,
             directory,
             self.journal.model_fingerprint,
             self.journal.bind_model,
             self.caches.weights.has_caches,
         )
         served = versions.serving.model
-        if served not in (configured, WEIGHTLESS_MODEL) and not Path(served).is_dir():
+        is_here = config.has_remote_workers or Path(served).is_dir()
+        if served not in (configured, WEIGHTLESS_MODEL) and not is_here:
             gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
             raise ConfigError("model", f"{directory}/weights.json", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.continued_from)
-        grace_s = config.orphan_grace_s if directory is not None else 0.0
-        self.pool = Supervisor(config, versions, LocalLauncher(directory, grace_s))
+        self.pool = Supervisor(config, versions, _new_launcher(directory, config))
         self.exporter = Exporter(config.metrics_listen) if config.metrics_listen else None
         self.dispatcher = self._new_dispatcher()
         self.restarts = RollingRestart(self.pool, self.dispatcher)
@@ -307,6 +309,13 @@ class Gateway:
         if self._ready_fields and self.state.has_ready_worker:
             _log.info("ready", **self._ready_fields)
             self._ready_fields = {}
+
+
+def _new_launcher(directory: Path | None, config: Config) -> Launcher:
+    """Raises ConfigError."""
+    if config.has_remote_workers:
+        return RemoteLauncher(directory, config)
+    return LocalLauncher(directory, config.orphan_grace_s if directory is not None else 0.0)
 
 
 def _model_argument(model: str) -> str:

@@ -30,7 +30,7 @@ from workers.server import Progress, WorkerServer
 # EX_CONFIG of sysexits.h: a restart with the same configuration would fail too.
 EXIT_CONFIG = 78
 EXIT_FAILED = 1
-_HOP_SLACK_BYTES = 16 << 20
+HOP_SLACK_BYTES = 16 << 20
 # An upper bound for a GetModelInfoResponse without tokenizer and chat template.
 _REST_OF_MODEL_INFO_BYTES = 64 << 10
 _STOP_TIMEOUT_S = 1.0
@@ -65,7 +65,7 @@ def _parse_arguments() -> tuple[str, WorkerConfig, str]:
         parser.error(f"--config: {error}")
 
 
-def _configure_logging(config: WorkerConfig) -> None:
+def configure_logging(config: WorkerConfig) -> None:
     """Log in the gateway's format, to the standard error that both share."""
     pretty = config.log_format == "pretty" or (config.log_format == "auto" and sys.stderr.isatty())
     structlog.configure(
@@ -99,11 +99,11 @@ def _renderers(*, pretty: bool) -> list[structlog.typing.Processor]:
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
 
 
-def _end_with_the_gateway() -> None:
-    """End this process when its standard input closes, whose other end the gateway holds.
+def end_with_parent() -> None:
+    """End this process when its standard input closes, whose other end the process holds that started it.
 
-    On Linux the kernel also kills this process when the gateway's main thread, which started it, ends: even
-    while it is stopped. If the gateway ended before that was set up, standard input is closed.
+    On Linux the kernel also kills this process when that one's main thread, which started it, ends: even
+    while it is stopped. If it ended before that was set up, standard input is closed.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -226,10 +226,11 @@ def _kv_pages(config: WorkerConfig) -> int | None:
     return config.kv_pages if config.HasField("kv_pages") else None
 
 
-async def _serve(address: str, config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | None) -> int:
+def make_worker(config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | None) -> WorkerServer:
+    """A worker with this configuration, which has not started to load. Needs a running event loop."""
     from workers.scheduler import Scheduler
 
-    worker = WorkerServer(
+    return WorkerServer(
         lambda progress: _make_executor(config, progress),
         lambda executor: Scheduler(
             config.max_batch_tokens,
@@ -243,28 +244,37 @@ async def _serve(address: str, config: WorkerConfig, secret: str, orphan_timer: 
         secret=secret,
         orphan_timer=orphan_timer,
     )
-    asyncio.get_running_loop().add_signal_handler(END_SIGNAL, worker.end)
+
+
+async def run_worker(worker: WorkerServer, model: str, orphan_timer: OrphanTimer | None) -> int:
+    """Loads and runs the worker until it ends. Returns the exit status."""
     ticking = asyncio.create_task(orphan_timer.run()) if orphan_timer is not None else None
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", config.max_request_bytes + _HOP_SLACK_BYTES),
-            ("grpc.max_send_message_length", config.max_response_bytes + _HOP_SLACK_BYTES),
-        ]
-    )
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
-    server.add_insecure_port(address)
-    await server.start()
     worker.start()
     status = 0
     try:
         await worker.ended
     except BaseException as error:
         # Panics of Rust libraries are no Exceptions.
-        status = report(error, config.model)
+        status = report(error, model)
     if ticking is not None:
         ticking.cancel()
     worker.stop(_STOP_TIMEOUT_S)
     return status
+
+
+async def _serve(address: str, config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | None) -> int:
+    worker = make_worker(config, secret, orphan_timer)
+    asyncio.get_running_loop().add_signal_handler(END_SIGNAL, worker.end)
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", config.max_request_bytes + HOP_SLACK_BYTES),
+            ("grpc.max_send_message_length", config.max_response_bytes + HOP_SLACK_BYTES),
+        ]
+    )
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+    server.add_insecure_port(address)
+    await server.start()
+    return await run_worker(worker, config.model, orphan_timer)
 
 
 def report(error: BaseException, model: str) -> int:
@@ -285,7 +295,7 @@ def report(error: BaseException, model: str) -> int:
 def main() -> int:
     """Run a worker until its gateway ends it, or has been gone for too long."""
     address, config, secret = _parse_arguments()
-    _configure_logging(config)
+    configure_logging(config)
     structlog.contextvars.bind_contextvars(worker_id=config.worker_id, pid=os.getpid())
     # Ctrl-C and a service manager's SIGTERM reach all processes, but the gateway drains before it ends its
     # workers. So may SIGUSR2, which ends a gateway and leaves its workers.
@@ -295,7 +305,7 @@ def main() -> int:
     if config.orphan_grace_s:
         orphan_timer = _outlive_the_gateway(config.orphan_grace_s)
     else:
-        _end_with_the_gateway()
+        end_with_parent()
     # Neither the server nor the loop is closed. Both would cancel the gateway's stream, and gRPC prints a
     # traceback if that is about to end.
     return uvloop.new_event_loop().run_until_complete(_serve(address, config, secret, orphan_timer))

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import grpc
 import psutil
@@ -45,6 +45,7 @@ SECRET_KEY = "quire-worker-secret"  # noqa: S105 - a name
 Progress = Callable[[str, int, int], None]
 MakeExecutor = Callable[[Progress], ModelExecutor]
 MakeScheduler = Callable[[ModelExecutor], Scheduler]
+Write = Callable[[worker_pb2.ConnectResponse], Awaitable[None]]
 
 
 class _Stream:
@@ -58,6 +59,8 @@ class _Stream:
         self.replaced = asyncio.Event()
         # The step loop has dropped the commands of earlier streams.
         self.is_ready = False
+        # Arrived ones.
+        self.messages = 0
 
 
 class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
@@ -157,12 +160,23 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         if not self._is_authorized(context.invocation_metadata()):
             _log.warning("a stream without the worker's secret was refused")
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{SECRET_KEY} is wrong")
+        await self.serve_stream(request_iterator, context.write)
+
+    async def serve_stream(
+        self, requests: AsyncIterator[worker_pb2.ConnectRequest], write: Write, silence_timeout_s: float = 0.0
+    ) -> None:
+        """Serves a gateway that is authorized, until either side ends the stream or another one replaces it.
+
+        silence_timeout_s: without a message for so long the stream has ended. 0: for ever.
+        """
         stream = self._replace_stream()
         tasks = [
-            asyncio.create_task(self._read(stream, request_iterator)),
-            asyncio.create_task(self._write(stream, context)),
+            asyncio.create_task(self._read(stream, requests)),
+            asyncio.create_task(self._write(stream, write)),
             asyncio.create_task(stream.replaced.wait()),
         ]
+        if silence_timeout_s:
+            tasks.append(asyncio.create_task(_wait_for_silence(stream, silence_timeout_s)))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -170,7 +184,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             for result in results:
-                if isinstance(result, Exception):
+                # The end of a call that this worker has made.
+                if isinstance(result, Exception) and not isinstance(result, grpc.RpcError):
                     _log.error("the stream failed", exc_info=result)
             self._on_disconnect(stream)
 
@@ -214,6 +229,10 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         async for request in requests:
             if stream is not self._stream:
                 return
+            stream.messages += 1
+            if request.give_back:
+                self.end()
+                return
             commands: list[Command] = []
             for message in request.commands:
                 if message.WhichOneof("command") == "snapshot" and not _is_ordered(message.snapshot):
@@ -232,16 +251,12 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         else:
             self._step_loop.submit(commands)
 
-    async def _write(
-        self,
-        stream: _Stream,
-        context: grpc.aio.ServicerContext[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse],
-    ) -> None:
+    async def _write(self, stream: _Stream, write: Write) -> None:
         while True:
             await stream.wake.wait()
             stream.wake.clear()
             while stream.events:
-                await context.write(self._next_message(stream.events))
+                await write(self._next_message(stream.events))
 
     def _next_message(self, events: deque[worker_pb2.WorkerEvent]) -> worker_pb2.ConnectResponse:
         message = worker_pb2.ConnectResponse()
@@ -322,6 +337,15 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             self.ended.set_result(None)
         else:
             self.ended.set_exception(error)
+
+
+async def _wait_for_silence(stream: _Stream, timeout_s: float) -> None:
+    """Returns when no message has arrived for this time, or for a little longer."""
+    before = -1
+    while stream.messages != before:
+        before = stream.messages
+        await asyncio.sleep(timeout_s)
+    _log.warning("the gateway is silent", silence_timeout_s=timeout_s)
 
 
 def _is_ordered(snapshot: worker_pb2.SnapshotCommand) -> bool:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     # What add_subparsers returns has no public name.
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
 
+_MAX_DAYS = 36_500
+
 
 def add_serve(commands: Commands) -> None:
     """`quire serve`."""
@@ -159,3 +161,48 @@ def _days(text: str) -> float:
     if not 0 <= days < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is refused: must be a number of days from 0")
     return days
+
+
+def add_pool(commands: Commands) -> None:
+    """`quire pool`."""
+    pool = commands.add_parser("pool", help="make certificates for workers on other hosts")
+    actions = pool.add_subparsers(dest="action", required=True, metavar="init")
+    init = actions.add_parser(
+        "init",
+        help="make a directory with a CA and the certificates of gateways and workers",
+        description="Gateways and workers accept only each other's certificates, of the same CA.",
+    )
+    init.set_defaults(run="service.cli.pool:init")
+    init.add_argument("directory", metavar="DIRECTORY", help="must be new, or empty")
+    init.add_argument("--days", type=_validity, default=3650, metavar="N", help="validity (default: 3650)")
+
+
+def _validity(text: str) -> int:
+    days = int(text)
+    if not 1 <= days <= _MAX_DAYS:
+        raise argparse.ArgumentTypeError(f"{text} is refused: must be from 1 to {_MAX_DAYS} days")
+    return days
+
+
+def add_worker(commands: Commands) -> None:
+    """`quire worker`."""
+    worker = commands.add_parser(
+        "worker",
+        help="run a worker for a gateway on another host",
+        description="Waits for a gateway at an address, or calls one that has --pool-listen. The gateway"
+        " determines the configuration, but for the flags given here. Runs until SIGTERM or Ctrl-C, and"
+        " starts the worker again whenever it ends.",
+    )
+    worker.set_defaults(run="service.cli.worker:run")
+    directory = "the directory with ca.pem, worker.pem and worker-key.pem of `quire pool init`"
+    worker.add_argument("--pool", required=True, metavar="DIRECTORY", help=directory)
+    where = worker.add_mutually_exclusive_group(required=True)
+    where.add_argument("--listen", metavar="HOST:PORT", help="wait for a gateway here")
+    where.add_argument("--gateway", metavar="HOST:PORT", help="call the gateway with this --pool-listen")
+    worker.add_argument("--model", metavar="DIRECTORY", help="the model's directory on this host")
+    worker.add_argument("--device", choices=("auto", "cpu", "cuda"), help="in place of the gateway's setting")
+    worker.add_argument("--device-index", type=int, default=0, metavar="N", help="which GPU (default: 0)")
+    worker.add_argument("--threads", type=int, metavar="N", help="compute threads (default: all cores)")
+    worker.add_argument("--kv-pages", type=int, metavar="N", help="KV pages (default: what fits)")
+    worker.add_argument("--log-format", choices=("auto", "json", "pretty"), default="auto")
+    worker.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(config: Config) -> int:
     """Raises ConfigError for a setting that is checked only when it is used."""
     may_download = config.model_download == "on"
-    if is_hub_id(config.model):
+    if is_hub_id(config.model) and not config.has_remote_workers:
         from service.cli import hub
 
         try:

@@ -65,7 +65,7 @@ class Incarnation:
         self._waiters: dict[int, asyncio.Future[worker_pb2.WorkerEvent]] = {}
         # The pending adopt command: its op id, the worker's ready event, and the claimed lengths by sequence.
         self._adoption: tuple[int, worker_pb2.WorkerReady, dict[int, int]] | None = None
-        self.link = WorkerLink(processes.address, processes.secret, config, self._receive)
+        self.link = WorkerLink(processes.endpoint, config, self._receive)
         versions.starts[slot.index] += 1
         slot.epoch, slot.pid, slot.ready = processes.epoch, processes.pid, None
         slot.state, slot.load_progress = executor_pb2.WORKER_STATE_STARTING, 0.0

@@ -11,18 +11,20 @@ from typing import Protocol
 
 from quire.v1 import worker_pb2
 
+from service.pool.endpoints import Endpoint
+
 
 class WorkerProcesses(Protocol):
     """The running processes of one incarnation of a worker."""
 
     # Of the incarnation: higher than all earlier ones, including those of earlier gateways.
     epoch: int
-    # gRPC address of the stream, such as "unix:/path" or "host:port".
-    address: str
     # Of the process that serves the stream; 0 where a pid has no meaning here.
     pid: int
-    # Secret that the gateway presents on the stream.
-    secret: str
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """How its stream is opened."""
 
     async def wait(self) -> int | None:
         """Waits until one process has exited. Returns its exit status, in the form of `subprocess`.

@@ -11,25 +11,25 @@ from collections import deque
 from collections.abc import Callable
 
 import grpc
-from quire.v1 import worker_pb2, worker_pb2_grpc
+from quire.v1 import worker_pb2
 
 from service.config import Config
 from service.logging import get_logger
+from service.pool.endpoints import Endpoint, Stream
 
 _log = get_logger(__name__)
-
-_Call = grpc.aio.StreamStreamCall[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse]
 
 # Limits of one message. A longer queue is sent in several messages.
 _MAX_COMMANDS_PER_MESSAGE = 1024
 _TARGET_MESSAGE_BYTES = 4 << 20
 # Added to the size limits of clients' messages, so that a client never meets the limit of this stream.
 _HOP_SLACK_BYTES = 16 << 20
-_SECRET_KEY = "quire-worker-secret"  # noqa: S105 - a name
+# How long a worker may take to notice that it was given back.
+_GIVE_BACK_TIMEOUT_S = 1.0
 
 
 class WorkerLink:
-    """Owns the channel to one incarnation of a worker, and its two tasks.
+    """Owns the endpoint of one incarnation of a worker, and its two tasks.
 
     `on_response` is called for each message, on the event loop. `closed` is set when the stream has ended,
     for any reason.
@@ -37,38 +37,29 @@ class WorkerLink:
 
     def __init__(
         self,
-        address: str,
-        secret: str,
+        endpoint: Endpoint,
         config: Config,
         on_response: Callable[[worker_pb2.ConnectResponse], None],
     ) -> None:
         self.closed = asyncio.Event()
+        self._endpoint = endpoint
         self._on_response = on_response
-        self._secret = secret
         self._queue: deque[worker_pb2.WorkerCommand] = deque()
         self._wake = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._channel = grpc.aio.insecure_channel(
-            address,
-            options=[
-                ("grpc.max_send_message_length", config.max_request_bytes + _HOP_SLACK_BYTES),
-                ("grpc.max_receive_message_length", config.max_response_bytes + _HOP_SLACK_BYTES),
-                # The socket exists only once the worker listens: retry often.
-                ("grpc.initial_reconnect_backoff_ms", 20),
-                ("grpc.min_reconnect_backoff_ms", 20),
-                ("grpc.max_reconnect_backoff_ms", 100),
-            ],
-        )
+        self._task: asyncio.Task[None] | None = None
+        self._is_given_back = False
+        self._options = [
+            ("grpc.max_send_message_length", config.max_request_bytes + _HOP_SLACK_BYTES),
+            ("grpc.max_receive_message_length", config.max_response_bytes + _HOP_SLACK_BYTES),
+            # The worker may not listen yet: retry often.
+            ("grpc.initial_reconnect_backoff_ms", 20),
+            ("grpc.min_reconnect_backoff_ms", 20),
+            ("grpc.max_reconnect_backoff_ms", 100),
+        ]
 
     def open(self) -> None:
         """Starts to connect, without a timeout, and then opens the stream."""
-        call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(
-            wait_for_ready=True, metadata=((_SECRET_KEY, self._secret),)
-        )
-        self._tasks = [
-            asyncio.create_task(self._write(call), name="worker-link-write"),
-            asyncio.create_task(self._read(call), name="worker-link-read"),
-        ]
+        self._task = asyncio.create_task(self._run(), name="worker-link")
 
     def send(self, command: worker_pb2.WorkerCommand) -> None:
         """Queues a command. Drops it if the stream is closed: loss of the worker fails its operations."""
@@ -76,21 +67,46 @@ class WorkerLink:
             self._queue.append(command)
             self._wake.set()
 
-    async def close(self) -> None:
-        """Closes the stream and the channel."""
+    async def close(self, *, give_back: bool) -> None:
+        """Closes the stream. `give_back`: no gateway will continue with what the worker holds."""
         self.closed.set()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close(None)
+        if self._task is not None:
+            if give_back and self._endpoint.is_leased:
+                self._queue.clear()
+                self._is_given_back = True
+                self._wake.set()
+                await asyncio.wait({self._task}, timeout=_GIVE_BACK_TIMEOUT_S)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._endpoint.close()
 
-    async def _write(self, call: _Call) -> None:
+    async def _run(self) -> None:
+        writing = None
+        try:
+            stream = await self._endpoint.open(self._options)
+            writing = asyncio.create_task(self._write(stream), name="worker-link-write")
+            async for response in stream:
+                self._on_response(response)
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            _log.debug("worker stream ended while reading", error=type(error).__name__)
+        except Exception:
+            _log.exception("a worker's message could not be handled")
+        finally:
+            self.closed.set()
+            if writing is not None:
+                writing.cancel()
+                await asyncio.gather(writing, return_exceptions=True)
+
+    async def _write(self, stream: Stream) -> None:
         try:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
                 while self._queue:
-                    await call.write(self._next_message())
+                    await stream.write(self._next_message())
+                if self._is_given_back:
+                    await stream.write(worker_pb2.ConnectRequest(give_back=True))
+                    return
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             _log.debug("worker stream ended while writing", error=type(error).__name__)
         finally:
@@ -106,14 +122,3 @@ class WorkerLink:
             message.commands.append(self._queue.popleft())
             size += command_bytes
         return message
-
-    async def _read(self, call: _Call) -> None:
-        try:
-            async for response in call:
-                self._on_response(response)
-        except grpc.RpcError as error:
-            _log.debug("worker stream ended while reading", error=type(error).__name__)
-        except Exception:
-            _log.exception("a worker's message could not be handled")
-        finally:
-            self.closed.set()

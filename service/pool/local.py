@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from google.protobuf import json_format
 from quire.v1 import worker_pb2
 
 from service.logging import get_logger
+from service.pool.epochs import Epochs
 from service.pool.process import LocalProcess, address_of, boot_id, can_watch, start_ticks
 from service.pool.registry import PROTOCOL, Registry, RegistryEntry, remove_socket
 
@@ -33,9 +33,6 @@ _SECRET_VARIABLE = "QUIRE_WORKER_SECRET"  # noqa: S105 - a name
 _SECRET_BYTES = 32
 # Prefix of the directory of a gateway without a `data_dir`; a random part follows.
 _TEMPORARY_PREFIX = "quire-workers-"
-# How long to wait for the lock of a gateway that was just killed.
-_LOCK_TIMEOUT_S = 2.0
-_LOCK_POLL_S = 0.05
 # How long `start` waits for the exit of workers that were not adopted.
 _KILL_TIMEOUT_S = 5.0
 # Fields of a worker's config that do not affect what it computes.
@@ -55,9 +52,7 @@ class LocalLauncher:
         self._can_watch = can_watch()
         # How long workers outlive this gateway; 0: they end with it.
         self._grace_s = orphan_grace_s
-        # The highest epoch that was ever used with this data directory.
-        self._last_epoch = 0
-        self._epoch_lock = asyncio.Lock()
+        self._epochs = Epochs(self._registry)
         # Workers that were not adopted, until they have exited.
         self._stopping: list[asyncio.Task[int | None]] = []
 
@@ -83,8 +78,8 @@ class LocalLauncher:
         if self._temporary is not None:
             _remove_stale_directories(self._temporary.parent)
         try:
-            await self._lock()
-            self._last_epoch = self._registry.last_epoch()
+            await self._registry.wait_open()
+            self._epochs.continue_after(self._registry.last_epoch())
             if not self._can_watch:
                 raise OSError(0, "this system cannot watch processes of another gateway")
             entries = self._registry.read()
@@ -96,43 +91,20 @@ class LocalLauncher:
                 _log.warning("worker sockets are created in the temporary directory", error=error.strerror)
             self._grace_s = 0.0
             return []
-        self._last_epoch = max([self._last_epoch, *(entry.epoch for entry in entries)])
+        for entry in entries:
+            self._epochs.continue_after(entry.epoch)
         return entries
-
-    async def _lock(self) -> None:
-        """Raises OSError."""
-        deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
-        while True:
-            try:
-                self._registry.open()
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    raise
-            await asyncio.sleep(_LOCK_POLL_S)
 
     async def start(self, config: worker_pb2.WorkerConfig) -> LocalProcess:
         """Starts a process. Raises OSError."""
-        self._last_epoch += 1
-        epoch = self._last_epoch
+        epoch = await self._epochs.next()
         if self._stopping:
             # They may hold memory that this worker needs.
             await asyncio.wait(self._stopping, timeout=_KILL_TIMEOUT_S)
-        if self._registry.is_open:
-            # One write at a time, so that the highest epoch is written last.
-            async with self._epoch_lock:
-                await asyncio.to_thread(self._write_epoch)
         if not self._grace_s:
             config.orphan_grace_s = 0
         # Each incarnation has its own socket name, so an old one can never answer on a new one's socket.
         return self._start(config, epoch, str(self._registry.socket_path(f"{config.worker_id}-{epoch}")))
-
-    def _write_epoch(self) -> None:
-        try:
-            self._registry.open()
-            self._registry.write_epoch(self._last_epoch)
-        except OSError as error:
-            _log.warning("cannot store the epoch", epoch=self._last_epoch, error=error.strerror)
 
     def _start(self, config: worker_pb2.WorkerConfig, epoch: int, socket: str) -> LocalProcess:
         """Raises OSError."""

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
+from service.pool.endpoints import SocketEndpoint
 from service.pool.registry import RegistryEntry
 
 # Asks a worker to stop. Workers ignore SIGTERM, because service managers send it to all processes at once.
@@ -66,9 +67,8 @@ class LocalProcess:
     ) -> None:
         """Takes ownership of the pidfd, or of a child without one. `stop` calls `on_stopped`."""
         self.epoch = epoch
-        self.address = address_of(socket)
+        self.endpoint = SocketEndpoint(address_of(socket), secret)
         self.pid = pid
-        self.secret = secret
         self._on_stopped = on_stopped
         self._pidfd = pidfd
         self._child = child

@@ -3,6 +3,7 @@
     worker-0-17.json   one incarnation: its process, its socket, its secret and its config
     worker-0-17.sock   its socket, unless the path is too long for a socket
     epoch              the highest epoch that was ever used in this directory
+    gateway-id         how workers at addresses know the gateways of this directory
 
 Files are checked before use. A file that is invalid, or is not a private file of this user, is removed.
 Whether a process still runs is checked in `process.py`.
@@ -10,15 +11,18 @@ Whether a process still runs is checked in `process.py`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import stat
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +34,9 @@ from service.logging import get_logger
 
 _log = get_logger(__name__)
 
+# How long `wait_open` waits.
+_LOCK_TIMEOUT_S = 2.0
+_LOCK_POLL_S = 0.05
 # Prefix of the directory of a socket whose path would be too long here.
 _PREFIX = "quire-worker-"
 _MAX_ENTRY_BYTES = 64 << 10
@@ -91,6 +98,18 @@ class Registry:
         except OSError:
             self.close()
             raise
+
+    async def wait_open(self) -> None:
+        """Opens the directory, and waits a moment for the lock of a gateway that was just killed."""
+        deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            try:
+                self.open()
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(_LOCK_POLL_S)
 
     @property
     def is_open(self) -> bool:
@@ -164,6 +183,14 @@ class Registry:
             _log.warning("cannot read the last epoch", path=str(path), error=str(error))
             _remove(path)
             return 0
+
+    def gateway_id(self) -> str:
+        """The id that all gateways of this directory have, one after the other."""
+        path = self._path / "gateway-id"
+        with contextlib.suppress(FileNotFoundError):
+            return _read(path, _MAX_EPOCH_BYTES)
+        durable_file.write(path, secrets.token_hex(_MAX_EPOCH_BYTES // 2))
+        return _read(path, _MAX_EPOCH_BYTES)
 
     def write_epoch(self, epoch: int) -> None:
         """Makes the highest used epoch durable. Blocks on the disk."""

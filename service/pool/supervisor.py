@@ -207,7 +207,7 @@ class Supervisor:
         finally:
             del self._running[name], self.links[name]
             incarnation.mark_dead(crashed=crashed)
-            await incarnation.link.close()
+            await incarnation.link.close(give_back=not self._detaches)
             status = None
             if self._detaches:
                 log.info("worker detached")
@@ -261,5 +261,7 @@ class Supervisor:
         config.device_index = slot.index
         config.model_was_proved = slot.version.fingerprint is not None
         cores = max(1, (os.cpu_count() or 1) // self._config.workers)
+        # 0: a worker of another host takes its own.
+        cores = 0 if self._config.has_remote_workers else cores
         config.threads = self._config.threads_per_worker or cores
         return config

@@ -22,6 +22,7 @@ from service.config import Config
 from service.dispatcher import Dispatcher
 from service.pool import supervisor as supervisor_module
 from service.pool import wire
+from service.pool.endpoints import SocketEndpoint
 from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.model_versions import ModelVersions
 from service.pool.supervisor import EXIT_CONFIG, Supervisor
@@ -96,9 +97,8 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
     """An incarnation, whose process exits when it is stopped or when the test calls `exit`."""
 
     def __init__(self, address: str, epoch: int, behave: Behaviour, status: int) -> None:
-        self.address = address
+        self.endpoint = SocketEndpoint(address, "open sesame")
         self.pid = 1000 + epoch
-        self.secret = "open sesame"
         self.epoch = epoch
         self.grace_s: float | None = None
         self.was_killed = self.was_detached = False

@@ -16,6 +16,7 @@ from typing import TypeAlias
 from quire.v1 import types_pb2, worker_pb2
 
 from service.config import Config
+from service.pool.endpoints import Endpoint, SocketEndpoint
 from tests.sim.model_worker import ModelWorker, Pool
 from tests.sim.toy_model import VOCAB
 from tests.sim.watched import WatchedDispatcher
@@ -33,9 +34,8 @@ class Processes:
 
     def __init__(self, address: str, worker: ModelWorker, pool: FakeLauncher) -> None:
         self.epoch = worker.epoch
-        self.address = address
+        self.endpoint = SocketEndpoint(address, "")
         self.pid = 1000 + worker.epoch
-        self.secret = ""
         self.worker = worker
         self.link: FakeLink | None = None
         # Says nothing and does nothing, until it is killed or goes on.
@@ -146,7 +146,7 @@ class FakeLink:
         """The stream ends, as by a fault of the network."""
         self.closed.set()
 
-    async def close(self) -> None:
+    async def close(self, *, give_back: bool) -> None:
         self.closed.set()
 
 
@@ -165,7 +165,7 @@ class FakeLauncher:
         self._last_epoch = 0
         self._rng = rng
         self._seen = seen
-        self._by_address: dict[str, Processes] = {}
+        self._by_endpoint: dict[Endpoint, Processes] = {}
         # By worker: how often in a row it has failed, and when that was.
         self._failures: Counter[str] = Counter()
         self._ended_s: dict[str, float] = {}
@@ -188,7 +188,7 @@ class FakeLauncher:
         worker = ModelWorker(worker_id, epoch, self.pages, self._rng, self._seen)
         worker.weights = int(worker_id.partition(".")[2] or 0)
         processes = Processes(f"sim:{worker_id}-{epoch}", worker, self)
-        self.running[worker_id] = self._by_address[processes.address] = processes
+        self.running[worker_id] = self._by_endpoint[processes.endpoint] = processes
         loop, load_s = asyncio.get_running_loop(), self._rng.uniform(0.1, LOAD_S)
         if fate < self.failing * 0.6:
             self._seen["never loads"] += 1
@@ -203,9 +203,9 @@ class FakeLauncher:
     def close(self) -> None:
         self.closed = True
 
-    def link(self, address: str, _secret: str, _config: Config, on_response: OnResponse) -> FakeLink:
+    def link(self, endpoint: Endpoint, _config: Config, on_response: OnResponse) -> FakeLink:
         """As WorkerLink is made."""
-        return FakeLink(self._by_address[address], on_response)
+        return FakeLink(self._by_endpoint[endpoint], on_response)
 
     def has_ended(self, processes: Processes) -> None:
         """Notes an end."""

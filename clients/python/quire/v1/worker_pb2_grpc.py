@@ -35,6 +35,9 @@ class WorkerServiceStub:
     with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
     running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
     sequences and waits `orphan_grace_s` for another stream; then it exits.
+
+    A worker that was not started by its gateway listens on an address, with mutual TLS in place of the secret. There the
+    first request of a stream has a lease. A gateway whose stream breaks will connect again, or another start of it.
     """
 
     def __init__(self, channel):
@@ -60,10 +63,14 @@ class WorkerServiceServicer:
     with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
     running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
     sequences and waits `orphan_grace_s` for another stream; then it exits.
+
+    A worker that was not started by its gateway listens on an address, with mutual TLS in place of the secret. There the
+    first request of a stream has a lease. A gateway whose stream breaks will connect again, or another start of it.
     """
 
     def Connect(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -94,6 +101,9 @@ class WorkerService:
     with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
     running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
     sequences and waits `orphan_grace_s` for another stream; then it exits.
+
+    A worker that was not started by its gateway listens on an address, with mutual TLS in place of the secret. There the
+    first request of a stream has a lease. A gateway whose stream breaks will connect again, or another start of it.
     """
 
     @staticmethod
@@ -113,6 +123,87 @@ class WorkerService:
             '/quire.v1.WorkerService/Connect',
             quire_dot_v1_dot_worker__pb2.ConnectRequest.SerializeToString,
             quire_dot_v1_dot_worker__pb2.ConnectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class WorkerPoolServiceStub:
+    """Served by a gateway, for workers that it cannot reach: they call it. The messages are those of
+    WorkerService.Connect, the other way round. A worker whose call ends calls again.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Attach = channel.stream_stream(
+                '/quire.v1.WorkerPoolService/Attach',
+                request_serializer=quire_dot_v1_dot_worker__pb2.ConnectResponse.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.ConnectRequest.FromString,
+                _registered_method=True)
+
+
+class WorkerPoolServiceServicer:
+    """Served by a gateway, for workers that it cannot reach: they call it. The messages are those of
+    WorkerService.Connect, the other way round. A worker whose call ends calls again.
+    """
+
+    def Attach(self, request_iterator, context):
+        """buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_WorkerPoolServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Attach': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.ConnectResponse.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.ConnectRequest.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'quire.v1.WorkerPoolService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('quire.v1.WorkerPoolService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class WorkerPoolService:
+    """Served by a gateway, for workers that it cannot reach: they call it. The messages are those of
+    WorkerService.Connect, the other way round. A worker whose call ends calls again.
+    """
+
+    @staticmethod
+    def Attach(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/quire.v1.WorkerPoolService/Attach',
+            quire_dot_v1_dot_worker__pb2.ConnectResponse.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.ConnectRequest.FromString,
             options,
             channel_credentials,
             insecure,

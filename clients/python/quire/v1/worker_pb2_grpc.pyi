@@ -36,6 +36,9 @@ class WorkerServiceStub:
     with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
     running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
     sequences and waits `orphan_grace_s` for another stream; then it exits.
+
+    A worker that was not started by its gateway listens on an address, with mutual TLS in place of the secret. There the
+    first request of a stream has a lease. A gateway whose stream breaks will connect again, or another start of it.
     """
 
     @_typing.overload
@@ -43,6 +46,7 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_worker_pb2.ConnectRequest, _worker_pb2.ConnectResponse]
+    """buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE"""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -55,10 +59,14 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
     running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
     sequences and waits `orphan_grace_s` for another stream; then it exits.
+
+    A worker that was not started by its gateway listens on an address, with mutual TLS in place of the secret. There the
+    first request of a stream has a lease. A gateway whose stream breaks will connect again, or another start of it.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_worker_pb2.ConnectRequest, _worker_pb2.ConnectResponse]  # type: ignore[assignment]
+    """buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE"""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Internal: between the gateway and its workers. Not part of the public API.
@@ -70,6 +78,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
     running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
     sequences and waits `orphan_grace_s` for another stream; then it exits.
+
+    A worker that was not started by its gateway listens on an address, with mutual TLS in place of the secret. There the
+    first request of a stream has a lease. A gateway whose stream breaks will connect again, or another start of it.
     """
 
     @_abc_1.abstractmethod
@@ -77,6 +88,53 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request_iterator: _MaybeAsyncIterator[_worker_pb2.ConnectRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ConnectResponse], _abc.AsyncIterator[_worker_pb2.ConnectResponse]]: ...
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ConnectResponse], _abc.AsyncIterator[_worker_pb2.ConnectResponse]]:
+        """buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE"""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class WorkerPoolServiceStub:
+    """Served by a gateway, for workers that it cannot reach: they call it. The messages are those of
+    WorkerService.Connect, the other way round. A worker whose call ends calls again.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> WorkerPoolServiceAsyncStub: ...
+    Attach: _grpc.StreamStreamMultiCallable[_worker_pb2.ConnectResponse, _worker_pb2.ConnectRequest]
+    """buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+
+@_typing.type_check_only
+class WorkerPoolServiceAsyncStub(WorkerPoolServiceStub):
+    """Served by a gateway, for workers that it cannot reach: they call it. The messages are those of
+    WorkerService.Connect, the other way round. A worker whose call ends calls again.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Attach: _aio.StreamStreamMultiCallable[_worker_pb2.ConnectResponse, _worker_pb2.ConnectRequest]  # type: ignore[assignment]
+    """buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+
+class WorkerPoolServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Served by a gateway, for workers that it cannot reach: they call it. The messages are those of
+    WorkerService.Connect, the other way round. A worker whose call ends calls again.
+    """
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.ConnectResponse],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ConnectRequest], _abc.AsyncIterator[_worker_pb2.ConnectRequest]]:
+        """buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+
+def add_WorkerPoolServiceServicer_to_server(servicer: WorkerPoolServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,54 @@
+"""`quire worker`: runs a worker for gateways of other hosts, and starts it again whenever it ends."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+# Exit status of a worker whose configuration cannot work (EX_CONFIG in sysexits.h).
+_EXIT_CONFIG = 78
+# Between two starts: at first, and at most.
+_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 10.0
+# A worker that ran for this long did not fail at its start.
+_SETTLED_S = 30.0
+_STOP_TIMEOUT_S = 5.0
+_FLAGS = ("pool", "listen", "gateway", "model", "device", "device_index", "threads", "kv_pages")
+_LOG_FLAGS = ("log_format", "log_level")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs until SIGTERM, SIGINT, or a configuration that cannot work. Returns the exit status."""
+    command = [sys.executable, "-m", "workers.pool_member"]
+    for name in (*_FLAGS, *_LOG_FLAGS):
+        value = getattr(options, name)
+        if value is not None:
+            command += ["--" + name.replace("_", "-"), str(value)]
+    paths = [path or str(Path.cwd()) for path in sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        child.terminate()
+
+    backoff_s = _BACKOFF_S
+    while True:
+        began_s = time.monotonic()
+        # It ends when its standard input closes: with this process, whatever ends that.
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)  # noqa: S603
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
+        status = child.wait()
+        if stopped or status == _EXIT_CONFIG:
+            return 0 if stopped else status
+        backoff_s = (
+            _BACKOFF_S if time.monotonic() - began_s > _SETTLED_S else min(2 * backoff_s, _MAX_BACKOFF_S)
+        )
+        time.sleep(backoff_s)

@@ -1,0 +1,127 @@
+"""How the stream to one incarnation of a worker is opened.
+
+Over the Unix socket of a process of this machine, at an address with a lease, or by the worker itself, which
+has called this gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import grpc
+from quire.v1 import worker_pb2, worker_pb2_grpc
+
+from service.pool.pool_files import WORKER_NAME
+
+Options = Sequence[tuple[str, Any]]
+_SECRET_KEY = "quire-worker-secret"  # noqa: S105 - a name
+
+
+class Stream(Protocol):
+    """An open stream."""
+
+    async def write(self, request: worker_pb2.ConnectRequest) -> None:
+        """Returns when the message is on its way. Raises grpc.RpcError or asyncio.InvalidStateError."""
+
+    def __aiter__(self) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        """The worker's messages. Raises grpc.RpcError."""
+
+
+class Endpoint(Protocol):
+    """Owner of the stream, and of the connection below it."""
+
+    # Whether the worker is to be given back, because no signal reaches it.
+    is_leased: bool
+
+    async def open(self, options: Options) -> Stream:
+        """Connects, without a timeout, and opens the stream. `options`: those of a gRPC channel."""
+
+    async def close(self) -> None:
+        """Closes stream and connection."""
+
+
+class SocketEndpoint:
+    """The Unix socket of a process on this machine, which ends by a signal or with its gateway."""
+
+    is_leased = False
+
+    def __init__(self, address: str, secret: str) -> None:
+        """`address`: as gRPC writes it."""
+        self.address = address
+        self.secret = secret
+        self._channel: grpc.aio.Channel | None = None
+
+    async def open(self, options: Options) -> Stream:
+        """See `Endpoint.open`."""
+        self._channel = grpc.aio.insecure_channel(self.address, options=options)
+        metadata = ((_SECRET_KEY, self.secret),)
+        return worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(
+            wait_for_ready=True, metadata=metadata
+        )
+
+    async def close(self) -> None:
+        """See `Endpoint.close`."""
+        if self._channel is not None:
+            await self._channel.close(None)
+
+
+class LeasedEndpoint:
+    """A worker that listens on an address, with mutual TLS."""
+
+    is_leased = True
+
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials, lease: worker_pb2.Lease) -> None:
+        self.address = address
+        self._credentials = credentials
+        self._lease = lease
+        self._channel: grpc.aio.Channel | None = None
+
+    async def open(self, options: Options) -> Stream:
+        """See `Endpoint.open`."""
+        # Workers have one certificate, whatever their addresses are.
+        options = [*options, ("grpc.ssl_target_name_override", WORKER_NAME)]
+        self._channel = grpc.aio.secure_channel(self.address, self._credentials, options=options)
+        call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(wait_for_ready=True)
+        await call.write(worker_pb2.ConnectRequest(lease=self._lease))
+        return call
+
+    async def close(self) -> None:
+        """See `Endpoint.close`."""
+        if self._channel is not None:
+            await self._channel.close(None)
+
+
+class AttachedEndpoint:
+    """A worker that has called this gateway: the stream is its call, which lasts until `ended` is set."""
+
+    is_leased = True
+
+    def __init__(
+        self,
+        responses: AsyncIterator[worker_pb2.ConnectResponse],
+        context: grpc.aio.ServicerContext[worker_pb2.ConnectResponse, worker_pb2.ConnectRequest],
+    ) -> None:
+        self.address = context.peer()
+        # Set before it is opened.
+        self.lease = worker_pb2.Lease()
+        self.ended = asyncio.Event()
+        self._responses = responses
+        self._context = context
+
+    async def open(self, options: Options) -> Stream:  # noqa: ARG002 - the connection has those of the server
+        """See `Endpoint.open`."""
+        await self.write(worker_pb2.ConnectRequest(lease=self.lease))
+        return self
+
+    async def close(self) -> None:
+        """See `Endpoint.close`."""
+        self.ended.set()
+
+    async def write(self, request: worker_pb2.ConnectRequest) -> None:
+        """See `Stream.write`."""
+        await self._context.write(request)
+
+    def __aiter__(self) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        return self._responses

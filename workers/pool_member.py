@@ -1,0 +1,240 @@
+"""Entry point of a worker that no gateway has started: `python -m workers.pool_member`.
+
+Run by `quire worker`. It listens on an address, or calls a gateway. The first gateway with a lease determines the configuration, and
+has the worker until the process ends: given back, or `orphan_grace_s` after its stream broke. So a process
+never mixes what two gateways know about sequences and adapters. Gateway and worker authenticate each other by
+certificates of the pool's CA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+import uvloop
+from quire.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+
+from workers import models
+from workers.__main__ import (
+    EXIT_CONFIG,
+    configure_logging,
+    end_with_parent,
+    make_worker,
+    run_worker,
+)
+from workers.logging import background_log
+from workers.orphan_timer import OrphanTimer
+from workers.server import WorkerServer
+
+# The names in the certificates of the two roles.
+WORKER_NAME = "worker.quire"
+GATEWAY_NAME = "gateway.quire"
+# Both sides have to use the same protocol; see service/pool/registry.py.
+PROTOCOL = hashlib.blake2b(
+    worker_pb2.DESCRIPTOR.serialized_pb + types_pb2.DESCRIPTOR.serialized_pb, digest_size=16
+).hexdigest()
+SHIPPED_MODEL = "adder"
+_LEASE_TIMEOUT_S = 30.0
+_CALL_BACKOFF_S = 1.0
+_STOP_TIMEOUT_S = 1.0
+# The configuration, with the limits of messages, is not known when the port is opened.
+_MAX_MESSAGE_BYTES = (1 << 31) - 1
+_LIMITS = [
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+]
+# A worker that waits for a lease sends and gets nothing else.
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+# Fields of a lease's configuration that the host of the worker decides, or that do not affect results.
+_OF_THE_HOST = ("device_index", "log_level", "log_format", "model_was_proved", "worker_id")
+
+_log = structlog.get_logger("workers")
+
+
+class Refused(Exception):
+    """A lease is refused. The message is for the operator of the gateway."""
+
+
+class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
+    """Owner of the worker, which exists from the first lease on. `done` has the exit status."""
+
+    def __init__(self, overrides: dict[str, Any]) -> None:
+        """`overrides`: fields of the configuration that this host decides."""
+        self._overrides = overrides
+        self._lease: worker_pb2.Lease | None = None
+        self._worker: WorkerServer | None = None
+        self._running: asyncio.Task[None] | None = None
+        self.calling: asyncio.Task[None] | None = None
+        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def Connect(  # type: ignore[override]  # the style of grpc.aio that calls context.write
+        self,
+        request_iterator: AsyncIterator[worker_pb2.ConnectRequest],
+        context: grpc.aio.ServicerContext[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse],
+    ) -> None:
+        """Serves a gateway that has called this worker."""
+        names = context.auth_context().get("x509_subject_alternative_name", ())
+        if GATEWAY_NAME.encode() not in names:
+            _log.warning("a call without a gateway's certificate was refused", peer=context.peer())
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate is not a gateway's")
+        try:
+            async with asyncio.timeout(_LEASE_TIMEOUT_S):
+                first = await anext(aiter(request_iterator))
+            worker = self._take(first.lease)
+        except Refused as why:
+            _log.warning("a lease was refused", why=str(why), peer=context.peer())
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(why))
+        except (StopAsyncIteration, TimeoutError):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no lease has arrived")
+        await worker.serve_stream(request_iterator, context.write, first.lease.silence_timeout_s)
+
+    async def call(self, gateway: str, credentials: grpc.ChannelCredentials) -> None:
+        """Calls a gateway again and again, until the worker ends."""
+        options = [("grpc.ssl_target_name_override", GATEWAY_NAME), *_LIMITS, *_KEEPALIVE]
+        async with grpc.aio.secure_channel(gateway, credentials, options=options) as channel:
+            stub = worker_pb2_grpc.WorkerPoolServiceStub(channel)
+            while not self.done.done():
+                stream = stub.Attach(wait_for_ready=True)
+                try:
+                    requests = aiter(stream)
+                    first = await anext(requests)
+                    worker = self._take(first.lease)
+                    await worker.serve_stream(requests, stream.write, first.lease.silence_timeout_s)
+                except Refused as why:
+                    _log.warning("a lease was refused", why=str(why), gateway=gateway)
+                except StopAsyncIteration:
+                    pass
+                except grpc.aio.AioRpcError as error:
+                    _log.warning("the gateway has ended the call", code=error.code().name, gateway=gateway)
+                stream.cancel()
+                await asyncio.sleep(_CALL_BACKOFF_S)
+
+    def _take(self, lease: worker_pb2.Lease) -> WorkerServer:
+        """The worker for a lease, which starts with the first one. Raises Refused."""
+        if lease.protocol != PROTOCOL:
+            raise Refused("the gateway and the worker are of different versions")
+        lease.config.MergeFrom(worker_pb2.WorkerConfig(**self._overrides))
+        if self._worker is None or self._lease is None:
+            self._start(lease)
+        elif lease.gateway_id != self._lease.gateway_id:
+            raise Refused("another gateway has this worker")
+        elif lease.epoch <= self._lease.epoch:
+            raise Refused("a later stream of this gateway has this worker")
+        elif _comparable(lease.config) != _comparable(self._lease.config):
+            self._worker.end()
+            raise Refused("the configuration has changed: the worker starts again")
+        self._lease = lease
+        assert self._worker is not None
+        return self._worker
+
+    def _start(self, lease: worker_pb2.Lease) -> None:
+        config = lease.config
+        config.threads = config.threads or len(os.sched_getaffinity(0))
+        if config.model == SHIPPED_MODEL:
+            config.model = str(Path(models.__file__).parent / SHIPPED_MODEL)
+        structlog.contextvars.bind_contextvars(worker_id=config.worker_id)
+        orphan_timer = OrphanTimer(config.orphan_grace_s) if config.orphan_grace_s else None
+        self._worker = make_worker(config, "", orphan_timer)
+        self._running = asyncio.create_task(self._run(self._worker, config.model, orphan_timer))
+
+    async def _run(self, worker: WorkerServer, model: str, orphan_timer: OrphanTimer | None) -> None:
+        self.done.set_result(await run_worker(worker, model, orphan_timer))
+
+
+def _comparable(config: worker_pb2.WorkerConfig) -> worker_pb2.WorkerConfig:
+    copy = worker_pb2.WorkerConfig()
+    copy.CopyFrom(config)
+    for name in _OF_THE_HOST:
+        copy.ClearField(name)
+    return copy
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m workers.pool_member", description=__doc__)
+    parser.add_argument("--pool", required=True, type=Path)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--listen")
+    where.add_argument("--gateway")
+    for name, kind in OVERRIDES.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=kind)
+    parser.add_argument("--log-format", default="auto")
+    parser.add_argument("--log-level", default="info")
+    return parser.parse_args()
+
+
+# Fields of WorkerConfig that `quire worker` has as flags, and their types.
+OVERRIDES: dict[str, Callable[[str], Any]] = {
+    "model": str,
+    "device": str,
+    "device_index": int,
+    "threads": int,
+    "kv_pages": int,
+}
+
+
+async def _serve(options: argparse.Namespace) -> int:
+    overrides = {name: value for name in OVERRIDES if (value := getattr(options, name)) is not None}
+    member = PoolMember(overrides)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end, member.done)
+    try:
+        ca, key, certificate = (
+            (options.pool / name).read_bytes() for name in ("ca.pem", "worker-key.pem", "worker.pem")
+        )
+    except OSError as error:
+        _log.error("the pool's certificates cannot be read", error=error.strerror, file=error.filename)
+        return EXIT_CONFIG
+    if options.gateway:
+        to_gateway = grpc.ssl_channel_credentials(ca, key, certificate)
+        # Kept until the process ends.
+        member.calling = asyncio.create_task(member.call(options.gateway, to_gateway))
+    else:
+        server = grpc.aio.server(options=[*_LIMITS, ("grpc.so_reuseport", 0)])
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(member, server)
+        credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
+        try:
+            port = server.add_secure_port(options.listen, credentials)
+        except RuntimeError:
+            _log.error("the address cannot be bound", listen=options.listen)
+            return EXIT_CONFIG
+        await server.start()
+        host = options.listen.rpartition(":")[0]
+        _log.info("waiting for a gateway", listen=f"{host}:{port}")
+    return await member.done
+
+
+def _end(done: asyncio.Future[int]) -> None:
+    if not done.done():
+        done.set_result(0)
+
+
+def main() -> int:
+    """Runs until the worker ends. Returns the exit status."""
+    options = _parse_arguments()
+    configure_logging(worker_pb2.WorkerConfig(log_format=options.log_format, log_level=options.log_level))
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    return uvloop.new_event_loop().run_until_complete(_serve(options))
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    # Not sys.exit: that would wait for a compute thread in a long step.
+    status = main()
+    background_log().drain(_STOP_TIMEOUT_S)
+    os._exit(status)
