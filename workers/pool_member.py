@@ -1,9 +1,9 @@
 """Entry point of a worker that no gateway has started: `python -m workers.pool_member`.
 
-Run by `quire worker`. It listens on an address, or calls a gateway. The first gateway with a lease determines the configuration, and
-has the worker until the process ends: given back, or `orphan_grace_s` after its stream broke. So a process
-never mixes what two gateways know about sequences and adapters. Gateway and worker authenticate each other by
-certificates of the pool's CA.
+Run by `quire worker`. It listens on an address, or calls a gateway. The first gateway with a lease determines
+the configuration, and has the worker until the process ends: given back, or `orphan_grace_s` after its stream
+broke. So a process never mixes what two gateways know about sequences and adapters. Gateway and worker
+authenticate each other by certificates of the pool's CA.
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
         return self._worker
 
     def _start(self, lease: worker_pb2.Lease) -> None:
-        config = lease.config
+        # The lease stays as it came: later ones are compared with it.
+        config = worker_pb2.WorkerConfig()
+        config.CopyFrom(lease.config)
         config.threads = config.threads or len(os.sched_getaffinity(0))
         if config.model == SHIPPED_MODEL:
             config.model = str(Path(models.__file__).parent / SHIPPED_MODEL)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,6 @@ _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 10.0
 # A worker that ran for this long did not fail at its start.
 _SETTLED_S = 30.0
-_STOP_TIMEOUT_S = 5.0
 _FLAGS = ("pool", "listen", "gateway", "model", "device", "device_index", "threads", "kv_pages")
 _LOG_FLAGS = ("log_format", "log_level")
 
@@ -31,24 +31,27 @@ def run(options: argparse.Namespace) -> int:
             command += ["--" + name.replace("_", "-"), str(value)]
     paths = [path or str(Path.cwd()) for path in sys.path]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    stopped = False
+    stopping = threading.Event()
+    child: subprocess.Popen[bytes] | None = None
 
     def stop(*_: object) -> None:
-        nonlocal stopped
-        stopped = True
-        child.terminate()
+        stopping.set()
+        if child is not None:
+            child.terminate()
 
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
     backoff_s = _BACKOFF_S
-    while True:
+    while not stopping.is_set():
         began_s = time.monotonic()
         # It ends when its standard input closes: with this process, whatever ends that.
         child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)  # noqa: S603
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, stop)
+        if stopping.is_set():
+            child.terminate()
         status = child.wait()
-        if stopped or status == _EXIT_CONFIG:
-            return 0 if stopped else status
-        backoff_s = (
-            _BACKOFF_S if time.monotonic() - began_s > _SETTLED_S else min(2 * backoff_s, _MAX_BACKOFF_S)
-        )
-        time.sleep(backoff_s)
+        if status == _EXIT_CONFIG:
+            return status
+        settled = time.monotonic() - began_s > _SETTLED_S
+        backoff_s = _BACKOFF_S if settled else min(2 * backoff_s, _MAX_BACKOFF_S)
+        stopping.wait(backoff_s)
+    return 0

@@ -1,0 +1,262 @@
+"""Workers that the gateway did not start: at addresses, or such as call it, with certificates of a pool."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import worker_pb2, worker_pb2_grpc
+
+from tests import quire_command
+from tests.gateway_process import GatewayProcess
+from tests.tcp_proxy import TcpProxy
+
+# Far more than any operation takes.
+TIMEOUT_S = 60
+PROMPT = [1, 2, 3]
+
+
+class Pool:
+    """Certificates, and the workers that were started with them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.certificates = make_certificates(directory / "pool")
+        self.workers: list[subprocess.Popen[str]] = []
+
+    def start_worker(self, *flags: str, certificates: Path | None = None) -> subprocess.Popen[str]:
+        pool = str(certificates or self.certificates)
+        log = ("--log-format", "json")
+        self.workers.append(quire_command.run("worker", "--pool", pool, "--threads", "1", *flags, *log))
+        return self.workers[-1]
+
+    def listen(self) -> str:
+        """Starts a worker that listens. Returns its address."""
+        address = free_address()
+        self.start_worker("--listen", address)
+        return address
+
+    def gateway(
+        self, *flags: str, workers: int = 1, model: str = "paged-attention", state: str = "data"
+    ) -> GatewayProcess:
+        place = ["--pool", str(self.certificates), "--data-dir", str(self.directory / state)]
+        return GatewayProcess(model=model, workers=workers, flags=["--kv-pages", "256", *place, *flags])
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.terminate()
+        for worker in self.workers:
+            with worker:
+                assert worker.wait(TIMEOUT_S) == 0
+
+
+def make_certificates(directory: Path) -> Path:
+    with quire_command.run("pool", "init", str(directory)) as made:
+        assert made.wait(TIMEOUT_S) == 0
+    return directory
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return f"127.0.0.1:{found.getsockname()[1]}"
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    made = Pool(tmp_path)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def process_of(worker: subprocess.Popen[str]) -> psutil.Process:
+    """The process that computes, which the command starts again and again."""
+    while True:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(worker.pid).children()
+            if children:
+                return children[0]
+        time.sleep(0.01)
+
+
+class Text:
+    """A cache, and the tokens that the model must choose: those of an undisturbed run."""
+
+    def __init__(self, gateway: GatewayProcess, expected: list[int] | None = None) -> None:
+        answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=TIMEOUT_S)
+        self.cache_id, self.length = answer.kv_cache.cache_id, answer.kv_cache.seq_len
+        self.tokens = [answer.output.token_id]
+        self.expected = expected
+        self.replayed = 0
+
+    def decode(self, gateway: GatewayProcess, count: int = 1) -> None:
+        for _ in range(count):
+            request = pb.DecodeRequest(cache_id=self.cache_id, token_id=self.tokens[-1], position=self.length)
+            answer = gateway.stub.Decode(request, timeout=TIMEOUT_S, wait_for_ready=True)
+            self.length += 1
+            assert answer.kv_cache.seq_len == self.length
+            self.replayed += answer.replayed_tokens
+            self.tokens.append(answer.output.token_id)
+        if self.expected is not None:
+            assert self.tokens == self.expected[: len(self.tokens)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    with GatewayProcess(model="paged-attention", workers=1, flags=["--kv-pages", "256"]) as gateway:
+        text = Text(gateway)
+        text.decode(gateway, 40)
+        return text.tokens
+
+
+def say(gateway: GatewayProcess, event: str) -> Callable[[], bool]:
+    return lambda: any(record["event"] == event for record in gateway.records())
+
+
+def test_workers_at_addresses(pool: Pool, expected: list[int]) -> None:
+    """A killed worker is started again, and its caches continue; a stopped gateway gives its workers back."""
+    addresses = [pool.listen(), pool.listen()]
+    with pool.gateway("--workers-at", ",".join(addresses), workers=2) as gateway:
+        texts = [Text(gateway, expected) for _ in range(4)]
+        assert {worker.pid for worker in gateway.status().workers} == {0}
+        before = [process_of(worker) for worker in pool.workers]
+        for process in before:
+            process.kill()
+            for text in texts:
+                text.decode(gateway, 3)
+            gateway.wait_until_ready()
+        assert sum(text.replayed for text in texts) > 0
+        now = [process_of(worker) for worker in pool.workers]
+        assert not set(now) & set(before)
+    # Given back, they end at once, and wait for the next gateway with empty pools.
+    psutil.wait_procs(now, timeout=TIMEOUT_S)
+    with pool.gateway("--workers-at", ",".join(addresses), workers=2, state="other") as gateway:
+        gateway.assert_pools_are_whole()
+        Text(gateway, expected).decode(gateway, 3)
+
+
+def test_next_gateway_finds_the_kv(pool: Pool, expected: list[int]) -> None:
+    """After a crash, and after SIGUSR2, the workers still have it."""
+    address = pool.listen()
+    with pool.gateway("--workers-at", address) as gateway:
+        text = Text(gateway, expected)
+        text.decode(gateway, 3)
+        gateway.process.kill()
+        gateway.process.wait()
+    with pool.gateway("--workers-at", address) as gateway:
+        text.decode(gateway, 3)
+        gateway.process.send_signal(signal.SIGUSR2)
+        assert gateway.process.wait(TIMEOUT_S) == 0
+    with pool.gateway("--workers-at", address) as gateway:
+        text.decode(gateway, 3)
+        assert text.replayed == 0
+
+
+def test_workers_call_the_gateway(pool: Pool, expected: list[int]) -> None:
+    """From behind a firewall. They call again when the gateway comes back, and still have the KV."""
+    address = free_address()
+    listening = "--pool-listen", address
+    pool.start_worker("--gateway", address)
+    with pool.gateway(*listening) as gateway:
+        text = Text(gateway, expected)
+        text.decode(gateway, 3)
+        gateway.process.kill()
+        gateway.process.wait()
+    pool.start_worker("--gateway", address)
+    with pool.gateway(*listening, workers=2) as gateway:
+        text.decode(gateway, 3)
+        process_of(pool.workers[0]).kill()
+        text.decode(gateway, 3)
+        gateway.wait_until_ready()
+
+
+@pytest.mark.parametrize("calls", [False, True], ids=["called", "calling"])
+def test_cut_and_healed_network(pool: Pool, expected: list[int], *, calls: bool) -> None:
+    """Both sides find half-open connections. What was sent meanwhile arrives late, and changes nothing."""
+    address = free_address()
+    quick = "--heartbeat-timeout-s", "1"
+    with TcpProxy(address) as network:
+        if calls:
+            pool.start_worker("--gateway", network.address)
+            flags = "--pool-listen", address
+        else:
+            pool.start_worker("--listen", address)
+            flags = "--workers-at", network.address
+        with pool.gateway(*flags, *quick) as gateway:
+            text = Text(gateway, expected)
+            for cut in range(3):
+                text.decode(gateway, 3)
+                network.cut()
+                if cut < 2:
+                    lost = lambda: not gateway.status().workers[0].HasField("executor")  # noqa: E731
+                    gateway.wait_until(lost)
+                else:
+                    network.break_connections()
+                network.heal()
+                gateway.wait_until_ready()
+            text.decode(gateway, 3)
+            released = pb.ReleaseCacheRequest(cache_id=text.cache_id)
+            assert gateway.stub.ReleaseCache(released, timeout=TIMEOUT_S).released
+            gateway.assert_pools_are_whole()
+
+
+def test_one_gateway_at_a_time(pool: Pool, expected: list[int]) -> None:
+    """Another gateway gets a worker when the first is gone, with the right protocol and certificate."""
+    address = pool.listen()
+    with pool.gateway("--workers-at", address, "--orphan-grace-s", "1") as first:
+        text = Text(first, expected)
+        second = pool.gateway("--workers-at", address, state="other")
+        refused = re.compile("its stream ended")
+        second.wait_until(lambda: bool(refused.search(second.log())))
+        text.decode(first, 5)
+        assert text.replayed == 0
+        lease = worker_pb2.Lease(gateway_id="x", epoch=1, protocol="another")
+        assert lease_refusal(pool, address, lease) is grpc.StatusCode.FAILED_PRECONDITION
+        worker = pool.certificates / "worker.pem", pool.certificates / "worker-key.pem"
+        assert lease_refusal(pool, address, lease, *worker) is grpc.StatusCode.UNAUTHENTICATED
+        strangers = make_certificates(pool.directory / "strangers")
+        stranger = strangers / "gateway.pem", strangers / "gateway-key.pem"
+        assert lease_refusal(pool, address, lease, *stranger) is grpc.StatusCode.UNAVAILABLE
+        text.decode(first, 5)
+        first.process.kill()
+        first.process.wait()
+        with second:
+            Text(second, expected).decode(second, 5)
+
+
+def lease_refusal(
+    pool: Pool,
+    address: str,
+    lease: worker_pb2.Lease,
+    certificate: Path | None = None,
+    key: Path | None = None,
+) -> grpc.StatusCode:
+    certificate = certificate or pool.certificates / "gateway.pem"
+    key = key or pool.certificates / "gateway-key.pem"
+    credentials = grpc.ssl_channel_credentials(
+        (pool.certificates / "ca.pem").read_bytes(), key.read_bytes(), certificate.read_bytes()
+    )
+    options = [("grpc.ssl_target_name_override", "worker.quire")]
+    with grpc.secure_channel(address, credentials, options) as channel:
+        requests = itertools.chain([worker_pb2.ConnectRequest(lease=lease)], forever())
+        answers = worker_pb2_grpc.WorkerServiceStub(channel).Connect(requests, timeout=TIMEOUT_S)
+        with pytest.raises(grpc.RpcError):
+            next(answers)
+        return answers.code()
+
+
+def forever() -> Iterator[worker_pb2.ConnectRequest]:
+    time.sleep(TIMEOUT_S)
+    yield worker_pb2.ConnectRequest()

@@ -1,0 +1,69 @@
+"""A network between two processes, which can stop to carry anything, or break its connections."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import Self
+
+_POLL_S = 0.01
+
+
+class TcpProxy:
+    """Use as a context manager. While `is_cut` nothing arrives, in either direction; it arrives late."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._carries = threading.Event()
+        self._carries.set()
+        self._sockets: list[socket.socket] = []
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        self._carries.set()
+        self.break_connections()
+
+    def cut(self) -> None:
+        """Nothing arrives any more, and nobody is told."""
+        self._carries.clear()
+
+    def heal(self) -> None:
+        """All that was sent meanwhile arrives."""
+        self._carries.set()
+
+    def break_connections(self) -> None:
+        """Resets all that are open."""
+        while self._sockets:
+            with contextlib.suppress(OSError):
+                self._sockets.pop().shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.socket()
+                try:
+                    far.connect(self._target)
+                except OSError:
+                    near.close()
+                    continue
+                self._sockets += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self._carries.wait()
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
