@@ -17,6 +17,19 @@ def actual_address(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}" if port > 1 else address
 
 
+def listening_socket(address: str, backlog: int | None = None) -> socket.socket:
+    """Binds an address that is not of a Unix socket; clients can connect from now on. Raises OSError.
+
+    `backlog`: see `socket.create_server`.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # As gRPC's port: [::] also accepts IPv4.
+    is_dual = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server((host, int(port)), family=family, backlog=backlog, dualstack_ipv6=is_dual)
+
+
 def why_not_listening(listen: str) -> str:
     """Why an address cannot be bound, which gRPC does not report. Binds it for a moment to find out."""
     path = listen.removeprefix("unix:")

@@ -101,13 +101,13 @@ SERVICE_ROOMS = {
         "service.uploads",
     ),
     "service.openai": (
-        "service.api", "service.config", "service.auth", "service.errors", "service.logging",
-        "service.printable", "service.runtimes", "service.text",
+        "service.api", "service.config", "service.auth", "service.errors", "service.listening",
+        "service.logging", "service.printable", "service.runtimes", "service.text",
     ),
     "service.metrics": (
         "service.adapters.registry", "service.api", "service.caches", "service.config",
-        "service.dispatcher", "service.errors", "service.logging", "service.pool.model_versions",
-        "service.runtimes",
+        "service.dispatcher", "service.errors", "service.listening", "service.logging",
+        "service.pool.model_versions", "service.runtimes",
     ),
     "service.tracing": ("service.api", "service.config", "service.logging"),
     "service.listening": ("service.auth.unix_socket",),

@@ -22,6 +22,7 @@ from quire.v1 import executor_pb2
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.config import is_private
+from service.listening import listening_socket
 from service.logging import get_logger
 from service.metrics.collector import QuireCollector, Sources
 from service.metrics.figures import Figures
@@ -71,12 +72,7 @@ class Exporter:
         """Binds the address. Returns the port. Raises OSError."""
         if not is_private(self._listen):
             _log.warning("others can read the metrics: this port has no TLS and no authentication")
-        host, _, port = self._listen.rpartition(":")
-        host = host.strip("[]")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # [::] also accepts IPv4, as on gRPC's port.
-        is_dual = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
-        self._socket = socket.create_server((host, int(port)), family=family, dualstack_ipv6=is_dual)
+        self._socket = listening_socket(self._listen)
         return int(self._socket.getsockname()[1])
 
     async def run(self) -> None:

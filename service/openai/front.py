@@ -21,6 +21,7 @@ from service.api.server_state import ServerState
 from service.auth.authenticator import Authenticator
 from service.auth.tls import http_context
 from service.config import Config
+from service.listening import listening_socket
 from service.openai import requests
 from service.openai.bodies import BodyReader
 from service.openai.connection import CHECK_INTERVAL_S, Connection
@@ -100,14 +101,7 @@ class OpenAiFront:
 
     def bind(self) -> int:
         """Binds the address; clients can connect from now on. Returns the port. Raises OSError."""
-        host, _, port = self._listen.rpartition(":")
-        host = host.strip("[]")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # As gRPC's port: [::] also accepts IPv4.
-        is_dual = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
-        self._socket = socket.create_server(
-            (host, int(port)), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual
-        )
+        self._socket = listening_socket(self._listen, _BACKLOG)
         return int(self._socket.getsockname()[1])
 
     async def run(self) -> None:
