@@ -121,19 +121,19 @@ class Gateway:
         self.restarts = RollingRestart(self.pool, self.dispatcher)
         # Set when the server has to stop.
         self.stopping = asyncio.Event()
-        adapters = Adapters(config.max_adapters)
+        self.adapters = Adapters(config.max_adapters)
         self.adapter_store = AdapterStore(directory, config.max_lora_bytes)
-        self.adapters = AdapterLoader(
-            adapters, self.adapter_store, self.pool, self.caches, config, find_adapter
+        self.adapter_loader = AdapterLoader(
+            self.adapters, self.adapter_store, self.pool, self.caches, config, find_adapter
         )
         self.state = ServerState(
             config,
             versions,
             lambda cache_id: self.caches.index.weights_of(cache_id, current_tenant()),
-            adapters,
+            self.adapters,
         )
         self.state.has_recovered = len(self.caches) > 0
-        self.api = ExecutorApi(self.dispatcher, self.state, self.pool, adapters)
+        self.api = ExecutorApi(self.dispatcher, self.state, self.pool, self.adapters)
         self.text = TextModel(lambda: self.state.first_ready, current_tenant_name)
         # Spending is durable if the journal is.
         is_durable = isinstance(self.journal, SqliteJournal)
@@ -151,7 +151,7 @@ class Gateway:
         versions.subscribe(self._log_ready)
         self.credentials = server_credentials(config)
         self.tracer = open_tracer(config)
-        interceptor = CallInterceptor(self.state, self.authenticator, self._observing(adapters))
+        interceptor = CallInterceptor(self.state, self.authenticator, self._observing())
         self.server = grpc.aio.server(interceptors=[interceptor], options=server_options(config))
         # The stubs register each method twice. For methods registered by name, grpcio's asyncio server waits
         # for one task per method with every call: with 35 methods, a quarter of the Python calls of a Decode.
@@ -186,14 +186,14 @@ class Gateway:
         self.journal.on_latency = self.exporter.figures.commits.add
         return ObservedDispatcher(self.exporter.figures.appends, *parts)
 
-    def _observing(self, adapters: Adapters) -> list[Observing]:
+    def _observing(self) -> list[Observing]:
         """What counts and traces calls, if anything does. Connects metrics and the log of slow calls."""
         if self.state.call_log is not None and self.config.slow_call_ms:
             self.journal.on_latency = self.state.call_log.watching_commits(self.journal.on_latency)
         observing: list[Observing] = [] if self.tracer is None else [self.tracer.observing]
         if self.exporter is None:
             return observing
-        parts = self.state, self.pool.versions, self.caches, adapters, self.router, self.executions
+        parts = self.state, self.pool.versions, self.caches, self.adapters, self.router, self.executions
         front = self.front
         self.exporter.attach(Sources(*parts, lambda: 0 if front is None else len(front.connections)))
         return [*observing, self.exporter.figures.calls.observing]
@@ -237,9 +237,10 @@ class Gateway:
         )
         names = [EXECUTOR_SERVICE, RUNNER_SERVICE, health.SERVICE_NAME]
         if admin.is_available(self.config):
+            parts = self.adapter_loader, self.adapters, self.caches.adapters_in_use
             operators = cast(
                 admin_pb2_grpc.AdminServiceServicer,
-                admin.AdminApi(self.state, self.restarts, self.adapters, self.config, self.stop),
+                admin.AdminApi(self.state, self.restarts, *parts, self.stop),
             )
             admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self.server)
             names.append(ADMIN_SERVICE)
@@ -270,7 +271,7 @@ class Gateway:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.run(self.dispatcher), name="pool")
             group.create_task(self.dispatcher.keep_time(), name="time")
-            group.create_task(self.adapters.run(), name="adapters")
+            group.create_task(self.adapter_loader.run(), name="adapters")
             if self.authenticator is not None:
                 group.create_task(self.authenticator.watch(), name="authenticator")
             group.create_task(self.state.watch.run(), name="watch")
