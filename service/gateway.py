@@ -63,6 +63,7 @@ from service.runtimes.sources import FindModel, ModelSources
 from service.runtimes.weight_uploads import WeightUploads
 from service.text.text_model import TextModel
 from service.tracing.opening import open_tracer
+from service.uploads import UploadDirectory
 
 if TYPE_CHECKING:
     from service.openai.front import OpenAiFront
@@ -115,7 +116,7 @@ class Gateway:
             raise ConfigError("model", f"{directory}/weights.json", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.continued_from)
         grace_s = config.orphan_grace_s if directory is not None else 0.0
-        self.pool = Supervisor(config, versions, LocalLauncher(directory, grace_s))
+        self.pool = Supervisor(config, versions, LocalLauncher(directory, grace_s, self._remove_leftovers))
         self.exporter = Exporter(config.metrics_listen) if config.metrics_listen else None
         self.dispatcher = self._new_dispatcher()
         self.restarts = RollingRestart(self.pool, self.dispatcher)
@@ -220,6 +221,13 @@ class Gateway:
             _log.info("recovered", caches=len(self.caches), journal=str(directory), took_ms=took_ms)
         return journal
 
+    def _upload_directories(self) -> tuple[UploadDirectory, ...]:
+        return self.adapter_store.directory, self.weight_uploads.directory
+
+    def _remove_leftovers(self) -> None:
+        for directory in self._upload_directories():
+            directory.remove_leftovers()
+
     def stop(self, *, leave_workers: bool = False) -> None:
         """Starts to stop. `leave_workers`: the next gateway with this data directory can adopt them."""
         if leave_workers:
@@ -261,8 +269,8 @@ class Gateway:
         """Stops the tokenizer processes and closes the journal. All other parts have stopped before."""
         self.text.close()
         self.journal.close()
-        self.adapter_store.close()
-        self.weight_uploads.close()
+        for directory in self._upload_directories():
+            directory.close()
         if self.tracer is not None:
             self.tracer.close()
 

@@ -116,6 +116,7 @@ SERVICE_ROOMS = {
         "service.dispatcher", "service.auth", "service.errors",
         "service.journal", "service.listening", "service.logging", "service.memory", "service.metrics",
         "service.openai", "service.pool", "service.runtimes", "service.text", "service.tracing",
+        "service.uploads",
     ),
     "service.server": (
         "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.errors",
