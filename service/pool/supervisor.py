@@ -104,10 +104,10 @@ class Supervisor:
         snapshots = await asyncio.gather(
             *(i.request_snapshot(check_integrity=check_integrity, timeout_s=timeout_s) for i in ready)
         )
-        # Heartbeats during the wait may have replaced snapshots, and those have no integrity check.
+        # They are in the slots, or newer ones of heartbeats, which have no integrity check.
         for incarnation, snapshot in zip(ready, snapshots, strict=True):
-            if snapshot is not None and incarnation in self._running.values():
-                incarnation.slot.snapshot = snapshot
+            if snapshot is not None and check_integrity and incarnation in self._running.values():
+                incarnation.slot.snapshot.pool_intact = snapshot.pool_intact
         return self.versions.all_slots
 
     def send_adapters(self, command: worker_pb2.AdapterCommand) -> None:
