@@ -104,14 +104,17 @@ class AdminApi:
 
     def _describe(self, versions: Sequence[AdapterVersion]) -> list[admin_pb2.Adapter]:
         caches = self._caches_of_versions()
+        # Those of the operator's directory are not loaded before a call names them.
+        snapshots = [slot.snapshot for slot in self._state.slots]
+        used = {one.version: one for snapshot in snapshots for one in snapshot.lora_adapters if one.rank}
         return [
             admin_pb2.Adapter(
                 adapter_id=version.adapter_id,
                 version=version.number,
                 pinned=version.pinned,
                 shared=version.tenant is None,
-                rank=version.rank,
-                size_bytes=version.size_bytes,
+                rank=used.get(version.number, version).rank,
+                size_bytes=used.get(version.number, version).size_bytes,
                 caches=caches[version.number],
             )
             for version in versions
