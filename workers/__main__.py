@@ -188,7 +188,7 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
         # Its operations are too short for a second thread.
         torch.set_num_threads(1)
         return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
-    from workers.executors.llm import LlmExecutor, LoraLimits, StepLimits
+    from workers.executors.llm import GPU_LORA_RANK, LlmExecutor, LoraLimits, StepLimits
     from workers.models.files import unchanged_settings
 
     if config.no_self_check == "on":
@@ -208,7 +208,7 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
             ),
             lora=LoraLimits(
                 config.max_lora_adapters,
-                config.max_lora_rank or (256 if device == "cpu" else 64),
+                config.max_lora_rank or (256 if device == "cpu" else GPU_LORA_RANK),
                 config.max_lora_bytes,
             ),
             backend=config.model_backend or "auto",
