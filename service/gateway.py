@@ -49,7 +49,7 @@ from service.metrics.exporter import Exporter
 from service.metrics.figures import ObservedDispatcher
 from service.pool import wire
 from service.pool.local import LocalLauncher
-from service.pool.model_versions import ModelVersions
+from service.pool.model_versions import SHIPPED_MODEL_DIR, ModelVersions, is_gone, model_argument
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
 from service.runtimes.executions import Executions
@@ -74,7 +74,6 @@ ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 EXECUTOR_SERVICE = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"].full_name
 RUNNER_SERVICE = runner_pb2.DESCRIPTOR.services_by_name["ModelRunnerService"].full_name
 _HEALTH_NAMES = ("", EXECUTOR_SERVICE, RUNNER_SERVICE)
-_SHIPPED_MODEL_DIR = Path(__file__).parent.parent / "workers" / "models" / SHIPPED_MODEL
 # How long streams that do not end by themselves (health watches) stay open after all calls have ended.
 _FINAL_GRACE_S = 0.2
 _POLL_INTERVAL_S = 0.02
@@ -101,7 +100,7 @@ class Gateway:
         self.authenticator = Authenticator.of(config)
         self.caches = CacheMachine(limits)
         self.journal = self._open_journal(directory)
-        configured = _model_argument(config.model)
+        configured = model_argument(config.model)
         versions = ModelVersions(
             configured,
             config.workers,
@@ -111,7 +110,7 @@ class Gateway:
             self.caches.weights.has_caches,
         )
         served = versions.serving.model
-        if served not in (configured, WEIGHTLESS_MODEL) and not Path(served).is_dir():
+        if is_gone(served, configured):
             gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
             raise ConfigError("model", f"{directory}/weights.json", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.continued_from)
@@ -162,7 +161,7 @@ class Gateway:
 
     def _read_runtimes(self) -> RuntimesFile:
         """Reads the runtimes file, with the local runtime as one of them. Raises BadRuntimes."""
-        sources = ModelSources(_SHIPPED_MODEL_DIR, self._find_model, self.weight_uploads.find)
+        sources = ModelSources(SHIPPED_MODEL_DIR, self._find_model, self.weight_uploads.find)
         loader = WeightsLoader(self.pool, self.dispatcher, self.restarts, sources, self.config)
         replacer = WeightsReplacer(self.pool, self.dispatcher, self.restarts, sources, loader)
         parts = self.dispatcher, self.state, self.text, self.restarts
@@ -316,13 +315,6 @@ class Gateway:
         if self._ready_fields and self.state.has_ready_worker:
             _log.info("ready", **self._ready_fields)
             self._ready_fields = {}
-
-
-def _model_argument(model: str) -> str:
-    """The model argument of workers: an absolute directory, or the weightless executor's name."""
-    if model == WEIGHTLESS_MODEL:
-        return model
-    return str(_SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else Path(model).resolve())
 
 
 def _first_command(config: Config, listen: str) -> dict[str, str]:

@@ -127,7 +127,8 @@ SERVICE_ROOMS = {
         "service.adapters.store", "service.auth", "service.caches.ledger", "service.caches.records",
         "service.config", "service.config_sources", "service.data_directory", "service.errors",
         "service.journal", "service.listening", "service.logging", "service.openai.front",
-        "service.printable", "service.runtimes.runtimes_file", "service.server",
+        "service.pool.model_versions", "service.printable", "service.runtimes.runtimes_file",
+        "service.server", "service.uploads",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.
