@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,22 @@ def listening_socket(address: str, backlog: int | None = None) -> socket.socket:
     # As gRPC's port: [::] also accepts IPv4.
     is_dual = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
     return socket.create_server((host, int(port)), family=family, backlog=backlog, dualstack_ipv6=is_dual)
+
+
+def is_address(host: str) -> bool:
+    """Whether a Host header is an IP address or localhost. A port that only this machine reaches requires it.
+
+    Any other name may be DNS rebinding: a page of a browser could read all responses if the host name that
+    it comes from resolves to this machine. A page that comes from an address cannot do so.
+    """
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    if name.lower() == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def why_not_listening(listen: str) -> str:
