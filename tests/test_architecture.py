@@ -38,7 +38,7 @@ WORKER_LAYERS = (
     {"sampling", "counter_rng", "logit_settings"},
     {"operations"},
     {"kv", "logging", "orphan_timer", "token_trees", "given_experts"},
-    {"huge_pages"},
+    {"huge_pages", "machine_limits"},
 )
 # Pure accounting: it must stay testable, and quick to import, without torch.
 WITHOUT_TORCH = (

@@ -24,6 +24,7 @@ from quire.v1.worker_pb2 import WorkerConfig
 
 from workers.executors.base import ModelExecutor
 from workers.logging import background_log
+from workers.machine_limits import threads_of
 from workers.orphan_timer import OrphanTimer
 from workers.server import Progress, WorkerServer
 
@@ -178,7 +179,8 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
     from workers.models.active_kernels import check_instruction_set
 
     check_instruction_set()
-    torch.set_num_threads(config.threads)
+    threads = config.threads or threads_of(config.workers)
+    torch.set_num_threads(threads)
     device = _choose_device(config)
     if config.model == WEIGHTLESS_MODEL:
         if config.batch_invariant == "on":
@@ -218,7 +220,7 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
             progress=lambda done, total: progress("weights", done, total),
         )
     useful = max(1, executor.info().num_parameters // _LEAST_PARAMETERS_PER_THREAD)
-    torch.set_num_threads(min(config.threads, useful))
+    torch.set_num_threads(min(threads, useful))
     return executor
 
 

@@ -18,11 +18,11 @@ from workers.executors.llm import GPU_LORA_RANK, LoraLimits, StepLimits, gpu_lor
 from workers.kv.sizing import (
     GpuMemory,
     KvSizingError,
-    available_bytes,
     check_weights_fit,
     choose_num_gpu_pages,
     choose_num_pages,
 )
+from workers.machine_limits import available_bytes
 from workers.models import machine
 from workers.models.active_kernels import check_cuda_kernels
 from workers.models.builder import build_decoder

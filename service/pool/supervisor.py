@@ -11,7 +11,6 @@ failures do not affect the other versions.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import Context
@@ -260,6 +259,5 @@ class Supervisor:
         config.model = slot.version.model
         config.device_index = slot.index
         config.model_was_proved = slot.version.fingerprint is not None
-        cores = max(1, (os.cpu_count() or 1) // self._config.workers)
-        config.threads = self._config.threads_per_worker or cores
+        config.threads = self._config.threads_per_worker or 0
         return config
