@@ -1,4 +1,4 @@
-"""Addresses that the server listens on, and why one cannot be bound."""
+"""Addresses that the server listens on and is called by, and why one cannot be bound."""
 
 from __future__ import annotations
 
