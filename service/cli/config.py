@@ -205,26 +205,21 @@ def _state(config: Config) -> Iterator[ConfigError]:
 
 def _loaded_last(config: Config, directory: Path, model_tag: str | None) -> Iterator[ConfigError]:
     """Checks that weights that LoadWeights has loaded are there. `model_tag`: of the journal."""
-    from service.cli import hub
-    from service.pool.model_versions import (
-        choose_served_model,
-        from_model_tag,
-        is_gone,
-        model_argument,
-        read_served_model,
-    )
+    from service.pool import model_versions as versions
 
-    stored, model = read_served_model(directory), config.model
+    stored, model = versions.read_served_model(directory), config.model
     if stored is None:
         return
     if is_hub_id(model):
+        from service.cli import hub
+
         try:
             model = str(hub.find_model(model, config.model_revision, download=False))
         except hub.HubError:
             return
-    configured = model_argument(model)
-    served = choose_served_model(stored, configured, from_model_tag(model_tag)[1]).model
-    if is_gone(served, configured):
+    configured, (_, newest) = versions.model_argument(model), versions.from_model_tag(model_tag)
+    served = versions.choose_served_model(stored, configured, newest).model
+    if versions.is_gone(served, configured):
         gone = f"{served} was loaded last, and is gone: put it back, or remove the directory with its caches"
         yield ConfigError("data_dir", "", str(directory), gone)
 

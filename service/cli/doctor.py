@@ -87,11 +87,9 @@ def _limits(path: str | None) -> Iterator[Finding]:
         return
     facts, config = found[0], read_settings({"config": path}, os.environ).config
     total, usable = facts["cores"], facts["usable_cores"]
-    text = (
-        f"all {total} are usable"
-        if usable >= total
-        else f"{usable:g} of {total} are usable, by affinity and cgroup"
-    )
+    text = f"all {total} are usable"
+    if usable < total:
+        text = f"{usable:g} of {total} are usable, by affinity and cgroup"
     too_many = (config.threads_per_worker or 0) * config.workers > usable
     advice = "lower --threads-per-worker, or leave it out: threads without a core make others wait"
     yield Finding("cores", SLOW if too_many else OK, text, advice if too_many else "")
