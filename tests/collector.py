@@ -33,7 +33,7 @@ class Received:
 
     @property
     def events(self) -> list[tuple[str, dict[str, Any]]]:
-        return [(event.name, _values(event.attributes)) for event in self.span.events]
+        return [(event.name, values(event.attributes)) for event in self.span.events]
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -78,7 +78,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def spans(self) -> list[Received]:
         return [
-            Received(span, _values(span.attributes), _values(of.resource.attributes))
+            Received(span, values(span.attributes), values(of.resource.attributes))
             for request in self._requests[:]
             for of in request.resource_spans
             for scope in of.scope_spans
@@ -96,7 +96,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             time.sleep(0.01)
 
 
-def _values(attributes: Any) -> dict[str, Any]:
+def values(attributes: Any) -> dict[str, Any]:
+    """Attributes as they were set."""
     return {one.key: _value(one.value) for one in attributes}
 
 
