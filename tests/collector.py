@@ -85,11 +85,15 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             for span in scope.spans
         ]
 
-    def wait_for(self, count: int, name: str = "") -> list[Received]:
-        """Waits for so many spans whose name ends in `name`, and returns all of these."""
+    def wait_for(self, count: int, name: str = "", trace_id: str = "") -> list[Received]:
+        """Waits for so many spans of a trace whose name ends in `name`, and returns all of these."""
         give_up_s = time.monotonic() + _PATIENCE_S
         while True:
-            found = [one for one in self.spans() if one.span.name.endswith(name)]
+            found = [
+                one
+                for one in self.spans()
+                if one.span.name.endswith(name) and one.trace_id.startswith(trace_id)
+            ]
             if len(found) >= count:
                 return found
             assert time.monotonic() < give_up_s, [one.span.name for one in self.spans()]

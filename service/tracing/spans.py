@@ -147,7 +147,7 @@ def add_event(span: Span, name: str, attributes: Mapping[str, str | int] | None 
 
 
 def set_error(span: Span, reason: str) -> None:
-    """The call, or a part of it, has failed. The first reason is kept, as an attribute."""
+    """The call, or a part of it, has failed. The first reason is kept."""
     if not span.status.code:
         set_attribute(span, "error.type", reason)
         span.status.code, span.status.message = Status.STATUS_CODE_ERROR, reason

@@ -24,6 +24,7 @@ from quire.v1 import admin_pb2, executor_pb2, runner_pb2
 
 from service.api.interceptor import Behaviour
 from service.logging import current_request_id
+from service.tracing.http import TracedHttp
 from service.tracing.spans import Sampler, SpanExporter, set_error, template
 from service.tracing.streams import STREAMS, reason_of
 
@@ -91,6 +92,10 @@ class CallTracer:
                     emit(span)
 
         return handle
+
+    def http(self, app: Any) -> TracedHttp:
+        """Returns an ASGI application whose requests have spans."""
+        return TracedHttp(app, self._sampler, self._emit)
 
     def close(self) -> None:
         """Exports the last spans, for two seconds at most."""

@@ -173,7 +173,7 @@ def test_the_sampler_decides_as_the_sdks(monkeypatch: pytest.MonkeyPatch, name: 
                 span = SpanContext(trace_id, 1, is_remote=True, trace_flags=TraceFlags(flags))
                 context = set_span_in_context(NonRecordingSpan(span), Context())
             decision = other.should_sample(context, trace_id, "name").decision
-            assert ours.decide(parent, trace_id.to_bytes(16)) == decision.is_sampled()
+            assert ours.decide(parent, trace_id.to_bytes(16)) == decision.is_sampled()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
