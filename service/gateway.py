@@ -145,12 +145,12 @@ class Gateway:
         self.runner = RunnerApi(
             self.executions, self.router, self.state, self.runtimes_file.read_again, self.weight_uploads
         )
+        self.tracer = open_tracer(config)
         self.front = self._open_front() if config.openai_listen else None
         self.health = HealthApi(_HEALTH_NAMES, self.state)
         versions.subscribe(self.health.on_change)
         versions.subscribe(self._log_ready)
         self.credentials = server_credentials(config)
-        self.tracer = open_tracer(config)
         interceptor = CallInterceptor(self.state, self.authenticator, self._observing())
         self.server = grpc.aio.server(interceptors=[interceptor], options=server_options(config))
         # The stubs register each method twice. For methods registered by name, grpcio's asyncio server waits
@@ -177,7 +177,7 @@ class Gateway:
             allowed = f"needs {error.name}, of the extra openai: `make setup` installs it"
             raise ConfigError("openai_listen", "a setting", self.config.openai_listen, allowed) from None
         parts = self.executions, self.router, self.state, self.text, self.authenticator
-        return OpenAiFront(*parts, self.api.Forward)
+        return OpenAiFront(*parts, self.api.Forward, None if self.tracer is None else self.tracer.http)
 
     def _new_dispatcher(self) -> Dispatcher:
         parts = self.caches, self.journal, functools.partial(wire.send, self.pool.links)

@@ -66,7 +66,7 @@ class Middleware:
             running.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises only cancellations."""
+        """Raises only cancellations. An error's reason is left in the scope, for traces."""
         request = Request(scope, receive)
         own = request.headers.get(_REQUEST_ID, "")
         request_id = own if own and is_request_id(own) else secrets.token_hex(8)
@@ -104,6 +104,7 @@ class Middleware:
         finally:
             self._running.discard(task)
         self._state.refusals.refused(name, error, _elapsed_ms(began_s))
+        scope["quire.error"] = error.reason
         await response.fail(error)
 
     def _admit(self, request: Request) -> None:
