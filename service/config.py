@@ -278,7 +278,7 @@ class Config:
         _Text(_is_directory, "must be a directory"),
     )
     threads_per_worker: int | None = _setting(
-        None, "compute threads in each worker on the CPU; auto is cores / workers", _Range(1, 4096)
+        None, "compute threads in each worker on the CPU; auto is usable cores / workers", _Range(1, 4096)
     )
     device: str = _setting(
         _AUTO, "device of the workers; auto is a GPU if there is one", (_AUTO, "cpu", "cuda")

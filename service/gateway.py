@@ -50,7 +50,7 @@ from service.metrics.figures import ObservedDispatcher
 from service.pool import wire
 from service.pool.launcher import Launcher
 from service.pool.local import LocalLauncher
-from service.pool.model_versions import ModelVersions
+from service.pool.model_versions import SHIPPED_MODEL_DIR, ModelVersions, is_gone, model_argument
 from service.pool.remote import RemoteLauncher
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
@@ -65,6 +65,7 @@ from service.runtimes.sources import FindModel, ModelSources
 from service.runtimes.weight_uploads import WeightUploads
 from service.text.text_model import TextModel
 from service.tracing.opening import open_tracer
+from service.uploads import UploadDirectory
 
 if TYPE_CHECKING:
     from service.openai.front import OpenAiFront
@@ -75,7 +76,6 @@ ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 EXECUTOR_SERVICE = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"].full_name
 RUNNER_SERVICE = runner_pb2.DESCRIPTOR.services_by_name["ModelRunnerService"].full_name
 _HEALTH_NAMES = ("", EXECUTOR_SERVICE, RUNNER_SERVICE)
-_SHIPPED_MODEL_DIR = Path(__file__).parent.parent / "workers" / "models" / SHIPPED_MODEL
 # How long streams that do not end by themselves (health watches) stay open after all calls have ended.
 _FINAL_GRACE_S = 0.2
 _POLL_INTERVAL_S = 0.02
@@ -102,7 +102,7 @@ class Gateway:
         self.authenticator = Authenticator.of(config)
         self.caches = CacheMachine(limits)
         self.journal = self._open_journal(directory)
-        configured = config.model if config.has_remote_workers else _model_argument(config.model)
+        configured = config.model if config.has_remote_workers else model_argument(config.model)
         versions = ModelVersions(
             configured,
             config.worker_slots,
@@ -112,30 +112,29 @@ class Gateway:
             self.caches.weights.has_caches,
         )
         served = versions.serving.model
-        is_here = config.has_remote_workers or Path(served).is_dir()
-        if served not in (configured, WEIGHTLESS_MODEL) and not is_here:
+        if not config.has_remote_workers and is_gone(served, configured):
             gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
             raise ConfigError("model", f"{directory}/weights.json", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.continued_from)
-        self.pool = Supervisor(config, versions, _new_launcher(directory, config))
+        self.pool = Supervisor(config, versions, self._new_launcher(directory))
         self.exporter = Exporter(config.metrics_listen) if config.metrics_listen else None
         self.dispatcher = self._new_dispatcher()
         self.restarts = RollingRestart(self.pool, self.dispatcher)
         # Set when the server has to stop.
         self.stopping = asyncio.Event()
-        adapters = Adapters(config.max_adapters)
+        self.adapters = Adapters(config.max_adapters)
         self.adapter_store = AdapterStore(directory, config.max_lora_bytes)
-        self.adapters = AdapterLoader(
-            adapters, self.adapter_store, self.pool, self.caches, config, find_adapter
+        self.adapter_loader = AdapterLoader(
+            self.adapters, self.adapter_store, self.pool, self.caches, config, find_adapter
         )
         self.state = ServerState(
             config,
             versions,
             lambda cache_id: self.caches.index.weights_of(cache_id, current_tenant()),
-            adapters,
+            self.adapters,
         )
         self.state.has_recovered = len(self.caches) > 0
-        self.api = ExecutorApi(self.dispatcher, self.state, self.pool, adapters)
+        self.api = ExecutorApi(self.dispatcher, self.state, self.pool, self.adapters)
         self.text = TextModel(lambda: self.state.first_ready, current_tenant_name)
         # Spending is durable if the journal is.
         is_durable = isinstance(self.journal, SqliteJournal)
@@ -147,13 +146,13 @@ class Gateway:
         self.runner = RunnerApi(
             self.executions, self.router, self.state, self.runtimes_file.read_again, self.weight_uploads
         )
+        self.tracer = open_tracer(config)
         self.front = self._open_front() if config.openai_listen else None
         self.health = HealthApi(_HEALTH_NAMES, self.state)
         versions.subscribe(self.health.on_change)
         versions.subscribe(self._log_ready)
         self.credentials = server_credentials(config)
-        self.tracer = open_tracer(config)
-        interceptor = CallInterceptor(self.state, self.authenticator, self._observing(adapters))
+        interceptor = CallInterceptor(self.state, self.authenticator, self._observing())
         self.server = grpc.aio.server(interceptors=[interceptor], options=server_options(config))
         # The stubs register each method twice. For methods registered by name, grpcio's asyncio server waits
         # for one task per method with every call: with 35 methods, a quarter of the Python calls of a Decode.
@@ -161,9 +160,16 @@ class Gateway:
         # Fields of the log event "ready", until the first worker is ready.
         self._ready_fields: dict[str, str] = {}
 
+    def _new_launcher(self, directory: Path | None) -> Launcher:
+        """Raises ConfigError."""
+        if self.config.has_remote_workers:
+            return RemoteLauncher(directory, self.config, self._remove_leftovers)
+        grace_s = self.config.orphan_grace_s if directory is not None else 0.0
+        return LocalLauncher(directory, grace_s, self._remove_leftovers)
+
     def _read_runtimes(self) -> RuntimesFile:
         """Reads the runtimes file, with the local runtime as one of them. Raises BadRuntimes."""
-        sources = ModelSources(_SHIPPED_MODEL_DIR, self._find_model, self.weight_uploads.find)
+        sources = ModelSources(SHIPPED_MODEL_DIR, self._find_model, self.weight_uploads.find)
         loader = WeightsLoader(self.pool, self.dispatcher, self.restarts, sources, self.config)
         replacer = WeightsReplacer(self.pool, self.dispatcher, self.restarts, sources, loader)
         parts = self.dispatcher, self.state, self.text, self.restarts
@@ -179,7 +185,7 @@ class Gateway:
             allowed = f"needs {error.name}, of the extra openai: `make setup` installs it"
             raise ConfigError("openai_listen", "a setting", self.config.openai_listen, allowed) from None
         parts = self.executions, self.router, self.state, self.text, self.authenticator
-        return OpenAiFront(*parts, self.api.Forward)
+        return OpenAiFront(*parts, self.api.Forward, None if self.tracer is None else self.tracer.http)
 
     def _new_dispatcher(self) -> Dispatcher:
         parts = self.caches, self.journal, functools.partial(wire.send, self.pool.links)
@@ -188,14 +194,14 @@ class Gateway:
         self.journal.on_latency = self.exporter.figures.commits.add
         return ObservedDispatcher(self.exporter.figures.appends, *parts)
 
-    def _observing(self, adapters: Adapters) -> list[Observing]:
+    def _observing(self) -> list[Observing]:
         """What counts and traces calls, if anything does. Connects metrics and the log of slow calls."""
         if self.state.call_log is not None and self.config.slow_call_ms:
             self.journal.on_latency = self.state.call_log.watching_commits(self.journal.on_latency)
         observing: list[Observing] = [] if self.tracer is None else [self.tracer.observing]
         if self.exporter is None:
             return observing
-        parts = self.state, self.pool.versions, self.caches, adapters, self.router, self.executions
+        parts = self.state, self.pool.versions, self.caches, self.adapters, self.router, self.executions
         front = self.front
         self.exporter.attach(Sources(*parts, lambda: 0 if front is None else len(front.connections)))
         return [*observing, self.exporter.figures.calls.observing]
@@ -222,6 +228,13 @@ class Gateway:
             _log.info("recovered", caches=len(self.caches), journal=str(directory), took_ms=took_ms)
         return journal
 
+    def _upload_directories(self) -> tuple[UploadDirectory, ...]:
+        return self.adapter_store.directory, self.weight_uploads.directory
+
+    def _remove_leftovers(self) -> None:
+        for directory in self._upload_directories():
+            directory.remove_leftovers()
+
     def stop(self, *, leave_workers: bool = False) -> None:
         """Starts to stop. `leave_workers`: the next gateway with this data directory can adopt them."""
         if leave_workers:
@@ -239,9 +252,10 @@ class Gateway:
         )
         names = [EXECUTOR_SERVICE, RUNNER_SERVICE, health.SERVICE_NAME]
         if admin.is_available(self.config):
+            parts = self.adapter_loader, self.adapters, self.caches.adapters_in_use
             operators = cast(
                 admin_pb2_grpc.AdminServiceServicer,
-                admin.AdminApi(self.state, self.restarts, self.adapters, self.config, self.stop),
+                admin.AdminApi(self.state, self.restarts, *parts, self.stop),
             )
             admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self.server)
             names.append(ADMIN_SERVICE)
@@ -262,8 +276,8 @@ class Gateway:
         """Stops the tokenizer processes and closes the journal. All other parts have stopped before."""
         self.text.close()
         self.journal.close()
-        self.adapter_store.close()
-        self.weight_uploads.close()
+        for directory in self._upload_directories():
+            directory.close()
         if self.tracer is not None:
             self.tracer.close()
 
@@ -272,7 +286,7 @@ class Gateway:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.run(self.dispatcher), name="pool")
             group.create_task(self.dispatcher.keep_time(), name="time")
-            group.create_task(self.adapters.run(), name="adapters")
+            group.create_task(self.adapter_loader.run(), name="adapters")
             if self.authenticator is not None:
                 group.create_task(self.authenticator.watch(), name="authenticator")
             group.create_task(self.state.watch.run(), name="watch")
@@ -309,20 +323,6 @@ class Gateway:
         if self._ready_fields and self.state.has_ready_worker:
             _log.info("ready", **self._ready_fields)
             self._ready_fields = {}
-
-
-def _new_launcher(directory: Path | None, config: Config) -> Launcher:
-    """Raises ConfigError."""
-    if config.has_remote_workers:
-        return RemoteLauncher(directory, config)
-    return LocalLauncher(directory, config.orphan_grace_s if directory is not None else 0.0)
-
-
-def _model_argument(model: str) -> str:
-    """The model argument of workers: an absolute directory, or the weightless executor's name."""
-    if model == WEIGHTLESS_MODEL:
-        return model
-    return str(_SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else Path(model).resolve())
 
 
 def _first_command(config: Config, listen: str) -> dict[str, str]:

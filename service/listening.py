@@ -1,8 +1,9 @@
-"""Addresses that the server listens on, and why one cannot be bound."""
+"""Addresses that the server listens on and is called by, and why one cannot be bound."""
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,35 @@ ADDRESS_IS_FREE = "the address is free by now"
 def actual_address(address: str, port: int) -> str:
     """Replaces port 0 by the chosen port. The address of a Unix socket stays as it is."""
     return f"{address.rpartition(':')[0]}:{port}" if port > 1 else address
+
+
+def listening_socket(address: str, backlog: int | None = None) -> socket.socket:
+    """Binds an address that is not of a Unix socket; clients can connect from now on. Raises OSError.
+
+    `backlog`: see `socket.create_server`.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # As gRPC's port: [::] also accepts IPv4.
+    is_dual = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server((host, int(port)), family=family, backlog=backlog, dualstack_ipv6=is_dual)
+
+
+def is_address(host: str) -> bool:
+    """Whether a Host header is an IP address or localhost. A port that only this machine reaches requires it.
+
+    Any other name may be DNS rebinding: a page of a browser could read all responses if the host name that
+    it comes from resolves to this machine. A page that comes from an address cannot do so.
+    """
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    if name.lower() == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def why_not_listening(listen: str) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -21,6 +22,7 @@ class UploadDirectory:
         self._name = name
         self._data_dir = data_dir
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._leftovers: list[Path] = []
 
     @property
     def path(self) -> Path:
@@ -30,6 +32,17 @@ class UploadDirectory:
         if self._temporary is None:
             self._temporary = tempfile.TemporaryDirectory(prefix=f"quire-{self._name}-")
         return Path(self._temporary.name)
+
+    def keep_only(self, names: Container[str]) -> None:
+        """Makes `remove_leftovers` remove what else there is now: an earlier gateway has left it."""
+        if self._data_dir is not None and self.path.is_dir():
+            self._leftovers = [path for path in self.path.iterdir() if path.name not in names]
+
+    def remove_leftovers(self) -> None:
+        """To be called once no other gateway can have this data directory. Blocks. Never raises."""
+        for path in self._leftovers:
+            shutil.rmtree(path, ignore_errors=True)
+        self._leftovers = []
 
     def close(self) -> None:
         """Removes what must not outlive the gateway. Never raises."""

@@ -33,7 +33,7 @@ class Received:
 
     @property
     def events(self) -> list[tuple[str, dict[str, Any]]]:
-        return [(event.name, _values(event.attributes)) for event in self.span.events]
+        return [(event.name, values(event.attributes)) for event in self.span.events]
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -78,25 +78,30 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def spans(self) -> list[Received]:
         return [
-            Received(span, _values(span.attributes), _values(of.resource.attributes))
+            Received(span, values(span.attributes), values(of.resource.attributes))
             for request in self._requests[:]
             for of in request.resource_spans
             for scope in of.scope_spans
             for span in scope.spans
         ]
 
-    def wait_for(self, count: int, name: str = "") -> list[Received]:
-        """Waits for so many spans whose name ends in `name`, and returns all of these."""
+    def wait_for(self, count: int, name: str = "", trace_id: str = "") -> list[Received]:
+        """Waits for so many spans of a trace whose name ends in `name`, and returns all of these."""
         give_up_s = time.monotonic() + _PATIENCE_S
         while True:
-            found = [one for one in self.spans() if one.span.name.endswith(name)]
+            found = [
+                one
+                for one in self.spans()
+                if one.span.name.endswith(name) and one.trace_id.startswith(trace_id)
+            ]
             if len(found) >= count:
                 return found
             assert time.monotonic() < give_up_s, [one.span.name for one in self.spans()]
             time.sleep(0.01)
 
 
-def _values(attributes: Any) -> dict[str, Any]:
+def values(attributes: Any) -> dict[str, Any]:
+    """Attributes as they were set."""
     return {one.key: _value(one.value) for one in attributes}
 
 

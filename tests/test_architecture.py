@@ -38,7 +38,7 @@ WORKER_LAYERS = (
     {"sampling", "counter_rng", "logit_settings"},
     {"operations"},
     {"kv", "logging", "orphan_timer", "token_trees", "given_experts"},
-    {"huge_pages"},
+    {"huge_pages", "machine_limits"},
 )
 # Pure accounting: it must stay testable, and quick to import, without torch.
 WITHOUT_TORCH = (
@@ -101,13 +101,13 @@ SERVICE_ROOMS = {
         "service.uploads",
     ),
     "service.openai": (
-        "service.api", "service.config", "service.auth", "service.errors", "service.logging",
-        "service.printable", "service.runtimes", "service.text",
+        "service.api", "service.config", "service.auth", "service.errors", "service.listening",
+        "service.logging", "service.printable", "service.runtimes", "service.text",
     ),
     "service.metrics": (
         "service.adapters.registry", "service.api", "service.caches", "service.config",
-        "service.dispatcher", "service.errors", "service.logging", "service.pool.model_versions",
-        "service.runtimes",
+        "service.dispatcher", "service.errors", "service.listening", "service.logging",
+        "service.pool.model_versions", "service.runtimes",
     ),
     "service.tracing": ("service.api", "service.config", "service.logging"),
     "service.listening": ("service.auth.unix_socket",),
@@ -116,6 +116,7 @@ SERVICE_ROOMS = {
         "service.dispatcher", "service.auth", "service.errors",
         "service.journal", "service.listening", "service.logging", "service.memory", "service.metrics",
         "service.openai", "service.pool", "service.runtimes", "service.text", "service.tracing",
+        "service.uploads",
     ),
     "service.server": (
         "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.errors",
@@ -126,7 +127,8 @@ SERVICE_ROOMS = {
         "service.adapters.store", "service.auth", "service.caches.ledger", "service.caches.records",
         "service.config", "service.config_sources", "service.data_directory", "service.errors",
         "service.journal", "service.listening", "service.logging", "service.openai.front",
-        "service.printable", "service.runtimes.runtimes_file", "service.server",
+        "service.pool.model_versions", "service.printable", "service.runtimes.runtimes_file",
+        "service.server", "service.uploads",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.

@@ -24,6 +24,7 @@ from quire.v1.worker_pb2 import WorkerConfig
 
 from workers.executors.base import ModelExecutor
 from workers.logging import background_log
+from workers.machine_limits import threads_of
 from workers.orphan_timer import OrphanTimer
 from workers.server import Progress, WorkerServer
 
@@ -178,7 +179,8 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
     from workers.models.active_kernels import check_instruction_set
 
     check_instruction_set()
-    torch.set_num_threads(config.threads)
+    threads = config.threads or threads_of(config.workers)
+    torch.set_num_threads(threads)
     device = _choose_device(config)
     if config.model == WEIGHTLESS_MODEL:
         if config.batch_invariant == "on":
@@ -188,7 +190,7 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
         # Its operations are too short for a second thread.
         torch.set_num_threads(1)
         return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
-    from workers.executors.llm import LlmExecutor, LoraLimits, StepLimits
+    from workers.executors.llm import GPU_LORA_RANK, LlmExecutor, LoraLimits, StepLimits
     from workers.models.files import unchanged_settings
 
     if config.no_self_check == "on":
@@ -208,7 +210,7 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
             ),
             lora=LoraLimits(
                 config.max_lora_adapters,
-                config.max_lora_rank or (256 if device == "cpu" else 64),
+                config.max_lora_rank or (256 if device == "cpu" else GPU_LORA_RANK),
                 config.max_lora_bytes,
             ),
             backend=config.model_backend or "auto",
@@ -218,7 +220,7 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
             progress=lambda done, total: progress("weights", done, total),
         )
     useful = max(1, executor.info().num_parameters // _LEAST_PARAMETERS_PER_THREAD)
-    torch.set_num_threads(min(config.threads, useful))
+    torch.set_num_threads(min(threads, useful))
     return executor
 
 

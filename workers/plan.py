@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from workers.executors.llm import LoraLimits, StepLimits, gpu_lora_slots
+from workers.executors.llm import GPU_LORA_RANK, LoraLimits, StepLimits, gpu_lora_slots
 from workers.kv.sizing import (
     GpuMemory,
     KvSizingError,
-    available_bytes,
     check_weights_fit,
     choose_num_gpu_pages,
     choose_num_pages,
 )
+from workers.machine_limits import available_bytes
 from workers.models import machine
 from workers.models.active_kernels import check_cuda_kernels
 from workers.models.builder import build_decoder
@@ -165,21 +165,26 @@ def _cpu_roof(memory_bytes: int | None) -> Roof:
 
 
 def plan(
-    directory: Path, dtype: str, gpu: str | None, memory_bytes: int | None, context: int
+    directory: Path,
+    dtype: str,
+    gpu: str | None,
+    memory_bytes: int | None,
+    context: int,
+    limits: tuple[StepLimits, LoraLimits],
 ) -> dict[str, object]:
     """Sizes in bytes and tokens, and rates in tokens/s.
 
     `gpu`: a key of GPUS; None: this machine's CPU, with `memory_bytes` free, or as much as is free now.
+    `limits`: of a worker on a GPU.
 
     Raises ModelError or KvSizingError.
     """
     needs = Needs(directory, dtype, on_gpu=gpu is not None)
     roof = GPUS[gpu] if gpu is not None else _cpu_roof(memory_bytes)
-    lora = LoraLimits(64, 64, 2 << 30)
     pages = (
         num_cpu_pages(needs, roof.memory_bytes)
         if gpu is None
-        else num_gpu_pages(needs, roof.memory_bytes, StepLimits(), lora)
+        else num_gpu_pages(needs, roof.memory_bytes, *limits)
     )
     context = min(context, needs.config.max_position_embeddings)
     contexts = pages // -(-context // PAGE_SIZE)
@@ -205,6 +210,7 @@ def plan(
         "weight_bytes": needs.weight_bytes,
         "kv_bytes_per_token": kv_bytes // PAGE_SIZE,
         "pages": pages,
+        "page_tokens": PAGE_SIZE,
         "pages_bytes": pages * kv_bytes,
         "pool_tokens": pages * PAGE_SIZE,
         "max_seq_len": needs.config.max_position_embeddings,
@@ -227,6 +233,10 @@ def main() -> int:
     try:
         if asked["gpu"] is not None and asked["gpu"] not in GPUS:
             raise ModelError(f"gpu {asked['gpu']!r} is not known; there are {', '.join(GPUS)}")
+        asked["limits"] = (
+            StepLimits(**asked.pop("steps")),
+            LoraLimits(max_rank=GPU_LORA_RANK, **asked.pop("lora")),
+        )
         found = plan(Path(asked.pop("directory")), **asked)
     except UnsupportedError as error:
         found = {"error": f"only models of native code can be planned: {error}"}

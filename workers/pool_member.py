@@ -60,7 +60,7 @@ _KEEPALIVE = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 # Fields of a lease's configuration that the host of the worker decides, or that do not affect results.
-_OF_THE_HOST = ("device_index", "log_level", "log_format", "model_was_proved", "worker_id")
+_OF_THE_HOST = ("device_index", "workers", "log_level", "log_format", "model_was_proved", "worker_id")
 
 _log = structlog.get_logger("workers")
 
@@ -145,7 +145,8 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
         # The lease stays as it came: later ones are compared with it.
         config = worker_pb2.WorkerConfig()
         config.CopyFrom(lease.config)
-        config.threads = config.threads or len(os.sched_getaffinity(0))
+        # Of this host, as far as is known.
+        config.workers = 1
         if config.model == SHIPPED_MODEL:
             config.model = str(Path(models.__file__).parent / SHIPPED_MODEL)
         structlog.contextvars.bind_contextvars(worker_id=config.worker_id)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from quire.v1 import types_pb2, worker_pb2
 
-from workers.adapters.table import LoraAdapterMetrics
+from workers.adapters.slots import LoraAdapterMetrics
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.given_experts import ONE_BYTE_EXPERTS, GivenExperts
 from workers.kv.table import PoolUsage

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -210,16 +209,6 @@ class AdapterLoader:
             self._adapters.retire(tenant, adapter_id)
         _log.info("adapter unloaded", adapter=adapter_id, version=version.number)
         return True
-
-    # For lists.
-
-    def visible_to(self, tenant: str) -> list[AdapterVersion]:
-        """See `Adapters.visible_to`."""
-        return self._adapters.visible_to(tenant)
-
-    def caches_of_versions(self) -> Counter[int]:
-        """The number of caches of each version, by its number."""
-        return self._caches.adapters_in_use()
 
     async def run(self) -> None:
         """Removes versions that nobody uses, and finds new ones in the directory, until cancelled."""

@@ -36,11 +36,11 @@ class AdapterStore:
         """`data_dir`: None if nothing outlives the gateway. `max_bytes`: of a file of weights."""
         self._data_dir = data_dir
         self._max_bytes = max_bytes
-        self._directory = UploadDirectory(data_dir, _DIRECTORY)
+        self.directory = UploadDirectory(data_dir, _DIRECTORY)
 
     def path(self, number: int) -> Path:
         """Where the copy of a version is."""
-        return self._directory.path / str(number)
+        return self.directory.path / str(number)
 
     def copy(self, source: Path, number: int) -> None:
         """Copies an adapter. Raises InvalidArgument, too."""
@@ -76,7 +76,7 @@ class AdapterStore:
             durable_file.write(self._data_dir / _LIST, json.dumps(content))
 
     def read_list(self) -> tuple[list[AdapterVersion], int]:
-        """What was stored last. Removes copies that are not in it. Raises nothing."""
+        """What was stored last. Copies that are not in it are leftovers. Raises nothing."""
         if self._data_dir is None:
             return [], 0
         versions: list[AdapterVersion] = []
@@ -91,16 +91,8 @@ class AdapterStore:
         except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
             _log.error("cannot read which adapters there are", error=repr(error))
             return [], 0
-        kept = {str(version.number) for version in versions}
-        if self._directory.path.is_dir():
-            for left in self._directory.path.iterdir():
-                if left.name not in kept:
-                    shutil.rmtree(left, ignore_errors=True)
+        self.directory.keep_only({str(version.number) for version in versions})
         return versions, last_number
-
-    def close(self) -> None:
-        """Removes what must not outlive the gateway. Never raises."""
-        self._directory.close()
 
 
 def identity(directory: Path) -> str:

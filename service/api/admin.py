@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -11,7 +12,7 @@ from google.protobuf.message import Message
 from quire.v1 import admin_pb2, executor_pb2
 
 from service.adapters.loader import AdapterLoader
-from service.adapters.registry import AdapterVersion
+from service.adapters.registry import Adapters, AdapterVersion
 from service.api import validation
 from service.api.parsing import parsed
 from service.api.server_state import ServerState
@@ -44,14 +45,17 @@ class AdminApi:
         self,
         state: ServerState,
         restarts: RollingRestart,
-        adapters: AdapterLoader,
-        config: Config,
+        loader: AdapterLoader,
+        adapters: Adapters,
+        caches_of_versions: Callable[[], Counter[int]],
         stop: Stop,
     ) -> None:
+        """`caches_of_versions`: the number of caches of each version of an adapter, by its number."""
         self._state = state
-        self._adapters = adapters
         self._restarts = restarts
-        self._config = config
+        self._loader = loader
+        self._adapters = adapters
+        self._caches_of_versions = caches_of_versions
         self._stop = stop
 
     async def Warmup(self, request: Message, _context: Context) -> admin_pb2.WarmupResponse:
@@ -68,7 +72,7 @@ class AdminApi:
     async def Drain(self, request: Message, _context: Context) -> admin_pb2.DrainResponse:
         """Replaces workers."""
         assert isinstance(request, admin_pb2.DrainRequest)
-        grace_s = self._config.drain_grace_s
+        grace_s = self._state.config.drain_grace_s
         if request.HasField("grace"):
             grace_s = validation.grace_seconds(request.grace)
         replaced = await self._restarts.replace(request.worker_id, grace_s)
@@ -81,7 +85,7 @@ class AdminApi:
         self, requests: AsyncIterator[Any], _context: Context
     ) -> admin_pb2.LoadAdapterResponse:
         """Loads an adapter from a source or from the stream."""
-        version = await self._adapters.load(parsed(requests), current_tenant_name())
+        version = await self._loader.load(parsed(requests), current_tenant_name())
         return admin_pb2.LoadAdapterResponse(adapter=self._describe([version])[0])
 
     async def UnloadAdapter(
@@ -89,9 +93,7 @@ class AdminApi:
     ) -> admin_pb2.UnloadAdapterResponse:
         """Removes an id."""
         owner = None if request.shared else current_tenant_name()
-        return admin_pb2.UnloadAdapterResponse(
-            unloaded=await self._adapters.unload(request.adapter_id, owner)
-        )
+        return admin_pb2.UnloadAdapterResponse(unloaded=await self._loader.unload(request.adapter_id, owner))
 
     async def ListAdapters(
         self, _request: admin_pb2.ListAdaptersRequest, _context: Context
@@ -101,15 +103,18 @@ class AdminApi:
         return admin_pb2.ListAdaptersResponse(adapters=self._describe(visible))
 
     def _describe(self, versions: Sequence[AdapterVersion]) -> list[admin_pb2.Adapter]:
-        caches = self._adapters.caches_of_versions()
+        caches = self._caches_of_versions()
+        # Those of the operator's directory are not loaded before a call names them.
+        snapshots = [slot.snapshot for slot in self._state.slots]
+        used = {one.version: one for snapshot in snapshots for one in snapshot.lora_adapters if one.rank}
         return [
             admin_pb2.Adapter(
                 adapter_id=version.adapter_id,
                 version=version.number,
                 pinned=version.pinned,
                 shared=version.tenant is None,
-                rank=version.rank,
-                size_bytes=version.size_bytes,
+                rank=used.get(version.number, version).rank,
+                size_bytes=used.get(version.number, version).size_bytes,
                 caches=caches[version.number],
             )
             for version in versions

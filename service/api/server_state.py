@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -75,6 +78,9 @@ class ServerState:
         }
         if self._versions.serving.number in self._limits:
             self._has_worker.set()
+        if "numpy" not in sys.modules and any(limits.experts.layers for limits in self._limits.values()):
+            # `Experts.check_replay` needs it. The import takes up to half a second: too long for a call.
+            threading.Thread(target=importlib.import_module, args=("numpy",)).start()
 
     def _limits_for(self, version: ModelVersion, ready: worker_pb2.WorkerReady) -> RequestLimits:
         return RequestLimits(

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import NamedTuple
 
 TRACEPARENT = "traceparent"
 _ID = "(?!0+-)([0-9a-f]{32})-(?!0+-)([0-9a-f]{16})-([0-9a-f]{2})"
 # Version 0, or a later one, which may have more fields. There is no version ff.
 _VALID = re.compile(f"00-{_ID}|(?!00|ff)[0-9a-f]{{2}}-{_ID}(?:-.*)?")
+
+# The value for calls to others within the current call. Empty without traces.
+_traceparent: ContextVar[str] = ContextVar("traceparent", default="")
+bind_traceparent: Callable[[str], object] = _traceparent.set
+current_traceparent: Callable[[], str] = _traceparent.get
 
 
 class TraceParent(NamedTuple):

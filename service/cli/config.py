@@ -179,7 +179,7 @@ def _addresses(config: Config) -> Iterator[ConfigError]:
 
 
 def _state(config: Config) -> Iterator[ConfigError]:
-    """Checks that the data directory can be written to, and that the journal in it can be read."""
+    """Checks that the data directory can be written to, and that what a start reads in it can be read."""
     from service.cli.journal import read_journal
 
     directory = data_directory(config)
@@ -193,11 +193,35 @@ def _state(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("data_dir", "", str(directory), f"{there} is a file")
     elif not os.access(there, os.W_OK | os.X_OK):
         yield ConfigError("data_dir", "", str(directory), f"{there} cannot be written to")
-    elif config.journal != "memory" and (directory / DATABASE).exists():
+    else:
+        model_tag = None
+        if config.journal != "memory" and (directory / DATABASE).exists():
+            try:
+                model_tag = read_journal(directory).model_tag
+            except JournalUnusable as error:
+                yield ConfigError("data_dir", "", str(directory), str(error))
+        yield from _loaded_last(config, directory, model_tag)
+
+
+def _loaded_last(config: Config, directory: Path, model_tag: str | None) -> Iterator[ConfigError]:
+    """Checks that weights that LoadWeights has loaded are there. `model_tag`: of the journal."""
+    from service.pool import model_versions as versions
+
+    stored, model = versions.read_served_model(directory), config.model
+    if stored is None:
+        return
+    if is_hub_id(model):
+        from service.cli import hub
+
         try:
-            read_journal(directory)
-        except JournalUnusable as error:
-            yield ConfigError("data_dir", "", str(directory), str(error))
+            model = str(hub.find_model(model, config.model_revision, download=False))
+        except hub.HubError:
+            return
+    configured, (_, newest) = versions.model_argument(model), versions.from_model_tag(model_tag)
+    served = versions.choose_served_model(stored, configured, newest).model
+    if versions.is_gone(served, configured):
+        gone = f"{served} was loaded last, and is gone: put it back, or remove the directory with its caches"
+        yield ConfigError("data_dir", "", str(directory), gone)
 
 
 def _not_in_use(config: Config) -> Iterator[ConfigError]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from service.cli.child import NoAnswer, ask
-from service.cli.probes import OK, PROBES, PROBLEM, SLOW, Finding
+from service.cli.probes import GIB, OK, PROBES, PROBLEM, SLOW, Finding
 from service.config_sources import read_settings
 from service.printable import escaped
 
@@ -22,6 +22,8 @@ _PROBE_S = 15.0
 _TORCH_S = 90.0
 # A channel of DDR4-2400 has 19.2 GB/s.
 _SLOW_READ_BYTES_PER_S = 10e9
+# A gateway, a worker and torch take about so much before any weights.
+_LEAST_MEMORY_BYTES = 1 << 30
 _NO_GPU = "none: models run on the CPU"
 _VARIABLE = "QUIRE_CPU_ISA"
 _UNSET = f"unset {_VARIABLE}, or name another instruction set that this machine has"
@@ -30,7 +32,8 @@ _BUILD = "compile them: python -m kernels.cpu.library, which needs g++ 12 or lat
 
 def run(options: argparse.Namespace) -> int:
     """Prints the table, or JSON. Returns the exit status: 1 if something prevents serving."""
-    findings = [*_settings(options.config), *_system(options.config or ""), *_torch()]
+    path = options.config
+    findings = [*_settings(path), *_limits(path), *_system(path or ""), *_torch()]
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
@@ -74,6 +77,29 @@ def _system(path: str) -> Iterator[Finding]:
     if missing := [name for name in PROBES if name not in known] if why else []:
         advice = f"not known therefore: {', '.join(missing[1:])}" if missing[1:] else ""
         yield Finding(missing[0], PROBLEM, why, advice)
+
+
+def _limits(path: str | None) -> Iterator[Finding]:
+    """As a worker sees them, which this process and its children share."""
+    found, why = _asked("workers.machine_limits", timeout_s=_PROBE_S)
+    if why:
+        yield Finding("cores", PROBLEM, why)
+        return
+    facts, config = found[0], read_settings({"config": path}, os.environ).config
+    total, usable = facts["cores"], facts["usable_cores"]
+    text = f"all {total} are usable"
+    if usable < total:
+        text = f"{usable:g} of {total} are usable, by affinity and cgroup"
+    too_many = (config.threads_per_worker or 0) * config.workers > usable
+    advice = "lower --threads-per-worker, or leave it out: threads without a core make others wait"
+    yield Finding("cores", SLOW if too_many else OK, text, advice if too_many else "")
+    available, limit = facts["available_bytes"], facts["memory_limit_bytes"]
+    text = f"{available / GIB:.1f} GiB available of {facts['memory_bytes'] / GIB:.1f}"
+    if limit is not None and limit < facts["memory_bytes"]:
+        text += f"; a cgroup allows {limit / GIB:.1f}"
+    too_little = available < _LEAST_MEMORY_BYTES
+    advice = "free at least 1 GiB, and the size of the model" if too_little else ""
+    yield Finding("memory", PROBLEM if too_little else OK, text, advice)
 
 
 def _torch() -> Iterator[Finding]:

@@ -30,6 +30,7 @@ from service.journal.files import DATABASE, HIGH_WATER_MARK, first_seq, translat
 from service.journal.sqlite import open_journal
 from service.logging import configure_logging
 from service.printable import escaped
+from service.uploads import sync_tree
 
 _NAMES_SHOWN = 20
 
@@ -43,6 +44,7 @@ class Contents:
         format: Of the tables.
         rows, dropped_rows: How many there are, and how many of these a start would drop, as they are damaged.
         written_s: Unix times of the oldest and the newest row.
+        model_tag: Of the weights of the newest caches, see `service.pool.model_versions`.
     """
 
     ledger: Ledger = dataclasses.field(default_factory=Ledger)
@@ -53,6 +55,7 @@ class Contents:
     records: int = 0
     size_bytes: int = 0
     written_s: tuple[float, float] | None = None
+    model_tag: str | None = None
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -127,9 +130,11 @@ def export(options: argparse.Namespace) -> int:
 def backup(options: argparse.Namespace) -> int:
     """Copies a journal to a new directory, with which a server can start. Returns the exit status."""
     target = Path(options.to)
+    made = [path for path in (target, *target.parents) if not path.exists()]
     target.mkdir(mode=0o700, parents=True)
     try:
         _copy(_directory(options.directory), target)
+        sync_tree(made[-1])
     except BaseException as error:
         shutil.rmtree(target)
         if isinstance(error, JournalUnusable):
@@ -159,6 +164,7 @@ def read_journal(directory: Path) -> Contents:
             with contextlib.closing(open_journal(copy)) as journal, translate_errors(copy / DATABASE):
                 _count(copy, found)
                 rows = found.rows
+                found.model_tag = journal.model_fingerprint
                 journal.recover(apply, apply_run)
                 found.size_bytes = journal.size_bytes
         except JournalUnusable as error:
@@ -202,8 +208,6 @@ def _copy(directory: Path, target: Path) -> bool:
             for name in (DATABASE, f"{DATABASE}-wal", HIGH_WATER_MARK):
                 if (directory / name).exists():
                     shutil.copy(directory / name, target / name)
-                    with (target / name).open("rb") as copied:
-                        os.fsync(copied.fileno())
             return False
         # A reader of a database that another process has open changes nothing.
         with (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from service.cli.child import NoAnswer, ask
-from service.config import SHIPPED_MODEL, is_hub_id
+from service.config import SHIPPED_MODEL, Config, is_hub_id
 from service.printable import escaped
 
 _SHIPPED_MODEL_DIR = Path(__file__).parents[2] / "workers" / "models" / SHIPPED_MODEL
@@ -24,12 +24,19 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.context < 1 or (options.memory is not None and options.memory < 1):
             raise NoAnswer("--context and --memory must be at least 1", ())
+        worker = Config()
         asked = {
             "directory": str(_directory(options.model)),
             "dtype": options.dtype,
             "gpu": options.gpu,
             "memory_bytes": options.memory,
             "context": options.context,
+            "steps": {
+                "max_tokens": worker.max_batch_tokens,
+                "max_items": worker.max_batch_items,
+                "gpu_memory_utilization": worker.gpu_memory_utilization,
+            },
+            "lora": {"max_adapters": worker.max_lora_adapters, "max_bytes": worker.max_lora_bytes},
         }
         (found,) = ask("workers.plan", json.dumps(asked), timeout_s=_TIMEOUT_S)
         if "error" in found:
@@ -65,7 +72,7 @@ def _print(found: Mapping[str, Any]) -> None:
         "": f"({found['source']})",
         "weights": f"{gib['weight_bytes']:.2f} GiB",
         "KV": f"{found['kv_bytes_per_token'] / 1024:,.1f} KiB per token",
-        "pool": f"{found['pages']:,} pages of 16 tokens, {gib['pages_bytes']:.2f} GiB",
+        "pool": f"{found['pages']:,} pages of {found['page_tokens']} tokens, {gib['pages_bytes']:.2f} GiB",
         "contexts": f"{found['contexts']:,} of {found['context']:,} tokens; the longest has"
         f" {min(found['max_seq_len'], found['pool_tokens']):,}",
     }

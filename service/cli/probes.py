@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -33,12 +32,9 @@ from service.logging import configure_logging
 
 OK, SLOW, PROBLEM = "ok", "slow", "problem"
 _DISTRIBUTION = "quire-llm-server"
-_CGROUPS = Path("/sys/fs/cgroup")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only its size is asked for
-_GIB = 1 << 30
-# A gateway, a worker and torch take about so much before any weights.
-_LEAST_MEMORY_BYTES = 1 << 30
+GIB = 1 << 30
 _LEAST_DISK_BYTES = 1 << 30
 _SYNCS = 20
 # A commit of the journal in full durability waits so long, and a decode step of a small model takes 30 ms.
@@ -82,35 +78,6 @@ def _python(_: Config) -> Iterator[Finding]:
         yield Finding("python", OK, f"{version}, with {len(applying)} libraries in the tested versions")
 
 
-def _cores(config: Config) -> Iterator[Finding]:
-    total = os.cpu_count() or 1
-    usable: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
-    for quota, period in (text.split()[:2] for text in _cgroup_values("cpu.max", 2)):
-        usable = min(usable, int(quota) / int(period))
-    if usable >= total:
-        yield Finding("cores", OK, f"all {total} are usable")
-        return
-    threads = max(1, int(usable) // config.workers)
-    advice = f"set --threads-per-worker {threads}: the default counts all cores of the machine"
-    state = OK if config.threads_per_worker else SLOW
-    yield Finding("cores", state, f"{usable:g} of {total} are usable, by affinity and cgroup", advice)
-
-
-def _memory(config: Config) -> Iterator[Finding]:
-    memory = psutil.virtual_memory()
-    limits = [int(text) for text in _cgroup_values("memory.max", 1)]
-    text = f"{memory.available / _GIB:.1f} GiB available of {memory.total / _GIB:.1f}"
-    if limits and min(limits) < memory.total:
-        text += f"; a cgroup allows {min(limits) / _GIB:.1f}"
-    if min([memory.available, *limits]) < _LEAST_MEMORY_BYTES:
-        yield Finding("memory", PROBLEM, text, "free at least 1 GiB, and the size of the model")
-    elif limits and min(limits) < memory.available and config.kv_pages is None:
-        advice = "set --kv-pages (see `quire plan`): the default goes by the memory of the machine"
-        yield Finding("memory", SLOW, text, advice)
-    else:
-        yield Finding("memory", OK, text)
-
-
 def _huge_pages(_: Config) -> Iterator[Finding]:
     try:
         chosen = re.search(r"\[(\w+)\]", _HUGE_PAGES.read_text(encoding="ascii"))
@@ -130,7 +97,7 @@ def _shared_memory(_: Config) -> Iterator[Finding]:
     text = "none"
     with contextlib.suppress(OSError):
         found = os.statvfs(_SHARED_MEMORY)
-        text = f"{found.f_bavail * found.f_frsize / _GIB:.1f} GiB free"
+        text = f"{found.f_bavail * found.f_frsize / GIB:.1f} GiB free"
     yield Finding(_SHARED_MEMORY, OK, f"{text}; Quire does not use it")
 
 
@@ -185,7 +152,7 @@ def _disk(config: Config) -> Iterator[Finding]:
     except OSError as error:
         yield Finding("disk", PROBLEM, f"{there}: {error.strerror}", advice)
         return
-    text = f"{free_bytes / _GIB:.1f} GiB free in {there}"
+    text = f"{free_bytes / GIB:.1f} GiB free in {there}"
     if free_bytes < _LEAST_DISK_BYTES:
         yield Finding("disk", SLOW, text, f"free some, or {advice}: without room appends are refused")
     else:
@@ -209,25 +176,8 @@ def _sync_s(descriptor: int) -> float:
     return time.perf_counter() - began_s
 
 
-def _cgroup_values(name: str, parts: int) -> Iterator[str]:
-    """The limits of this process's cgroup (v2) and of those above it. Without those that are "max"."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        place = next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
-        here = _CGROUPS / place
-        for directory in (here, *here.parents):
-            if not directory.is_relative_to(_CGROUPS):
-                return
-            with contextlib.suppress(OSError):
-                text = (directory / name).read_text(encoding="ascii")
-                if not text.startswith("max") and len(text.split()) == parts:
-                    yield text
-
-
 PROBES: Mapping[str, Callable[[Config], Iterator[Finding]]] = {
     "python": _python,
-    "cores": _cores,
-    "memory": _memory,
     "huge pages": _huge_pages,
     _SHARED_MEMORY: _shared_memory,
     "open files": _files,

@@ -22,6 +22,7 @@ from quire.v1 import executor_pb2
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.config import is_private
+from service.listening import is_address, listening_socket
 from service.logging import get_logger
 from service.metrics.collector import QuireCollector, Sources
 from service.metrics.figures import Figures
@@ -71,12 +72,7 @@ class Exporter:
         """Binds the address. Returns the port. Raises OSError."""
         if not is_private(self._listen):
             _log.warning("others can read the metrics: this port has no TLS and no authentication")
-        host, _, port = self._listen.rpartition(":")
-        host = host.strip("[]")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # [::] also accepts IPv4, as on gRPC's port.
-        is_dual = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
-        self._socket = socket.create_server((host, int(port)), family=family, dualstack_ipv6=is_dual)
+        self._socket = listening_socket(self._listen)
         return int(self._socket.getsockname()[1])
 
     async def run(self) -> None:
@@ -137,9 +133,9 @@ class Exporter:
         host = headers.get(b"host", b"").decode("latin-1")
         if request.method not in (b"GET", b"HEAD"):
             return 405, _TEXT, b"only GET and HEAD\n"
-        # DNS rebinding: a page whose host name resolves to this machine could read the metrics.
-        if is_private(self._listen) and host and not is_private(host if ":" in host else f"{host}:80"):
-            return 403, _TEXT, b"the Host header must be localhost or its address\n"
+        # Probes of HTTP/1.0 have no Host header, and browsers have one.
+        if is_private(self._listen) and host and not is_address(host):
+            return 403, _TEXT, b"the Host header must be localhost or an IP address\n"
         accepts_openmetrics = _OPENMETRICS in headers.get(b"accept", b"")
         return await self._found(request.target.partition(b"?")[0], accepts_openmetrics)
 

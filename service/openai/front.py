@@ -9,18 +9,20 @@ import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from quire.v1 import executor_pb2
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
+from starlette.types import ASGIApp
 
 from service.api.server_state import ServerState
 from service.auth.authenticator import Authenticator
 from service.auth.tls import http_context
 from service.config import Config
+from service.listening import listening_socket
 from service.openai import requests
 from service.openai.bodies import BodyReader
 from service.openai.connection import CHECK_INTERVAL_S, Connection
@@ -49,8 +51,12 @@ class OpenAiFront:
         text: TextModel,
         authenticator: Authenticator | None,
         forward: Forward,
+        traced: Callable[[ASGIApp], ASGIApp] | None = None,
     ) -> None:
-        """`forward`: scores prompts. Raises ConfigError for certificates that cannot be used."""
+        """`forward`: scores prompts. `traced`: adds spans to an application.
+
+        Raises ConfigError for certificates that cannot be used.
+        """
         config = state.config
         self._listen = config.openai_listen
         self._state = state
@@ -59,7 +65,8 @@ class OpenAiFront:
         self._socket: socket.socket | None = None
         self._ended = asyncio.Event()
         self._middleware = Middleware(self._routes(executions, text, forward), authenticator, state)
-        self._server = _Server(self._uvicorn_config(config))
+        app = self._middleware if traced is None else traced(self._middleware)
+        self._server = _Server(self._uvicorn_config(config, app))
 
     def _routes(self, executions: Executions, text: TextModel, forward: Forward) -> Router:
         is_processed = self._state.config.openai_logprobs_mode == "processed_logprobs"
@@ -76,10 +83,10 @@ class OpenAiFront:
         ]
         return Router(routes, redirect_slashes=False)
 
-    def _uvicorn_config(self, config: Config) -> uvicorn.Config:
+    def _uvicorn_config(self, config: Config, app: ASGIApp) -> uvicorn.Config:
         context = http_context(config)
         return uvicorn.Config(
-            self._middleware,
+            app,
             http=functools.partial(Connection, config),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
@@ -100,14 +107,7 @@ class OpenAiFront:
 
     def bind(self) -> int:
         """Binds the address; clients can connect from now on. Returns the port. Raises OSError."""
-        host, _, port = self._listen.rpartition(":")
-        host = host.strip("[]")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # As gRPC's port: [::] also accepts IPv4.
-        is_dual = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
-        self._socket = socket.create_server(
-            (host, int(port)), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual
-        )
+        self._socket = listening_socket(self._listen, _BACKLOG)
         return int(self._socket.getsockname()[1])
 
     async def run(self) -> None:

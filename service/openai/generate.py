@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 
 import grpc
 from quire.v1 import executor_pb2, runner_pb2, types_pb2
-from starlette.types import Send
+from starlette.types import Scope, Send
 
 from service.errors import InvalidArgument
 from service.openai.fields import Fields, array, bad_field, boolean, integer, string
@@ -259,9 +259,9 @@ class GenerateHandler(CompletionHandler):
         super().__init__(partial(generate, is_processed=is_processed), *shared)
         self._forward = forward
 
-    async def _handle(self, value: object, send: Send) -> None:
+    async def _handle(self, value: object, scope: Scope, send: Send) -> None:
         try:
-            await super()._handle(value, send)
+            await super()._handle(value, scope, send)
         except InvalidArgument as error:
             raise InvalidArgument(error.reason, _param(error.field), error.message) from None
 

@@ -60,9 +60,9 @@ class CompletionHandler:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
         async with self._body_reader.read(Request(scope, receive)) as value:
-            await _until_disconnected(receive, self._handle(value, send))
+            await _until_disconnected(receive, self._handle(value, scope, send))
 
-    async def _handle(self, value: object, send: Send) -> None:
+    async def _handle(self, value: object, scope: Scope, send: Send) -> None:
         if not (isinstance(value, dict) and self._models.is_remote(value.get("model"))):
             await self._state.first_worker(None)
         completion_request = self._parse(value, self._resolve)
@@ -79,6 +79,7 @@ class CompletionHandler:
                 await send_response(execution, reader, response, send)
             finally:
                 execution.detach(reader)
+                scope["quire.answer"] = _described(execution.started, response)
 
     def _resolve(self, model: str) -> ResolvedModel:
         return self._models.resolve(model)
@@ -181,6 +182,14 @@ class _ResponseBody:
 def event(value: object) -> str:
     """A server-sent event."""
     return f"data: {to_json(value)}\n\n"
+
+
+def _described(started: runner_pb2.ExecutionStarted, response: CompletionResponse) -> dict[str, str | int]:
+    """An answer's attributes for traces."""
+    model, (input_tokens, output_tokens) = started.model_id, response.usage()
+    models = {"gen_ai.request.model": model, "gen_ai.response.model": model} if model else {}
+    usage = {"gen_ai.usage.input_tokens": input_tokens, "gen_ai.usage.output_tokens": output_tokens}
+    return {"quire.runtime": started.runtime, **models, **usage}
 
 
 async def _until_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import secrets
 import time
 from typing import cast
@@ -23,6 +22,7 @@ from service.api.validation import is_request_id
 from service.auth.authenticator import AUTHORIZATION, Authenticator
 from service.config import is_private
 from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError, SessionLimit
+from service.listening import is_address
 from service.logging import bind_request_id, get_logger
 from service.openai import errors
 from service.openai.connection import connection_of
@@ -66,7 +66,7 @@ class Middleware:
             running.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises only cancellations."""
+        """Raises only cancellations. An error's reason is left in the scope, for traces."""
         request = Request(scope, receive)
         own = request.headers.get(_REQUEST_ID, "")
         request_id = own if own and is_request_id(own) else secrets.token_hex(8)
@@ -104,6 +104,7 @@ class Middleware:
         finally:
             self._running.discard(task)
         self._state.refusals.refused(name, error, _elapsed_ms(began_s))
+        scope["quire.error"] = error.reason
         await response.fail(error)
 
     def _admit(self, request: Request) -> None:
@@ -112,8 +113,7 @@ class Middleware:
         # Not the path of `request.url`: that is built from the Host header.
         if path == HEALTH:
             return
-        if self._is_local_only and not _is_local(request.headers.get("host", "")):
-            # DNS rebinding: a page whose host name resolves to this machine could read all responses.
+        if self._is_local_only and not is_address(request.headers.get("host", "")):
             text = "without authentication the Host header must be an IP address or localhost"
             raise InvalidArgument("BAD_HOST", "", text)
         if self._authenticator is not None:
@@ -162,18 +162,6 @@ class _Response:
             await self._send({"type": "http.response.body", "body": event(errors.body(error)).encode()})
         else:
             connection_of(self._request.scope).abort()
-
-
-def _is_local(host: str) -> bool:
-    """Whether a Host header is an IP address or localhost."""
-    name = host if host.endswith("]") else host.rpartition(":")[0] or host
-    if name.lower() == "localhost":
-        return True
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return False
-    return True
 
 
 def _elapsed_ms(began_s: float) -> float:

@@ -135,6 +135,11 @@ class CompletionResponse:
 
     # Both.
 
+    def usage(self) -> tuple[int, int]:
+        """The tokens of the prompts and of the samples that have ended."""
+        total = self._total_usage()
+        return total["prompt_tokens"], total["completion_tokens"]
+
     def _logprobs(
         self, entries: Callable[[], Iterator[_Entry]], num_before: int = 0
     ) -> dict[str, Iterator[Any] | None] | None:

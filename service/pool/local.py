@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from google.protobuf import json_format
@@ -42,13 +42,19 @@ _NOT_COMPARED = ("log_level", "log_format", "model_was_proved")
 class LocalLauncher:
     """Owner of the registry in `data_dir`, or in a temporary directory that `close` removes."""
 
-    def __init__(self, data_dir: Path | None, orphan_grace_s: float) -> None:
-        """Without a `data_dir` no later gateway can find the workers."""
+    def __init__(
+        self, data_dir: Path | None, orphan_grace_s: float, on_locked: Callable[[], None] = lambda: None
+    ) -> None:
+        """Without a `data_dir` no later gateway can find the workers.
+
+        `on_locked`: called in a thread when no other gateway has `data_dir`. It raises nothing.
+        """
         self._temporary: Path | None = None
         if data_dir is None:
             name = f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
             data_dir = self._temporary = Path(tempfile.gettempdir()) / name
         self._registry = Registry(data_dir)
+        self._on_locked = on_locked
         self._can_watch = can_watch()
         # How long workers outlive this gateway; 0: they end with it.
         self._grace_s = orphan_grace_s
@@ -79,6 +85,7 @@ class LocalLauncher:
             _remove_stale_directories(self._temporary.parent)
         try:
             await self._registry.wait_open()
+            await asyncio.to_thread(self._on_locked)
             self._epochs.continue_after(self._registry.last_epoch())
             if not self._can_watch:
                 raise OSError(0, "this system cannot watch processes of another gateway")

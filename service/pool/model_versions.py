@@ -17,9 +17,11 @@ from pathlib import Path
 from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
 from service import durable_file
+from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from service.logging import get_logger
 
 _log = get_logger(__name__)
+SHIPPED_MODEL_DIR = Path(__file__).parents[2] / "workers" / "models" / SHIPPED_MODEL
 _NAME = "weights.json"
 _MAX_BYTES = 1 << 16
 
@@ -309,6 +311,18 @@ def choose_served_model(stored: ServedModel | None, configured: str, newest: int
         return ServedModel(configured, configured, stored.weights)
     # There is no file yet, or it was removed.
     return ServedModel(configured, configured, newest)
+
+
+def is_gone(served: str, configured: str) -> bool:
+    """Whether weights were loaded instead of the configured ones, and their directory is not there now."""
+    return served not in (configured, WEIGHTLESS_MODEL) and not Path(served).is_dir()
+
+
+def model_argument(model: str) -> str:
+    """The model argument of workers: an absolute directory, or the weightless executor's name."""
+    if model == WEIGHTLESS_MODEL:
+        return model
+    return str(SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else Path(model).resolve())
 
 
 def to_model_tag(fingerprint: str, number: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -62,8 +62,12 @@ class LeasedWorker:
 class RemoteLauncher:
     """Owner of the leases, and of the port that workers call."""
 
-    def __init__(self, data_dir: Path | None, config: Config) -> None:
-        """Without a `data_dir`, the next gateway is another one for the workers. Raises ConfigError."""
+    def __init__(self, data_dir: Path | None, config: Config, on_locked: Callable[[], None]) -> None:
+        """Without a `data_dir`, the next gateway is another one for the workers. Raises ConfigError.
+
+        on_locked: called on a thread when the data directory is this gateway's.
+        """
+        self._on_locked = on_locked
         self._config = config
         self._addresses = config.worker_addresses
         self._registry = None if data_dir is None else Registry(data_dir)
@@ -80,6 +84,7 @@ class RemoteLauncher:
         if self._registry is not None:
             try:
                 await self._registry.wait_open()
+                await asyncio.to_thread(self._on_locked)
                 self._epochs.continue_after(self._registry.last_epoch())
                 self._gateway_id = self._registry.gateway_id()
             except (OSError, ValueError) as error:

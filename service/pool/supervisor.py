@@ -11,7 +11,6 @@ failures do not affect the other versions.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import Context
@@ -104,10 +103,10 @@ class Supervisor:
         snapshots = await asyncio.gather(
             *(i.request_snapshot(check_integrity=check_integrity, timeout_s=timeout_s) for i in ready)
         )
-        # Heartbeats during the wait may have replaced snapshots, and those have no integrity check.
+        # They are in the slots, or newer ones of heartbeats, which have no integrity check.
         for incarnation, snapshot in zip(ready, snapshots, strict=True):
-            if snapshot is not None and incarnation in self._running.values():
-                incarnation.slot.snapshot = snapshot
+            if snapshot is not None and check_integrity and incarnation in self._running.values():
+                incarnation.slot.snapshot.pool_intact = snapshot.pool_intact
         return self.versions.all_slots
 
     def send_adapters(self, command: worker_pb2.AdapterCommand) -> None:
@@ -260,8 +259,5 @@ class Supervisor:
         config.model = slot.version.model
         config.device_index = slot.index
         config.model_was_proved = slot.version.fingerprint is not None
-        cores = max(1, (os.cpu_count() or 1) // self._config.workers)
-        # 0: a worker of another host takes its own.
-        cores = 0 if self._config.has_remote_workers else cores
-        config.threads = self._config.threads_per_worker or cores
+        config.threads = self._config.threads_per_worker or 0
         return config

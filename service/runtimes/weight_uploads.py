@@ -3,8 +3,8 @@
     weight-uploads/<id>/.../    safetensors files of the stream, and copies of the served model's other files
 
 An upload is needed while a model version has it, `weights.json` names it, a LoadWeights of it runs, or it is
-the newest one and was neither served nor refused. All others are removed, at the start those that a crash
-has left.
+the newest one and was neither served nor refused. All others are removed, those that a crash has left by
+the next gateway.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class WeightUploads:
     """Owner of the uploads."""
 
     def __init__(self, data_dir: Path | None, versions: ModelVersions, config: Config) -> None:
-        """Removes what a crash has left. `data_dir`: None if nothing outlives the gateway."""
-        self._directory = UploadDirectory(data_dir and data_dir.resolve(), _DIRECTORY)
+        """`data_dir`: None if nothing outlives the gateway."""
+        self.directory = UploadDirectory(data_dir and data_dir.resolve(), _DIRECTORY)
         self._versions = versions
         self._timeout_s = config.message_timeout_s
         self._is_receiving = False
@@ -64,12 +64,10 @@ class WeightUploads:
         self._waiting = ""
         # The sources of running LoadWeights, uploads or not, and of the upload that is being copied from.
         self._in_use: list[str] = []
-        if data_dir is not None and self._directory.path.is_dir():
+        if data_dir is not None:
             in_use = {self._id_of(model): Path(model) for model in versions.models}
             self._complete = {upload_id: path for upload_id, path in in_use.items() if upload_id}
-            for left in self._directory.path.iterdir():
-                if left.name not in self._complete:
-                    shutil.rmtree(left, ignore_errors=True)
+            self.directory.keep_only(self._complete)
         versions.subscribe(self._remove_unneeded)
 
     def find(self, source: str) -> Path | None:
@@ -104,7 +102,7 @@ class WeightUploads:
         self._is_receiving = True
         upload_id = secrets.token_hex(8)
         served = Path(self._versions.serving.model)
-        parent = self._directory.path / upload_id
+        parent = self.directory.path / upload_id
         directory = parent.joinpath(*served.parts[1:][-_NAMING_PARTS:])
         try:
             # Other weights may be served before the copy is complete.
@@ -172,20 +170,16 @@ class WeightUploads:
         needed.update(map(self._id_of, self._versions.models))
         for upload_id in self._complete.keys() - needed:
             del self._complete[upload_id]
-            path = self._directory.path / upload_id
+            path = self.directory.path / upload_id
             remove = functools.partial(shutil.rmtree, path, ignore_errors=True)
             asyncio.get_running_loop().run_in_executor(None, remove)
 
     def _id_of(self, model: str) -> str:
         """The id of the upload that is served as this model. Empty if it is another directory."""
         try:
-            return Path(model).resolve().relative_to(self._directory.path).parts[0]
+            return Path(model).resolve().relative_to(self.directory.path).parts[0]
         except (ValueError, IndexError):
             return ""
-
-    def close(self) -> None:
-        """Removes what must not outlive the gateway. Never raises."""
-        self._directory.close()
 
 
 def _copy_settings(served: Path, directory: Path) -> int:

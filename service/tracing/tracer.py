@@ -5,47 +5,31 @@ bounded queue, and those that do not fit are dropped: nothing here blocks the ev
 contents of requests, and nothing that names a tenant or a cache.
 
 The SDK reads further settings from its standard environment variables: OTEL_SERVICE_NAME,
-OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_* and OTEL_EXPORTER_OTLP_*.
+OTEL_RESOURCE_ATTRIBUTES, OTEL_BSP_* and OTEL_EXPORTER_OTLP_*.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
-from importlib import metadata
+import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 from google.rpc import status_pb2
-from opentelemetry.context import Context as TraceContext
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import (
-    INVALID_SPAN,
-    NonRecordingSpan,
-    Span,
-    SpanContext,
-    SpanKind,
-    TraceFlags,
-    TraceState,
-    format_trace_id,
-    set_span_in_context,
-)
 from quire.v1 import admin_pb2, executor_pb2, runner_pb2
 
 from service.api.interceptor import Behaviour
-from service.api.trace_context import TRACEPARENT, TraceParent, trace_parent
-from service.logging import bind_trace_id, current_request_id
-from service.tracing.streams import STREAMS, reason_of, set_error
+from service.logging import current_request_id
+from service.tracing.http import TracedHttp
+from service.tracing.spans import Sampler, SpanExporter, set_error, template
+from service.tracing.streams import STREAMS, reason_of
 
 # What the collector gets of the last spans, when the server stops.
 _CLOSE_S = 2.0
-_ROOT = TraceContext()
-# It warns of each invalid `tracestate`, with its text.
-logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
 # Without these, a caller could name spans as it likes.
 _METHODS = {
     f"/{service.full_name}/{method.name}": (service.full_name, method.name)
@@ -53,6 +37,8 @@ _METHODS = {
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
+# The places of attributes that are set at the end.
+_CODE, _REQUEST_ID = 0, 1
 
 
 class CallTracer:
@@ -60,51 +46,56 @@ class CallTracer:
 
     def __init__(self, endpoint: str) -> None:
         """`endpoint`: the collector's URL. Connections are made, and made again, by the exporter's thread."""
-        own = Resource.create(
-            {"service.name": "quire", "service.version": metadata.version("quire-llm-server")}
-        )
-        self._exporter = OTLPSpanExporter(endpoint=endpoint)
+        self._exporter = SpanExporter(endpoint)
         self._processor = BatchSpanProcessor(self._exporter)
-        # The environment comes first.
-        provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
-        provider.add_span_processor(self._processor)
-        self._tracer = provider.get_tracer("quire")
+        # Its own method is for spans of the SDK only.
+        self._emit: Callable[[Any], None] = self._processor._batch_processor.emit  # noqa: SLF001
+        self._sampler = Sampler()
 
     def observing(self, method: str, behaviour: Behaviour) -> Behaviour:
         """Returns a behaviour whose calls have spans. Health checks and reflection have none."""
         if method not in _METHODS:
             return behaviour
         service, name = _METHODS[method]
-        attributes = {
+        attributes: dict[str, str | int] = {
+            "rpc.grpc.status_code": 0,
+            "quire.request_id": "",
             "rpc.system": "grpc",
             "rpc.service": service,
             "rpc.method": name,
-            "rpc.grpc.status_code": 0,
         }
-        start, stream_type = self._tracer.start_span, STREAMS.get(name)
+        start, emit, stream_type = self._sampler.begin, self._emit, STREAMS.get(name)
+        new = template(f"{service}/{name}", attributes)
 
         async def handle(messages: Any, context: Any) -> Any:
-            parent = _parent(context.invocation_metadata() or ())
-            span = start(f"{service}/{name}", parent, SpanKind.SERVER, attributes)
-            bind_trace_id(format_trace_id(span.get_span_context().trace_id))
+            span = start(new, context.invocation_metadata() or ())
+            if span is None:
+                return await behaviour(messages, context)
             stream = None
-            if stream_type is not None and span.is_recording():
+            if stream_type is not None:
                 context = stream = stream_type(context, span)
             try:
                 return await behaviour(messages, context)
             except BaseException as error:
                 if context.code() is grpc.StatusCode.UNAUTHENTICATED:
-                    # A span that does not end is not exported: anybody could push out those of callers.
-                    span = INVALID_SPAN
-                _end(span, error, context)
+                    # Otherwise anybody could push out the spans of callers.
+                    span = None
+                else:
+                    _end(span, error, context)
                 raise
             finally:
-                span.set_attribute("quire.request_id", current_request_id())
-                if stream is not None:
-                    stream.finish()
-                span.end()
+                if span is not None:
+                    if stream is not None:
+                        stream.finish()
+                    span.attributes[_REQUEST_ID].value.string_value = current_request_id()
+                    span.end_time_unix_nano = time.time_ns()
+                    emit(span)
 
         return handle
+
+    def http(self, app: Any) -> TracedHttp:
+        """Returns an ASGI application whose requests have spans."""
+        return TracedHttp(app, self._sampler, self._emit)
 
     def close(self) -> None:
         """Exports the last spans, for two seconds at most."""
@@ -115,27 +106,11 @@ class CallTracer:
             self._exporter.shutdown()
 
 
-def _parent(pairs: Any) -> TraceContext:
-    """The caller's span, or nothing if the metadata has none that is valid."""
-    parent: TraceParent | None = None
-    state = ""
-    for key, value in pairs:
-        if key == TRACEPARENT:
-            parent = trace_parent(value)
-        elif key == "tracestate":
-            state = value
-    if parent is None:
-        return _ROOT
-    ids, flags = (int(parent.trace_id, 16), int(parent.span_id, 16)), TraceFlags(parent.is_sampled)
-    span_context = SpanContext(*ids, True, flags, TraceState.from_header([state]) if state else None)
-    return set_span_in_context(NonRecordingSpan(span_context), _ROOT)
-
-
 def _end(span: Span, error: BaseException, context: Any) -> None:
     """Writes how a call ended that raised an error. Its status was sent already."""
     code = grpc.StatusCode.CANCELLED if isinstance(error, asyncio.CancelledError) else context.code()
     code = code if isinstance(code, grpc.StatusCode) else grpc.StatusCode.UNKNOWN
-    span.set_attribute("rpc.grpc.status_code", code.value[0])
+    span.attributes[_CODE].value.int_value = code.value[0]
     if code is not grpc.StatusCode.CANCELLED:
         details = dict(context.trailing_metadata() or ()).get("grpc-status-details-bin", b"")
         set_error(span, reason_of(status_pb2.Status.FromString(details)) or code.name)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,7 +32,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def gateway(collector: Collector) -> Iterator[GatewayProcess]:
-    flags = [*FLAGS, "--otlp-endpoint", collector.endpoint]
+    flags = [*FLAGS, "--otlp-endpoint", collector.endpoint, "--openai-listen", "127.0.0.1:0"]
     with (
         mock.patch.dict(os.environ, {"OTEL_BSP_SCHEDULE_DELAY": "50"}),
         GatewayProcess(model="adder", flags=flags) as gateway,
@@ -108,6 +111,66 @@ def test_an_execution_says_its_model_and_its_tokens(gateway: GatewayProcess, col
     assert one.attributes["gen_ai.usage.output_tokens"] == sum(usage.output_tokens for usage in usages)
     assert [name for name, _ in one.events] == ["first token"]
     assert b"12+34" not in collector.bytes and b"SECRET" not in collector.bytes
+
+
+def port_of(gateway: GatewayProcess) -> int:
+    records = (record for record in gateway.records() if record.get("event") == "listening for HTTP")
+    return int(str(next(records)["listen"]).rpartition(":")[2])
+
+
+def test_a_trace_goes_on_at_a_provider(gateway: GatewayProcess, collector: Collector, tmp_path: Path) -> None:
+    trace_id = "c" * 32
+    (tmp_path / "runtimes.toml").write_text(
+        f"""
+        [runtimes.other]
+        dialect = "openai-completions"
+        base_url = "http://127.0.0.1:{port_of(gateway)}/v1"
+        model = "adder"
+        """
+    )
+    flags = ["--runtimes", str(tmp_path / "runtimes.toml"), "--otlp-endpoint", collector.endpoint]
+    request = runner_pb2.ExecuteRequest(
+        runtime="other", items=[runner_pb2.ExecuteItem(item_id="a", text="12+34=", max_tokens=3)]
+    )
+    with (
+        mock.patch.dict(os.environ, {"OTEL_BSP_SCHEDULE_DELAY": "50"}),
+        GatewayProcess(model="paged-attention", flags=flags) as asking,
+    ):
+        assert asking.channel is not None
+        execute = runner_pb2_grpc.ModelRunnerServiceStub(asking.channel).Execute
+        chunks = [c for one in execute(request, metadata=in_trace(trace_id, "r-1")) for c in one.chunks]
+        assert "".join(chunk.text for chunk in chunks) == "46"
+        (outer,) = collector.wait_for(1, "/Execute", trace_id)
+    (inner,) = collector.wait_for(1, "/v1/completions", trace_id)
+    assert outer.parent_id == PARENT and inner.parent_id == outer.span.span_id.hex()
+    model = gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.model_id
+    assert inner.attributes.pop("quire.request_id")
+    assert inner.attributes == {
+        "http.request.method": "POST",
+        "http.route": "/v1/completions",
+        "http.response.status_code": 200,
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.usage.input_tokens": len("12+34="),
+        "gen_ai.usage.output_tokens": outer.attributes["gen_ai.usage.output_tokens"],
+        "quire.runtime": "local",
+    }
+
+
+def test_a_refused_request_has_its_reason(gateway: GatewayProcess, collector: Collector) -> None:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port_of(gateway)}/v1/chat/completions",
+        b'{"model": "SECRETMODEL"}',
+        {"content-type": "application/json", "x-request-id": "r-http"},
+    )
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(request, timeout=60)
+    (one,) = collector.wait_for(1, "/v1/chat/completions")
+    assert one.attributes["http.response.status_code"] == 404
+    assert one.attributes["error.type"] == "RUNTIME_NOT_FOUND"
+    assert one.attributes["quire.request_id"] == "r-http" and not one.span.status.code
+    assert b"SECRET" not in collector.bytes
 
 
 def test_the_last_spans_arrive_when_the_server_stops() -> None:

@@ -134,6 +134,20 @@ def test_a_second_server_on_a_port_is_told_of_the_port(tmp_path: Path) -> None:
     assert line["error"] == "another process has this address; choose another one with --listen"
 
 
+def test_a_second_server_on_a_port_removes_nothing_of_the_first(tmp_path: Path) -> None:
+    """Not with a journal in memory either, with which neither has locked the directory by then."""
+    of_first = [tmp_path / "data" / name for name in ("adapter-versions/1", "weight-uploads/0a")]
+    for path in of_first:
+        path.mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        listen = f"127.0.0.1:{first.getsockname()[1]}"
+        flags = ("--listen", listen, "--data-dir", str(tmp_path / "data"), "--journal", "memory")
+        with run("serve", *flags) as process:
+            process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert all(path.is_dir() for path in of_first)
+
+
 def test_a_journal_that_cannot_be_used_is_told_also_where_a_killed_server_has_left_its_socket(
     tmp_path: Path,
 ) -> None:

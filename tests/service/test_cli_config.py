@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,7 +22,9 @@ from quire.cli.main import main
 from service.config import ADDRESSES, SETTINGS, Config, ConfigError
 from service.config_sources import json_schema, load_config
 from service.journal.sqlite import open_journal
+from service.pool.model_versions import ServedModel, to_model_tag, write_served_model
 from tests.certificates import Authority
+from tests.service.journal_traffic import created
 
 ROOT = Path(__file__).resolve().parents[2]
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
@@ -144,6 +148,34 @@ def test_a_running_servers_directory_is_in_use_and_a_damaged_journal_is_told(
     (directory / "journal.db").write_bytes(b"no database")
     (said,) = problems(capsys, *flags)
     assert f"{directory}/journal.db is not a database" in said and "quire-journal" not in said
+
+
+def test_weights_that_were_loaded_last_and_are_gone_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the settings name other ones by now, or the journal has caches of later ones."""
+    directory, configured, loaded = (tmp_path / name for name in ("data", "configured", "loaded"))
+    for path in (configured, loaded):
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+    write_served_model(directory, ServedModel(str(configured), str(loaded), 1))
+    flags = ["--listen", "127.0.0.1:0", "--data-dir", str(directory), "--model", str(configured)]
+    assert problems(capsys, *flags) == []
+    shutil.rmtree(loaded)
+    (said,) = problems(capsys, *flags)
+    assert f"{loaded} was loaded last, and is gone" in said
+    assert problems(capsys, *flags, "--journal", "memory") == [said]
+    assert problems(capsys, *flags[:-1], "adder") == []
+
+    async def make_cache_of_later_weights() -> None:
+        with contextlib.closing(open_journal(directory)) as journal:
+            journal.bind_model(to_model_tag("fingerprint", 2))
+            is_durable = asyncio.get_running_loop().create_future()
+            journal.commit([created(1)], is_durable.set_result)
+            assert await is_durable
+
+    asyncio.run(make_cache_of_later_weights())
+    assert problems(capsys, *flags) == []
 
 
 def test_show_says_where_each_value_is_from(

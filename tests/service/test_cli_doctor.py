@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import socket
 from importlib import metadata
 from pathlib import Path
 
-import psutil
 import pytest
 from quire.cli.main import main
 
@@ -55,7 +53,8 @@ def test_it_fits_80_columns_and_advises(
 ) -> None:
     long = Finding("products", SLOW, "torch: " + "there is no build, " * 9, "compile " * 20)
     escape = Finding("cpu", OK, "\x1b[2J", "is not shown")
-    monkeypatch.setattr(doctor, "_settings", lambda _: [])
+    for part in ("_settings", "_limits"):
+        monkeypatch.setattr(doctor, part, lambda _: [])
     monkeypatch.setattr(doctor, "_torch", list)
     monkeypatch.setattr(doctor, "_system", lambda _: [long, escape])
     assert main(["doctor"]) == 0
@@ -106,43 +105,32 @@ def test_the_probe_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (last.name, last.state, last.text) == ("disk", PROBLEM, "no answer within 15 s")
 
 
-def test_cores_that_may_not_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    (cores,) = found("cores", workers=2)
-    assert cores.state == SLOW and "8 of 16" in cores.text and "--threads-per-worker 4" in cores.advice
-    monkeypatch.setattr(probes, "_cgroup_values", lambda *_: iter(["250000 100000\n"]))
-    (cores,) = found("cores")
-    assert cores.state == SLOW and "2.5 of 16" in cores.text and "--threads-per-worker 2" in cores.advice
-    assert found("cores", threads_per_worker=2)[0].state == OK
+LIMITS = {"cores": 16, "usable_cores": 2.5, "memory_bytes": 64 << 30, "available_bytes": 8 << 30}
 
 
-def test_limits_of_cgroups_above_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = next(
-        line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")
-    )
-    here = tmp_path / place.removeprefix("0::/")
-    here.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "memory.max").write_text("1073741824\n")
-    if here != tmp_path:
-        (here / "memory.max").write_text("max\n")
-    monkeypatch.setattr(probes, "_CGROUPS", tmp_path)
-    assert [*probes._cgroup_values("memory.max", 1)] == ["1073741824\n"]
+def limits_found(monkeypatch: pytest.MonkeyPatch, **facts: object) -> list[Finding]:
+    found = LIMITS | {"memory_limit_bytes": None} | facts
+    monkeypatch.setattr(doctor, "ask", lambda *_, **__: [found])
+    return [*doctor._limits(None)]
+
+
+def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores, _ = limits_found(monkeypatch)
+    assert cores == Finding("cores", OK, "2.5 of 16 are usable, by affinity and cgroup")
+    monkeypatch.setenv("QUIRE_WORKERS", "2")
+    for threads, state in ("1", OK), ("2", SLOW):
+        monkeypatch.setenv("QUIRE_THREADS_PER_WORKER", threads)
+        cores, _ = limits_found(monkeypatch)
+        assert cores.state == state and ("--threads-per-worker" in cores.advice) == (state == SLOW)
+    cores, _ = limits_found(monkeypatch, usable_cores=16)
+    assert (cores.state, cores.text) == (OK, "all 16 are usable")
 
 
 def test_memory_that_a_cgroup_does_not_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Memory:
-        available, total = 8 << 30, 16 << 30
-
-    monkeypatch.setattr(psutil, "virtual_memory", Memory)
-    for limit, state, advice in (
-        (4 << 30, SLOW, "--kv-pages"),
-        (1 << 20, PROBLEM, "1 GiB"),
-        (12 << 30, OK, ""),
-    ):
-        monkeypatch.setattr(probes, "_cgroup_values", lambda *_, limit=limit: iter([str(limit)]))
-        (memory,) = found("memory")
-        assert memory.state == state and advice in memory.advice
+    _, memory = limits_found(monkeypatch, memory_limit_bytes=9 << 30)
+    assert memory == Finding("memory", OK, "8.0 GiB available of 64.0; a cgroup allows 9.0")
+    _, memory = limits_found(monkeypatch, available_bytes=1 << 29)
+    assert memory.state == PROBLEM and "1 GiB" in memory.advice
 
 
 def test_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

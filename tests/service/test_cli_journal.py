@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -232,6 +233,17 @@ def test_a_server_starts_with_a_backup(
     assert ledgers[0] == ledgers[1] and len(ledgers[0]) == 3
     assert main(["journal", "backup", str(directory), str(copy)]) == 2, "an older backup stays"
     assert "File exists" in capsys.readouterr().err
+
+
+def test_a_backup_is_on_the_disk_when_it_is_told(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the entries of the directories that were made for it."""
+    synced: set[str] = set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(str(Path(f"/proc/self/fd/{file}").readlink())))
+    copy = tmp_path / "backups" / "one"
+    said(capsys, "backup", str(directory), str(copy))
+    assert synced >= {str(path) for path in (*copy.iterdir(), copy, copy.parent, tmp_path)}
 
 
 def test_a_directory_without_a_journal_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

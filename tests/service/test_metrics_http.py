@@ -73,7 +73,11 @@ async def test_readiness_follows_the_health_service(tmp_path: Path) -> None:
         ("localhost:9464", 200),
         ("127.0.0.1", 200),
         ("[::1]:9464", 200),
+        # Of a tunnel or a proxy. A page that comes from an address cannot be one of another host.
+        ("192.0.2.7:9464", 200),
         ("evil.example", 403),
+        ("evil.example:9464", 403),
+        ("unix:9464", 403),
     ],
 )
 async def test_pages_of_a_browser_cannot_read_it(tmp_path: Path, host: str, status: int, path: str) -> None:

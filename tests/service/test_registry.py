@@ -271,9 +271,11 @@ async def test_without_a_registry_workers_end_with_their_gateway(
 ) -> None:
     (data_dir / "a-file").touch()
     monkeypatch.setattr("service.pool.local._LOCK_TIMEOUT_S", 0.1)
-    first = LocalLauncher(data_dir, 60)
+    locked: list[int] = []
+    first = LocalLauncher(data_dir, 60, lambda: locked.append(1))
     assert await first.adopt([CONFIG]) == {} and first._grace_s == 60
-    for other in (LocalLauncher(data_dir, 60), LocalLauncher(data_dir / "a-file", 60)):
+    for directory in (data_dir, data_dir / "a-file"):
+        other = LocalLauncher(directory, 60, lambda: locked.append(2))
         assert await other.adopt([CONFIG]) == {} and other._grace_s == 0
         socket = other._registry.socket_path("worker-0-1")
         assert socket.parent.parent == Path(tempfile.gettempdir())
@@ -282,6 +284,7 @@ async def test_without_a_registry_workers_end_with_their_gateway(
         assert not socket.parent.exists()
         other.close()
     first.close()
+    assert locked == [1]
     monkeypatch.setattr("service.pool.local.can_watch", lambda: False)
     third = LocalLauncher(data_dir, 60)
     assert await third.adopt([CONFIG]) == {} and third._grace_s == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
 from quire.v1 import worker_pb2
 
 from service.config import Config
@@ -13,7 +14,7 @@ from service.pool.model_versions import WorkerSlot
 from service.pool.supervisor import Supervisor
 from tests.service.served import versions_of
 
-CHECKED = worker_pb2.WorkerSnapshot(pool_intact=True)
+BEFORE, AFTER = 3, 4
 
 
 class Asked:
@@ -24,17 +25,21 @@ class Asked:
         self.slot = slot
         self._others = others
 
-    async def request_snapshot(self, **_: object) -> worker_pb2.WorkerSnapshot:
+    async def request_snapshot(self, *, check_integrity: bool, **_: object) -> worker_pb2.WorkerSnapshot:
+        intact = True if check_integrity else None
+        self.slot.snapshot = answer = worker_pb2.WorkerSnapshot(step_number=BEFORE, pool_intact=intact)
         for slot in self._others:
-            slot.snapshot = worker_pb2.WorkerSnapshot()
-        return CHECKED
+            slot.snapshot = worker_pb2.WorkerSnapshot(step_number=AFTER)
+        return answer
 
 
-async def test_a_heartbeat_does_not_hide_what_was_checked() -> None:
+@pytest.mark.parametrize("checks", [True, False])
+async def test_a_heartbeat_hides_nothing_and_is_not_hidden(checks: bool) -> None:
     supervisor = Supervisor(Config(), versions_of(workers=2), cast(Launcher, None))
     slots = supervisor.versions.all_slots
     supervisor._running = {
         (slot.worker_id, slot.epoch): cast(Incarnation, Asked(slot, slots)) for slot in slots
     }
-    checked = await supervisor.refresh_snapshots(check_integrity=True)
-    assert [slot.snapshot for slot in checked] == [CHECKED, CHECKED]
+    checked = await supervisor.refresh_snapshots(check_integrity=checks)
+    assert [slot.snapshot.step_number for slot in checked] == [AFTER, AFTER]
+    assert [slot.snapshot.pool_intact for slot in checked] == [checks, checks]

@@ -14,6 +14,10 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.context import Context
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
 from service.api.interceptor import CallInterceptor
@@ -21,15 +25,17 @@ from service.api.trace_context import TraceParent, trace_parent
 from service.config import Config, ConfigError
 from service.errors import CacheNotFound, Unauthenticated
 from service.tracing.opening import open_tracer
+from service.tracing.spans import Sampler
 from service.tracing.streams import TracedSession
 from service.tracing.tracer import CallTracer
-from tests.collector import Collector, Received
+from tests.collector import Collector, Received, values
 from tests.service.served import state_of
 from tests.service.test_interceptor import SECRET, Servicer, raises
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
 PATIENCE_S = 60.0
+SAMPLERS = [of + root for of in ("", "parentbased_") for root in ("always_on", "always_off", "traceidratio")]
 INVALID = [
     "",
     TRACE,
@@ -151,6 +157,25 @@ async def test_the_environment_chooses_what_is_recorded(
     assert not collector.spans()
 
 
+@pytest.mark.parametrize("arg", ["0", "0.25", "1", "2", "half", None])
+@pytest.mark.parametrize("name", [*SAMPLERS, "", "Always_Off", "unknown"])
+def test_the_sampler_decides_as_the_sdks(monkeypatch: pytest.MonkeyPatch, name: str, arg: str | None) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", name)
+    if arg is not None:
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", arg)
+    ours, other = Sampler(), TracerProvider(shutdown_on_exit=False).sampler
+    for lowest in (0, 1 << 62, (1 << 62) - 1, (1 << 64) - 1):
+        trace_id = (1 << 127) + lowest
+        for flags in (None, 0, 1):
+            parent, context = None, Context()
+            if flags is not None:
+                parent = TraceParent(f"{trace_id:032x}", PARENT, bool(flags))
+                span = SpanContext(trace_id, 1, is_remote=True, trace_flags=TraceFlags(flags))
+                context = set_span_in_context(NonRecordingSpan(span), Context())
+            decision = other.should_sample(context, trace_id, "name").decision
+            assert ours.decide(parent, trace_id.to_bytes(16)) == decision.is_sampled()  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.parametrize(
     ("error", "reason", "code"),
     [(CacheNotFound(), "CACHE_NOT_FOUND", 5), (RuntimeError(SECRET), "INTERNAL", 13)],
@@ -251,15 +276,6 @@ def test_names_of_callers_name_no_spans(collector: Collector) -> None:
 
 
 def test_failures_on_a_stream_are_counted_and_some_are_events() -> None:
-    told: list[tuple[str, object]] = []
-
-    class Span:
-        def set_attribute(self, key: str, value: object) -> None:
-            told.append((key, value))
-
-        def add_event(self, name: str, attributes: object = None) -> None:
-            told.append((name, attributes))
-
     class Context:
         def write(self, _message: object) -> None: ...
 
@@ -267,13 +283,15 @@ def test_failures_on_a_stream_are_counted_and_some_are_events() -> None:
 
     from service.api.status import to_status
 
-    stream = TracedSession(Context(), Span())  # type: ignore[arg-type]
+    span = Span()
+    stream = TracedSession(Context(), span)
     failed = executor_pb2.SessionResult(error=to_status(CacheNotFound()))
     for _ in range(100):
         stream.write(executor_pb2.SessionResponse(results=[failed]))
     stream.finish()
-    events = [("first answer", None), *[("failure", {"error.type": "CACHE_NOT_FOUND"})] * 32]
-    assert told == [*events, ("quire.failures", 100), ("quire.answers", 100)]
+    found = Received(span, values(span.attributes), {})
+    assert found.attributes == {"quire.failures": 100, "quire.answers": 100}
+    assert found.events == [("first answer", {}), *[("failure", {"error.type": "CACHE_NOT_FOUND"})] * 32]
 
 
 def test_without_the_setting_nothing_is_loaded() -> None:
@@ -285,7 +303,7 @@ def test_without_the_setting_nothing_is_loaded() -> None:
 
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "service.tracing.tracer")
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(ConfigError, match="extra otel"):
         open_tracer(Config(otlp_endpoint="http://127.0.0.1:4317"))
 

@@ -31,6 +31,7 @@ class Server:
         self.data_dir = data_dir
         self.versions = ModelVersions(str(configured), 1, data_dir)
         self.uploads = WeightUploads(data_dir, self.versions, Config())
+        self.uploads.directory.remove_leftovers()
         self.new_threads()
 
     async def upload(self) -> str:

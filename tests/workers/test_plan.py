@@ -12,12 +12,12 @@ from transformers import Qwen3MoeConfig
 
 from benchmarks.shapes import SHAPES, Shape
 from tests.model_factory import TinyModel, hf_config, make_model
-from workers.executors.llm import LlmExecutor, LoraLimits, StepLimits
+from workers.executors.llm import GPU_LORA_RANK, LlmExecutor, LoraLimits, StepLimits
 from workers.kv.sizing import KvSizingError
 from workers.models.model import PAGE_SIZE, page_bytes
 from workers.plan import GPUS, Needs, num_cpu_pages, num_gpu_pages, plan
 
-LORA = LoraLimits(64, 64, 2 << 30)
+LORA = LoraLimits(64, GPU_LORA_RANK, 2 << 30)
 
 
 def with_shape(directory: Path, shape: Shape) -> Path:
@@ -111,7 +111,7 @@ def test_a_cpu_gives_the_share_that_a_worker_takes(tmp_path: Path) -> None:
 def test_a_gpu_is_planned_without_expectations(tmp_path: Path) -> None:
     """None was measured."""
     directory = with_shape(tmp_path, SHAPES["qwen3-8b"])
-    found = plan(directory, "auto", "H100", None, 2048)
+    found = plan(directory, "auto", "H100", None, 2048, (StepLimits(), LORA))
     assert found["source"] == "NVIDIA's data sheet of the H100 SXM"
     assert found["contexts"] == int(str(found["pages"])) // (2048 // PAGE_SIZE)
     rates = found["rates"]
@@ -134,6 +134,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", "--model", model, "--context", "100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["device"] == "cpu" and "measured on this machine" in found["source"]
+    assert found["page_tokens"] == PAGE_SIZE
     assert found["context"] == 100 and found["contexts"] == found["pages"] // 7
     for rate in found["rates"]:
         expected = rate["fraction"] and rate["fraction"] * rate["roof"]

@@ -30,8 +30,6 @@ from workers.operations import (
     Forward,
 )
 
-__all__ = ["AdapterTable", "LoraAdapterMetrics"]
-
 _log = logging.getLogger(__name__)
 _Weights = TypeVar("_Weights")
 

@@ -12,7 +12,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from workers.adapters.table import AdapterTable, LoraAdapterMetrics
+from workers.adapters.slots import LoraAdapterMetrics
+from workers.adapters.table import AdapterTable
 from workers.executors.engine import Engine
 from workers.executors.errors import ExecutorClosed, ExecutorError, KvMissing
 from workers.executors.info import Capabilities, ExecutorStatus

@@ -42,6 +42,8 @@ from workers.runners.working_memory import measure_working_bytes
 
 # The path of a snapshot of ORG/NAME in a cache of the Hugging Face hub. Names contain no double dashes.
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
+# The default of LoraLimits.max_rank on a GPU, where each adapter takes the memory of that rank.
+GPU_LORA_RANK = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from workers.kv.sizing import KvSizingError, available_bytes
+from workers.kv.sizing import KvSizingError
+from workers.machine_limits import available_bytes
 from workers.models.active_kernels import check_cuda_kernels
 from workers.models.config import CONFIG_FILE, ModelConfig
 from workers.models.errors import ModelError, UnsupportedError

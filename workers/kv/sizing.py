@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from workers.machine_limits import available_bytes
+
 # The share of the free memory, and the most bytes, so that other programs on the machine keep enough.
 _CPU_MEMORY_SHARE = 0.25
 _CPU_MAX_BYTES = 4 << 30
@@ -46,13 +48,6 @@ class GpuMemory:
 _MIN_PAGES = 1
 
 
-def available_bytes() -> int:
-    """The machine's available memory."""
-    import psutil  # noqa: PLC0415 - here, since machines with a GPU may lack it
-
-    return int(psutil.virtual_memory().available)
-
-
 def check_weights_fit(model: str, needed_bytes: int, free_bytes: int) -> None:
     """Raises KvSizingError if the weights need more than `free_bytes` of their device's memory."""
     if needed_bytes > free_bytes:
@@ -63,7 +58,7 @@ def check_weights_fit(model: str, needed_bytes: int, free_bytes: int) -> None:
 
 
 def choose_num_pages(asked: int | None, bytes_per_page: int, free_bytes: int | None = None) -> int:
-    """The number of pages in the machine's memory: as requested, or what fits a share of the free memory.
+    """The number of pages in main memory: as requested, or what fits a share of the free memory.
 
     `free_bytes`: of a machine that is planned; None: of this one. Raises KvSizingError if that does not fit,
     or is less than one page.

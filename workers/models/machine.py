@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from kernels.cpu import library
-from workers.kv.sizing import available_bytes
+from workers.machine_limits import available_bytes
 from workers.models.active_kernels import active_products
 from workers.models.checkpoint import DTYPES, name_of
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from workers.kv.sizing import available_bytes, check_weights_fit
+from workers.kv.sizing import check_weights_fit
+from workers.machine_limits import available_bytes
 from workers.models import checkpoint
 from workers.models.builder import build_decoder
 from workers.models.checkpoint import AUTO, TensorEntry

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from quire.v1 import runner_pb2
 
 from service.api.status import to_status
+from service.api.trace_context import TRACEPARENT, current_traceparent
 from service.errors import DeadlinePassed, ProviderFailure, QuireError
 from service.logging import current_request_id, get_logger
 from service.runtimes.base import Batch, ChunkSink
@@ -163,10 +164,13 @@ class ProviderCall:
         self._session = None
         async with provider.sessions.acquire() as session:
             self._session = session
+            headers = dict(provider.dialect.headers(session.secret))
+            if traceparent := current_traceparent():
+                headers[TRACEPARENT] = traceparent
             sending = exchange.post(
                 session.client,
                 provider.config.base_url.rstrip("/") + provider.dialect.path,
-                provider.dialect.headers(session.secret),
+                headers,
                 self.body,
                 provider.config,
                 self._clock,

@@ -108,8 +108,10 @@ def test_an_adapter_is_unloaded(
     assert quire("adapters", "unload", "sql", "--shared", "--token", "secret") == 0
     assert capsys.readouterr() == ("unloaded sql\n", "")
     assert executor.calls["UnloadAdapter"][0].shared and executor.authorizations == {"Bearer secret"}
-    assert quire("adapters", "unload", "sql") == 1
-    assert capsys.readouterr() == ("", "quire: not known: sql\n")
+    hint = "quire: --shared unloads one that is for all tenants\n"
+    for flags, said in (["--shared"], ""), ([], hint):
+        assert quire("adapters", "unload", "sql", *flags) == 1
+        assert capsys.readouterr() == ("", f"quire: not known: sql\n{said}")
 
 
 def test_generate_names_an_adapter(quire: Callable[..., int], executor: FakeExecutor) -> None:

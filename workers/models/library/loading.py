@@ -19,7 +19,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from workers.kv.sizing import available_bytes, check_weights_fit
+from workers.kv.sizing import check_weights_fit
+from workers.machine_limits import available_bytes
 from workers.models import checkpoint
 from workers.models.checkpoint import AUTO, TensorEntry
 from workers.models.errors import ModelError

@@ -52,6 +52,7 @@ def unload_adapter(options: argparse.Namespace) -> int:
     """Unloads an adapter. Raises CommandFailed if it is unknown."""
     with connected(options) as client:
         if not client.unload_adapter(options.adapter_id, shared=options.shared):
-            raise CommandFailed(f"not known: {options.adapter_id}")
+            hint = () if options.shared else ("--shared unloads one that is for all tenants",)
+            raise CommandFailed(f"not known: {options.adapter_id}", *hint)
     print(f"unloaded {options.adapter_id}")
     return 0
