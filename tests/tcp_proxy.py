@@ -21,6 +21,7 @@ class TcpProxy:
         self._carries = threading.Event()
         self._carries.set()
         self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._accept, daemon=True).start()
@@ -30,6 +31,10 @@ class TcpProxy:
         self._listener.close()
         self._carries.set()
         self.break_connections()
+        for thread in self._threads:
+            thread.join()
+        for end in self._sockets:
+            end.close()
 
     def cut(self) -> None:
         """Nothing arrives any more, and nobody is told."""
@@ -41,9 +46,8 @@ class TcpProxy:
 
     def break_connections(self) -> None:
         """Resets all that are open."""
-        while self._sockets:
-            with contextlib.suppress(OSError):
-                self._sockets.pop().shutdown(socket.SHUT_RDWR)
+        for end in self._sockets:
+            _shut(end)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -54,16 +58,23 @@ class TcpProxy:
                     far.connect(self._target)
                 except OSError:
                     near.close()
+                    far.close()
                     continue
                 self._sockets += [near, far]
                 for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+                    carrying = threading.Thread(target=self._carry, args=(source, sink), daemon=True)
+                    self._threads.append(carrying)
+                    carrying.start()
 
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 self._carries.wait()
                 sink.sendall(data)
-        for end in (source, sink):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+        _shut(source)
+        _shut(sink)
+
+
+def _shut(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)

@@ -51,6 +51,7 @@ class Pool:
         self, *flags: str, workers: int = 1, model: str = "paged-attention", state: str = "data"
     ) -> GatewayProcess:
         place = ["--pool", str(self.certificates), "--data-dir", str(self.directory / state)]
+        place += ["--orphan-grace-s", "60"]
         return GatewayProcess(model=model, workers=workers, flags=["--kv-pages", "256", *place, *flags])
 
     def stop(self) -> None:
@@ -200,7 +201,7 @@ def test_cut_and_healed_network(pool: Pool, expected: list[int], *, calls: bool)
                 text.decode(gateway, 3)
                 network.cut()
                 if cut < 2:
-                    lost = lambda: not gateway.status().workers[0].HasField("executor")  # noqa: E731
+                    lost = lambda: gateway.status().workers[0].state != pb.WORKER_STATE_READY  # noqa: E731
                     gateway.wait_until(lost)
                 else:
                     network.break_connections()
