@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +16,12 @@ from quire.v1 import runner_pb2, runner_pb2_grpc, types_pb2
 from tests.adapter_factory import make_adapter, merge
 from tests.e2e.test_adapters import Text, load, refused
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import TinyModel, hf_greedy, make_model
+from tests.model_factory import hf_greedy
 
 PATIENCE_S = 60
 STEPS = 8
 RECOMPUTE = runner_pb2.PREVIOUS_CACHES_RECOMPUTE
 REPLACE = runner_pb2.LOAD_WEIGHTS_MODE_REPLACE
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The same config with different weights, and one with another config."""
-    directory = tmp_path_factory.mktemp("models")
-    same = [make_model(directory / f"{seed}", TinyModel(seed=seed)) for seed in range(3)]
-    return [*same, make_model(directory / "other", TinyModel(head_dim=48))]
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as path:
-        yield Path(path)
 
 
 def serve(model: Path, *flags: str, workers: int = 1) -> GatewayProcess:

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -23,27 +22,13 @@ from tests.e2e.test_auth import Guarded
 from tests.e2e.test_load_weights import load
 from tests.e2e.test_replace_weights import described, replace, serve
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import TinyModel, hf_greedy, make_model
+from tests.model_factory import hf_greedy
 
 PATIENCE_S = 60
 STEPS = 8
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 BAD = "BAD_WEIGHTS"
 Part = runner_pb2.UploadWeightsRequest
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The same config with different weights, and one with other shapes."""
-    directory = tmp_path_factory.mktemp("models")
-    same = [make_model(directory / f"{seed}", TinyModel(seed=seed)) for seed in range(3)]
-    return [*same, make_model(directory / "other", TinyModel(head_dim=48))]
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as path:
-        yield Path(path)
 
 
 def shards(model: Path, count: int = 3) -> Iterator[bytes]:
