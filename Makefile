@@ -82,9 +82,10 @@ sbom: $(INSTALLED) ## List what the installed server consists of, as CycloneDX J
 serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
 	@exec $(BIN)/quire serve $(ARGS)
 
-# A process for each core, up to four (one with ARGS="-n 0"); who has nothing left takes from another.
+# A process for each core, up to four (one with ARGS="-n 0"); who has nothing left takes from another. The variable,
+# which images set, would have hundreds of processes compile what they import.
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-isa: setup ## Run the tests that depend on the CPU with other instruction sets, 10 minutes (ARGS="-k linear")
 	$(BIN)/python -m tests.isa $(ARGS)

@@ -13,7 +13,7 @@ from benchmarks.size.calls import ITEMS, ROLES, CountedServer, decodes, most_cal
 from benchmarks.size.lines import PRODUCT, length, longest_file, most_methods
 from benchmarks.size.way import TYPES, Way, way_of
 
-SERVICE_LINES = 27_430
+SERVICE_LINES = 27_440
 PRODUCT_LINES = 63_650
 LONGEST_FILE_LINES = 550
 MOST_METHODS = 34

@@ -4,68 +4,48 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import jsonschema
 import pytest
 
-from benchmarks.checkout import ROOT, environment
+from benchmarks.checkout import ROOT
 from benchmarks.shapes import SHAPES
 from service.config import SETTINGS
 from service.config_sources import json_schema
 from service.journal.sqlite import open_journal
+from tests.client.pages import blocks, install_command, run_script
 
-PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-MODEL, ADDRESS, DATA, BACKUP = "Qwen/Qwen3-0.6B", "127.0.0.1:50051", "/var/lib/quire", "/var/backups/quire"
+PAGE = "docs/commands.md"
+ADDRESS, DATA = "127.0.0.1:50051", "/var/lib/quire"
+PATHS = {"Qwen/Qwen3-0.6B": "model", DATA: "data", "/var/backups/quire": "backup"}
 SETTINGS_BLOCK, DOCTOR, PLAN, JOURNAL, COMPLETION = range(5)
-
-
-def blocks(language: str, text: str = PAGE) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     """A directory with the command, the file of the page, a journal, and a home."""
-    command = tmp_path / ".venv" / "bin" / "quire"
-    command.parent.mkdir(parents=True)
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quire.cli "$@"\n')
-    command.chmod(0o755)
+    install_command(tmp_path)
     open_journal(tmp_path / "data").close()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"].hf_config()))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    (text,) = blocks("toml")
+    (text,) = blocks(PAGE, "toml")
     (tmp_path / "quire.toml").write_text(text.replace(ADDRESS, address).replace(DATA, str(tmp_path / "data")))
     return tmp_path
 
 
 def run(here: Path, block: int) -> str:
     """What the shell prints when it runs a block of the page."""
-    script = blocks("sh")[block]
-    for written, ours in ((MODEL, "model"), (DATA, "data"), (BACKUP, "backup")):
-        script = script.replace(written, str(here / ours))
-    done = subprocess.run(
-        [shutil.which("bash") or "sh", "-eu", "-c", script],
-        env=environment(ROOT) | {"HOME": str(here), "XDG_STATE_HOME": str(here / "state")},
-        cwd=here,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_script(blocks(PAGE, "sh")[block], here, PATHS)
 
 
 def test_every_block_is_known_here() -> None:
     """Another one needs a test."""
-    assert [len(blocks(language)) for language in ("sh", "toml", "json", "python")] == [5, 1, 0, 0]
+    assert [len(blocks(PAGE, language)) for language in ("sh", "toml", "json", "python")] == [5, 1, 0, 0]
 
 
 def test_settings(here: Path) -> None:
@@ -81,7 +61,7 @@ def test_configuration_files_of_all_pages_fit_the_schema() -> None:
     """Those of tokens and runtimes are tables, and no settings."""
     found = []
     for page in sorted((ROOT / "docs").glob("*.md")):
-        for text in blocks("toml", page.read_text(encoding="utf-8")):
+        for text in blocks(f"docs/{page.name}", "toml"):
             content = tomllib.loads(text)
             if content.keys() & SETTINGS.keys() - {"tokens", "runtimes"}:
                 jsonschema.validate(content, json_schema())

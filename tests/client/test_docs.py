@@ -20,6 +20,7 @@ import pytest
 from quire import Client
 from quire.v1 import runner_pb2
 
+from tests.client.pages import blocks
 from tests.gateway_process import ROOT, GatewayProcess
 
 BIN = Path(sys.executable).parent
@@ -28,14 +29,9 @@ GRPC, HTTP, HUB = "127.0.0.1:50051", "127.0.0.1:8000", "Qwen/Qwen3-0.6B"
 TEMPLATE = "{% set said = messages[-1].content %}{{ said if said[0] in '0123456789' else '12+34=' }}"
 
 
-def blocks(page: str, language: str) -> list[str]:
-    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
-
-
 def commands(page: str) -> list[list[str]]:
     """What a shell would run, one line after the other."""
-    joined = "\n".join(blocks(page, "sh")).replace("\\\n", " ")
+    joined = "\n".join(blocks(f"docs/{page}.md", "sh")).replace("\\\n", " ")
     return [shlex.split(line, comments=True) for line in joined.splitlines() if line]
 
 
@@ -80,14 +76,14 @@ def served(model: Path) -> Iterator[Served]:
 def test_every_example_is_known_here() -> None:
     """Another one needs a test."""
     found = {
-        page: [len(blocks(page, language)) for language in ("sh", "python", "toml")]
+        page: [len(blocks(f"docs/{page}.md", language)) for language in ("sh", "python", "toml")]
         for page in ("runtimes", "openai")
     }
     assert found == {"runtimes": [2, 2, 2], "openai": [1, 1, 0]}
 
 
 def test_whole_texts_by_python(served: Served, tmp_path: Path) -> None:
-    code, _ = blocks("runtimes", "python")
+    code, _ = blocks("docs/runtimes.md", "python")
     texts: defaultdict[tuple[str, str], str] = defaultdict(str)
     reasons = {}
     for line in served.printed(code, tmp_path).splitlines():
@@ -121,7 +117,7 @@ def test_other_weights_by_a_command(model: Path) -> None:
 
 
 def test_weights_on_a_stream_by_python(model: Path, tmp_path: Path) -> None:
-    _, code = blocks("runtimes", "python")
+    _, code = blocks("docs/runtimes.md", "python")
     with Served(model) as served, Client(served.address) as client:
         fingerprint = client.model_info().model.fingerprint
         (*_, last) = served.printed(code, tmp_path).splitlines()
@@ -131,7 +127,7 @@ def test_weights_on_a_stream_by_python(model: Path, tmp_path: Path) -> None:
 
 
 def test_providers_by_files(served: Served, model: Path, tmp_path: Path) -> None:
-    routing, provider = blocks("runtimes", "toml")
+    routing, provider = blocks("docs/runtimes.md", "toml")
     # Nobody is asked for credentials until somebody asks the provider.
     (tmp_path / "runtimes.toml").write_text(served.replaced(routing + provider))
     with (
@@ -148,5 +144,5 @@ def test_providers_by_files(served: Served, model: Path, tmp_path: Path) -> None
 def test_openais_client(served: Served, tmp_path: Path) -> None:
     ((program, *serve),) = commands("openai")
     assert program == ".venv/bin/quire" and serve == ["serve", "--model", HUB, "--openai-listen", HTTP]
-    (code,) = blocks("openai", "python")
+    (code,) = blocks("docs/openai.md", "python")
     assert served.printed(code, tmp_path) == "46"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import shlex
 import socket
 import subprocess
@@ -16,10 +15,10 @@ from quire import Client
 from quire.v1 import executor_pb2
 
 from benchmarks import checkout
+from tests.client.pages import blocks
 from tests.gateway_process import ROOT, GatewayProcess
 
 PAGES = ("README.md", "docs/tutorial.md", "docs/serving.md")
-TEXT = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
 BIN = Path(sys.executable).parent
 
 
@@ -34,13 +33,13 @@ def address(gateway: GatewayProcess) -> str:
     return gateway.address
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
+def all_blocks(language: str) -> list[str]:
+    return [block for page in PAGES for block in blocks(page, language)]
 
 
 def commands(program: str) -> list[list[str]]:
     """What a shell would run for each line that starts with `.venv/bin/PROGRAM`."""
-    joined = "\n".join(blocks("sh")).replace("\\\n", " ")
+    joined = "\n".join(all_blocks("sh")).replace("\\\n", " ")
     lines = [line for line in joined.splitlines() if line.startswith(f".venv/bin/{program} ")]
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
@@ -57,7 +56,7 @@ def starts_a_server(code: str) -> bool:
 
 def test_what_dies_is_found_again(tmp_path: Path) -> None:
     """It kills a worker, then the server, and goes on with the same cache."""
-    (code,) = filter(starts_a_server, blocks("python"))
+    (code,) = filter(starts_a_server, all_blocks("python"))
     script = tmp_path / "copied.py"
     quire = f'"{sys.executable}", "-m", "quire.cli"'
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -74,7 +73,7 @@ def test_what_dies_is_found_again(tmp_path: Path) -> None:
 
 def test_the_python_code(address: str, tmp_path: Path) -> None:
     printed = []
-    for code in itertools.filterfalse(starts_a_server, blocks("python")):
+    for code in itertools.filterfalse(starts_a_server, all_blocks("python")):
         script = tmp_path / "copied.py"
         script.write_text(code.replace("127.0.0.1:50051", address))
         printed.append(run(sys.executable, str(script)).strip())

@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from quire import Client
 from quire.v1 import executor_pb2
 
-from benchmarks.checkout import environment
+from tests.client.pages import blocks, install_command, run_script
 from tests.gateway_process import ROOT, GatewayProcess
 
-DATA, BACKUP = "/var/lib/quire", "/var/backups/quire"
+PATHS = {"/var/lib/quire": "data", "/var/backups/quire": "backup"}
 SAVE, CHECK, RESTORE = range(3)
-
-
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    command = tmp_path / ".venv" / "bin" / "quire"
-    command.parent.mkdir(parents=True)
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quire.cli "$@"\n')
-    command.chmod(0o755)
+    install_command(tmp_path)
     (tmp_path / "quire.toml").write_text(f'model = "adder"\ndata_dir = "{tmp_path / "data"}"\n')
     return tmp_path
 
 
 def run(here: Path, block: int) -> str:
     """What the shell prints when it runs a block of the page."""
-    script = blocks("docs/upgrades.md", "sh")[block]
-    for written, ours in ((DATA, "data"), (BACKUP, "backup")):
-        script = script.replace(written, str(here / ours))
-    done = subprocess.run(
-        [shutil.which("bash") or "sh", "-eu", "-c", script],
-        env=environment(ROOT) | {"HOME": str(here), "XDG_STATE_HOME": str(here / "state")},
-        cwd=here, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_script(blocks("docs/upgrades.md", "sh")[block], here, PATHS)
 
 
 def test_every_block_is_known_here() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,21 @@ from tests.model_factory import TinyModel, make_model
 
 # The references run beside servers and other tests, where more threads wait for one another.
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """For a data directory."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three models of one config with different weights, and one with another head width. Read-only."""
+    directory = tmp_path_factory.mktemp("models")
+    same = [make_model(directory / f"{seed}", TinyModel(seed=seed)) for seed in range(3)]
+    return [*same, make_model(directory / "other", TinyModel(head_dim=48))]
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,12 +48,6 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 def gateway(adapted: Adapted) -> Iterator[GatewayProcess]:
     with GatewayProcess(model=str(adapted.model), workers=1, flags=FLAGS) as process:
         yield process
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as path:
-        yield Path(path)
 
 
 def admin(gateway: GatewayProcess) -> admin_pb2_grpc.AdminServiceStub:
@@ -240,18 +233,25 @@ def test_what_cannot_be_loaded_changes_nothing(
     assert refused(lambda: gateway.stub.Prefill(request, timeout=PATIENCE_S)) == bad
 
 
+def texts_of_versions(gateway: GatewayProcess, adapted: Adapted) -> list[Text]:
+    """Begun with no adapter, with an "a", with a "b" that is unloaded since, and with a later "a"."""
+    load(gateway, "a", adapted.adapters[0])
+    load(gateway, "b", adapted.adapters[1])
+    texts = [Text(gateway, adapter_id) for adapter_id in ("", "a", "b")]
+    load(gateway, "a", adapted.adapters[2])
+    texts.append(Text(gateway, "a"))
+    unload(gateway, "b")
+    for text in texts:
+        text.decode(3)
+    return texts
+
+
 def test_kills_of_workers_and_of_the_gateway_change_no_token(adapted: Adapted, home: Path) -> None:
     """A replaced and an unloaded version, and none, survive; new numbers are never old ones."""
     flags = [*FLAGS, "--data-dir", str(home), "--orphan-grace-s", "0"]
     with GatewayProcess(model=str(adapted.model), workers=2, flags=flags) as gateway:
-        version = load(gateway, "a", adapted.adapters[0]).version
-        load(gateway, "b", adapted.adapters[1])
-        texts = [Text(gateway, adapter_id) for adapter_id in ("", "a", "b")]
-        load(gateway, "a", adapted.adapters[2])
-        texts.append(Text(gateway, "a"))
-        unload(gateway, "b")
-        for text in texts:
-            text.decode(3)
+        texts = texts_of_versions(gateway, adapted)
+        version = ids(gateway)["a"].version
         for worker in gateway.status().workers:
             os.kill(worker.pid, signal.SIGKILL)
         for text in texts:
@@ -265,7 +265,7 @@ def test_kills_of_workers_and_of_the_gateway_change_no_token(adapted: Adapted, h
         assert [text.tokens for text in texts] == [adapted.tokens[index] for index in (0, 1, 2, 3)]
         assert list(ids(gateway)) == ["a"]
         assert refused(lambda: Text(gateway, "b")) == "ADAPTER_NOT_FOUND"
-        assert load(gateway, "b", adapted.adapters[3]).version > version + 2
+        assert load(gateway, "b", adapted.adapters[3]).version > version
         assert Text(gateway, "b").finish() == adapted.tokens[4]
 
 

@@ -6,10 +6,8 @@ import os
 import random
 import shutil
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -33,12 +31,6 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the same config."""
     return make_model(tmp_path_factory.mktemp("other") / "other", TinyModel(seed=6))
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as path:
-        yield Path(path)
 
 
 def test_a_worker_that_is_restarted_during_a_replacement_has_the_new_weights(

@@ -8,7 +8,7 @@ import pytest
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
-from tests.e2e.test_adapters import PATIENCE_S, Adapted, Text, ids, load, unload
+from tests.e2e.test_adapters import PATIENCE_S, Adapted, Text, ids, load, texts_of_versions
 from tests.e2e.test_adoption import Home, crash, home
 from tests.gateway_process import GatewayProcess
 
@@ -42,14 +42,7 @@ def test_caches_of_adapters_continue_after_an_adoption(home: Home, adapted: Adap
     """
     with start(home, adapted.model) as first:
         before = home.note_workers(first)
-        load(first, "a", adapted.adapters[0])
-        load(first, "b", adapted.adapters[1])
-        texts = [Text(first, adapter_id) for adapter_id in ("", "a", "b")]
-        load(first, "a", adapted.adapters[2])
-        texts.append(Text(first, "a"))
-        unload(first, "b")
-        for text in texts:
-            text.decode(3)
+        texts = texts_of_versions(first, adapted)
         known = {one.version: (one.loads, one.resident) for one in metrics(first)}
         assert len(known) == 3 and reads(first) > 0
         crash(first)

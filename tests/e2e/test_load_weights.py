@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,12 +45,6 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def second(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Knows fewer tokens."""
     return Model(tmp_path_factory.mktemp("second"), 61, 1)
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as path:
-        yield Path(path)
 
 
 def serve(model: Model, home: Path | None = None, *flags: str, grace_s: str = "0") -> GatewayProcess:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,28 +15,14 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import runner_pb2, runner_pb2_grpc, types_pb2
 
 from tests.adapter_factory import make_adapter, merge
-from tests.e2e.test_adapters import Text, load, refused
+from tests.e2e.test_adapters import Text, load, refused, unload
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import TinyModel, hf_greedy, make_model
+from tests.model_factory import hf_greedy
 
 PATIENCE_S = 60
 STEPS = 8
 RECOMPUTE = runner_pb2.PREVIOUS_CACHES_RECOMPUTE
 REPLACE = runner_pb2.LOAD_WEIGHTS_MODE_REPLACE
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The same config with different weights, and one with another config."""
-    directory = tmp_path_factory.mktemp("models")
-    same = [make_model(directory / f"{seed}", TinyModel(seed=seed)) for seed in range(3)]
-    return [*same, make_model(directory / "other", TinyModel(head_dim=48))]
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as path:
-        yield Path(path)
 
 
 def serve(model: Path, *flags: str, workers: int = 1) -> GatewayProcess:
@@ -59,68 +44,83 @@ def described(gateway: GatewayProcess) -> types_pb2.ModelDescription:
     return gateway.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=PATIENCE_S).model
 
 
-def test_caches_continue_with_the_new_weights(models: list[Path]) -> None:
+@pytest.fixture(scope="module")
+def server(models: list[Path]) -> Iterator[GatewayProcess]:
+    with serve(models[0]) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def gateway(server: GatewayProcess, models: list[Path]) -> Iterator[GatewayProcess]:
+    """One for all tests, with the first weights. A test leaves no caches behind."""
+    replace(server, models[0])
+    yield server
+    server.assert_pools_are_whole()
+
+
+def test_caches_continue_with_the_new_weights(gateway: GatewayProcess, models: list[Path]) -> None:
     """What was said stays, and what follows is what the new weights say to it."""
-    with serve(models[0]) as gateway:
-        pid = gateway.status().workers[0].pid
-        text, other = Text(gateway), Text(gateway)
-        text.decode(3)
-        said = list(text.tokens)
-        assert text.weights == 0
-        fingerprint = replace(gateway, models[1])
-        assert described(gateway).fingerprint == fingerprint and described(gateway).model_id == "1"
-        text.decode(STEPS)
-        assert text.weights == 1
-        begun = [*text.prompt, *said]
-        # The last token that was said was chosen by the old weights; it is appended now.
-        assert text.tokens == [*said, *hf_greedy(models[1], begun, STEPS)]
-        fresh = Text(gateway)
-        assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
-        replace(gateway, models[0])
-        other.decode(STEPS)
-        assert other.tokens[1:] == hf_greedy(models[0], [*other.prompt, other.tokens[0]], STEPS)
-        assert gateway.status().workers[0].pid == pid
-        for each in (text, other, fresh):
-            each.release()
-        gateway.assert_pools_are_whole()
+    pid = gateway.status().workers[0].pid
+    text, other = Text(gateway), Text(gateway)
+    text.decode(3)
+    said = list(text.tokens)
+    first = text.weights
+    fingerprint = replace(gateway, models[1])
+    assert described(gateway).fingerprint == fingerprint and described(gateway).model_id == "1"
+    text.decode(STEPS)
+    assert text.weights == first + 1
+    begun = [*text.prompt, *said]
+    # The last token that was said was chosen by the old weights; it is appended now.
+    assert text.tokens == [*said, *hf_greedy(models[1], begun, STEPS)]
+    fresh = Text(gateway)
+    assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
+    replace(gateway, models[0])
+    other.decode(STEPS)
+    assert other.tokens[1:] == hf_greedy(models[0], [*other.prompt, other.tokens[0]], STEPS)
+    assert gateway.status().workers[0].pid == pid
+    for each in (text, other, fresh):
+        each.release()
 
 
-def test_caches_end_if_the_caller_says_so(models: list[Path]) -> None:
-    with serve(models[0]) as gateway:
-        text = Text(gateway)
-        replace(gateway, models[1], runner_pb2.PREVIOUS_CACHES_UNSPECIFIED)
-        assert refused(lambda: text.decode(1)) == "WEIGHTS_CHANGED"
-        text.release()
-        fresh = Text(gateway)
-        assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
+def test_caches_end_if_the_caller_says_so(gateway: GatewayProcess, models: list[Path]) -> None:
+    text = Text(gateway)
+    replace(gateway, models[1], runner_pb2.PREVIOUS_CACHES_UNSPECIFIED)
+    assert refused(lambda: text.decode(1)) == "WEIGHTS_CHANGED"
+    text.release()
+    fresh = Text(gateway)
+    assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
+    fresh.release()
 
 
-def test_what_cannot_be_served_changes_nothing(models: list[Path], tmp_path: Path) -> None:
+def test_what_cannot_be_served_changes_nothing(
+    gateway: GatewayProcess, models: list[Path], tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(models[1], broken)
     (file,) = broken.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-8])
-    with serve(models[0]) as gateway:
-        text = Text(gateway)
-        before = described(gateway)
-        assert refused(lambda: replace(gateway, broken)) == "LOAD_FAILED"
-        assert refused(lambda: replace(gateway, models[3])) == "LOAD_FAILED"
-        assert refused(lambda: replace(gateway, tmp_path / "nothing")) == "BAD_SOURCE"
-        assert refused(lambda: replace(gateway, models[1], 99)) == "BAD_MODE"
-        assert described(gateway) == before
-        assert text.finish() == hf_greedy(models[0], text.prompt, len(text.tokens))
-        replace(gateway, models[1])
+    text = Text(gateway)
+    before = described(gateway)
+    assert refused(lambda: replace(gateway, broken)) == "LOAD_FAILED"
+    assert refused(lambda: replace(gateway, models[3])) == "LOAD_FAILED"
+    assert refused(lambda: replace(gateway, tmp_path / "nothing")) == "BAD_SOURCE"
+    assert refused(lambda: replace(gateway, models[1], 99)) == "BAD_MODE"
+    assert described(gateway) == before
+    assert text.finish() == hf_greedy(models[0], text.prompt, len(text.tokens))
+    replace(gateway, models[1])
+    text.release()
 
 
-def test_adapters_stay_in_place(models: list[Path], tmp_path: Path) -> None:
+def test_adapters_stay_in_place(gateway: GatewayProcess, models: list[Path], tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "adapter", models[0], 1)
     merged = merge(tmp_path / "merged", models[1], adapter)
-    with serve(models[0]) as gateway:
-        load(gateway, "a", adapter)
-        text = Text(gateway, "a")
-        replace(gateway, models[1])
-        text.decode(STEPS)
-        assert text.tokens[1:] == hf_greedy(merged, [*text.prompt, text.tokens[0]], STEPS)
+    load(gateway, "a", adapter)
+    text = Text(gateway, "a")
+    replace(gateway, models[1])
+    text.decode(STEPS)
+    assert text.tokens[1:] == hf_greedy(merged, [*text.prompt, text.tokens[0]], STEPS)
+    text.release()
+    unload(gateway, "a")
 
 
 def test_kills_after_a_replacement_bring_the_new_weights_back(models: list[Path], home: Path) -> None:

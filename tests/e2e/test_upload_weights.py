@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -23,27 +22,13 @@ from tests.e2e.test_auth import Guarded
 from tests.e2e.test_load_weights import load
 from tests.e2e.test_replace_weights import described, replace, serve
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import TinyModel, hf_greedy, make_model
+from tests.model_factory import hf_greedy
 
 PATIENCE_S = 60
 STEPS = 8
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 BAD = "BAD_WEIGHTS"
 Part = runner_pb2.UploadWeightsRequest
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The same config with different weights, and one with other shapes."""
-    directory = tmp_path_factory.mktemp("models")
-    same = [make_model(directory / f"{seed}", TinyModel(seed=seed)) for seed in range(3)]
-    return [*same, make_model(directory / "other", TinyModel(head_dim=48))]
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as path:
-        yield Path(path)
 
 
 def shards(model: Path, count: int = 3) -> Iterator[bytes]:
@@ -87,25 +72,48 @@ def at_home(home: Path) -> tuple[str, ...]:
     return "--data-dir", str(home), "--orphan-grace-s", "0"
 
 
-def test_they_are_served_as_if_from_a_directory(models: list[Path], home: Path) -> None:
-    with serve(models[0], *at_home(home)) as gateway:
-        text = Text(gateway)
-        source = upload(gateway, shards(models[1]))
-        assert described(gateway).model_id == "0" and kept(home) == [source]
-        fingerprint = replace(gateway, Path(source))
-        assert described(gateway).model_id == "0", "a name does not change with the weights"
-        text.decode(STEPS)
-        assert text.tokens[1:] == hf_greedy(models[1], [*text.prompt, text.tokens[0]], STEPS)
-        fresh = Text(gateway)
-        assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
-        assert kept(home) == [source]
-        assert replace(gateway, models[1]) == fingerprint
-        gateway.wait_until(lambda: kept(home) == [])
-        assert refused(lambda: replace(gateway, Path(source))) == "BAD_SOURCE"
+@pytest.fixture(scope="module")
+def server(
+    models: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[GatewayProcess, Path]]:
+    data = tmp_path_factory.mktemp("data")
+    with serve(models[0], *at_home(data)) as gateway:
+        yield gateway, data
 
 
-def test_the_client_loads_them_beside_and_in_place(models: list[Path], home: Path) -> None:
-    with serve(models[0], *at_home(home)) as gateway, Client(gateway.address, timeout_s=PATIENCE_S) as client:
+@pytest.fixture
+def served(server: tuple[GatewayProcess, Path], models: list[Path]) -> tuple[GatewayProcess, Path]:
+    """One for several tests, with the first weights, and its data directory, without an upload."""
+    gateway, data = server
+    replace(gateway, models[0])
+    gateway.wait_until(lambda: kept(data) == [])
+    return server
+
+
+def test_they_are_served_as_if_from_a_directory(
+    models: list[Path], served: tuple[GatewayProcess, Path]
+) -> None:
+    gateway, home = served
+    text = Text(gateway)
+    source = upload(gateway, shards(models[1]))
+    assert described(gateway).model_id == "0" and kept(home) == [source]
+    fingerprint = replace(gateway, Path(source))
+    assert described(gateway).model_id == "0", "a name does not change with the weights"
+    text.decode(STEPS)
+    assert text.tokens[1:] == hf_greedy(models[1], [*text.prompt, text.tokens[0]], STEPS)
+    fresh = Text(gateway)
+    assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
+    assert kept(home) == [source]
+    assert replace(gateway, models[1]) == fingerprint
+    gateway.wait_until(lambda: kept(home) == [])
+    assert refused(lambda: replace(gateway, Path(source))) == "BAD_SOURCE"
+
+
+def test_the_client_loads_them_beside_and_in_place(
+    models: list[Path], served: tuple[GatewayProcess, Path]
+) -> None:
+    gateway, _ = served
+    with Client(gateway.address, timeout_s=PATIENCE_S) as client:
         before = client.model_info().model.fingerprint
         beside = client.load_weights(upload(gateway, shards(models[1])), drain_s=0.1)
         assert beside.phase == runner_pb2.LOAD_WEIGHTS_PHASE_SERVING
@@ -172,8 +180,9 @@ def test_without_a_data_directory(models: list[Path]) -> None:
         assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
 
 
-def test_what_is_refused_leaves_nothing(models: list[Path], home: Path) -> None:
+def test_what_is_refused_leaves_nothing(models: list[Path], served: tuple[GatewayProcess, Path]) -> None:
     """Nor does it change what is served, or hinder the next upload."""
+    gateway, home = served
     data = (models[1] / MODEL).read_bytes()
     whole = [*file(MODEL, data)]
     wrong, cut = [*whole[:-1], Part(sha256=bytes(32))], whole[:-1]
@@ -194,27 +203,26 @@ def test_what_is_refused_leaves_nothing(models: list[Path], home: Path) -> None:
             for name in ("", "config.json", "../b.safetensors", f"{home}/b.safetensors", "b/c.safetensors")
         ),
     ]
-    with serve(models[0], *at_home(home)) as gateway:
-        text = Text(gateway)
-        before = described(gateway)
-        for messages in bad:
-            assert refused(lambda: send(gateway, messages)) == BAD  # noqa: B023
-            assert kept(home) == []
-        for files in (shards(models[3]), [save({})]):
-            source = upload(gateway, files)
-            assert refused(lambda: replace(gateway, Path(source))) == "LOAD_FAILED"  # noqa: B023
-            gateway.wait_until(lambda: kept(home) == [])
-        with pytest.raises(ValueError, match="safetensors"):
-            upload(gateway, [b"no header"])
-        with pytest.raises(ValueError, match="is in two files"):
-            upload(gateway, [data, data])
-        with pytest.raises(FileNotFoundError):
-            upload(gateway, home)
+    text = Text(gateway)
+    before = described(gateway)
+    for messages in bad:
+        assert refused(lambda: send(gateway, messages)) == BAD  # noqa: B023
+        assert kept(home) == []
+    for files in (shards(models[3]), [save({})]):
+        source = upload(gateway, files)
+        assert refused(lambda: replace(gateway, Path(source))) == "LOAD_FAILED"  # noqa: B023
         gateway.wait_until(lambda: kept(home) == [])
-        assert described(gateway) == before
-        assert text.finish() == hf_greedy(models[0], text.prompt, len(text.tokens))
-        assert kept(home) == [] and (home / "weight-uploads").is_dir()
-        replace(gateway, Path(send(gateway, whole)))
+    with pytest.raises(ValueError, match="safetensors"):
+        upload(gateway, [b"no header"])
+    with pytest.raises(ValueError, match="is in two files"):
+        upload(gateway, [data, data])
+    with pytest.raises(FileNotFoundError):
+        upload(gateway, home)
+    gateway.wait_until(lambda: kept(home) == [])
+    assert described(gateway) == before
+    assert text.finish() == hf_greedy(models[0], text.prompt, len(text.tokens))
+    assert kept(home) == [] and (home / "weight-uploads").is_dir()
+    replace(gateway, Path(send(gateway, whole)))
 
 
 def test_one_at_a_time_and_the_latest_is_kept(models: list[Path], home: Path) -> None:
@@ -248,7 +256,7 @@ def test_one_at_a_time_and_the_latest_is_kept(models: list[Path], home: Path) ->
         assert fresh.finish() == hf_greedy(models[2], fresh.prompt, len(fresh.tokens))
 
 
-def test_the_asyncio_client(models: list[Path], home: Path) -> None:
+def test_the_asyncio_client(models: list[Path], served: tuple[GatewayProcess, Path]) -> None:
     def failing() -> Iterator[bytes]:
         yield from shards(models[1], 1)
         raise KeyError("no more")
@@ -263,12 +271,12 @@ def test_the_asyncio_client(models: list[Path], home: Path) -> None:
                 except Aborted as error:
                     await asyncio.sleep(error.retry_delay_s or 0)
 
-    with serve(models[0], *at_home(home)) as gateway:
-        source = asyncio.run(push(gateway))
-        gateway.wait_until(lambda: kept(home) == [source])
-        replace(gateway, Path(source))
-        fresh = Text(gateway)
-        assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
+    gateway, home = served
+    source = asyncio.run(push(gateway))
+    gateway.wait_until(lambda: kept(home) == [source])
+    replace(gateway, Path(source))
+    fresh = Text(gateway)
+    assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
 
 
 def test_only_operators_upload(tmp_path: Path) -> None:

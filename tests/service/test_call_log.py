@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
-import structlog
 from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 from service.api import call_log as module
@@ -28,15 +26,10 @@ METADATA = [("x-request-id", "r-1"), ("traceparent", f"00-{TRACE}-00f067aa0ba902
 
 
 @pytest.fixture
-def stream() -> Iterator[io.StringIO]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+def stream(logging_as_before: None) -> io.StringIO:
     stream = io.StringIO()
     configure_logging("info", "json", stream)
-    yield stream
-    root.handlers[:], root.level = handlers, level
-    logging.captureWarnings(False)
-    structlog.reset_defaults()
+    return stream
 
 
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:

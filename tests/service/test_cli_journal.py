@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import shutil
 import sqlite3
@@ -14,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 from quire.cli.main import main
 
 from service.caches.ledger import Ledger
@@ -22,16 +20,7 @@ from service.caches.records import CacheCreated, CacheForked, Record
 from service.journal.sqlite import SqliteJournal, open_journal
 from tests.service.journal_traffic import Traffic, appended, created, facts
 
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    structlog.reset_defaults()
-    logging.captureWarnings(False)
-    root.handlers[:] = handlers
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
 async def _commit(journal: SqliteJournal, commits: list[list[Record]]) -> None:

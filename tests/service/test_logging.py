@@ -19,7 +19,6 @@ from typing import Any
 
 import grpc
 import pytest
-import structlog
 from quire.v1 import executor_pb2
 
 from service.logging import bind_request_id, configure_logging, current_request_id, get_logger
@@ -31,13 +30,8 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(autouse=True)
-def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+def _restored(logging_as_before: None) -> Iterator[None]:
     yield
-    root.handlers[:], root.level = handlers, level
-    logging.captureWarnings(False)
-    structlog.reset_defaults()
     bind_request_id("")
 
 

@@ -114,7 +114,11 @@ def _check_attempts(attempts: Attempts, operations: Mapping[int, Operation]) -> 
 
 def _check_load(load: WorkerLoad, all_there: list[Work]) -> None:
     for is_long, queue in enumerate(load._queues):
-        its = [work for work in all_there if work.is_long == is_long]
-        callers = {work.caller for work in its}
-        assert queue.by_caller == {c: sum(w.cost for w in its if w.caller == c) for c in callers}
-        assert queue.cost == [sum(w.cost for w in its if w.priority is p) for p in Priority]
+        by_caller: dict[int, int] = {}
+        by_priority = dict.fromkeys(Priority, 0)
+        for work in all_there:
+            if work.is_long == is_long:
+                by_caller[work.caller] = by_caller.get(work.caller, 0) + work.cost
+                by_priority[work.priority] += work.cost
+        assert queue.by_caller == by_caller
+        assert queue.cost == list(by_priority.values())

@@ -1,0 +1,40 @@
+"""The pages of the manual: their blocks of code, and a shell that runs them with paths of the test."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.checkout import ROOT, environment
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def install_command(directory: Path) -> None:
+    """The command as `.venv/bin/quire`."""
+    command = directory / ".venv" / "bin" / "quire"
+    command.parent.mkdir(parents=True)
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quire.cli "$@"\n')
+    command.chmod(0o755)
+
+
+def run_script(script: str, directory: Path, paths: Mapping[str, str]) -> str:
+    """What the shell prints in this directory, its home. `paths` of the page are replaced by ones in it."""
+    for written, ours in paths.items():
+        script = script.replace(written, str(directory / ours))
+    done = subprocess.run(
+        [shutil.which("bash") or "sh", "-eu", "-c", script],
+        env=environment(ROOT) | {"HOME": str(directory), "XDG_STATE_HOME": str(directory / "state")},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
