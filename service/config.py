@@ -17,7 +17,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,9 @@ class ConfigError(Exception):
     """An invalid setting: its name, its source, its value, and the allowed values."""
 
     def __init__(self, setting: str, source: str, value: object, allowed: str) -> None:
-        super().__init__(f"{setting} = {value!r} (from {source}) is refused: {allowed}")
+        # As TOML has it. Its texts can be quoted as Python quotes them.
+        self.shown = f"{setting} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
+        super().__init__(f"{self.shown} (from {source}) is refused: {allowed}")
         self.setting = setting
         self.source = source
         self.value = value
@@ -72,6 +74,8 @@ class _Text:
     allowed: str
     # Describes the problem of an invalid text, if more can be said than `allowed`.
     problem: Callable[[str], str] | None = None
+    # For editors: what all valid texts match.
+    pattern: str = ""
 
 
 # The last ones are the valid texts themselves.
@@ -167,7 +171,8 @@ def _is_revision(value: str) -> bool:
 
 
 _FILE = _Text(_is_file, "must be a file")
-_HTTP_ADDRESS = _Text(_is_http_address, "must be host:port or [ipv6]:port")
+_HOST_PORT = r"([^:]+|\[.*\]):[0-9]+"
+_HTTP_ADDRESS = _Text(_is_http_address, "must be host:port or [ipv6]:port", pattern=f"^({_HOST_PORT})?$")
 _MODELS = (
     f"{SHIPPED_MODEL}, {WEIGHTLESS_MODEL}, a directory that holds config.json,"
     " or ORG/NAME on the Hugging Face hub"
@@ -222,6 +227,7 @@ class Config:
         _Text(
             _is_listen_address,
             f"must be host:port, [ipv6]:port, or unix:/path of at most {_MAX_SOCKET_PATH_BYTES} bytes",
+            pattern=f"^(unix:/|{_HOST_PORT}$)",
         ),
         group="addresses and access",
     )
@@ -425,9 +431,14 @@ class Config:
     otlp_endpoint: str = _setting(
         "",
         "send a span of each call to this OpenTelemetry collector, by OTLP over gRPC",
-        _Text(_is_collector, "must be http://host:port, or https:// for TLS"),
+        _Text(_is_collector, "must be http://host:port, or https:// for TLS", pattern="^(https?://.+)?$"),
         group="traces",
     )
+
+
+def plain(number: float) -> str:
+    """A number for messages, without an exponent."""
+    return str(int(number)) if number == int(number) else str(number)
 
 
 class Setting:
@@ -452,7 +463,7 @@ class Setting:
             case _Range(minimum, maximum):
                 number = "a whole number" if self.kind is int else "a number"
                 or_auto = f", or {_AUTO}" if self.is_optional else ""
-                return f"must be {number} from {minimum:.12g} to {maximum:.12g}{or_auto}"
+                return f"must be {number} from {plain(minimum)} to {plain(maximum)}{or_auto}"
             case _Text(allowed=allowed):
                 return allowed
         return "must be one of " + ", ".join(self.choices)
@@ -467,7 +478,7 @@ class Setting:
             match self._rule:
                 case _Range(minimum, maximum):
                     is_valid = minimum <= parsed <= maximum
-                case _Text(accepts, _, problem):
+                case _Text(accepts, _, problem, _):
                     is_valid = accepts(parsed)
                     if problem is not None and not is_valid:
                         allowed = problem(parsed)
@@ -501,8 +512,8 @@ class Setting:
             case _Range(minimum, maximum):
                 number = "integer" if self.kind is int else "number"
                 found: dict[str, Any] = {"type": number, "minimum": minimum, "maximum": maximum}
-            case _Text():
-                found = {"type": "string"}
+            case _Text(pattern=pattern):
+                found = {"type": "string"} | ({"pattern": pattern} if pattern else {})
             case choices:
                 found = {"enum": [*choices]}
         if self.is_optional:
@@ -520,26 +531,3 @@ class Setting:
 
 _HINTS = typing.get_type_hints(Config)
 SETTINGS = {field.name: Setting(field, _HINTS[field.name]) for field in dataclasses.fields(Config)}
-
-
-def conflicts(config: Config, sources: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
-    """Settings that do not fit each other, such as a public address without TLS, with the settings' names."""
-    if config.default_lease_s > config.max_lease_s:
-        source = sources.get("default_lease_s", sources.get("max_lease_s", "default"))
-        allowed = f"must be at most max_lease_s, which is {config.max_lease_s:.12g}"
-        error = ConfigError("default_lease_s", source, config.default_lease_s, allowed)
-        yield ("default_lease_s", "max_lease_s"), error
-    if config.model_revision is not None and not is_hub_id(config.model):
-        problem = "is only for a model of the hub"
-        error = ConfigError("model_revision", sources["model_revision"], config.model_revision, problem)
-        yield ("model_revision", "model"), error
-    for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
-        value = getattr(config, name)
-        if value and not getattr(config, other):
-            yield (name, other), ConfigError(name, sources[name], value, f"needs {other} too")
-    for name in ("listen", "openai_listen"):
-        value = getattr(config, name)
-        if value and not (is_private(value) or config.tls_cert or config.insecure == "on"):
-            allowed = "remote clients need TLS (tls_cert and tls_key), or insecure = on"
-            error = ConfigError(name, sources.get(name, "default"), value, allowed)
-            yield (name, "tls_cert", "insecure"), error
