@@ -17,15 +17,14 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+from service.model_names import MAX_HUB_ID, MODELS, SHIPPED_MODEL
+
 ENV_PREFIX = "QUIRE_"
-SHIPPED_MODEL = "adder"
-WEIGHTLESS_MODEL = "paged-attention"
 # The settings that name an address to listen on.
-ADDRESSES = ("listen", "openai_listen", "metrics_listen")
+ADDRESSES = ("listen", "openai_listen", "metrics_listen", "pool_listen")
 
 # Environment variables with the prefix that are not settings: the file, those of the client commands, and
 # those that workers read themselves (kernels/cpu/library.py).
@@ -37,10 +36,7 @@ _DTYPES = (_AUTO, "bfloat16", "float16", "float32")
 _KIB, _MIB = 1 << 10, 1 << 20
 # Longest path of a Unix socket on Linux, without the final zero.
 _MAX_SOCKET_PATH_BYTES = 107
-# The ids that the hub allows. None of them leads elsewhere when used in a path.
-_HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9][\w.-]*/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
 _REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.))\w[\w./-]*[\w-]|\w", re.ASCII)
-_MAX_HUB_ID = 96
 _DAY_S = 86_400
 _YEAR_S = 365 * _DAY_S
 
@@ -49,7 +45,9 @@ class ConfigError(Exception):
     """An invalid setting: its name, its source, its value, and the allowed values."""
 
     def __init__(self, setting: str, source: str, value: object, allowed: str) -> None:
-        super().__init__(f"{setting} = {value!r} (from {source}) is refused: {allowed}")
+        # As TOML has it. Its texts can be quoted as Python quotes them.
+        self.shown = f"{setting} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
+        super().__init__(f"{self.shown} (from {source}) is refused: {allowed}")
         self.setting = setting
         self.source = source
         self.value = value
@@ -72,6 +70,8 @@ class _Text:
     allowed: str
     # Describes the problem of an invalid text, if more can be said than `allowed`.
     problem: Callable[[str], str] | None = None
+    # For editors: what all valid texts match.
+    pattern: str = ""
 
 
 # The last ones are the valid texts themselves.
@@ -81,48 +81,6 @@ _Rule = _Range | _Text | tuple[str, ...]
 def _setting(default: Any, help_text: str, rule: _Rule, *, group: str = "") -> Any:
     """A field. `group`, in the help, is that of this setting and of those up to the next with a group."""
     return dataclasses.field(default=default, metadata={"help": help_text, "rule": rule, "group": group})
-
-
-def is_hub_id(model: str) -> bool:
-    """Whether it names a model on the Hugging Face hub, not a local directory."""
-    return len(model) <= _MAX_HUB_ID and bool(_HUB_ID.fullmatch(model)) and not _may_exist(model)
-
-
-def _is_model(value: str) -> bool:
-    shipped = value in (SHIPPED_MODEL, WEIGHTLESS_MODEL)
-    return shipped or _is_file(str(Path(value) / "config.json")) or is_hub_id(value)
-
-
-def _model_problem(value: str) -> str:
-    problem = "it does not exist"
-    try:
-        if _may_exist(value):
-            path = Path(value)
-            names = [file.name for file in path.iterdir()] if path.is_dir() else [value]
-            problem = other_format(names) or "it has no config.json"
-    except OSError as error:
-        problem = f"it cannot be read ({error.strerror})"
-    return f"{problem}; must be {_MODELS}"
-
-
-def other_format(names: Collection[str]) -> str:
-    """Names the format of model files that cannot be served, and what to use instead; "" if it is unknown."""
-    if "adapter_config.json" in names:
-        return "it is a LoRA adapter (PEFT): merge it into its base model and use the directory of the result"
-    if any(name.lower().endswith(".gguf") for name in names):
-        return "it is in GGUF format, for llama.cpp: use the original model in safetensors format"
-    return ""
-
-
-def _may_exist(path: str) -> bool:
-    """Whether the path exists. True if that cannot be determined."""
-    try:
-        Path(path).stat()
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _is_file(value: str) -> bool:
@@ -167,15 +125,12 @@ def _is_collector(value: str) -> bool:
 
 
 def _is_revision(value: str) -> bool:
-    return len(value) <= _MAX_HUB_ID and bool(_REVISION.fullmatch(value))
+    return len(value) <= MAX_HUB_ID and bool(_REVISION.fullmatch(value))
 
 
 _FILE = _Text(_is_file, "must be a file")
-_HTTP_ADDRESS = _Text(_is_http_address, "must be host:port or [ipv6]:port")
-_MODELS = (
-    f"{SHIPPED_MODEL}, {WEIGHTLESS_MODEL}, a directory that holds config.json,"
-    " or ORG/NAME on the Hugging Face hub"
-)
+_HOST_PORT = r"([^:]+|\[.*\]):[0-9]+"
+_HTTP_ADDRESS = _Text(_is_http_address, "must be host:port or [ipv6]:port", pattern=f"^({_HOST_PORT})?$")
 _SWITCH = ("off", "on")
 _LOGGED_CALLS = ("off", "errors", "all")
 _COUNT = _Range(1, 1 << 20)
@@ -194,8 +149,8 @@ class Config:
         SHIPPED_MODEL,
         "the model to serve: adder (shipped), paged-attention (without weights), a Hugging Face model"
         " directory, or ORG/NAME on the Hugging Face hub, from the local cache or downloaded",
-        # On other hosts it can be a directory that this one does not have: see `conflicts`.
-        _Text(bool, f"must be {_MODELS}"),
+        # Checked in `conflicts`: on other hosts it can be a directory that this one does not have.
+        _Text(lambda _: True, f"must be {MODELS}"),
         group="model",
     )
     model_revision: str | None = _setting(
@@ -227,6 +182,7 @@ class Config:
         _Text(
             _is_listen_address,
             f"must be host:port, [ipv6]:port, or unix:/path of at most {_MAX_SOCKET_PATH_BYTES} bytes",
+            pattern=f"^(unix:/|{_HOST_PORT}$)",
         ),
         group="addresses and access",
     )
@@ -447,7 +403,7 @@ class Config:
     otlp_endpoint: str = _setting(
         "",
         "send a span of each call to this OpenTelemetry collector, by OTLP over gRPC",
-        _Text(_is_collector, "must be http://host:port, or https:// for TLS"),
+        _Text(_is_collector, "must be http://host:port, or https:// for TLS", pattern="^(https?://.+)?$"),
         group="traces",
     )
 
@@ -465,6 +421,11 @@ class Config:
     def has_remote_workers(self) -> bool:
         """Whether others start the workers, on this or other hosts."""
         return bool(self.workers_at or self.pool_listen)
+
+
+def plain(number: float) -> str:
+    """A number for messages, without an exponent."""
+    return str(int(number)) if number == int(number) else str(number)
 
 
 class Setting:
@@ -489,7 +450,7 @@ class Setting:
             case _Range(minimum, maximum):
                 number = "a whole number" if self.kind is int else "a number"
                 or_auto = f", or {_AUTO}" if self.is_optional else ""
-                return f"must be {number} from {minimum:.12g} to {maximum:.12g}{or_auto}"
+                return f"must be {number} from {plain(minimum)} to {plain(maximum)}{or_auto}"
             case _Text(allowed=allowed):
                 return allowed
         return "must be one of " + ", ".join(self.choices)
@@ -504,7 +465,7 @@ class Setting:
             match self._rule:
                 case _Range(minimum, maximum):
                     is_valid = minimum <= parsed <= maximum
-                case _Text(accepts, _, problem):
+                case _Text(accepts, _, problem, _):
                     is_valid = accepts(parsed)
                     if problem is not None and not is_valid:
                         allowed = problem(parsed)
@@ -538,8 +499,8 @@ class Setting:
             case _Range(minimum, maximum):
                 number = "integer" if self.kind is int else "number"
                 found: dict[str, Any] = {"type": number, "minimum": minimum, "maximum": maximum}
-            case _Text():
-                found = {"type": "string"}
+            case _Text(pattern=pattern):
+                found = {"type": "string"} | ({"pattern": pattern} if pattern else {})
             case choices:
                 found = {"enum": [*choices]}
         if self.is_optional:
@@ -557,44 +518,3 @@ class Setting:
 
 _HINTS = typing.get_type_hints(Config)
 SETTINGS = {field.name: Setting(field, _HINTS[field.name]) for field in dataclasses.fields(Config)}
-
-
-def conflicts(config: Config, sources: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
-    """Settings that do not fit each other, such as a public address without TLS, with the settings' names."""
-    if config.default_lease_s > config.max_lease_s:
-        source = sources.get("default_lease_s", sources.get("max_lease_s", "default"))
-        allowed = f"must be at most max_lease_s, which is {config.max_lease_s:.12g}"
-        error = ConfigError("default_lease_s", source, config.default_lease_s, allowed)
-        yield ("default_lease_s", "max_lease_s"), error
-    if config.model_revision is not None and not is_hub_id(config.model):
-        problem = "is only for a model of the hub"
-        error = ConfigError("model_revision", sources["model_revision"], config.model_revision, problem)
-        yield ("model_revision", "model"), error
-    for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
-        value = getattr(config, name)
-        if value and not getattr(config, other):
-            yield (name, other), ConfigError(name, sources[name], value, f"needs {other} too")
-    yield from _pool_conflicts(config, sources)
-    for name in ("listen", "openai_listen"):
-        value = getattr(config, name)
-        if value and not (is_private(value) or config.tls_cert or config.insecure == "on"):
-            allowed = "remote clients need TLS (tls_cert and tls_key), or insecure = on"
-            error = ConfigError(name, sources.get(name, "default"), value, allowed)
-            yield (name, "tls_cert", "insecure"), error
-
-
-def _pool_conflicts(
-    config: Config, sources: Mapping[str, str]
-) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
-    """As `conflicts`, about where workers run."""
-    if not config.has_remote_workers and not _is_model(config.model):
-        source = sources.get("model", "default")
-        yield ("model",), ConfigError("model", source, config.model, _model_problem(config.model))
-    for name in ("workers_at", "pool_listen"):
-        if getattr(config, name) and not config.pool:
-            yield (name, "pool"), ConfigError(name, sources[name], getattr(config, name), "needs pool too")
-    if config.workers_at and config.pool_listen:
-        error = ConfigError(
-            "pool_listen", sources["pool_listen"], config.pool_listen, "or workers_at, not both"
-        )
-        yield ("pool_listen", "workers_at"), error

@@ -5,13 +5,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.config import ENV_PREFIX, OTHER_ENV, SETTINGS, Config, ConfigError, Setting, conflicts
+from service.config import (
+    ADDRESSES,
+    ENV_PREFIX,
+    OTHER_ENV,
+    SETTINGS,
+    Config,
+    ConfigError,
+    Setting,
+    is_private,
+    plain,
+)
+from service.model_names import is_hub_id, is_model, model_problem
 
 # Names of values that are not shown.
 _SECRET = re.compile("token|secret|passw|key|credential")
@@ -50,13 +62,19 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
 class Settings:
     """What all sources say. A setting that is refused has its default in `config`.
 
-    `sources`: a flag, a variable or the file, of each setting that has one. `file`: its path, "" without one.
+    `sources`: of each value that was taken, a flag, a variable or the file. `file`: its path, "" without one.
     """
 
     config: Config
     sources: Mapping[str, str]
     errors: Sequence[ConfigError]
     file: str
+
+    def said(self, error: ConfigError) -> str:
+        """The error, with the line if the setting is in the file."""
+        if not self.file or error.source != self.file:
+            return str(error)
+        return f"{self.file}{line_of(self.file, error.setting)}: {error.shown} is refused: {error.allowed}"
 
 
 def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
@@ -69,9 +87,9 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Setti
         if isinstance(setting, str):
             errors.append(ConfigError(name, source, _shown(name, value), setting))
             continue
-        sources[setting.name] = source
         try:
             values[setting.name] = setting.parse(value, source, text=source != path)
+            sources[setting.name] = source
         except ConfigError as error:
             errors.append(error)
     config = Config(**values)
@@ -106,6 +124,61 @@ def _given(
             yield name, value, SETTINGS[name].flag, SETTINGS[name]
 
 
+def conflicts(config: Config, sources: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
+    """Settings that do not fit each other, such as a public address without TLS, with the settings' names."""
+    if config.default_lease_s > config.max_lease_s:
+        source = sources.get("default_lease_s", sources.get("max_lease_s", "default"))
+        allowed = f"must be at most max_lease_s, which is {plain(config.max_lease_s)}"
+        error = ConfigError("default_lease_s", source, config.default_lease_s, allowed)
+        yield ("default_lease_s", "max_lease_s"), error
+    if config.model_revision is not None and not is_hub_id(config.model):
+        problem = "is only for a model of the hub"
+        error = ConfigError("model_revision", sources["model_revision"], config.model_revision, problem)
+        yield ("model_revision", "model"), error
+    for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
+        value = getattr(config, name)
+        if value and not getattr(config, other):
+            yield (name, other), ConfigError(name, sources[name], value, f"needs {other} too")
+    yield from _pool_conflicts(config, sources)
+    for name in ("listen", "openai_listen"):
+        value = getattr(config, name)
+        if value and not (is_private(value) or config.tls_cert or config.insecure == "on"):
+            allowed = "remote clients need TLS (tls_cert and tls_key), or insecure = on"
+            error = ConfigError(name, sources.get(name, "default"), value, allowed)
+            yield (name, "tls_cert", "insecure"), error
+    given = {name: getattr(config, name) for name in ADDRESSES if getattr(config, name)}
+    for first, second in itertools.combinations(given, 2):
+        if _overlap(given[first], given[second]):
+            source = sources.get(second, "default")
+            error = ConfigError(second, source, given[second], f"{first} has this port already")
+            yield (first, second), error
+
+
+def _pool_conflicts(
+    config: Config, sources: Mapping[str, str]
+) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
+    """As `conflicts`, about where workers run: on other hosts the model can be where this one has nothing."""
+    if not config.has_remote_workers and not is_model(config.model):
+        source = sources.get("model", "default")
+        yield ("model",), ConfigError("model", source, config.model, model_problem(config.model))
+    for name in ("workers_at", "pool_listen"):
+        value = getattr(config, name)
+        if value and not config.pool:
+            yield (name, "pool"), ConfigError(name, sources[name], value, "needs pool too")
+    if config.workers_at and config.pool_listen:
+        problem = "is for workers that call, workers_at for those that are called: only one is possible"
+        error = ConfigError("pool_listen", sources["pool_listen"], config.pool_listen, problem)
+        yield ("pool_listen", "workers_at"), error
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether only one of two addresses can be bound, as far as their texts say."""
+    (host, _, port), (other_host, _, other_port) = one.rpartition(":"), other.rpartition(":")
+    hosts = {"127.0.0.1" if name == "localhost" else name for name in (host, other_host)}
+    takes_all = "[::]" in hosts or ("0.0.0.0" in hosts and not any(name[0] == "[" for name in hosts))  # noqa: S104
+    return port.lstrip("0") == other_port.lstrip("0") != "" and (len(hosts) == 1 or takes_all)
+
+
 def json_schema() -> dict[str, Any]:
     """The JSON schema of the configuration file, for editors."""
     return {
@@ -115,6 +188,16 @@ def json_schema() -> dict[str, Any]:
         "additionalProperties": False,
         "properties": {setting.name: setting.schema for setting in SETTINGS.values()},
     }
+
+
+def line_of(file: str, name: str) -> str:
+    """The line of a key or table, as a suffix of the file; empty if it is not found."""
+    key = re.compile(rf"""\s*\[?\s*(["']?){re.escape(name)}\1\s*[=\].]""")
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return next((f":{number}" for number, line in enumerate(lines, 1) if key.match(line)), "")
 
 
 def _shown(name: str, value: object) -> object:

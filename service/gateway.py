@@ -36,7 +36,7 @@ from service.auth.tls import server_credentials
 from service.caches.machine import CacheMachine
 from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
-from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config, ConfigError
+from service.config import Config, ConfigError
 from service.data_directory import data_directory
 from service.dispatcher import Dispatcher
 from service.journal.base import Journal, JournalUnusable
@@ -47,6 +47,7 @@ from service.memory import MemoryTrimmer
 from service.metrics.collector import Sources
 from service.metrics.exporter import Exporter
 from service.metrics.figures import ObservedDispatcher
+from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from service.pool import wire
 from service.pool.launcher import Launcher
 from service.pool.local import LocalLauncher

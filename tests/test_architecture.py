@@ -16,6 +16,7 @@ STUBS = "quire.v1"
 
 # Inside workers a module imports only what stands below it, or beside it on its line.
 WORKER_LAYERS = (
+    {"pool_member"},
     {"__main__", "plan"},
     {"server", "wire"},
     {"step_loop"},
@@ -57,8 +58,9 @@ TOP_LEVEL = {
 # What each room of the gateway may import of the others. Nobody imports the command line.
 SERVICE_ROOMS = {
     "service.errors": (),
-    "service.config": (),
-    "service.config_sources": ("service.config",),
+    "service.model_names": (),
+    "service.config": ("service.model_names",),
+    "service.config_sources": ("service.config", "service.model_names"),
     "service.printable": (),
     "service.memory": (),
     "service.running_clock": (),
@@ -82,10 +84,12 @@ SERVICE_ROOMS = {
     "service.pool": (
         "service.caches", "service.config", "service.dispatcher", "service.durable_file", "service.errors",
         "service.logging", "service.running_clock",
+        "service.model_names",
     ),
     "service.adapters": (
         "service.caches.machine", "service.completion", "service.config", "service.durable_file",
         "service.errors", "service.logging", "service.pool.supervisor", "service.uploads",
+        "service.model_names",
     ),
     "service.api": (
         "service.adapters", "service.caches.requests", "service.config", "service.dispatcher",
@@ -99,6 +103,7 @@ SERVICE_ROOMS = {
         "service.config", "service.dispatcher", "service.auth", "service.durable_file", "service.errors",
         "service.logging", "service.pool", "service.printable", "service.text", "service.token_bucket",
         "service.uploads",
+        "service.model_names",
     ),
     "service.openai": (
         "service.api", "service.config", "service.auth", "service.errors", "service.listening",
@@ -117,6 +122,7 @@ SERVICE_ROOMS = {
         "service.journal", "service.listening", "service.logging", "service.memory", "service.metrics",
         "service.openai", "service.pool", "service.runtimes", "service.text", "service.tracing",
         "service.uploads",
+        "service.model_names",
     ),
     "service.server": (
         "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.errors",
@@ -127,8 +133,10 @@ SERVICE_ROOMS = {
         "service.adapters.store", "service.auth", "service.caches.ledger", "service.caches.records",
         "service.config", "service.config_sources", "service.data_directory", "service.errors",
         "service.journal", "service.listening", "service.logging", "service.openai.front",
-        "service.pool.model_versions", "service.printable", "service.runtimes.runtimes_file",
+        "service.pool.model_versions", "service.pool.pool_files", "service.printable",
+        "service.runtimes.runtimes_file",
         "service.server", "service.uploads",
+        "service.model_names",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.
@@ -198,9 +206,12 @@ def test_only_the_stubs_are_shared(package: str) -> None:
     assert client == []
 
 
+SERVERS = ("workers.server", "workers.__main__", "workers.pool_member")
+
+
 def test_only_the_servers_of_workers_know_the_wire() -> None:
-    assert offenders("workers", ("grpc",), ("workers.server", "workers.__main__")) == []
-    assert offenders("workers", ("quire",), ("workers.server", "workers.__main__", "workers.wire")) == []
+    assert offenders("workers", ("grpc",), SERVERS) == []
+    assert offenders("workers", ("quire",), (*SERVERS, "workers.wire")) == []
 
 
 def test_only_models_their_kv_random_numbers_and_what_runs_on_a_gpu_use_kernels() -> None:
@@ -317,7 +328,10 @@ def test_only_the_pool_speaks_with_workers() -> None:
         "service.text.text_model",
     )
     assert offenders("service", ("quire.v1.worker_pb2",), ("service.pool", *readers)) == []
-    assert offenders("service", ("quire.v1.worker_pb2_grpc",), ("service.pool.link",)) == []
+    assert (
+        offenders("service", ("quire.v1.worker_pb2_grpc",), ("service.pool.endpoints", "service.pool.remote"))
+        == []
+    )
 
 
 def loaded_after(code: str) -> set[str]:

@@ -69,20 +69,29 @@ def _parse_arguments() -> tuple[str, WorkerConfig, str]:
 def configure_logging(config: WorkerConfig) -> None:
     """Log in the gateway's format, to the standard error that both share."""
     pretty = config.log_format == "pretty" or (config.log_format == "auto" and sys.stderr.isatty())
+    origin = {"worker_id": config.worker_id, "pid": os.getpid()}
+
+    def named(*names: str) -> structlog.WriteLogger:
+        # Each line in one write: the gateway and other workers write to the same pipe.
+        logger = structlog.WriteLogger(background_log())  # type: ignore[arg-type]  # a stream
+        logger.name = names[0] if names else "workers"  # type: ignore[attr-defined]  # for add_logger_name
+        return logger
+
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
+            # Context variables would have them on one thread only.
+            lambda _logger, _method, record: {**origin, **record},
+            structlog.stdlib.add_logger_name,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *_renderers(pretty=pretty),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
-        # Each line in one write: the gateway and other workers write to the same pipe.
-        logger_factory=structlog.WriteLoggerFactory(background_log()),  # type: ignore[arg-type]  # a stream
+        logger_factory=named,
     )
     standard = logging.getLogger(__package__)
     standard.setLevel(config.log_level.upper())
-    standard.addHandler(_ToStructlog())
+    standard.handlers[:] = [_ToStructlog()]
 
 
 class _ToStructlog(logging.Handler):
@@ -298,7 +307,6 @@ def main() -> int:
     """Run a worker until its gateway ends it, or has been gone for too long."""
     address, config, secret = _parse_arguments()
     configure_logging(config)
-    structlog.contextvars.bind_contextvars(worker_id=config.worker_id, pid=os.getpid())
     # Ctrl-C and a service manager's SIGTERM reach all processes, but the gateway drains before it ends its
     # workers. So may SIGUSR2, which ends a gateway and leaves its workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):

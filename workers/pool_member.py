@@ -72,7 +72,7 @@ class Refused(Exception):
 class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
     """Owner of the worker, which exists from the first lease on. `done` has the exit status."""
 
-    def __init__(self, overrides: dict[str, Any]) -> None:
+    def __init__(self, overrides: worker_pb2.WorkerConfig) -> None:
         """`overrides`: fields of the configuration that this host decides."""
         self._overrides = overrides
         self._lease: worker_pb2.Lease | None = None
@@ -127,7 +127,7 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
         """The worker for a lease, which starts with the first one. Raises Refused."""
         if lease.protocol != PROTOCOL:
             raise Refused("the gateway and the worker are of different versions")
-        lease.config.MergeFrom(worker_pb2.WorkerConfig(**self._overrides))
+        lease.config.MergeFrom(self._overrides)
         if self._worker is None or self._lease is None:
             self._start(lease)
         elif lease.gateway_id != self._lease.gateway_id:
@@ -149,7 +149,7 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
         config.workers = 1
         if config.model == SHIPPED_MODEL:
             config.model = str(Path(models.__file__).parent / SHIPPED_MODEL)
-        structlog.contextvars.bind_contextvars(worker_id=config.worker_id)
+        configure_logging(config)
         orphan_timer = OrphanTimer(config.orphan_grace_s) if config.orphan_grace_s else None
         self._worker = make_worker(config, "", orphan_timer)
         self._running = asyncio.create_task(self._run(self._worker, config.model, orphan_timer))
@@ -189,9 +189,13 @@ OVERRIDES: dict[str, Callable[[str], Any]] = {
 }
 
 
+def _overrides(options: argparse.Namespace) -> worker_pb2.WorkerConfig:
+    given = {name: value for name in OVERRIDES if (value := getattr(options, name)) is not None}
+    return worker_pb2.WorkerConfig(**given, log_format=options.log_format, log_level=options.log_level)
+
+
 async def _serve(options: argparse.Namespace) -> int:
-    overrides = {name: value for name in OVERRIDES if (value := getattr(options, name)) is not None}
-    member = PoolMember(overrides)
+    member = PoolMember(_overrides(options))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end, member.done)
     try:
         ca, key, certificate = (

@@ -20,7 +20,7 @@ from service.adapters.registry import Adapters, AdapterVersion
 from service.adapters.store import AdapterStore, bad_adapter
 from service.caches.machine import CacheMachine
 from service.completion import complete
-from service.config import Config, is_hub_id
+from service.config import Config
 from service.errors import (
     AdapterLimit,
     InvalidArgument,
@@ -28,6 +28,7 @@ from service.errors import (
     StorageUnavailable,
 )
 from service.logging import get_logger
+from service.model_names import is_hub_id
 from service.pool.supervisor import Supervisor
 from service.uploads import UploadedFile, next_message, sync_tree
 

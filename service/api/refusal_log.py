@@ -9,7 +9,8 @@ from collections.abc import Callable
 from service.errors import QuireError
 from service.logging import get_logger
 
-_log = get_logger(__name__)
+# All lines about calls have the same logger, whether the calls failed.
+_log = get_logger("service.api.call_log")
 # Lines per second.
 _MAX_PER_S = 50
 

@@ -34,7 +34,8 @@ def ask(module: str, *arguments: str, timeout_s: float) -> list[dict[str, Any]]:
     # As this process imports: the child may be started from a checkout.
     environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
-        command = [sys.executable, "-m", module, *arguments]
+        # -P: modules are not imported from the current directory.
+        command = [sys.executable, "-P", "-m", module, *arguments]
         child = subprocess.Popen(  # noqa: S603 - our own program
             command,
             stdin=subprocess.DEVNULL,

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
 
 _MAX_DAYS = 36_500
+# Of workers.plan, which loads torch.
+_GPUS = ("A100-40GB", "A100-80GB", "L4", "L40S", "H100", "H100-PCIe", "H200")
 
 
 def add_serve(commands: Commands) -> None:
@@ -108,9 +110,7 @@ def add_plan(commands: Commands) -> None:
     plan.set_defaults(run="service.cli.plan:run")
     plan.add_argument("--model", required=True, metavar="MODEL", help="as for `quire serve`")
     where = plan.add_mutually_exclusive_group()
-    where.add_argument(
-        "--gpu", metavar="NAME", help="a GPU by its name, such as H100; `list` shows the names"
-    )
+    where.add_argument("--gpu", choices=_GPUS, metavar="NAME", help=f"one of {', '.join(_GPUS)}")
     where.add_argument("--memory", type=int, metavar="BYTES", help="free memory of a machine with this CPU")
     plan.add_argument(
         "--context", type=int, metavar="N", help="tokens of each context (default 2048)", default=2048

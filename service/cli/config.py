@@ -10,18 +10,18 @@ import argparse
 import importlib
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from service.cli.state import unused
-from service.config import ADDRESSES, Config, ConfigError, is_hub_id
-from service.config_sources import Settings, json_schema, read_settings
+from service.config import ADDRESSES, Config, ConfigError
+from service.config_sources import Settings, json_schema, line_of, read_settings
 from service.data_directory import data_directory
 from service.journal.base import JournalUnusable
 from service.journal.files import DATABASE
 from service.logging import configure_logging
+from service.model_names import is_hub_id
 from service.printable import escaped
 
 
@@ -29,7 +29,7 @@ def check(options: argparse.Namespace) -> int:
     """Prints all problems. Returns the exit status: 1 if there are any."""
     configure_logging("error", "pretty", sys.stderr)
     settings = _read(options)
-    problems = [_said(settings, error) for error in settings.errors]
+    problems = [settings.said(error) for error in settings.errors]
     problems += _problems_at_start(settings, is_running=options.running)
     for problem in problems:
         print(f"quire: {escaped(problem)}", file=sys.stderr)
@@ -43,8 +43,10 @@ def check(options: argparse.Namespace) -> int:
 def show(options: argparse.Namespace) -> int:
     """Prints each setting with its value and source. Returns the exit status: 1 if one is refused."""
     settings = _read(options)
+    refused = {error.setting for error in settings.errors}
     values = {
         name: {"value": getattr(settings.config, name), "source": settings.sources.get(name, "default")}
+        | ({"refused": True} if name in refused else {})
         for name in Config.__dataclass_fields__
     }
     if options.json:
@@ -52,10 +54,11 @@ def show(options: argparse.Namespace) -> int:
     else:
         width = max(map(len, values))
         for name, found in values.items():
-            value = "auto" if found["value"] is None else json.dumps(found["value"])
-            print(escaped(f"{name:{width}}  {value:<24}  {_of(settings, name)}"))
+            value = json.dumps("auto" if found["value"] is None else found["value"])
+            note = "; a given value is refused" if name in refused else ""
+            print(escaped(f"{name:{width}}  {value:<24}  {_of(settings, name)}{note}"))
     for error in settings.errors:
-        print(f"quire: {escaped(_said(settings, error))}", file=sys.stderr)
+        print(f"quire: {escaped(settings.said(error))}", file=sys.stderr)
     return 1 if settings.errors else 0
 
 
@@ -76,27 +79,8 @@ def _of(settings: Settings, name: str) -> str:
     if source is None:
         return "default"
     if source == settings.file:
-        return f"file {source}{_line(source, name)}"
+        return f"file {source}{line_of(source, name)}"
     return f"flag {source}" if source.startswith("--") else f"environment {source}"
-
-
-def _said(settings: Settings, error: ConfigError) -> str:
-    """The error, with the line if the setting is in the file."""
-    file = settings.file
-    if not file or error.source != file:
-        return str(error)
-    place = f"{file}{_line(file, error.setting)}"
-    return f"{place}: {error.setting} = {error.value!r} is refused: {error.allowed}"
-
-
-def _line(file: str, name: str) -> str:
-    """The line of a key or table, as a suffix of the file; empty if it is not found."""
-    key = re.compile(rf"""\s*\[?\s*(["']?){re.escape(name)}\1\s*[=\].]""")
-    try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return next((f":{number}" for number, line in enumerate(lines, 1) if key.match(line)), "")
 
 
 def _problems_at_start(settings: Settings, *, is_running: bool) -> Iterator[str]:
@@ -109,7 +93,7 @@ def _problems_at_start(settings: Settings, *, is_running: bool) -> Iterator[str]
             source = settings.sources.get(error.setting, "default")
             named = ConfigError(error.setting, source, error.value, error.allowed)
             if error.setting not in refused:
-                yield _said(settings, named)
+                yield settings.said(named)
 
 
 def _model(config: Config) -> Iterator[ConfigError]:

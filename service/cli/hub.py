@@ -26,7 +26,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download
 from huggingface_hub.utils.tqdm import tqdm
 
-from service.config import other_format
+from service.model_names import other_format
 from service.printable import escaped
 
 _CONFIG = "config.json"
@@ -68,9 +68,7 @@ def find_model(
     if cached is not None:
         return cached
     if not download or constants.is_offline_mode():
-        why_not = "HF_HUB_OFFLINE is set" if download else "model_download is off"
-        first = _download_command(hub_id, revision)
-        raise HubError(f"{_named(hub_id, revision)} is no directory here and {problem}; {why_not}: {first}")
+        raise _not_here(hub_id, revision, problem, may_download=download)
     try:
         return _download(hub_id, revision, on_progress)
     except Exception as error:
@@ -90,11 +88,21 @@ def find_files(hub_id: str, names: Sequence[str], *, download: bool) -> Path:
             Path(hf_hub_download(hub_id, name, local_files_only=not may_download)).parent for name in names
         ]
     except Exception as error:
+        if not may_download and isinstance(error, errors.LocalEntryNotFoundError):
+            problem = f"is not whole in the cache {constants.HF_HUB_CACHE}"
+            raise _not_here(hub_id, None, problem, may_download=download) from None
         # The library raises its own errors and those of its HTTP client.
         raise _to_hub_error(error, hub_id, None) from error
     if len(set(paths)) > 1:
         raise HubError(f"{hub_id} changed while it was downloaded: try again")
     return paths[0]
+
+
+def _not_here(hub_id: str, revision: str | None, problem: str, *, may_download: bool) -> HubError:
+    """Why there is no download of what the cache lacks."""
+    why_not = "HF_HUB_OFFLINE is set" if may_download else "model_download is off"
+    first = _download_command(hub_id, revision)
+    return HubError(f"{_named(hub_id, revision)} is no directory here and {problem}; {why_not}: {first}")
 
 
 def _look_in_cache(hub_id: str, revision: str | None) -> tuple[Path | None, str]:

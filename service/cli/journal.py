@@ -33,6 +33,8 @@ from service.printable import escaped
 from service.uploads import sync_tree
 
 _NAMES_SHOWN = 20
+# Of the table, where those of the JSON say too little.
+_NAMES = {"size_bytes": "bytes on disk", "memory_bytes": "of max_journal_bytes"}
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,16 +88,19 @@ def inspect(options: argparse.Namespace) -> int:
         print(json.dumps(facts))
         return 0
     for name, value in facts.items():
-        shown = _counts(value) if isinstance(value, dict) else value
-        print(escaped(f"{name.replace('_', ' '):15} {shown}"))
+        shown = _counts(value, "" if name == "tenants" else "number ") if isinstance(value, dict) else value
+        print(escaped(f"{_NAMES.get(name, name.replace('_', ' ')):21} {shown}"))
     return 0
 
 
-def _counts(numbers: Mapping[str, int]) -> str:
-    """The number of names, and the first ones with the caches of each."""
-    shown = [f"{name or '(none)'}: {count}" for name, count in numbers.items()]
+def _counts(numbers: Mapping[str, int], prefix: str) -> str:
+    """The first names with the caches of each."""
+    shown = [
+        f"{f'{prefix}{name}' if name else 'no tenant'}: {count} cache{'s' if count != 1 else ''}"
+        for name, count in numbers.items()
+    ]
     more = [f"and {len(shown) - _NAMES_SHOWN} more"] if len(shown) > _NAMES_SHOWN else []
-    return f"{len(shown)} ({', '.join(shown[:_NAMES_SHOWN] + more)})" if shown else "0"
+    return ", ".join(shown[:_NAMES_SHOWN] + more) or "none"
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -131,7 +136,10 @@ def backup(options: argparse.Namespace) -> int:
     """Copies a journal to a new directory, with which a server can start. Returns the exit status."""
     target = Path(options.to)
     made = [path for path in (target, *target.parents) if not path.exists()]
-    target.mkdir(mode=0o700, parents=True)
+    try:
+        target.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        return _refused(JournalUnusable(f"{target} exists: name a directory that does not exist yet"))
     try:
         _copy(_directory(options.directory), target)
         sync_tree(made[-1])

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from service.cli.child import NoAnswer, ask
-from service.config import SHIPPED_MODEL, Config, is_hub_id
+from service.config import Config
+from service.model_names import SHIPPED_MODEL, is_hub_id
 from service.printable import escaped
 
 _SHIPPED_MODEL_DIR = Path(__file__).parents[2] / "workers" / "models" / SHIPPED_MODEL

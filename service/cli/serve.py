@@ -15,10 +15,12 @@ import uvloop
 
 from service.adapters.store import FILES, bad_adapter
 from service.auth.connections import TooFewDescriptors, with_descriptors
-from service.config import Config, ConfigError, is_hub_id
-from service.config_sources import load_config
+from service.config import Config, ConfigError
+from service.config_sources import read_settings
 from service.errors import LoadFailed
 from service.logging import configure_logging
+from service.model_names import is_hub_id
+from service.printable import escaped
 from service.server import serve
 
 _SWITCH_INTERVAL_S = 0.0005
@@ -26,8 +28,13 @@ _SWITCH_INTERVAL_S = 0.0005
 
 def run(options: argparse.Namespace) -> int:
     """Serves until a signal. Returns the exit status."""
+    settings = read_settings(vars(options), os.environ)
+    for error in settings.errors:
+        print(f"quire: {escaped(settings.said(error))}", file=sys.stderr)
+    if settings.errors:
+        return 2
     try:
-        return _run(load_config(vars(options), os.environ))
+        return _run(settings.config)
     except ConfigError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2

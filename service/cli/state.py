@@ -24,7 +24,7 @@ def list_state(_: argparse.Namespace) -> int:
     for directory in data_directories():
         size_bytes, idle_days = _size_and_age(directory)
         with unused(directory) as is_unused:
-            rows.append((size_bytes, f"{idle_days:.1f} days ago" if is_unused else "in use", directory.name))
+            rows.append((size_bytes, _ago(idle_days) if is_unused else "in use", directory.name))
     print(f"in {state_dir()}:")
     for size_bytes, used, name in sorted(rows, reverse=True):
         print(f"{size_bytes / 2**20:>9.1f} MiB  {used:>15}  {name}")
@@ -50,11 +50,18 @@ def remove_state(options: argparse.Namespace) -> int:
                 while removed.exists():
                     removed = removed.with_name(removed.name + REMOVED)
                 shutil.rmtree(there[name].rename(removed))
-                print(f"removed {name}: {size_bytes / 2**20:.1f} MiB, written to {idle_days:.1f} days ago")
+                print(f"removed {name}: {size_bytes / 2**20:.1f} MiB, written to {_ago(idle_days)}")
             elif options.names:
                 print(f"quire: {name} is in use by a server", file=sys.stderr)
                 failed = True
     return 1 if failed else 0
+
+
+def _ago(days: float) -> str:
+    if days >= 1:
+        return f"{days:.1f} days ago"
+    minutes = days * _DAY_S / 60
+    return f"{minutes / 60:.1f} hours ago" if minutes >= 60 else f"{minutes:.0f} minutes ago"
 
 
 def _size_and_age(directory: Path) -> tuple[int, float]:

@@ -31,6 +31,10 @@ from service.runtimes.router import Router
 _MOST_NAMES = 64
 _READY = executor_pb2.WORKER_STATE_READY
 _CALL = ("grpc_type", "grpc_service", "grpc_method")
+# Of the alerts (docs/monitoring/alerts.yaml), shown from 0 on: rate() and increase() do not see the first
+# value of a series.
+_ALERTED_CODES = ("Internal", "Unknown")
+_ALERTED_REASONS = ("QUEUE_FULL", "OVERLOADED", "KV_EXHAUSTED", "JOURNAL_UNAVAILABLE", "JOURNAL_FULL")
 # Of a WorkerSlot.
 _WORKER_GAUGES = {
     "quire_worker_suspect": ("suspect", "1 if it has been silent."),
@@ -88,7 +92,9 @@ class QuireCollector(Collector):
         yield from self._adapters()
         calls = self._figures.calls
         yield _counter("grpc_server_started", "Calls that began.", calls.started, *_CALL)
-        yield _counter("grpc_server_handled", "Calls that ended.", calls.handled, *_CALL, "grpc_code")
+        none = {(*labels, code): 0 for labels in calls.started for code in _ALERTED_CODES}
+        ended = {**none, **calls.handled}
+        yield _counter("grpc_server_handled", "Calls that ended.", ended, *_CALL, "grpc_code")
 
     def _requests(self) -> Iterator[Metric]:
         """What vLLM has by the same names."""
@@ -148,7 +154,8 @@ class QuireCollector(Collector):
         yield _gauge("quire_event_loop_longest_stall_seconds", "The longest since the start.", stall_s)
         kinds = {kind.name.lower(): figures.appends.answered[kind] for kind in AppendKind}
         yield _counter("quire_appends", "Answered appends.", kinds, "kind")
-        yield _counter("quire_appends_failed", "Appends that failed.", figures.appends.failed, "reason")
+        failed = {**dict.fromkeys(_ALERTED_REASONS, 0), **figures.appends.failed}
+        yield _counter("quire_appends_failed", "Appends that failed.", failed, "reason")
         yield _counter("quire_refusals", "Refused calls.", state.refusals.by_reason, "reason")
         replayed = caches.parts.attempts.replayed_tokens
         yield _counter("quire_replayed_tokens", "Tokens whose lost KV was computed again.", replayed)
@@ -196,7 +203,8 @@ class QuireCollector(Collector):
     def _adapters(self) -> Iterator[Metric]:
         slots, first = self._of.versions.all_slots, self._of.versions.serving.first_ready
         known = [(str(slot.index), one) for slot in slots for one in slot.snapshot.lora_adapters]
-        resident = _summed((index, one.resident) for index, one in known)
+        none = [(str(slot.index), 0) for slot in slots]
+        resident = _summed([*none, *((index, one.resident) for index, one in known)])
         yield _gauge("quire_adapters_resident", "Adapters in its memory.", resident, "worker")
         yield _gauge("quire_adapters", "Versions of adapters.", sum(1 for _ in self._of.adapters))
         lists = {}
@@ -228,6 +236,11 @@ def running_and_waiting(sources: Sources) -> tuple[int, int]:
             running += left > 0
             left -= tokens
     return running, len(attempts.running) + len(attempts.parked) - running
+
+
+def state_word(state: executor_pb2.ServerState) -> str:
+    """A state of the server as it is in `quire_state`."""
+    return executor_pb2.ServerState.Name(state).removeprefix("SERVER_STATE_").lower()
 
 
 def _gauge(name: str, text: str, value: Any, *labels: str) -> Metric:

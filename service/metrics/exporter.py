@@ -11,6 +11,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from service.api.time_slice import TimeSlice
 from service.config import is_private
 from service.listening import is_address, listening_socket
 from service.logging import get_logger
-from service.metrics.collector import QuireCollector, Sources
+from service.metrics.collector import QuireCollector, Sources, state_word
 from service.metrics.figures import Figures
 from service.metrics.status_page import PAGE, POLICY, status_json
 
@@ -50,7 +51,6 @@ class Exporter:
         self.registry = CollectorRegistry()
         self._listen = listen
         self._state: ServerState
-        self._had_worker: Callable[[], bool]
         self._status: Callable[[], Awaitable[bytes]]
         self._socket: socket.socket | None = None
         # The oldest first.
@@ -61,8 +61,7 @@ class Exporter:
 
     def attach(self, sources: Sources) -> None:
         """Sets what is shown. To be called once, before `run`."""
-        self._state, versions = sources.state, sources.versions
-        self._had_worker = lambda: versions.had_ready_worker
+        self._state = sources.state
         self._status = status_json(sources, self.figures)
         sources.router.on_end = self.figures.execution_ended
         self.registry.register(QuireCollector(sources, self.figures))
@@ -122,7 +121,8 @@ class Exporter:
         headers = [("content-type", content_type), ("content-length", str(len(body)))]
         headers += [("connection", "close"), ("allow", "GET, HEAD"), ("cache-control", "no-store")]
         headers += [("content-security-policy", POLICY), ("x-content-type-options", "nosniff")]
-        head = connection.send(h11.Response(status_code=status, headers=headers))
+        reason = HTTPStatus(status).phrase
+        head = connection.send(h11.Response(status_code=status, headers=headers, reason=reason))
         assert head is not None
         writer.write(head if is_head else head + body)
         await writer.drain()
@@ -156,13 +156,9 @@ class Exporter:
         return 404, _TEXT, b"there are /, /status.json, /metrics, /healthz and /readyz\n"
 
     def _why_not_ready(self) -> str:
-        """One word, or empty if the gRPC health service says SERVING."""
-        match self._state.state:
-            case executor_pb2.SERVER_STATE_SERVING:
-                return ""
-            case executor_pb2.SERVER_STATE_DRAINING:
-                return "draining"
-        return "no_worker" if self._had_worker() else "starting"
+        """The state as in `quire_state`, or empty if the gRPC health service says SERVING."""
+        state = self._state.state
+        return "" if state == executor_pb2.SERVER_STATE_SERVING else state_word(state)
 
     async def _metrics(self, is_openmetrics: bool) -> tuple[str, bytes]:
         render: Callable[[Any], bytes] = exposition.generate_latest

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.v1 import executor_pb2
 
-from service.metrics.collector import Sources, running_and_waiting
+from service.metrics.collector import Sources, running_and_waiting, state_word
 from service.metrics.figures import Figures
 from service.pool.model_versions import WorkerSlot
 
@@ -42,7 +42,7 @@ def _figures(sources: Sources, figures: Figures) -> dict[str, Any]:
     running, waiting = running_and_waiting(sources)
     refusals = state.refusals.by_reason
     return {
-        "state": executor_pb2.ServerState.Name(state.state).removeprefix("SERVER_STATE_").lower(),
+        "state": state_word(state.state),
         "uptime_ms": state.uptime_ms,
         "model": "" if ready is None else ready.model.model_id,
         "now": {

@@ -30,6 +30,8 @@ from service.pool.liveness import Liveness, WorkerExit
 from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
 
 _log = get_logger(__name__)
+# Exit status of a worker whose configuration cannot work (EX_CONFIG in sysexits.h).
+EXIT_CONFIG = 78
 # How long to wait for the exit of a process whose stream has ended.
 _EXIT_DELAY_S = 0.1
 # Op ids of the pool's own commands. Those of the state machine are below.
@@ -85,8 +87,7 @@ class Incarnation:
                 await asyncio.wait({exited}, timeout=_EXIT_DELAY_S)
             if exited.done():
                 status = exited.result()
-                why = "its process ended" + ("" if status is None else f" with status {status}")
-                return WorkerExit(why, crashed=status not in (None, -signal.SIGKILL))
+                return WorkerExit(_end_of(status), crashed=status not in (None, -signal.SIGKILL))
             if self._terminated.done():
                 return self._terminated.result()
             return heartbeat.result() if heartbeat.done() else WorkerExit("its stream ended")
@@ -306,3 +307,13 @@ def _on_progress(slot: WorkerSlot, progress: worker_pb2.LoadProgress) -> None:
         slot.load_progress = progress.done_bytes / progress.total_bytes
     percent = round(100 * slot.load_progress)
     _log.info("worker loading", worker_id=slot.worker_id, phase=progress.phase, percent=percent)
+
+
+def _end_of(status: int | None) -> str:
+    """How a process ended, for the operator. None: not known, as of an adopted worker."""
+    if status == EXIT_CONFIG:
+        return "it refused its configuration"
+    if status is not None and status < 0:
+        names = {number.value: f" ({number.name})" for number in signal.Signals}
+        return f"it was killed by signal {-status}{names.get(-status, '')}"
+    return "its process ended" + ("" if status is None else f" with status {status}")

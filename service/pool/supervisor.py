@@ -21,15 +21,13 @@ from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import NoWorker, Unsupported
 from service.logging import get_logger
-from service.pool.incarnation import Incarnation
+from service.pool.incarnation import EXIT_CONFIG, Incarnation
 from service.pool.launcher import Launcher, PoolFailed, WorkerProcesses
 from service.pool.link import WorkerLink
 from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
 
 _log = get_logger(__name__)
 
-# Exit status of a worker whose configuration cannot work (EX_CONFIG in sysexits.h).
-EXIT_CONFIG = 78
 # How long a worker may take to exit after its stream has ended.
 _STOP_GRACE_S = 2.0
 # The same for a worker that was never ready: its exit status says why, and whether a retry can help. On a

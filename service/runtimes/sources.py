@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, is_hub_id
 from service.errors import InvalidArgument, LoadFailed
+from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL, is_hub_id
 
 # Finds a model of the hub, with a download if necessary. It calls the function with the downloaded fraction;
 # an exception of that function cancels the download. Runs in a thread; raises LoadFailed.

@@ -28,7 +28,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "quire"
 
 
-def left_behind(port: int, *, days: int, more_bytes: int = 0) -> Path:
+def left_behind(port: int, *, days: float, more_bytes: int = 0) -> Path:
     """The directory of a server that has ended."""
     directory = data_directory(Config(listen=f"127.0.0.1:{port}"))
     assert directory is not None
@@ -54,6 +54,17 @@ def test_directories_are_listed_with_size_and_age(home: Path, capsys: pytest.Cap
         ["3.0", "MiB", "40.0", "days", "ago", old.name],
         ["0.0", "MiB", "in", "use", new.name],
     ]
+
+
+@pytest.mark.parametrize(
+    ("days", "said"), [(2, "2.0 days ago"), (0.5, "12.0 hours ago"), (1 / 96, "15 minutes ago")]
+)
+def test_ages_have_a_fitting_unit(
+    home: Path, capsys: pytest.CaptureFixture[str], days: float, said: str
+) -> None:
+    left_behind(1, days=days)
+    assert main(["state", "list"]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_directories_are_removed_by_name(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 from quire.cli.main import main
 
 from service.config import ADDRESSES, SETTINGS, Config, ConfigError
-from service.config_sources import json_schema, load_config
+from service.config_sources import json_schema, load_config, read_settings
 from service.journal.sqlite import open_journal
 from service.pool.model_versions import ServedModel, to_model_tag, write_served_model
 from tests.certificates import Authority
@@ -86,12 +86,12 @@ def test_nothing_is_made_by_a_check_without_problems(
 
 
 @pytest.mark.parametrize("name", ADDRESSES)
-def test_each_address_is_tried(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_address_is_tried(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     free = dict.fromkeys(["listen", name], "127.0.0.1:0")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free[name] = f"127.0.0.1:{taken.getsockname()[1]}"
         flags = [part for key, value in free.items() for part in (f"--{key.replace('_', '-')}", value)]
-        (said,) = problems(capsys, *flags)
+        (said,) = problems(capsys, "--pool", str(tmp_path), *flags)
     assert said.startswith(f"{name} = ") and "cannot listen" in said
 
 
@@ -178,7 +178,7 @@ def test_show_says_where_each_value_is_from(
     assert rows["workers"].split() == ["2", "file", "q.toml:1"]
     assert rows["max_batch_items"].split() == ["8", "environment", "QUIRE_MAX_BATCH_ITEMS"]
     assert rows["max_batch_tokens"].split() == ["10", "flag", "--max-batch-tokens"]
-    assert rows["kv_pages"].split() == ["auto", "default"]
+    assert rows["kv_pages"].split() == rows["device"].split() == ['"auto"', "default"], "as TOML has them"
     assert main(["config", "show", "--config", "q.toml", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["workers"] == {"value": 2, "source": "q.toml"}
@@ -187,6 +187,82 @@ def test_show_says_where_each_value_is_from(
         for name in found
         if name not in ("workers", "max_batch_items", "max_batch_tokens")
     }
+
+
+def test_show_marks_what_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml('workers = 0\nmax_batch_items = 7\ndevice = "cpu"\n')
+    monkeypatch.setenv("QUIRE_DEVICE", "tpu")
+    assert main(["config", "show", "q.toml"]) == 1
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["workers"].split(maxsplit=1) == ["1", "default; a given value is refused"]
+    assert rows["device"].split(maxsplit=1) == ['"cpu"', "file q.toml:3; a given value is refused"]
+    assert "refused" not in rows["max_batch_items"]
+    assert main(["config", "show", "q.toml", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["workers"] == {"value": 1, "source": "default", "refused": True}
+
+
+def test_values_are_said_as_toml_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    toml("listen = '127.0.0.1:0'\nreflection = true\nmax_journal_bytes = 1\n")
+    first, second = problems(capsys, "q.toml")
+    assert first == "q.toml:2: reflection = true is refused: must be one of off, on"
+    assert second.endswith("must be a whole number from 1024 to 1125899906842624")
+
+
+def test_a_start_says_all_problems_with_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    toml('workers = 0\ndevice = "tpu"\n')
+    assert main(["serve", "--config", "q.toml"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" is refused")[0] for line in said] == [
+        "quire: q.toml:1: workers = 0",
+        "quire: q.toml:2: device = 'tpu'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "refused"),
+    [
+        ({"listen": "127.0.0.1:7001", "metrics_listen": "127.0.0.1:7001"}, ["metrics_listen"]),
+        ({"listen": "localhost:7001", "openai_listen": "127.0.0.1:7001"}, ["openai_listen"]),
+        ({"openai_listen": "127.0.0.1:7001", "metrics_listen": "0.0.0.0:7001"}, ["metrics_listen"]),
+        ({"openai_listen": "[::1]:7001", "metrics_listen": "[::]:7001"}, ["metrics_listen"]),
+        ({"openai_listen": "[::1]:7001", "metrics_listen": "0.0.0.0:7001"}, []),
+        ({"openai_listen": "127.0.0.1:7001", "metrics_listen": "127.0.0.2:7001"}, []),
+        ({"openai_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}, []),
+        ({"listen": "unix:/one", "openai_listen": "127.0.0.1:7001"}, []),
+    ],
+)
+def test_two_ports_have_two_addresses(addresses: dict[str, str], refused: list[str]) -> None:
+    """Whether they are in use now is another question."""
+    settings = read_settings({"listen": "127.0.0.1:0"} | addresses, {})
+    assert [error.setting for error in settings.errors] == refused
+    assert all("already" in error.allowed for error in settings.errors)
+
+
+def test_editors_know_what_an_address_looks_like() -> None:
+    samples = [
+        "", "127.0.0.1:50051", "localhost:0", "[::1]:80", "unix:/run/quire.sock", "unix:relative", "9464",
+        "localhost", "::1:80", "host:port", "http://h:1", "https://h:1/", "http://h:1/path", "ftp://h:1",
+    ]  # fmt: skip
+    refused_by_both = set()
+    for name in (*ADDRESSES, "otlp_endpoint"):
+        for text in samples:
+            try:
+                accepted = SETTINGS[name].parse(text, "", text=False) == text
+            except ConfigError:
+                accepted = False
+            fits = VALIDATOR.is_valid({name: text})
+            assert fits or not accepted, f"{name} = {text!r} is fine"
+            if not fits:
+                refused_by_both.add((name, text))
+    assert {(name, "9464") for name in (*ADDRESSES, "otlp_endpoint")} <= refused_by_both
+    assert {
+        ("listen", ""),
+        ("listen", "unix:relative"),
+        ("metrics_listen", "unix:/run/quire.sock"),
+    } <= refused_by_both
 
 
 def test_the_schema_is_one_and_has_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from service.cli import child, doctor, probes
 from service.cli.probes import OK, PROBLEM, SLOW, Finding
 from service.config import Config
 
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
     "settings", "python", "cores", "memory", "huge pages", "/dev/shm", "open files", "clock", "address",
     "disk", "fsync", "cpu", "products", "gpu", "bandwidth",
@@ -91,6 +93,17 @@ def test_what_was_said_before_a_failure_counts(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(child.NoAnswer) as caught:
         child.ask("failing", timeout_s=60)
     assert (caught.value.why, caught.value.lines) == ("is gone", [{"a": 1}])
+
+
+def test_no_code_of_the_current_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator may ask in a directory of downloads."""
+    for name in ("tomllib", "grpc", "psutil", "service"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w')\nraise SystemExit('planted')\n")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(Path.cwd()))])
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    assert "disk" in {finding.name for finding in doctor._system("")}
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_probe_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

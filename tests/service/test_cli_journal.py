@@ -80,10 +80,18 @@ def test_inspect(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
     assert found["oldest"] <= found["newest"] and found["oldest"].endswith("Z")
-    rows = dict(
-        line.split(maxsplit=1) for line in said(capsys, "inspect", str(directory)).splitlines() if " " in line
-    )
-    assert rows["tenants"] == "2 (tenant: 2, bob: 1)" and rows["caches"] == "3"
+    lines = said(capsys, "inspect", str(directory)).splitlines()
+    rows = {line[:21].rstrip(): line[22:] for line in lines}
+    assert rows["tenants"] == "tenant: 2 caches, bob: 1 cache" and rows["caches"] == "3"
+    assert rows["weights"] == "number 0: 2 caches, number 2: 1 cache"
+    assert rows["of max_journal_bytes"] == str(found["memory_bytes"])
+
+
+def test_caches_of_no_tenant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.closing(open_journal(tmp_path / "data")) as journal:
+        write(journal, [CacheCreated(1, "kv_1", "", b"", 1, 60.0, "")])
+    lines = said(capsys, "inspect", str(tmp_path / "data")).splitlines()
+    assert f"{'tenants':21} no tenant: 1 cache" in lines and f"{'adapters':21} none" in lines
 
 
 def test_export(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,8 +228,8 @@ def test_a_server_starts_with_a_backup(
             journal.recover(lambda r, _, to=ledger: to.apply(r), lambda r, _, to=ledger: to.apply_run(r))  # type: ignore[misc]
         ledgers.append(facts(ledger))
     assert ledgers[0] == ledgers[1] and len(ledgers[0]) == 3
-    assert main(["journal", "backup", str(directory), str(copy)]) == 2, "an older backup stays"
-    assert "File exists" in capsys.readouterr().err
+    assert main(["journal", "backup", str(directory), str(copy)]) == 1, "an older backup stays"
+    assert f"{copy} exists: name a directory that does not exist yet" in capsys.readouterr().err
 
 
 def test_a_backup_is_on_the_disk_when_it_is_told(

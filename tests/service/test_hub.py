@@ -131,6 +131,25 @@ def test_the_cache_may_be_elsewhere_and_have_revisions(tmp_path: Path, find: Fin
     assert find(revision="b" * 40, HF_HUB_CACHE=str(tmp_path / "cache"))[0] == str(other)
 
 
+def test_a_single_file_that_is_not_there_is_told_as_well(tmp_path: Path) -> None:
+    """As for `quire plan`. The library's own text is about its arguments."""
+    script = """
+from service.cli.hub import HubError, find_files
+try:
+    find_files("org/model", ["config.json"], download=True)
+except HubError as error:
+    print(error)
+"""
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'clients' / 'python'}", "HF_HOME": str(tmp_path)}
+    environment = os.environ | paths | {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY}
+    environment.pop("HF_HUB_CACHE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    where = f"is not whole in the cache {tmp_path / 'hub'}; HF_HUB_OFFLINE is set"
+    assert done.stdout == f"{MODEL} is no directory here and {where}: {FIRST}\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("download", "environment", "why"),
     [(True, {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"), (False, {}, "model_download is off")],

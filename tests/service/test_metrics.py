@@ -241,6 +241,30 @@ async def test_only_adapters_of_all_tenants_are_named(tmp_path: Path) -> None:
         assert samples["quire_worker_ready", worker] == 1
 
 
+async def test_a_worker_without_adapters_has_none(tmp_path: Path) -> None:
+    """Not an unknown number."""
+    async with serving(tmp_path) as server:
+        samples = await scraped(server)
+    worker = frozenset([("worker", "0")])
+    for name in ("quire_adapters_resident", "quire_adapter_loads_total", "quire_adapter_evictions_total"):
+        assert samples[name, worker] == 0
+
+
+async def test_a_first_internal_error_is_a_difference(tmp_path: Path) -> None:
+    """rate() sees no first value of a series."""
+    async with serving(tmp_path) as server:
+        calls = server.gateway.exporter.figures.calls  # type: ignore[union-attr]
+        labels = "unary", "quire.v1.ModelExecutorService", "Decode"
+        calls.started[labels], calls.handled[*labels, "OK"] = 2, 1
+        samples = await scraped(server)
+    named = dict(zip(("grpc_type", "grpc_service", "grpc_method"), labels, strict=True))
+    counts = {
+        code: samples["grpc_server_handled_total", frozenset({**named, "grpc_code": code}.items())]
+        for code in ("OK", "Internal", "Unknown")
+    }
+    assert counts == {"OK": 1, "Internal": 0, "Unknown": 0}
+
+
 class Provider:
     """A runtime whose circuit breaker is open."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ Known = dict[str, tuple[str, set[str]]]
 # What Prometheus and the library for a process's own figures add.
 OTHERS: Known = {
     "up": ("gauge", set()),
-    **{f"process_{name}": ("gauge", set()) for name in ("open_fds", "max_fds")},
+    **{f"process_{name}": ("gauge", set()) for name in ("open_fds", "max_fds", "start_time_seconds")},
 }
 TARGET_LABELS = {"job", "instance", "le"}
 
@@ -54,6 +54,29 @@ async def test_every_metric_is_documented(known: Known) -> None:
     assert documented() == {name: one for name, one in known.items() if not name.startswith("process_")}
 
 
+async def test_a_job_for_dashboards_of_vllm_takes_nothing_from_quires_own(known: Known) -> None:
+    text = OPERATIONS.read_text()
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)]
+    ours, renamed = (job for block in blocks for job in block.get("scrape_configs", ()))
+    assert ours["job_name"] == "quire" != renamed["job_name"] and "metric_relabel_configs" not in ours
+    kept = {*map(vllm_name(renamed["metric_relabel_configs"]), known)} - {""}
+    table = text.partition("Those with vLLM's names")[2].partition("Those of gRPC")[0]
+    assert kept == {f"vllm:{name}" for name in re.findall(r"^\| `quire_(\w+)`", table, flags=re.MULTILINE)}
+
+
+def vllm_name(rules: list[dict[str, Any]]) -> Callable[[str], str]:
+    """What Prometheus stores a metric as; empty: not."""
+    rename, keep, label = rules
+    assert keep["action"] == "keep" and label["target_label"] == "model_name"
+
+    def name_of(name: str) -> str:
+        found = re.fullmatch(rename["regex"], name)
+        name = rename["replacement"].replace("$1", found[1]) if found else name
+        return name if re.fullmatch(keep["regex"], name) else ""
+
+    return name_of
+
+
 def alerts() -> list[dict[str, Any]]:
     (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
     return list(group["rules"])
@@ -70,7 +93,11 @@ def expressions() -> Iterator[str]:
 
 
 # Words of PromQL that look like names.
-WORDS = {"sum", "by", "rate", "increase", "histogram_quantile"}
+WORDS = {"sum", "by", "rate", "increase", "histogram_quantile", "absent", "changes"}
+# Other services can have metrics of these names.
+SHARED = re.compile("up|process_|grpc_server_")
+# What only Quire's have.
+OURS = re.compile(r'job="quire"|job=~"\$job"|grpc_service=~"quire\.\*"')
 
 
 async def test_alerts_and_panels_name_what_there_is(known: Known) -> None:
@@ -92,6 +119,8 @@ async def test_alerts_and_panels_name_what_there_is(known: Known) -> None:
             assert (kind == "histogram") == (base != name), f"{name} in {expression}"
             # A counter is meaningless but as a rate.
             assert kind != "counter" or re.search(rf"(rate|increase)\({name}\b", expression), expression
+            assert not SHARED.match(name) or OURS.search(expression), f"of others too: {expression}"
+            assert "worker" not in grouped or "instance" in grouped, f"adds instances: {expression}"
             chosen = set(re.findall(r"(\w+)=", selector))
             assert chosen | grouped <= labels | TARGET_LABELS, f"{name} in {expression}"
     assert len(used) > len(known) / 2, "most figures are shown"
@@ -121,16 +150,25 @@ def reasons() -> set[str]:
     return found
 
 
-def test_alerts_name_reasons_that_there_are() -> None:
+async def test_reasons_of_alerts_are_shown_before_they_occur(tmp_path: Path) -> None:
+    """increase() does not see the first value of a series."""
+    async with serving(tmp_path) as server:
+        families = {one.name: one for one in server.gateway.exporter.registry.collect()}  # type: ignore[union-attr]
+    shown = {one.labels["reason"]: one.value for one in families["quire_appends_failed"].samples}
+    assert not any(shown.values())
+    named = [name for rule in alerts() for name in re.findall(r'reason=~"([^"]*)"', rule["expr"])]
+    assert named and {reason for listed in named for reason in listed.split("|")} <= shown.keys() & reasons()
+
+
+def test_numbers_in_summaries_are_rounded() -> None:
     for rule in alerts():
-        for listed in re.findall(r'reason=~"([^"]*)"', rule["expr"]):
-            assert set(listed.split("|")) <= reasons(), rule["alert"]
+        assert "{{ $value }}" not in rule["annotations"]["summary"], rule["alert"]
 
 
 def test_the_dashboard_can_be_imported() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     assert dashboard["title"] and dashboard["uid"] and dashboard["schemaVersion"] >= 36
-    assert {one["name"] for one in dashboard["templating"]["list"]} == {"datasource", "instance"}
+    assert {one["name"] for one in dashboard["templating"]["list"]} == {"datasource", "job", "instance"}
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
     taken = [
@@ -142,5 +180,12 @@ def test_the_dashboard_can_be_imported() -> None:
     assert len(set(taken)) == len(taken) and max(x for x, _ in taken) < 24, "panels do not overlap"
     for panel in panels():
         assert panel["title"] and panel["fieldConfig"]["defaults"]["unit"]
+        for target in panel["targets"]:
+            assert 'job=~"$job",instance=~"$instance"' in target["expr"]
+            grouping = re.search(r"by \(([^)]*)\)", target["expr"])
+            apart = set(grouping[1].split(", ")) - {"le"} if grouping else set()
+            if target["expr"].startswith(("quire_", "process_")):
+                apart = {"instance"}
+            assert apart <= set(re.findall(r"{{(\w+)}}", target["legendFormat"])), "curves have names"
         references = [target["refId"] for target in panel["targets"]]
         assert len(set(references)) == len(references) > 0

@@ -43,6 +43,8 @@ async def test_only_get_and_head(tmp_path: Path) -> None:
                 refused = await server.get(path, "Content-Length: 0", method=method)
                 assert refused.status == 405 and refused.headers["allow"] == "GET, HEAD"
         assert (await server.get("/nothing")).status == 404
+        raw = await server.send(b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert raw.startswith(b"HTTP/1.1 404 Not Found\r\n"), "with its phrase"
         assert (await server.get("/metrics/../etc/passwd")).status == 404
 
 
@@ -55,13 +57,19 @@ async def test_readiness_follows_the_health_service(tmp_path: Path) -> None:
             answer = await server.get("/readyz")
             return answer.status, answer.body.strip()
 
-        assert await readiness() == (503, "starting")
+        async def shown() -> str:
+            server.gateway.exporter._texts.clear()  # type: ignore[union-attr]
+            text = (await server.get("/metrics")).body
+            (state,) = (family for family in parsed(text) if family.name == "quire_state")
+            return next(str(one.labels["state"]) for one in state.samples if one.value)
+
+        assert await readiness() == (503, "starting") and await shown() == "starting"
         slot.state, versions.had_ready_worker = executor_pb2.WORKER_STATE_READY, True
-        assert await readiness() == (200, "ready")
+        assert await readiness() == (200, "ready") and await shown() == "serving"
         slot.state = executor_pb2.WORKER_STATE_DEAD
-        assert await readiness() == (503, "no_worker")
+        assert await readiness() == (503, "starting") and await shown() == "starting"
         slot.state, state.draining = executor_pb2.WORKER_STATE_READY, True
-        assert await readiness() == (503, "draining")
+        assert await readiness() == (503, "draining") and await shown() == "draining"
         assert (await server.get("/healthz")).status == 200, "the process is well"
 
 

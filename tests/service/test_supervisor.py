@@ -23,9 +23,10 @@ from service.dispatcher import Dispatcher
 from service.pool import supervisor as supervisor_module
 from service.pool import wire
 from service.pool.endpoints import SocketEndpoint
+from service.pool.incarnation import EXIT_CONFIG
 from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.model_versions import ModelVersions
-from service.pool.supervisor import EXIT_CONFIG, Supervisor
+from service.pool.supervisor import Supervisor
 from tests.service.served import become_ready
 
 Requests = AsyncIterator[worker_pb2.ConnectRequest]
@@ -96,7 +97,7 @@ async def servers_end_with_the_test() -> AsyncIterator[None]:
 class Processes(worker_pb2_grpc.WorkerServiceServicer):
     """An incarnation, whose process exits when it is stopped or when the test calls `exit`."""
 
-    def __init__(self, address: str, epoch: int, behave: Behaviour, status: int) -> None:
+    def __init__(self, address: str, epoch: int, behave: Behaviour, status: int | None) -> None:
         self.endpoint = SocketEndpoint(address, "open sesame")
         self.pid = 1000 + epoch
         self.epoch = epoch
@@ -104,7 +105,7 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
         self.was_killed = self.was_detached = False
         self._behave = behave
         self._status = status
-        self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._exit: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._server = grpc.aio.server()
         _SERVERS.append(self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
@@ -123,7 +124,7 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
         if not self._exit.done():
             self._exit.set_result(self._status)
 
-    async def wait(self) -> int:
+    async def wait(self) -> int | None:
         return await asyncio.shield(self._exit)
 
     def kill(self) -> None:
@@ -132,7 +133,7 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
     def detach(self) -> None:
         self.was_detached = True
 
-    async def stop(self, *, grace_s: float) -> int:
+    async def stop(self, *, grace_s: float) -> int | None:
         self.grace_s = grace_s
         self.exit()
         # Shielded: after a cancelled stop, grpc.aio cancels the next one too, which is the fixture's.
@@ -146,7 +147,7 @@ MODEL = "/where/models/are"
 class FakeLauncher:
     """Starts incarnations with the planned behaviours, or raises the planned errors."""
 
-    def __init__(self, directory: Path, *plan: Behaviour | Exception, status: int = 0) -> None:
+    def __init__(self, directory: Path, *plan: Behaviour | Exception, status: int | None = 0) -> None:
         self.started: list[Processes] = []
         # Workers of an earlier gateway.
         self.adoptable: dict[str, WorkerProcesses] = {}
@@ -257,7 +258,7 @@ MakeBench = Callable[..., Bench]
 def bench_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeBench:
     """Makes a bench whose workers behave as planned."""
 
-    def make(*plan: Behaviour | Exception, status: int = 0, **settings: Any) -> Bench:
+    def make(*plan: Behaviour | Exception, status: int | None = 0, **settings: Any) -> Bench:
         return Bench(FakeLauncher(tmp_path, *plan, status=status), monkeypatch, Config(**settings))
 
     return make
@@ -273,6 +274,26 @@ async def test_refused_configuration_is_not_retried(bench_of: MakeBench) -> None
         await bench.run()
     assert bench.launcher.attempts == 1 and bench.launcher.closed
     assert bench.launcher.started[0].grace_s == 15.0, "it gets time to exit with a status"
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        (-9, "it was killed by signal 9 (SIGKILL)"),
+        (-50, "it was killed by signal 50"),  # a real-time one, without a name
+        (EXIT_CONFIG, "it refused its configuration"),
+        (1, "its process ended with status 1"),
+        (None, "its process ended"),
+    ],
+)
+async def test_the_log_says_how_a_process_ended(bench_of: MakeBench, status: int | None, why: str) -> None:
+    bench = bench_of(works, works, status=status)
+    with structlog.testing.capture_logs() as logs:
+        async with running(bench):
+            await bench.events(1)
+            bench.launcher.started[0].exit()
+            await bench.events(2)
+    assert [line["why"] for line in logs if line["event"] == "worker is gone"] == [why]
 
 
 async def test_pool_failed_of_the_launcher_ends_the_pool(bench_of: MakeBench) -> None:

@@ -148,7 +148,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["--gpu", "list"], "gpu 'list' is not known; there are A100-40GB"),
         (["--memory", "1000"], "the weights of the model do not fit"),
         (["--memory", "0"], "must be at least 1"),
         (["--context", "0"], "must be at least 1"),
@@ -161,3 +160,10 @@ def test_what_cannot_be_planned_is_told(
 ) -> None:
     assert main(["plan", "--model", "adder", *flags]) == 1
     assert why in capsys.readouterr().err
+
+
+def test_the_command_offers_the_gpus_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "adder", "--gpu", "list"])
+    offered = capsys.readouterr().err.partition("choose from ")[2].rstrip(")\n")
+    assert [name.strip("'") for name in offered.split(", ")] == [*GPUS]

@@ -66,8 +66,9 @@ def test_it_needs_a_secret(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_a_line_of_the_log_is_written_in_one_piece() -> None:
     """Gateway and workers write to one pipe: a line in two writes has those of others in its middle."""
     program = (
-        "from types import SimpleNamespace as Config; import structlog; from workers import __main__ as main;"
-        "main._configure_logging(Config(log_format='json', log_level='info'));"
+        "import structlog; from quire.v1.worker_pb2 import WorkerConfig;"
+        "from workers import __main__ as main;"
+        "main._configure_logging(WorkerConfig(log_format='json', log_level='info'));"
         "structlog.get_logger('a').info('hello'); main.background_log().drain(30)"
     )
     # What is written at once to such a pipe is read at once.
@@ -82,3 +83,23 @@ def test_a_line_of_the_log_is_written_in_one_piece() -> None:
     finally:
         os.close(read_end)
         os.close(write_end)
+
+
+def test_lines_of_all_threads_say_whose_they_are() -> None:
+    """The model is loaded on a thread of its own, also by modules that use `logging`."""
+    program = (
+        "import logging, threading, structlog; from quire.v1.worker_pb2 import WorkerConfig;"
+        "from workers import __main__ as main;"
+        "main._configure_logging(WorkerConfig(worker_id='worker-3', log_format='json', log_level='info'));"
+        "lines = lambda: (structlog.get_logger('workers.a').info('one'),"
+        " logging.getLogger('workers.b').info('other'));"
+        "thread = threading.Thread(target=lines); thread.start(); thread.join();"
+        "main.background_log().drain(30)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=60, check=True)
+    found = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [(line["worker_id"], line["logger"], line["event"]) for line in found] == [
+        ("worker-3", "workers.a", "one"),
+        ("worker-3", "workers.b", "other"),
+    ]
+    assert all(line["pid"] and line["timestamp"] for line in found)

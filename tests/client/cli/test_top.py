@@ -117,6 +117,20 @@ def test_a_new_gateway_gives_no_rate_of_refusals() -> None:
         assert "refused    -/s" in line(shown(reading(2.0, 30), before), "refused")
 
 
+def test_one_is_not_several_and_lines_end_with_a_word() -> None:
+    now = reading(13.0, 30)
+    now.status.connections = now.status.sessions = now.status.caches = 1
+    now.status.refusals.clear()
+    caches = [types_pb2.KvCacheHandle(seq_len=1)]
+    lines = shown(Reading(now.status, 13.0, "", caches), None)
+    assert "1 connection   1 session " in line(lines, "gateway")
+    assert line(lines, "caches").endswith("1 of yours, with 1 token")
+    assert line(lines, "refused").endswith("in all") and not [one for one in lines if one != one.rstrip()]
+    # The list was made after the status.
+    lines = shown(Reading(now.status, 13.0, "", caches * 3), None)
+    assert line(lines, "caches").startswith("caches     3 in all") and "3 of yours" in line(lines, "caches")
+
+
 @pytest.mark.parametrize("width", [80, 160])
 def test_it_fits_the_terminal(width: int) -> None:
     now, before = reading(13.0, 30), reading(11.0, 20)

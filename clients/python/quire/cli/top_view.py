@@ -54,7 +54,7 @@ def frame(now: Reading, before: Reading | None, target: str, notes: Sequence[str
     lines = [(state, target, *model, up, version), *_work(now.status, total, elapsed_s)]
     lines += _callers(now, before, elapsed_s)
     text = [
-        Text.assemble((f"{escaped(title):<11}", "bold"), escaped("   ".join(parts)))
+        Text.assemble((f"{escaped(title):<11}", "bold"), escaped("   ".join(filter(None, parts))))
         for title, *parts in lines
     ]
     text += [Text(escaped(note), style="bold red") for note in notes]
@@ -120,19 +120,32 @@ def _callers(now: Reading, before: Reading | None, elapsed_s: float) -> list[Seq
     if before is not None and before.status.uptime_ms <= status.uptime_ms:
         grown = refusals - Counter(before.status.refusals)
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in refusals.most_common(_MOST_REASONS))
-    caches = [f"{status.caches:,} in all", f"{size(status.journal_bytes)} of tokens"]
+    # Both numbers are of slightly different moments.
+    in_all = max(status.caches, len(now.caches or ()))
+    caches = [f"{in_all:,} in all", f"{size(status.journal_bytes)} of tokens"]
     if now.caches is not None:
         more = "+" if now.has_more_caches else ""
-        tokens = sum(cache.seq_len for cache in now.caches)
-        caches.append(f"{len(now.caches)}{more} of yours, with {tokens:,}{more} tokens")
+        tokens = _count(sum(cache.seq_len for cache in now.caches), "token", more)
+        caches.append(f"{len(now.caches)}{more} of yours, with {tokens}")
     memory, stall = size(status.memory_bytes), f"longest stall {status.longest_stall_ms} ms"
     adapters = [f"{count} in memory of {worker_id}" for worker_id, count in now.adapters.items() if count]
     return [
         ("refused", f"{_rate(grown, elapsed_s, *refusals)}/s", f"{refusals.total():,} in all", reasons),
-        ("gateway", f"{status.connections} connections", f"{status.sessions} sessions", memory, stall),
+        (
+            "gateway",
+            _count(status.connections, "connection"),
+            _count(status.sessions, "session"),
+            memory,
+            stall,
+        ),
         ("caches", *caches),
         *([("adapters", *adapters)] if adapters else []),
     ]
+
+
+def _count(number: int, noun: str, more: str = "") -> str:
+    """Such as `1 session`. `more`: "+" if the number is a lower bound."""
+    return f"{number:,}{more} {noun}{'s' if number != 1 or more else ''}"
 
 
 def _cells(
