@@ -72,9 +72,13 @@ class Refused(Exception):
 class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
     """Owner of the worker, which exists from the first lease on. `done` has the exit status."""
 
-    def __init__(self, overrides: worker_pb2.WorkerConfig) -> None:
-        """`overrides`: fields of the configuration that this host decides."""
+    def __init__(self, overrides: worker_pb2.WorkerConfig, model: str = "") -> None:
+        """`overrides`: fields of the configuration that this host decides.
+
+        model: the directory of the model on this host, if it does not have the gateway's.
+        """
         self._overrides = overrides
+        self._model = model
         self._lease: worker_pb2.Lease | None = None
         self._worker: WorkerServer | None = None
         self._running: asyncio.Task[None] | None = None
@@ -149,6 +153,8 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
         config.workers = 1
         if config.model == SHIPPED_MODEL:
             config.model = str(Path(models.__file__).parent / SHIPPED_MODEL)
+        elif self._model and not Path(config.model).is_dir():
+            config.model = self._model
         configure_logging(config)
         orphan_timer = OrphanTimer(config.orphan_grace_s) if config.orphan_grace_s else None
         self._worker = make_worker(config, "", orphan_timer)
@@ -174,6 +180,7 @@ def _parse_arguments() -> argparse.Namespace:
     where.add_argument("--gateway")
     for name, kind in OVERRIDES.items():
         parser.add_argument("--" + name.replace("_", "-"), type=kind)
+    parser.add_argument("--model", default="")
     parser.add_argument("--log-format", default="auto")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
@@ -181,7 +188,6 @@ def _parse_arguments() -> argparse.Namespace:
 
 # Fields of WorkerConfig that `quire worker` has as flags, and their types.
 OVERRIDES: dict[str, Callable[[str], Any]] = {
-    "model": str,
     "device": str,
     "device_index": int,
     "threads": int,
@@ -195,7 +201,7 @@ def _overrides(options: argparse.Namespace) -> worker_pb2.WorkerConfig:
 
 
 async def _serve(options: argparse.Namespace) -> int:
-    member = PoolMember(_overrides(options))
+    member = PoolMember(_overrides(options), options.model)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end, member.done)
     try:
         ca, key, certificate = (

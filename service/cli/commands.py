@@ -199,7 +199,8 @@ def add_worker(commands: Commands) -> None:
     where = worker.add_mutually_exclusive_group(required=True)
     where.add_argument("--listen", metavar="HOST:PORT", help="wait for a gateway here")
     where.add_argument("--gateway", metavar="HOST:PORT", help="call the gateway with this --pool-listen")
-    worker.add_argument("--model", metavar="DIRECTORY", help="the model's directory on this host")
+    elsewhere = "the model's directory on this host, if the gateway's does not exist here"
+    worker.add_argument("--model", metavar="DIRECTORY", help=elsewhere)
     worker.add_argument("--device", choices=("auto", "cpu", "cuda"), help="in place of the gateway's setting")
     worker.add_argument("--device-index", type=int, default=0, metavar="N", help="which GPU (default: 0)")
     worker.add_argument("--threads", type=int, metavar="N", help="compute threads (default: all cores)")

@@ -134,12 +134,11 @@ def export(options: argparse.Namespace) -> int:
 
 def backup(options: argparse.Namespace) -> int:
     """Copies a journal to a new directory, with which a server can start. Returns the exit status."""
+    if os.path.lexists(options.to):
+        return _refused(JournalUnusable(f"{options.to} exists: name a directory that does not exist yet"))
     target = Path(options.to)
     made = [path for path in (target, *target.parents) if not path.exists()]
-    try:
-        target.mkdir(mode=0o700, parents=True)
-    except FileExistsError:
-        return _refused(JournalUnusable(f"{target} exists: name a directory that does not exist yet"))
+    target.mkdir(mode=0o700, parents=True)
     try:
         _copy(_directory(options.directory), target)
         sync_tree(made[-1])

@@ -20,7 +20,7 @@ from quire.v1 import runner_pb2
 from service.completion import complete
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.errors import LoadFailed, Loading, NoMemory, StorageUnavailable
+from service.errors import LoadFailed, Loading, NoMemory, StorageUnavailable, Unsupported
 from service.logging import get_logger
 from service.pool.model_versions import ModelVersion
 from service.pool.rolling_restart import RollingRestart
@@ -61,8 +61,11 @@ class WeightsLoader:
     async def load(self, source: str, drain_s: float) -> AsyncGenerator[_Progress]:
         """See `Runtime.load_weights`. Closing it before the switch cancels the load.
 
-        Raises Loading, InvalidArgument, NoMemory, LoadFailed or StorageUnavailable, without any change.
+        Raises Unsupported, Loading, InvalidArgument, NoMemory, LoadFailed or StorageUnavailable, without any
+        change.
         """
+        if self._config.has_remote_workers:
+            raise Unsupported("workers of other hosts can only load weights in place: use REPLACE")
         if self.is_busy or self._sources.is_busy:
             raise Loading
         self.is_busy = True
@@ -107,9 +110,12 @@ class WeightsLoader:
         )
 
     def require_memory(self, model: str) -> None:
-        """Raises NoMemory if the workers do not fit into main memory. Workers check GPU memory themselves."""
+        """Raises NoMemory if the workers do not fit into main memory.
+
+        Workers check the memory of GPUs and of other hosts themselves.
+        """
         serving = self._versions.serving
-        if not serving.is_on_cpu:
+        if not serving.is_on_cpu or self._config.has_remote_workers:
             return
         needed_bytes = len(serving.slots) * sum(file.stat().st_size for file in Path(model).glob(_WEIGHTS))
         available_bytes = psutil.virtual_memory().available

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,12 +20,8 @@ from service.errors import CacheNotFound, QueueFull
 from service.logging import configure_logging
 from tests.service.served import state_of
 from tests.service.test_interceptor import PATIENCE_S, Servicer, raises
+from tests.service.test_metrics_docs import FIELDS_OF_CALLS
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
-# The fields of the table, and those of all lines.
-SECTION = PAGE.partition("## Logs of calls")[2].partition("\n## ")[0]
-FIELDS = re.findall(r"^\| (`.*?) \|", SECTION, flags=re.MULTILINE)
-DOCUMENTED = {*re.findall(r"\w+", " ".join(FIELDS)), "timestamp", "level", "logger"}
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 METADATA = [("x-request-id", "r-1"), ("traceparent", f"00-{TRACE}-00f067aa0ba902b7-00")]
 
@@ -100,7 +94,7 @@ async def test_the_setting_says_which_calls_have_a_line(
     for line in found:
         assert (line["request_id"], line["trace_id"], line["rpc"]) == ("r-1", TRACE, "Decode")
         assert line["duration_ms"] >= 0
-        assert line["logger"] == "service.api.call_log" and line.keys() <= DOCUMENTED
+        assert line["logger"] == "service.api.call_log" and line.keys() <= FIELDS_OF_CALLS
         failed = line["event"] == "call refused"
         assert (line["code"], line.get("reason")) == (
             ("NOT_FOUND", "CACHE_NOT_FOUND") if failed else ("OK", None)

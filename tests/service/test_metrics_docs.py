@@ -20,6 +20,10 @@ DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 OPERATIONS = DOCS / "operations.md"
 ALERTS = DOCS / "monitoring" / "alerts.yaml"
 DASHBOARD = DOCS / "monitoring" / "dashboard.json"
+# Of a line of the log about a call: those of the table, and those of all lines.
+_TABLE = OPERATIONS.read_text().partition("## Logs of calls")[2].partition("\n## ")[0]
+_FIRST_COLUMN = " ".join(re.findall(r"^\| (`.*?) \|", _TABLE, flags=re.MULTILINE))
+FIELDS_OF_CALLS = {*re.findall(r"\w+", _FIRST_COLUMN), "timestamp", "level", "logger"}
 Known = dict[str, tuple[str, set[str]]]
 # What Prometheus and the library for a process's own figures add.
 OTHERS: Known = {
