@@ -99,8 +99,8 @@ def test_no_code_of_the_current_directory_runs(tmp_path: Path, monkeypatch: pyte
     """An operator may ask in a directory of downloads."""
     for name in ("tomllib", "grpc", "psutil", "service"):
         (tmp_path / f"{name}.py").write_text("open('ran', 'w')\nraise SystemExit('planted')\n")
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(Path.cwd()))])
-    monkeypatch.syspath_prepend(str(ROOT))
+    elsewhere = [path for path in sys.path if path not in ("", str(Path.cwd()))]
+    monkeypatch.setattr(sys, "path", [str(ROOT), *elsewhere])
     monkeypatch.chdir(tmp_path)
     assert "disk" in {finding.name for finding in doctor._system("")}
     assert not (tmp_path / "ran").exists()
