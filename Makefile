@@ -82,6 +82,15 @@ sbom: $(INSTALLED) ## List what the installed server consists of, as CycloneDX J
 serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
 	@exec $(BIN)/quire serve $(ARGS)
 
+# As on several hosts, but over loopback: each worker has half of the cores.
+cluster: $(SERVING) kernels ## Serve with two workers as if they were on other hosts (docs/hosts.md)
+	@test -d build/pool || $(BIN)/quire pool init build/pool >/dev/null
+	@trap 'kill $$workers' EXIT; workers=; threads=$$(( ($$(nproc) + 1) / 2 )); \
+	for port in 50061 50062; do \
+	  $(BIN)/quire worker --pool build/pool --listen 127.0.0.1:$$port --threads $$threads & workers="$$workers $$!"; \
+	done; \
+	$(BIN)/quire serve --pool build/pool --workers-at 127.0.0.1:50061,127.0.0.1:50062 $(ARGS)
+
 # A process for each core, up to four (one with ARGS="-n 0"); who has nothing left takes from another. The variable,
 # which images set, would have hundreds of processes compile what they import.
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")

@@ -69,7 +69,8 @@ def _parse_arguments() -> tuple[str, WorkerConfig, str]:
 def configure_logging(config: WorkerConfig) -> None:
     """Log in the gateway's format, to the standard error that both share."""
     pretty = config.log_format == "pretty" or (config.log_format == "auto" and sys.stderr.isatty())
-    origin = {"worker_id": config.worker_id, "pid": os.getpid()}
+    # A worker on another host gets its id with its first lease.
+    origin = {"worker_id": config.worker_id, "pid": os.getpid()} if config.worker_id else {"pid": os.getpid()}
 
     def named(*names: str) -> structlog.WriteLogger:
         # Each line in one write: the gateway and other workers write to the same pipe.
