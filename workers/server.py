@@ -39,6 +39,7 @@ _TARGET_MESSAGE_BYTES = 4 << 20
 _PROGRESS_INTERVAL_S = 0.2
 # A gateway that stops ends its workers within this time. Only later a missing gateway is logged.
 _ORPHAN_LOG_S = 1.0
+_SILENT_INTERVALS = 10
 # The key of the secret in the call's metadata.
 SECRET_KEY = "quire-worker-secret"  # noqa: S105 - a name
 
@@ -340,11 +341,15 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 async def _wait_for_silence(stream: _Stream, timeout_s: float) -> None:
-    """Returns when no message has arrived for this time, or for a little longer."""
-    before = -1
-    while stream.messages != before:
+    """Returns when no message has arrived for this time, or for a little longer.
+
+    A pause of this process counts as one of several short intervals.
+    """
+    silent, before = 0, -1
+    while silent < _SILENT_INTERVALS:
+        await asyncio.sleep(timeout_s / _SILENT_INTERVALS)
+        silent = silent + 1 if stream.messages == before else 0
         before = stream.messages
-        await asyncio.sleep(timeout_s)
     _log.warning("the gateway is silent", silence_timeout_s=timeout_s)
 
 

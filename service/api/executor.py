@@ -238,6 +238,7 @@ def _worker_status(slot: WorkerSlot) -> pb.WorkerStatus:
     return pb.WorkerStatus(
         worker_id=slot.worker_id,
         pid=slot.pid,
+        address=slot.address,
         epoch=slot.epoch,
         state=slot.state,
         load_progress=slot.load_progress,

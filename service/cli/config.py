@@ -118,8 +118,13 @@ def _descriptors(config: Config) -> Iterator[ConfigError]:
 def _access(config: Config) -> Iterator[ConfigError]:
     from service.auth.authenticator import Authenticator
     from service.auth.tls import server_credentials
+    from service.pool.pool_files import channel_credentials
 
-    readers: Sequence[Callable[[Config], object]] = (server_credentials, Authenticator.of)
+    readers: Sequence[Callable[[Config], object]] = (
+        server_credentials,
+        Authenticator.of,
+        lambda config: channel_credentials(Path(config.pool)) if config.pool else None,
+    )
     for read in readers:
         try:
             read(config)

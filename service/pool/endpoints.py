@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 import grpc
 from quire.v1 import worker_pb2, worker_pb2_grpc
@@ -34,6 +35,8 @@ class Endpoint(Protocol):
 
     # Whether the worker is to be given back, because no signal reaches it.
     is_leased: bool
+    # Of a worker on another host; empty on this machine.
+    host_address: str
 
     async def open(self, options: Options) -> Stream:
         """Connects, without a timeout, and opens the stream. `options`: those of a gRPC channel."""
@@ -46,6 +49,7 @@ class SocketEndpoint:
     """The Unix socket of a process on this machine, which ends by a signal or with its gateway."""
 
     is_leased = False
+    host_address = ""
 
     def __init__(self, address: str, secret: str) -> None:
         """`address`: as gRPC writes it."""
@@ -73,7 +77,7 @@ class LeasedEndpoint:
     is_leased = True
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials, lease: worker_pb2.Lease) -> None:
-        self.address = address
+        self.host_address = address
         self._credentials = credentials
         self._lease = lease
         self._channel: grpc.aio.Channel | None = None
@@ -82,7 +86,7 @@ class LeasedEndpoint:
         """See `Endpoint.open`."""
         # Workers have one certificate, whatever their addresses are.
         options = [*options, ("grpc.ssl_target_name_override", WORKER_NAME)]
-        self._channel = grpc.aio.secure_channel(self.address, self._credentials, options=options)
+        self._channel = grpc.aio.secure_channel(self.host_address, self._credentials, options=options)
         call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(wait_for_ready=True)
         await call.write(worker_pb2.ConnectRequest(lease=self._lease))
         return call
@@ -103,7 +107,8 @@ class AttachedEndpoint:
         responses: AsyncIterator[worker_pb2.ConnectResponse],
         context: grpc.aio.ServicerContext[worker_pb2.ConnectResponse, worker_pb2.ConnectRequest],
     ) -> None:
-        self.address = context.peer()
+        # Without gRPC's "ipv4:".
+        self.host_address = unquote(context.peer().partition(":")[2])
         # Set before it is opened.
         self.lease = worker_pb2.Lease()
         self.ended = asyncio.Event()

@@ -70,6 +70,7 @@ class Incarnation:
         self.link = WorkerLink(processes.endpoint, config, self._receive)
         versions.starts[slot.index] += 1
         slot.epoch, slot.pid, slot.ready = processes.epoch, processes.pid, None
+        slot.address = processes.endpoint.host_address
         slot.state, slot.load_progress = executor_pb2.WORKER_STATE_STARTING, 0.0
         slot.snapshot, slot.suspect = worker_pb2.WorkerSnapshot(), False
 

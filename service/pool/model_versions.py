@@ -35,6 +35,8 @@ class WorkerSlot:
     index: int = 0
     epoch: int = 0
     pid: int = 0
+    # Of a worker on another host.
+    address: str = ""
     state: executor_pb2.WorkerState = executor_pb2.WORKER_STATE_STARTING
     load_progress: float = 0.0
     # Silent for longer than a healthy worker: it gets no new sequences while another worker is available.

@@ -242,8 +242,9 @@ class Supervisor:
             self.adapter_command,
             adopted=is_adopted,
         )
-        event = "worker adopted" if is_adopted else "worker started"
-        _log.info(event, worker_id=slot.worker_id, epoch=slot.epoch, pid=slot.pid)
+        event = "worker adopted" if is_adopted else "worker leased" if slot.address else "worker started"
+        where = {"address": slot.address} if slot.address else {"pid": slot.pid}
+        _log.info(event, worker_id=slot.worker_id, epoch=slot.epoch, **where)
         return incarnation
 
     def _worker_config(self, slot: WorkerSlot) -> worker_pb2.WorkerConfig:

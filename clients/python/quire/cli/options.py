@@ -95,7 +95,7 @@ the server:
   refused               calls since the start that were answered with an error; --json has the reasons
 
 each worker:
-  pid, epoch            its process; the epoch grows with each start of a worker
+  pid, epoch            its process, or address on another host; the epoch grows with each start
   device, runner        what it computes on; how steps are launched: eager, or as graphs on a GPU
   seqs                  sequences whose KV it holds
   used, cached, free    KV pages in use, kept for prompts that begin alike, and empty; together: pages

@@ -37,7 +37,7 @@ def state_of(worker: executor_pb2.WorkerStatus) -> str:
 
 _COLUMNS: Mapping[str, Callable[[executor_pb2.WorkerStatus], object]] = {
     "worker": lambda worker: worker.worker_id,
-    "pid": lambda worker: worker.pid,
+    "pid": lambda worker: worker.address or worker.pid,
     "epoch": lambda worker: worker.epoch,
     "device": lambda worker: worker.executor.device,
     "runner": lambda worker: worker.executor.runner,

@@ -655,6 +655,8 @@ export interface WorkerStatus {
   suspect: boolean;
   /** Why the worker is not ready. Empty if it is. */
   trouble: string;
+  /** Of a worker on another host, as HOST:PORT; its pid is then 0. Empty for a process of the gateway's machine. */
+  address: string;
 }
 
 export interface GetCacheMetricsRequest {
@@ -5745,6 +5747,7 @@ function createBaseWorkerStatus(): WorkerStatus {
     stepAgeNs: 0n,
     suspect: false,
     trouble: "",
+    address: "",
   };
 }
 
@@ -5809,6 +5812,9 @@ export const WorkerStatus: MessageFns<WorkerStatus> = {
     }
     if (message.trouble !== "") {
       writer.uint32(122).string(message.trouble);
+    }
+    if (message.address !== "") {
+      writer.uint32(130).string(message.address);
     }
     return writer;
   },
@@ -5946,6 +5952,14 @@ export const WorkerStatus: MessageFns<WorkerStatus> = {
             message.trouble = reader.string();
             continue;
           }
+          case 16: {
+            if (tag !== 130) {
+              break;
+            }
+
+            message.address = reader.string();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -5989,6 +6003,7 @@ export const WorkerStatus: MessageFns<WorkerStatus> = {
     message.stepAgeNs = (object.stepAgeNs !== undefined && object.stepAgeNs !== null) ? BigInt(object.stepAgeNs) : 0n;
     message.suspect = object.suspect ?? false;
     message.trouble = object.trouble ?? "";
+    message.address = object.address ?? "";
     return message;
   },
 };
