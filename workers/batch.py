@@ -126,12 +126,10 @@ def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int], is_tree: list[b
 
 def _page_tables(chunks: Sequence[Chunk], context_lens: Sequence[int], page_size: int) -> torch.Tensor:
     counts = [-(-length // page_size) for length in context_lens]
-    longest = max(counts)
-    rows = [
-        chunk.forward.kv.pages[:count].tolist() + [0] * (longest - count)
-        for chunk, count in zip(chunks, counts, strict=True)
-    ]
-    return torch.tensor(rows, dtype=torch.int32)  # [N, P]
+    tables = np.zeros((len(chunks), max(counts)), np.int32)
+    for row, chunk, count in zip(tables, chunks, counts, strict=True):
+        row[:count] = np.frombuffer(chunk.forward.kv.pages, np.int32, count)
+    return torch.from_numpy(tables)  # [N, P]
 
 
 def sampling_rows(chunks: Sequence[Chunk]) -> list[SamplingRow]:

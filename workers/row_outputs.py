@@ -7,9 +7,10 @@ before any sampling setting. Each row's numbers are bitwise independent of the o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,6 +21,9 @@ from workers.sampling import BadLogitsError, best_k
 
 # Rows whose log-softmax is in memory at once: 10 MB for a vocabulary of 152k.
 _ROWS_AT_A_TIME = 16
+
+# More than are wanted are looked at, since equal logits at the end have to be ordered by id.
+_SPARE_TOP = 8
 
 # For each format: the number type, an integer type of its size (numpy has no bfloat16), its name in numpy.
 _ENCODINGS = {
@@ -49,13 +53,14 @@ def build_outputs(logits: Tensor, chosen: Tensor, specs: Sequence[OutputSpec]) -
     count = len(specs)
     if logits.ndim != 2 or logits.shape[0] != count or tuple(chosen.shape) != (count,):
         raise ValueError(f"logits {tuple(logits.shape)}, chosen {tuple(chosen.shape)}, {count} specs")
-    listed = _listed_ids(specs, logits)
+    listed = _listed_ids(specs, logits.shape[1])
     outputs = [RowOutput(token_id=token) for token in chosen.tolist()]
     wanted = [
         i for i, spec in enumerate(specs) if spec.logprob or spec.top_logprobs or spec.logprob_token_ids
     ]
-    for row, logprobs in _log_softmax_rows(logits, wanted):
-        _add_logprobs(outputs[row], specs[row], logits[row], logprobs, listed.get(id(specs[row])))
+    _add_top_ids(outputs, specs, logits, [row for row in wanted if specs[row].top_logprobs])
+    for start in range(0, len(wanted), _ROWS_AT_A_TIME):
+        _add_logprobs(outputs, specs, logits, wanted[start : start + _ROWS_AT_A_TIME], listed)
     for row, spec in enumerate(specs):
         if spec.logits is not None:
             outputs[row].logits = encode_row(logits[row], spec.logits)
@@ -150,14 +155,11 @@ def encode_row(row: Tensor, number_format: LogitsFormat) -> bytes:
     return bits.astype(little_endian, copy=False).tobytes()
 
 
-def _log_softmax_rows(logits: Tensor, rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yields (row, its [V] log-softmax), computed for a few rows at a time. The tensors are views."""
-    for start in range(0, len(rows), _ROWS_AT_A_TIME):
-        group = rows[start : start + _ROWS_AT_A_TIME]
-        first, end = group[0], group[-1] + 1
-        # Usually the rows are contiguous: slicing does not copy them.
-        some = logits[first:end] if end - first == len(group) else logits[group]
-        yield from zip(group, _log_softmax(some.float()), strict=True)
+def _some_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """[R, V] -> [n, V]."""
+    first, end = rows[0], rows[-1] + 1
+    # Usually the rows are contiguous: slicing does not copy them.
+    return logits[first:end] if end - first == len(rows) else logits[list(rows)]
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -169,29 +171,73 @@ def _log_softmax(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits, dim=-1)[:, :vocab]
 
 
-def _listed_ids(specs: Sequence[OutputSpec], logits: Tensor) -> dict[int, Tensor]:
-    """By id of a spec, which rows of a request share: its [n] `logprob_token_ids`, on the device of `logits`.
+def _listed_ids(specs: Sequence[OutputSpec], vocab: int) -> dict[int, list[int]]:
+    """By id of a spec, which rows of a request share: its `logprob_token_ids`.
 
     Raises ValueError for an id that is not in the vocabulary.
     """
-    listed: dict[int, Tensor] = {}
+    listed: dict[int, list[int]] = {}
     for spec in specs:
         if spec.logprob_token_ids and id(spec) not in listed:
-            ids = torch.tensor(spec.logprob_token_ids, dtype=torch.int64)
-            if ((ids < 0) | (ids >= logits.shape[1])).any():
-                raise ValueError(f"logprob_token_ids beyond a vocabulary of {logits.shape[1]}")
-            listed[id(spec)] = ids.to(logits.device)
+            listed[id(spec)] = ids = list(spec.logprob_token_ids)
+            if min(ids) < 0 or max(ids) >= vocab:
+                raise ValueError(f"logprob_token_ids beyond a vocabulary of {vocab}")
     return listed
 
 
-def _add_logprobs(
-    output: RowOutput, spec: OutputSpec, logits: Tensor, logprobs: Tensor, listed: Tensor | None
+def best_ids(logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
+    """As `best_k`, for each row, with one top-k and one copy for all of them.
+
+    Args:
+        logits: [n, V] floating point, on any device.
+        counts: n of them, each at least 1.
+    """
+    vocab = logits.shape[1]
+    width = min(max(counts) + _SPARE_TOP, vocab)
+    top = logits.topk(width, dim=-1)
+    values, ids = top.values.float().cpu().numpy(), top.indices.cpu().numpy()  # [n, width]
+    ids = np.take_along_axis(ids, np.lexsort((ids, -values)), -1)
+    best: list[list[int]] = []
+    for row, count in enumerate(counts):
+        count = min(count, int(np.isfinite(values[row]).sum()))  # noqa: PLW2901 - of possible tokens
+        if count and width < vocab and values[row, count - 1] == values[row, -1]:
+            # More are equal to the last one than were looked at: any of them can have the lowest id.
+            best.append(best_k(logits[row].float().cpu().numpy(), count).tolist())
+        else:
+            best.append(ids[row, :count].tolist())
+    return best
+
+
+def _add_top_ids(
+    outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], logits: Tensor, rows: Sequence[int]
 ) -> None:
-    """Set the log-probabilities that `spec` requests. logits, logprobs: [V]; listed: [n]."""
-    if spec.logprob or spec.top_logprobs:
-        if spec.top_logprobs:
-            output.top_ids = best_k(logits.float().cpu().numpy(), spec.top_logprobs).tolist()
-        ids = torch.tensor([output.token_id, *output.top_ids], device=logprobs.device)
-        output.logprob, *output.top_logprobs = logprobs[ids].tolist()
-    if listed is not None:
-        output.chosen_logprobs = logprobs[listed].tolist()
+    """Set `top_ids` of these rows. The arguments are those of `build_outputs`."""
+    if not rows:
+        return
+    some, counts = _some_rows(logits, rows), [specs[row].top_logprobs for row in rows]
+    if logits.is_cuda:
+        best = best_ids(some, counts)
+    else:
+        # Torch's top-k takes longer there than this.
+        best = [best_k(row, count).tolist() for row, count in zip(some.float().numpy(), counts, strict=True)]
+    for row, top_ids in zip(rows, best, strict=True):
+        outputs[row].top_ids = top_ids
+
+
+def _add_logprobs(
+    outputs: Sequence[RowOutput],
+    specs: Sequence[OutputSpec],
+    logits: Tensor,
+    rows: Sequence[int],
+    listed: Mapping[int, list[int]],
+) -> None:
+    """Set the log-probabilities that these rows' specs request, with one gather. `top_ids` are set."""
+    ids = [[outputs[row].token_id, *outputs[row].top_ids, *listed.get(id(specs[row]), ())] for row in rows]
+    width = max(map(len, ids))
+    index = torch.tensor([own + [0] * (width - len(own)) for own in ids], device=logits.device)  # [n, width]
+    found = _log_softmax(_some_rows(logits, rows).float()).gather(1, index).tolist()
+    for row, own, logprobs in zip(rows, ids, found, strict=True):
+        output, spec, top = outputs[row], specs[row], 1 + len(outputs[row].top_ids)
+        if spec.logprob or spec.top_logprobs:
+            output.logprob, *output.top_logprobs = logprobs[:top]
+        output.chosen_logprobs = logprobs[top : len(own)]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.operations import LogitsFormat, OutputSpec, RowOutput
-from workers.row_outputs import build_outputs, encode_row, score_tokens
+from workers.row_outputs import best_ids, build_outputs, encode_row, score_tokens
 from workers.sampling import BadLogitsError, SamplingRow, best_k, choose_tokens
 
 torch.set_num_threads(1)
@@ -54,6 +54,18 @@ def rows_and_specs(draw: st.DrawFn) -> tuple[torch.Tensor, list[OutputSpec]]:
         logprob=st.booleans(),
     )
     return torch.from_numpy(logits).float(), [draw(spec) for _ in range(count)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows_and_specs(), st.data())
+def test_ids_of_a_device_are_those_of_the_host(
+    case: tuple[torch.Tensor, list[OutputSpec]], data: st.DataObject
+) -> None:
+    """Among equals the lower ids, also where there are more equals than the device returns."""
+    logits = case[0].repeat(1, data.draw(st.integers(1, 4)))
+    counts = [data.draw(st.integers(1, logits.shape[1] + 2)) for _ in logits]
+    expected = [best_k(row, count).tolist() for row, count in zip(logits.numpy(), counts, strict=True)]
+    assert best_ids(logits, counts) == expected
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,0 +1,205 @@
+"""What a step of a worker costs its host: `python -m benchmarks.host [--rows 1,8] [--profile]`.
+
+The step loop, scheduler, page accounting and packing are real; the model is not there: what a runner would
+launch on a device is a table of logits that is ready. So this is the time in which a GPU waits for Python, or
+has to be kept busy meanwhile. Decodes of one token, all in each step. Options of the outputs: greedy tokens,
+tokens drawn with top_p, and log-probabilities. With run-ahead, next forwards are computed before they are
+requested. Prints JSON: milliseconds of CPU a step, the median over the steps, and Python calls per row, which
+no clock disturbs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from workers.executors.engine import Engine
+from workers.kv.table import KvTable
+from workers.models.capture import RowCapture
+from workers.models.inputs import ForwardInputs
+from workers.operations import Forward, Kind, OutputSpec, Result, Sampling
+from workers.runners.base import StepResult
+from workers.sampling import SamplingRow
+from workers.scheduler import Scheduler
+from workers.step_loop import StepLoop
+
+_PAGE_TOKENS = 16
+_VOCABULARY = 32_000
+_SETTLING_STEPS = 8
+_COUNTED_STEPS = 4
+_PREFILL_TOKENS = 8192
+OUTPUTS: Mapping[str, OutputSpec] = {
+    "greedy": OutputSpec(),
+    "drawn": OutputSpec(sampling=Sampling(temperature=0.8, top_p=0.9, seed=1)),
+    "logprobs": OutputSpec(top_logprobs=5),
+}
+
+
+class TableRunner:
+    """A runner whose results are ready: the same logits in each step."""
+
+    name = "table"
+    has_hidden_states = False
+
+    def __init__(self, max_rows: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._logits = torch.randn(max_rows, _VOCABULARY, generator=generator)
+        self._chosen = self._logits.argmax(-1)
+
+    def step(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], _capture: RowCapture | None = None
+    ) -> StepResult:
+        """See `Runner.step`. Drawn rows are not drawn here: a device does that."""
+        count = len(inputs.wanted_rows)
+        assert len(rows) == count
+        return StepResult(self._logits[:count], self._chosen[:count])
+
+
+class Host:
+    """A step loop with sequences of one length, and their callers."""
+
+    def __init__(self, rows: int, context: int, output: OutputSpec, *, runs_ahead: bool) -> None:
+        pages = rows * (context // _PAGE_TOKENS + 64)
+        kv: Any = SimpleNamespace(
+            page_size=_PAGE_TOKENS, device=torch.device("cpu"), copy_pages=lambda _: None
+        )
+        engine = Engine(KvTable(pages, _PAGE_TOKENS), kv, TableRunner(max(rows, 1)))
+        self._results: list[Result] = []
+        limits = (max(_PREFILL_TOKENS, rows), rows, rows)
+        self._loop = StepLoop(
+            engine,
+            Scheduler(*limits),
+            self._results.extend,
+            2 * context if runs_ahead else 0,
+            prelaunch_unrequested=runs_ahead,
+        )
+        self._output, self._runs_ahead = output, runs_ahead
+        self._lengths = dict.fromkeys(range(1, rows + 1), 0)
+        self._tokens = dict.fromkeys(self._lengths, 0)
+        for sequence in self._lengths:
+            # No two share pages.
+            prompt = [(sequence * 7919 + i) % _VOCABULARY for i in range(context - 1)]
+            self._run([Forward(sequence, sequence, 0, prompt, output=OutputSpec())])
+
+    def step(self) -> None:
+        """Each sequence appends a token, in one step."""
+        self._run(
+            [
+                Forward(
+                    sequence,
+                    sequence,
+                    length,
+                    [self._tokens[sequence]],
+                    output=self._output,
+                    kind=Kind.DECODE,
+                    caller=sequence,
+                    prelaunch=self._runs_ahead,
+                )
+                for sequence, length in self._lengths.items()
+            ]
+        )
+
+    def _run(self, forwards: Sequence[Forward]) -> None:
+        self._loop.submit(forwards)
+        answered = 0
+        while answered < len(forwards):
+            self._loop.take()
+            self._loop.flush()
+            self._loop.step()
+            self._loop.flush()
+            for forward in self._results:
+                if not isinstance(forward, Forward):
+                    raise TypeError(f"a forward failed: {forward}")
+                self._lengths[forward.sequence] += forward.kept
+                self._tokens[forward.sequence] = forward.outputs[-1].token_id
+            answered += len(self._results)
+            self._results.clear()
+
+
+def measure(rows: int, context: int, output: str, *, runs_ahead: bool, steps: int) -> dict[str, Any]:
+    """One line of the table."""
+    host = Host(rows, context, OUTPUTS[output], runs_ahead=runs_ahead)
+    for _ in range(_SETTLING_STEPS):
+        host.step()
+    times_ns = []
+    for _ in range(steps):
+        began_ns = time.thread_time_ns()
+        host.step()
+        times_ns.append(time.thread_time_ns() - began_ns)
+    return {
+        "rows": rows,
+        "context": context,
+        "output": output,
+        "runs_ahead": runs_ahead,
+        "cpu_ms": round(statistics.median(times_ns) / 1e6, 4),
+        "calls_per_row": round(_calls(host) / _COUNTED_STEPS / rows, 1),
+    }
+
+
+def _calls(host: Host) -> int:
+    """Calls of Python functions in a few steps."""
+    count = 0
+
+    def note(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        for _ in range(_COUNTED_STEPS):
+            host.step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    """Runs the command line and prints the results."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=_numbers, default=[1, 8, 64, 256], metavar="N,...")
+    parser.add_argument("--contexts", type=_numbers, default=[1024, 8192, 32768], metavar="TOKENS,...")
+    parser.add_argument("--outputs", nargs="+", choices=OUTPUTS, default=[*OUTPUTS])
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--max-tokens", type=int, default=1 << 21, help="skip what needs more tokens in all")
+    parser.add_argument("--profile", action="store_true", help="print where the time of each line goes")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    before, lines = machine.times_s(), []
+    for context in options.contexts:
+        for rows in options.rows:
+            if rows * context > options.max_tokens:
+                continue
+            for output in options.outputs:
+                for runs_ahead in (False, True):
+                    profile = cProfile.Profile() if options.profile else None
+                    if profile is not None:
+                        host = Host(rows, context, OUTPUTS[output], runs_ahead=runs_ahead)
+                        profile.enable()
+                        for _ in range(options.steps):
+                            host.step()
+                        profile.disable()
+                        pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(12)
+                    line = measure(rows, context, output, runs_ahead=runs_ahead, steps=options.steps)
+                    lines.append(line)
+                    print(json.dumps(line), file=sys.stderr, flush=True)
+    found = {"machine": machine.describe(), "lines": lines}
+    print(json.dumps(found | {"disturbance": machine.disturbance(before, machine.times_s())}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
