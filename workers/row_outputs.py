@@ -58,7 +58,8 @@ def build_outputs(logits: Tensor, chosen: Tensor, specs: Sequence[OutputSpec]) -
     wanted = [
         i for i, spec in enumerate(specs) if spec.logprob or spec.top_logprobs or spec.logprob_token_ids
     ]
-    _add_top_ids(outputs, specs, logits, [row for row in wanted if specs[row].top_logprobs])
+    if wanted:
+        _add_top_ids(outputs, specs, logits, [row for row in wanted if specs[row].top_logprobs])
     for start in range(0, len(wanted), _ROWS_AT_A_TIME):
         _add_logprobs(outputs, specs, logits, wanted[start : start + _ROWS_AT_A_TIME], listed)
     for row, spec in enumerate(specs):
