@@ -88,7 +88,8 @@ class CompiledSublayers:
 def _can_compile(sublayer: Sublayer) -> bool:
     body = sublayer.body
     return (
-        isinstance(body, Attention | GatedMlp)
+        sublayer.group is None
+        and isinstance(body, Attention | GatedMlp)
         and all(isinstance(matrix.weight, PackedWeight) for matrix in _matrices(body))
         and (isinstance(body, GatedMlp) or can_pack_width(body.shape.head_dim))
     )
