@@ -125,14 +125,15 @@ class Sublayer:
         Returns:
             The output of this sublayer, and the residual stream without it.
         """
-        x = self.body(self._enter(x, residual), context)
+        return self.leave(self.body(self._enter(x, residual), context)), residual
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """The output of the sublayer, of what the body returned."""
         if self.group is not None:
             x = self.group.sum(x)
         if self.after is not None:
             x = self.after(x)
-        if self.scale != 1.0:
-            x = x * self.scale
-        return x, residual
+        return x if self.scale == 1.0 else x * self.scale
 
     def _enter(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         if x is None:
