@@ -255,6 +255,11 @@ class Config:
         _Range(1, 256),
         group="workers and their memory",
     )
+    tensor_parallel: int = _setting(
+        1,
+        "ranks that split the model in each worker: processes, each with its own GPU or share of the cores",
+        _Range(1, 64),
+    )
     threads_per_worker: int | None = _setting(
         None, "compute threads in each worker on the CPU; auto is cores / workers", _Range(1, 4096)
     )

@@ -25,6 +25,7 @@ from quire.v1.worker_pb2 import WorkerConfig
 from workers.executors.base import ModelExecutor
 from workers.logging import background_log
 from workers.orphan_timer import OrphanTimer
+from workers.runners.rank_processes import RankProcesses
 from workers.server import Progress, WorkerServer
 
 # EX_CONFIG of sysexits.h: a restart with the same configuration would fail too.
@@ -153,14 +154,17 @@ def _choose_device(config: WorkerConfig) -> str:
     if config.device == "auto" and not _runs_on_cuda(config):
         _log.info("the model runs on the CPU: there are no GPU kernels for its head_dim")
         return "cpu"
-    count = torch.cuda.device_count()
-    if config.device_index >= count:
+    count, ranks = torch.cuda.device_count(), max(1, config.tensor_parallel)
+    if (config.device_index + 1) * ranks > count:
         raise ConfigurationError(
-            f"workers = {config.device_index + 1} or more, and this machine has {count} CUDA devices:"
+            f"workers = {config.device_index + 1} or more"
+            + (f" of tensor_parallel = {ranks} each" if ranks > 1 else "")
+            + f", and this machine has {count} CUDA devices:"
             " each worker needs its own; set device = cpu, or fewer workers"
         )
-    torch.cuda.set_device(config.device_index)  # kernels are launched on the thread's current device
-    return f"cuda:{config.device_index}"
+    first = config.device_index * ranks
+    torch.cuda.set_device(first)  # kernels are launched on the thread's current device
+    return f"cuda:{first}"
 
 
 def _runs_on_cuda(config: WorkerConfig) -> bool:
@@ -171,16 +175,36 @@ def _runs_on_cuda(config: WorkerConfig) -> bool:
     )
 
 
-def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
+def _start_ranks(config: WorkerConfig) -> RankProcesses | None:
+    """Starts the other ranks. On the main thread: they end with the thread that has started them."""
+
+    def end() -> None:
+        background_log().drain(_STOP_TIMEOUT_S)
+        os._exit(EXIT_FAILED)
+
+    if config.tensor_parallel <= 1 or config.model == WEIGHTLESS_MODEL:
+        return None
+    settings = json_format.MessageToJson(config, indent=None)
+    return RankProcesses(config.tensor_parallel, ["--config", settings], end)
+
+
+def _make_executor(
+    config: WorkerConfig, progress: Progress, ranks: RankProcesses | None = None
+) -> ModelExecutor:
     # Imported on the compute thread: torch takes seconds to import, and the stream must answer meanwhile.
     import torch
 
     from workers.models.active_kernels import check_instruction_set
 
     check_instruction_set()
-    torch.set_num_threads(config.threads)
+    threads = max(1, config.threads // max(1, config.tensor_parallel))
+    torch.set_num_threads(threads)
     device = _choose_device(config)
     if config.model == WEIGHTLESS_MODEL:
+        if config.tensor_parallel > 1:
+            raise ConfigurationError(
+                f"tensor_parallel = {config.tensor_parallel}, and {WEIGHTLESS_MODEL} cannot be split"
+            )
         if config.batch_invariant == "on":
             raise ConfigurationError(f"batch_invariant = on, which {WEIGHTLESS_MODEL} does not support")
         from workers.executors.weightless import PagedAttentionExecutor
@@ -190,6 +214,7 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
         return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
     from workers.executors.llm import LlmExecutor, LoraLimits, StepLimits
     from workers.models.files import unchanged_settings
+    from workers.runners.tensor_parallel import RankGroup
 
     if config.no_self_check == "on":
         _log.warning("the model is served without its self-check: no_self_check is on")
@@ -216,9 +241,10 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
             batch_invariant=config.batch_invariant == "on",
             max_text_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
             progress=lambda done, total: progress("weights", done, total),
+            ranks=None if ranks is None else RankGroup(ranks),
         )
-    useful = max(1, executor.info().num_parameters // _LEAST_PARAMETERS_PER_THREAD)
-    torch.set_num_threads(min(config.threads, useful))
+    parameters = executor.info().num_parameters // max(1, config.tensor_parallel)
+    executor.set_threads(min(threads, max(1, parameters // _LEAST_PARAMETERS_PER_THREAD)))
     return executor
 
 
@@ -226,11 +252,17 @@ def _kv_pages(config: WorkerConfig) -> int | None:
     return config.kv_pages if config.HasField("kv_pages") else None
 
 
-async def _serve(address: str, config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | None) -> int:
+async def _serve(
+    address: str,
+    config: WorkerConfig,
+    secret: str,
+    orphan_timer: OrphanTimer | None,
+    ranks: RankProcesses | None,
+) -> int:
     from workers.scheduler import Scheduler
 
     worker = WorkerServer(
-        lambda progress: _make_executor(config, progress),
+        lambda progress: _make_executor(config, progress, ranks),
         lambda executor: Scheduler(
             config.max_batch_tokens,
             config.max_batch_items,
@@ -298,7 +330,8 @@ def main() -> int:
         _end_with_the_gateway()
     # Neither the server nor the loop is closed. Both would cancel the gateway's stream, and gRPC prints a
     # traceback if that is about to end.
-    return uvloop.new_event_loop().run_until_complete(_serve(address, config, secret, orphan_timer))
+    serving = _serve(address, config, secret, orphan_timer, _start_ranks(config))
+    return uvloop.new_event_loop().run_until_complete(serving)
 
 
 if __name__ == "__main__":

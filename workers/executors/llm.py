@@ -195,6 +195,13 @@ class LlmExecutor(ModelExecutor):
             replacement.on_discard = ranks.drop_weights
         return replacement
 
+    def set_threads(self, threads: int) -> None:
+        """Sets the compute threads of each rank."""
+        torch.set_num_threads(threads)
+        if self.ranks is not None:
+            with self.ranks.asking("set_threads", threads=threads):
+                pass
+
     def use(self, served: _Served, other: Model, description: ModelDescription) -> None:
         """Puts other weights of the same config into place, between two steps.
 
