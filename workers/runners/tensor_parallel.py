@@ -41,7 +41,7 @@ class RankGroup:
 
     def __init__(self, processes: RankProcesses) -> None:
         """Take processes, which `connect` connects."""
-        self._processes = processes
+        self.processes = processes
         self.ranks = processes.ranks
         self.collectives = Collectives(0, processes.ranks)
         # Held from a question to its answers.
@@ -58,7 +58,7 @@ class RankGroup:
 
         Raises DeviceLostError if a rank has ended.
         """
-        others, taken = self._processes.others, False
+        others, taken = self.processes.others, False
 
         def answers() -> list[dict[str, Any]]:
             nonlocal taken
@@ -112,14 +112,14 @@ class RankGroup:
 
     def _send(self, message: bytes) -> None:
         try:
-            for other in self._processes.others:
+            for other in self.processes.others:
                 other.plans.sendall(message)
         except OSError as error:
             raise DeviceLostError(f"a rank has ended: {error}") from error
 
     def close(self) -> None:
         """End the other ranks."""
-        self._processes.close()
+        self.processes.close()
 
 
 class LeadingRunner:
