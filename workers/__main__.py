@@ -184,8 +184,8 @@ def _start_ranks(config: WorkerConfig) -> RankProcesses | None:
 
     if config.tensor_parallel <= 1 or config.model == WEIGHTLESS_MODEL:
         return None
-    settings = json_format.MessageToJson(config, indent=None)
-    return RankProcesses(config.tensor_parallel, ["--config", settings], end)
+    arguments = ["--worker-id", config.worker_id, "--log-level", config.log_level]
+    return RankProcesses(config.tensor_parallel, [*arguments, "--log-format", config.log_format], end)
 
 
 def _make_executor(

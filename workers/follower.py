@@ -21,8 +21,6 @@ from typing import Any
 
 import structlog
 import torch
-from google.protobuf import json_format
-from quire.v1.worker_pb2 import WorkerConfig
 
 from workers import __main__ as rank_0
 from workers.adapters.adapter import read_adapter
@@ -47,7 +45,8 @@ from workers.sampling import SamplingError, SamplingRow
 
 _PR_SET_PDEATHSIG = 1
 
-_log = logging.getLogger(__name__)
+# Not by its name, which is __main__: the lines of `workers` are configured.
+_log = logging.getLogger("workers.follower")
 
 
 class Follower:
@@ -240,11 +239,15 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--questions", type=int, required=True, help="file descriptor of a socket")
-    parser.add_argument("--config", default="{}", help="a quire.v1.WorkerConfig")
+    parser.add_argument("--worker-id", default="")
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", default="json")
     arguments = parser.parse_args()
-    config = json_format.Parse(arguments.config, WorkerConfig(log_level="info", log_format="json"))
-    rank_0._configure_logging(config)  # noqa: SLF001 - one log for all processes of a worker
-    structlog.contextvars.bind_contextvars(worker_id=config.worker_id, rank=arguments.rank, pid=os.getpid())
+    # One log for all processes of a worker, whose config has these two fields.
+    rank_0._configure_logging(arguments)  # type: ignore[arg-type]  # noqa: SLF001
+    structlog.contextvars.bind_contextvars(
+        worker_id=arguments.worker_id, rank=arguments.rank, pid=os.getpid()
+    )
     follower = Follower(Collectives(arguments.rank, arguments.ranks))
     questions = Questions(socket.socket(fileno=arguments.questions))
     threading.Thread(
