@@ -61,9 +61,9 @@ class Follower:
         self._runner: Runner
         self._eager: EagerRunner
         self._lora: tuple[int, int] | None = None
-        # Those that were read and are not in place; and how many times they were dropped.
+        # Those that were read and are not in place; and up to which number they were dropped.
         self._read_weights: Decoder | None = None
-        self._drops = 0
+        self._number = self._dropped = 0
         # By key, those that were read; and the keys of those in slots.
         self._adapters: dict[int, PackedLora] = {}
         self._in_slots: dict[int, int] = {}
@@ -132,13 +132,14 @@ class Follower:
     def _answer_set_threads(self, threads: int) -> None:
         torch.set_num_threads(threads)
 
-    def _answer_read_weights(self, directory: str, dtype: str, threads: int) -> dict[str, Any]:  # noqa: ARG002
-        self._read_weights, drops = None, self._drops
+    def _answer_read_weights(self, directory: str, dtype: str, number: int) -> dict[str, Any]:
+        self._read_weights = None
         on_gpu = self._device.type == "cuda"
         model, description = self._load(directory, dtype, torch.device("cpu"), pack=not on_gpu)
         if self._lora is not None and not on_gpu:
             model.allocate_lora(*self._lora)
-        self._read_weights = model if drops == self._drops else None
+        self._number, self._read_weights = number, model
+        self._drop_weights()
         return {"fingerprint": description.fingerprint, "weight_bytes": description.weight_bytes}
 
     def _answer_read_adapter(
@@ -167,8 +168,8 @@ class Follower:
             case PlanKind.USE_WEIGHTS:
                 self._use_weights()
             case PlanKind.DROP_WEIGHTS:
-                self._drops += 1
-                self._read_weights = None
+                self._dropped = message.numbers[0]
+                self._drop_weights()
 
     def _run(self, inputs: ForwardInputs, is_eager: bool) -> None:
         """Run a forward. Its logits are rank 0's, and so is the choice of tokens."""
@@ -178,6 +179,10 @@ class Follower:
         # A graph chooses tokens of this rank's part of the logits, which nobody reads.
         with contextlib.suppress(SamplingError):
             self._runner.step(inputs, [SamplingRow()] * len(inputs.wanted_rows))
+
+    def _drop_weights(self) -> None:
+        if self._number <= self._dropped:
+            self._read_weights = None
 
     def _use_weights(self) -> None:
         read, self._read_weights = self._read_weights, None

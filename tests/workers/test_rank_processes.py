@@ -37,6 +37,7 @@ from workers.operations import (
     Release,
     ReplaceStep,
     ReplaceWeights,
+    Result,
     Truncate,
     WeightsRead,
 )
@@ -174,6 +175,14 @@ def test_trees_move_what_they_accept(group: RankGroup, tmp_path: Path) -> None:
     assert (rows[0] - rows[1]).abs().max() < bound_of(directory)
 
 
+def read_weights(worker: Worker, op_id: int, directory: Path, *before: Command) -> Result:
+    worker.round(*before, ReplaceWeights(op_id, ReplaceStep.READ, str(directory)))
+    worker.loop.take()  # waits for what the reading thread reports
+    worker.loop.flush()
+    (answer,) = worker.round()
+    return answer
+
+
 def test_adapters_and_other_weights(group: RankGroup, tmp_path: Path) -> None:
     """Adapters are read by all ranks and evict each other; weights are replaced, and adapters stay."""
     models = [make_model(tmp_path / f"model-{seed}", TinyModel(seed=seed)) for seed in range(2)]
@@ -200,12 +209,11 @@ def test_adapters_and_other_weights(group: RankGroup, tmp_path: Path) -> None:
             forward = Forward(op_id, op_id, 0, [1, 2, 3], output=WITH_LOGITS, adapter=adapter)
             rows.setdefault(op_id, []).append(rows_of(worker.answers(forward)[op_id]))
         worker.answers(Release(20, list(range(2, 7))))
-        worker.round(ReplaceWeights(21, ReplaceStep.READ, str(models[1])))
-        worker.loop.take()  # waits for what the reading thread reports
-        worker.loop.flush()
-        (read,) = worker.round()
-        assert isinstance(read, WeightsRead), read
-        worker.round(ReplaceWeights(22, ReplaceStep.APPLY))
+        # What was read first is discarded while the ranks read again.
+        assert isinstance(read_weights(worker, 21, models[1]), WeightsRead)
+        discard = ReplaceWeights(22, ReplaceStep.DISCARD)
+        assert isinstance(read_weights(worker, 23, models[1], discard), WeightsRead)
+        worker.round(ReplaceWeights(24, ReplaceStep.APPLY))
         for op_id, adapter in ((30, 1), (31, 0)):
             forward = Forward(op_id, op_id, 0, [1, 2, 3], output=WITH_LOGITS, adapter=adapter)
             rows.setdefault(op_id, []).append(rows_of(worker.answers(forward)[op_id]))

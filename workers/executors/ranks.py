@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from workers.models.model import Model, ModelDescription, new_pages, page_bytes
 from workers.operations import AdapterSource
 from workers.runners.tensor_parallel import LeadingSlots, RankedLora, RankGroup
 
+_log = logging.getLogger(__name__)
+
 OnAll = Callable[[ModelDescription], ModelDescription]
 """Waits until all ranks have loaded a model. Takes what rank 0 has loaded; returns what all have."""
 
@@ -34,6 +37,7 @@ def connect(ranks: RankGroup, device: torch.device) -> None:
         rendezvous = Path(place) / "store"
         with ranks.asking("connect", rendezvous=str(rendezvous), device=str(device)):
             ranks.collectives.connect(rendezvous, device)
+    _log.info("%d ranks run the model together", ranks.ranks)
 
 
 @contextmanager
@@ -49,9 +53,12 @@ def loading(ranks: RankGroup | None, question: str, directory: Path, dtype: str)
     if ranks is None:
         yield lambda description: description
         return
-    with ranks.asking(
-        question, directory=str(directory), dtype=dtype, threads=torch.get_num_threads()
-    ) as answers:
+    details: dict[str, object] = {"threads": torch.get_num_threads()}
+    if question == "read_weights":
+        # On the one thread that reads.
+        ranks.weights_read += 1
+        details = {"number": ranks.weights_read}
+    with ranks.asking(question, directory=str(directory), dtype=dtype, **details) as answers:
 
         def on_all(description: ModelDescription) -> ModelDescription:
             found = answers()

@@ -28,7 +28,7 @@ class PlanKind(enum.IntEnum):
     MOVE_SLOTS = 2
     SET_LORA = 3  # the slot, and the key of the adapter that the rank has read; -1: the slot is emptied
     USE_WEIGHTS = 4  # those that the rank has read
-    DROP_WEIGHTS = 5
+    DROP_WEIGHTS = 5  # all that the rank has read or is reading, up to a number
 
 
 _HAS_LORA, _HAS_TREES, _HAS_EXPERTS, _IS_EAGER = 1, 2, 4, 8

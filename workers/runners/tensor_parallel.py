@@ -46,6 +46,8 @@ class RankGroup:
         self.collectives = Collectives(0, processes.ranks)
         # Held from a question to its answers.
         self._asking = threading.Lock()
+        # How many times weights were read that replace those that are served.
+        self.weights_read = 0
 
     # Questions, from any thread.
 
@@ -104,7 +106,9 @@ class RankGroup:
 
     def drop_weights(self) -> None:
         """Let the others drop weights that they have read, or are reading, for `use_weights`."""
-        self._send(encode_numbers(PlanKind.DROP_WEIGHTS))
+        if self.weights_read:
+            # By number: they may have begun to read the next ones when they get this.
+            self._send(encode_numbers(PlanKind.DROP_WEIGHTS, self.weights_read))
 
     def use_weights(self) -> None:
         """Let the others use the weights that they have read."""
