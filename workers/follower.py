@@ -156,6 +156,8 @@ class Follower:
 
     def follow(self, message: Message) -> None:
         """Do what rank 0 does."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # that of a thread, and questions have their own
         match message.kind:
             case PlanKind.FORWARD:
                 self._run(*forward_of(message))
