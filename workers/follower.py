@@ -37,7 +37,6 @@ from workers.models.weights import copy_weights
 from workers.runners.base import Runner
 from workers.runners.collectives import Collectives
 from workers.runners.cuda_graph import CudaGraphRunner
-from workers.runners.eager import EagerRunner
 from workers.runners.rank_plan import Message, PlanKind, forward_of, pairs_of, receive
 from workers.runners.rank_processes import Questions
 from workers.runners.tensor_parallel import REFUSALS
@@ -58,8 +57,8 @@ class Follower:
         self._device = torch.device("cpu")
         self._model: Decoder
         self._kv: KvTensors
-        self._runner: Runner
-        self._eager: EagerRunner
+        # On a GPU, what replays decodes.
+        self._runner: Runner | None = None
         self._lora: tuple[int, int] | None = None
         # Those that were read and are not in place; and up to which number they were dropped.
         self._read_weights: Decoder | None = None
@@ -126,8 +125,8 @@ class Follower:
     ) -> None:
         on_gpu = self._device.type == "cuda"
         self._kv = gpu_pages(self._model, pages) if on_gpu else new_pages(self._model, pages)
-        self._eager = EagerRunner(self._model, self._kv)
-        self._runner = new_runner(self._model, self._kv, StepLimits(**(limits or {})), max_seq_len)
+        runner = new_runner(self._model, self._kv, StepLimits(**(limits or {})), max_seq_len)
+        self._runner = runner if isinstance(runner, CudaGraphRunner) else None
 
     def _answer_set_threads(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -175,8 +174,8 @@ class Follower:
 
     def _run(self, inputs: ForwardInputs, is_eager: bool) -> None:
         """Run a forward. Its logits are rank 0's, and so is the choice of tokens."""
-        if is_eager or not isinstance(self._runner, CudaGraphRunner):
-            self._eager.step(inputs, [])
+        if is_eager or self._runner is None:
+            self._model.logits(self._model.forward(inputs.to(self._device), self._kv))
             return
         # A graph chooses tokens of this rank's part of the logits, which nobody reads.
         with contextlib.suppress(SamplingError):
@@ -193,7 +192,6 @@ class Follower:
             copy_weights(read, self._model)
             return
         self._model = read
-        self._eager.use(read)
 
     def _set_lora(self, slot: int, key: int) -> None:
         if key < 0:

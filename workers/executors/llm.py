@@ -114,6 +114,8 @@ class LlmExecutor(ModelExecutor):
         group = None if ranks is None else ranks.collectives
         if ranks is not None:
             check_ranks(directory, backend, ranks.ranks)
+            if batch_invariant and device.type == "cuda":
+                raise ModelError("batch_invariant = on needs tensor_parallel = 1 on a GPU")
             connect(ranks, device)
         try:
             with loading(ranks, "load", directory, dtype) as on_all:
