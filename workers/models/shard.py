@@ -116,7 +116,9 @@ class Shard:
         """The logits [R, V] on rank 0, of the logits of each rank's tokens [R, `vocabulary_rows`]."""
         if not len(own):
             return own.new_empty(0, vocab_size)
-        return self.group.gather(own)[:, :vocab_size]
+        gathered = self.group.gather(own)
+        # Kernels that choose tokens read contiguous rows.
+        return gathered if gathered.shape[1] == vocab_size else gathered[:, :vocab_size].contiguous()
 
 
 def _part(size: int, rank: int, ranks: int) -> range:
