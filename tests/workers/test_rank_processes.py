@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,6 +24,7 @@ from tests.model_factory import (
 from tests.token_trees import random_tree
 from tests.workers.stepping import Worker
 from workers.executors.llm import LlmExecutor, LoraLimits
+from workers.given_experts import GivenExperts
 from workers.models.errors import ModelError
 from workers.operations import (
     Accept,
@@ -31,6 +33,7 @@ from workers.operations import (
     Command,
     Fork,
     Forward,
+    HiddenSpec,
     Kind,
     LogitsFormat,
     OutputSpec,
@@ -127,8 +130,7 @@ def random_commands(dice: random.Random) -> Iterator[list[Command]]:
 
 def rows_of(forward: object) -> torch.Tensor:
     assert isinstance(forward, Forward), forward
-    logits = [output.logits for output in forward.outputs]
-    return torch.stack([torch.frombuffer(bytearray(each or b""), dtype=torch.float32) for each in logits])
+    return torch.stack([numbers(output.logits) for output in forward.outputs])
 
 
 def bound_of(directory: Path) -> float:
@@ -173,6 +175,32 @@ def test_trees_move_what_they_accept(group: RankGroup, tmp_path: Path) -> None:
         assert isinstance(done, Forward) and list(done.kept_path) == [0, 2]
         rows.append(rows_of(worker.answers(Forward(4, 1, 22, [9], output=WITH_LOGITS, kind=Kind.DECODE))[4]))
     assert (rows[0] - rows[1]).abs().max() < bound_of(directory)
+
+
+def test_hidden_states_and_given_experts(group: RankGroup, tmp_path: Path) -> None:
+    """Only rank 0 returns them. The other rank computes with the experts that a caller gives."""
+    directory = make_family_model(tmp_path, *settings_of("qwen3_moe"), seed=7)
+    dice, generator = random.Random(2), np.random.default_rng(1)
+    text = [dice.randrange(97) for _ in range(50)]
+    every = OutputSpec(logits=LogitsFormat.F32, hidden=HiddenSpec((0, 2, 4)), experts=True)
+    ids = np.stack([generator.permuted(range(6)) for _ in range(50 * 4)])[:, :2].reshape(50, 4, 2)
+    found = []
+    for ranks in (None, group):
+        executor = LlmExecutor.load(directory, kv_pages=PAGES, self_check=False, ranks=ranks)
+        plain, given = executor.forward(text, every), executor.forward(text, every, GivenExperts(0, ids))
+        found.append([*plain, *given])
+    (*losses,) = float32_losses(hf_model(directory), [text])[0]
+    for expected, split in zip(*found, strict=True):
+        assert expected.experts == split.experts
+        for layer, one, other in zip((0, 2, 4), expected.hidden, split.hidden, strict=True):
+            assert (numbers(one) - numbers(other)).abs().max() <= losses[layer]
+        assert (numbers(expected.logits) - numbers(split.logits)).abs().max() < losses[-1]
+    routed, replayed = (numbers(found[1][index].logits) for index in (49, 99))
+    assert (routed - replayed).abs().max() > 100 * losses[-1]
+
+
+def numbers(row: bytes | None) -> torch.Tensor:
+    return torch.frombuffer(bytearray(row or b""), dtype=torch.float32)
 
 
 def read_weights(worker: Worker, op_id: int, directory: Path, *before: Command) -> Result:

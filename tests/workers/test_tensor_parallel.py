@@ -80,6 +80,7 @@ def test_as_in_one_process(made: tuple[str, Path], ranks: int) -> None:
         assert_close(directory, text, ours, theirs)
 
 
+@pytest.mark.parametrize("made", ["llama with biases", "olmo2", "mixtral"], indirect=True)
 def test_without_compiled_kernels(made: tuple[str, Path]) -> None:
     _, directory = made
     (text,) = texts = random_texts(50)
@@ -90,6 +91,7 @@ def test_without_compiled_kernels(made: tuple[str, Path]) -> None:
     assert_close(directory, text, found[0], expected[0])
 
 
+@pytest.mark.parametrize("made", ["llama", "gemma2", "qwen3_moe"], indirect=True)
 def test_token_trees(made: tuple[str, Path]) -> None:
     _, directory = made
     expected, found = (
@@ -168,6 +170,7 @@ def test_what_cannot_be_split_is_refused(
         split_model(tmp_path, ranks)
 
 
+@pytest.mark.parametrize("made", ["llama", "qwen3_moe"], indirect=True)
 def test_each_rank_reads_its_part(made: tuple[str, Path]) -> None:
     """Its bytes are counted as its own."""
     _, directory = made
