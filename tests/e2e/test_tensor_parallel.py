@@ -33,6 +33,11 @@ def group_of(gateway: GatewayProcess) -> tuple[psutil.Process, psutil.Process]:
     return worker, other
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Also if nobody has asked for its exit status: a rank's parent dies with it."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
 def decode(cache: pb.PrefillResponse, position: int, token_id: int) -> pb.DecodeRequest:
     return pb.DecodeRequest(
         cache_id=cache.kv_cache.cache_id, position=cache.kv_cache.seq_len + position, token_id=token_id
@@ -83,7 +88,7 @@ def test_a_killed_rank_under_callers(gateway: GatewayProcess, victim: str) -> No
             answer = gateway.stub.Decode(request, timeout=ANSWER_TIMEOUT_S)
             assert answer.output.token_id == tokens[position + 1]
     gateway.wait_until_ready()
-    gateway.wait_until(lambda: not any(process.is_running() for process in old))
+    gateway.wait_until(lambda: all(map(has_ended, old)))
     new = group_of(gateway)
     assert {process.pid for process in new}.isdisjoint({process.pid for process in old})
     for cache in (*caches, *copies):
