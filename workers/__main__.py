@@ -252,15 +252,10 @@ def _kv_pages(config: WorkerConfig) -> int | None:
     return config.kv_pages if config.HasField("kv_pages") else None
 
 
-async def _serve(
-    address: str,
-    config: WorkerConfig,
-    secret: str,
-    orphan_timer: OrphanTimer | None,
-    ranks: RankProcesses | None,
-) -> int:
+async def _serve(address: str, config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | None) -> int:
     from workers.scheduler import Scheduler
 
+    ranks = _start_ranks(config)
     worker = WorkerServer(
         lambda progress: _make_executor(config, progress, ranks),
         lambda executor: Scheduler(
@@ -330,8 +325,7 @@ def main() -> int:
         _end_with_the_gateway()
     # Neither the server nor the loop is closed. Both would cancel the gateway's stream, and gRPC prints a
     # traceback if that is about to end.
-    serving = _serve(address, config, secret, orphan_timer, _start_ranks(config))
-    return uvloop.new_event_loop().run_until_complete(serving)
+    return uvloop.new_event_loop().run_until_complete(_serve(address, config, secret, orphan_timer))
 
 
 if __name__ == "__main__":
