@@ -27,6 +27,7 @@ from workers.adapters.adapter import read_adapter
 from workers.adapters.errors import AdapterError
 from workers.executors.loading import NATIVE, load_served
 from workers.executors.memory import StepLimits, gpu_num_pages, gpu_pages, new_runner
+from workers.kv.sizing import KvSizingError
 from workers.kv.tensors import KvTensors
 from workers.logging import background_log
 from workers.models.decoder import Decoder
@@ -77,6 +78,9 @@ class Follower:
         except tuple(REFUSALS.values()) as error:
             name = next(name for name, kind in REFUSALS.items() if isinstance(error, kind))
             return {"refused": name, "why": str(error)}
+        except torch.OutOfMemoryError as error:
+            why = f"rank {self._collectives.rank} has too little memory: {str(error).partition(chr(10))[0]}"
+            return {"refused": KvSizingError.__name__, "why": why}
         return result
 
     def _answer_connect(self, rendezvous: str, device: str) -> None:

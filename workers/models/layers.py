@@ -25,7 +25,7 @@ from workers.kv.tensors import KvTensors
 from workers.models.capture import Routing
 from workers.models.inputs import ForwardInputs
 from workers.models.linear import Linear, LoadTarget
-from workers.models.shard import Group, Shard, Slice, row_norm_of_parts, scaled
+from workers.models.shard import Group, Shard, normalise_rows, row_norm_slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,22 +205,9 @@ class Attention:
             parts = torch.split(self.head_norm, [self.shape.heads, self.shape.kv_heads])
             for name, part in zip(names, parts, strict=True):
                 yield name, LoadTarget(part, (self.shape.head_dim,), self._norm_offset)
-        for name, weight, taken in zip(names, self.row_norms or (), self._row_norm_slices(), strict=False):
+        slices = row_norm_slices(self.shape.shard, *(len(weight) for weight in self.row_norms or ()))
+        for name, weight, taken in zip(names, self.row_norms or (), slices, strict=False):
             yield name, LoadTarget(weight, taken.shape[:1], self._norm_offset, taken)
-
-    def _row_norm_slices(self) -> tuple[Slice, Slice]:
-        """The parts of the row norms of queries and keys in a checkpoint."""
-        shape, shard = self.shape, self.shape.shard
-        parts, counts = [range(shape.heads), range(shape.kv_heads)], [shape.heads, shape.kv_heads]
-        if shard is not None:
-            parts = [shard.heads, shard.kv_heads]
-            ranks = shard.group.ranks
-            counts = [shape.heads * ranks, shape.kv_heads * ranks // shard.kv_copies]
-        query, key = (
-            Slice((count * shape.head_dim, 1), (scaled(part, shape.head_dim),), range(1))
-            for count, part in zip(counts, parts, strict=True)
-        )
-        return query, key
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """See `Body`."""
@@ -260,7 +247,9 @@ class Attention:
             x, context.lora_slots, batch_invariant=context.batch_invariant
         )  # [T, (H + 2 * K) * D]
         if self.row_norms is not None:
-            self._normalise_rows(projected, *self.row_norms)
+            sizes = [len(weight) for weight in self.row_norms]
+            parts = torch.split(projected[:, : sum(sizes)], sizes, dim=1)  # [T, H * D], [T, K * D]
+            normalise_rows([*zip(parts, self.row_norms, strict=True)], shape.shard, shape.eps)
         rotations = None if shape.rope is None else context.rotations[shape.rope]
         return rope_kv_write(
             projected,
@@ -270,24 +259,6 @@ class Attention:
             *context.kv.layer(self.index),
             shape.eps,
         )
-
-    def _normalise_rows(
-        self, projected: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor
-    ) -> None:
-        """Normalise the queries and the keys of each row, in place: [T, (H + 2 * K) * D]."""
-        sizes = [len(query_norm), len(key_norm)]
-        query, key, _ = torch.split(projected, [*sizes, projected.shape[1] - sum(sizes)], dim=1)
-        pairs = ((query, query_norm), (key, key_norm))
-        if self.shape.shard is None:
-            for part, weight in pairs:
-                part.copy_(rms_norm(part, weight, self.shape.eps))
-            return
-        group = self.shape.shard.group
-        squares = group.sum(torch.cat([part.float().pow(2).sum(-1, keepdim=True) for part, _ in pairs], 1))
-        for column, (part, weight) in enumerate(pairs):
-            # Of keys that are on several ranks, both the sum and the width count every copy.
-            whole, width = squares[:, column : column + 1], len(weight) * group.ranks
-            part.copy_(row_norm_of_parts(part, whole, weight, width, self.shape.eps))
 
 
 class GatedMlp:

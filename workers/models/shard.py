@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.rms_norm import rms_norm
 from workers.models.config import ModelConfig
 from workers.models.errors import UnsupportedError
 
@@ -164,21 +165,38 @@ def check_split(config: ModelConfig, ranks: int) -> None:
         )
 
 
-def row_norm_of_parts(
-    x: torch.Tensor,
-    squares: torch.Tensor,
-    weight: torch.Tensor,
-    width: int,
-    eps: float,
-) -> torch.Tensor:
-    """RMSNorm of a rank's part of rows, as `kernels.rms_norm` computes it of whole rows.
+def row_norm_slices(shard: Shard | None, *widths: int) -> list[Slice]:
+    """The parts, in a checkpoint, of the norms of rows of queries and of keys: these `widths` of a rank."""
+    if shard is None:
+        return [Slice((width, 1), (range(width),), range(1)) for width in widths]
+    ranks, copies = shard.group.ranks, shard.kv_copies
+    numbers = ((shard.heads, ranks), (shard.kv_heads, ranks // copies))
+    return [
+        Slice((parts * width, 1), (scaled(heads, width // len(heads)),), range(1))
+        for width, (heads, parts) in zip(widths, numbers, strict=False)
+    ]
+
+
+def normalise_rows(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], shard: Shard | None, eps: float
+) -> None:
+    """RMSNorm of rows, of which each rank may have a part, as `kernels.rms_norm` computes it of whole rows.
+
+    Mutates the first tensor of each pair.
 
     Args:
-        x: [T, w], the part.
-        squares: [T, 1] float32, the sum of the squares of the whole rows.
-        weight: [w], of the part.
-        width: The width of whole rows.
+        pairs: The rows or parts [T, w], and their weights [w].
+        shard: The ranks have parts of the same widths, and some may have the same part. None: these are all.
         eps: See `kernels.rms_norm`.
     """
-    unit = x.float() * torch.rsqrt(squares / width + eps)  # [T, w]
-    return (weight * unit.to(weight.dtype)).to(x.dtype)
+    if shard is None:
+        for part, weight in pairs:
+            part.copy_(rms_norm(part, weight, eps))
+        return
+    group = shard.group
+    squares = group.sum(torch.cat([part.float().pow(2).sum(-1, keepdim=True) for part, _ in pairs], dim=1))
+    for column, (part, weight) in enumerate(pairs):
+        # Of a part that several ranks have, both the sum and the width count every copy.
+        mean = squares[:, column : column + 1] / (len(weight) * group.ranks)
+        unit = part.float() * torch.rsqrt(mean + eps)
+        part.copy_(weight * unit.to(weight.dtype))

@@ -55,8 +55,8 @@ class RankGroup:
     def asking(self, question: str, **details: object) -> Iterator[Answers]:
         """Ask all other ranks, and let the body of the `with` do rank 0's part meanwhile.
 
-        The answers raise what a rank has refused: a ModelError, KvSizingError or AdapterError. They are taken
-        at the end if the body does not.
+        The answers raise what a rank has refused: a ModelError, KvSizingError or AdapterError. If the body
+        does not await them, this does at its end.
 
         Raises DeviceLostError if a rank has ended.
         """
@@ -80,9 +80,12 @@ class RankGroup:
                     other.questions.send({"question": question, **details})
                 try:
                     yield checked
-                finally:
+                except BaseException:
                     if not taken:
                         answers()
+                    raise
+                if not taken:
+                    checked()
             except (EOFError, BrokenPipeError, ConnectionResetError) as error:
                 raise DeviceLostError(f"a rank has ended: {error!r}") from error
 
