@@ -233,6 +233,11 @@ class Config:
         " `quire pool init`",
         _Text(_is_directory, "must be a directory"),
     )
+    tensor_parallel: int = _setting(
+        1,
+        "ranks that split the model in each worker: processes, each with its own GPU or share of the cores",
+        _Range(1, 64),
+    )
     threads_per_worker: int | None = _setting(
         None, "compute threads in each worker on the CPU; auto is usable cores / workers", _Range(1, 4096)
     )

@@ -16,7 +16,7 @@ STUBS = "quire.v1"
 
 # Inside workers a module imports only what stands below it, or beside it on its line.
 WORKER_LAYERS = (
-    {"pool_member"},
+    {"pool_member", "follower"},
     {"__main__", "plan"},
     {"server", "wire"},
     {"step_loop"},

@@ -26,6 +26,7 @@ from workers.executors.base import ModelExecutor
 from workers.logging import background_log
 from workers.machine_limits import threads_of
 from workers.orphan_timer import OrphanTimer
+from workers.runners.rank_processes import RankProcesses
 from workers.server import Progress, WorkerServer
 
 # EX_CONFIG of sysexits.h: a restart with the same configuration would fail too.
@@ -164,14 +165,17 @@ def _choose_device(config: WorkerConfig) -> str:
     if config.device == "auto" and not _runs_on_cuda(config):
         _log.info("the model runs on the CPU: there are no GPU kernels for its head_dim")
         return "cpu"
-    count = torch.cuda.device_count()
-    if config.device_index >= count:
+    count, ranks = torch.cuda.device_count(), max(1, config.tensor_parallel)
+    if (config.device_index + 1) * ranks > count:
         raise ConfigurationError(
-            f"workers = {config.device_index + 1} or more, and this machine has {count} CUDA devices:"
+            f"workers = {config.device_index + 1} or more"
+            + (f" of tensor_parallel = {ranks} each" if ranks > 1 else "")
+            + f", and this machine has {count} CUDA devices:"
             " each worker needs its own; set device = cpu, or fewer workers"
         )
-    torch.cuda.set_device(config.device_index)  # kernels are launched on the thread's current device
-    return f"cuda:{config.device_index}"
+    first = config.device_index * ranks
+    torch.cuda.set_device(first)  # kernels are launched on the thread's current device
+    return f"cuda:{first}"
 
 
 def _runs_on_cuda(config: WorkerConfig) -> bool:
@@ -182,7 +186,22 @@ def _runs_on_cuda(config: WorkerConfig) -> bool:
     )
 
 
-def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
+def _start_ranks(config: WorkerConfig) -> RankProcesses | None:
+    """Starts the other ranks. On the main thread: they end with the thread that has started them."""
+
+    def end() -> None:
+        background_log().drain(_STOP_TIMEOUT_S)
+        os._exit(EXIT_FAILED)
+
+    if config.tensor_parallel <= 1 or config.model == WEIGHTLESS_MODEL:
+        return None
+    arguments = ["--worker-id", config.worker_id, "--log-level", config.log_level]
+    return RankProcesses(config.tensor_parallel, [*arguments, "--log-format", config.log_format], end)
+
+
+def _make_executor(
+    config: WorkerConfig, progress: Progress, ranks: RankProcesses | None = None
+) -> ModelExecutor:
     # Imported on the compute thread: torch takes seconds to import, and the stream must answer meanwhile.
     import torch
 
@@ -190,9 +209,14 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
 
     check_instruction_set()
     threads = config.threads or threads_of(config.workers)
+    threads = max(1, threads // max(1, config.tensor_parallel))
     torch.set_num_threads(threads)
     device = _choose_device(config)
     if config.model == WEIGHTLESS_MODEL:
+        if config.tensor_parallel > 1:
+            raise ConfigurationError(
+                f"tensor_parallel = {config.tensor_parallel}, and {WEIGHTLESS_MODEL} cannot be split"
+            )
         if config.batch_invariant == "on":
             raise ConfigurationError(f"batch_invariant = on, which {WEIGHTLESS_MODEL} does not support")
         from workers.executors.weightless import PagedAttentionExecutor
@@ -202,6 +226,7 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
         return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
     from workers.executors.llm import GPU_LORA_RANK, LlmExecutor, LoraLimits, StepLimits
     from workers.models.files import unchanged_settings
+    from workers.runners.tensor_parallel import RankGroup
 
     if config.no_self_check == "on":
         _log.warning("the model is served without its self-check: no_self_check is on")
@@ -228,9 +253,10 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
             batch_invariant=config.batch_invariant == "on",
             max_text_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
             progress=lambda done, total: progress("weights", done, total),
+            ranks=None if ranks is None else RankGroup(ranks),
         )
-    useful = max(1, executor.info().num_parameters // _LEAST_PARAMETERS_PER_THREAD)
-    torch.set_num_threads(min(threads, useful))
+    parameters = executor.info().num_parameters // max(1, config.tensor_parallel)
+    executor.set_threads(min(threads, max(1, parameters // _LEAST_PARAMETERS_PER_THREAD)))
     return executor
 
 
@@ -242,8 +268,9 @@ def make_worker(config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | N
     """A worker with this configuration, which has not started to load. Needs a running event loop."""
     from workers.scheduler import Scheduler
 
+    ranks = _start_ranks(config)
     return WorkerServer(
-        lambda progress: _make_executor(config, progress),
+        lambda progress: _make_executor(config, progress, ranks),
         lambda executor: Scheduler(
             config.max_batch_tokens,
             config.max_batch_items,

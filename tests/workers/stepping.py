@@ -8,6 +8,7 @@ from typing import Any
 
 from workers.adapters.table import AdapterTable
 from workers.executors.engine import Engine
+from workers.executors.replacement import WeightsReplacement
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.operations import Chunk, Command, Forward, Reset, Result
 from workers.scheduler import Scheduler
@@ -25,6 +26,7 @@ class Worker:
         limits: tuple[int, int, int] = (64, 16, 64),
         max_seq_tokens: int = 0,
         adapters: AdapterTable[Any] | None = None,
+        replacement: WeightsReplacement[Any] | None = None,
     ) -> None:
         self.engine = engine or PagedAttentionExecutor.create(kv_pages=pages).engine
         self.steps: list[list[int]] = []
@@ -36,6 +38,7 @@ class Worker:
             max_seq_tokens,
             prelaunch_unrequested=max_seq_tokens > 0,
             adapters=adapters,
+            replacement=replacement,
         )
         self._execute = self.engine.execute
         self.engine.execute = self._note  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -19,9 +19,18 @@ from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
 from workers.executors.base import ModelExecutor
 from workers.executors.engine import Engine
-from workers.executors.loading import AUTO, NATIVE, choose_backend, load_served
+from workers.executors.loading import AUTO, NATIVE, check_ranks, choose_backend, load_served
+from workers.executors.memory import (
+    LoraLimits,
+    StepLimits,
+    gpu_lora_slots,
+    gpu_num_pages,
+    gpu_pages,
+    new_runner,
+)
+from workers.executors.ranks import connect, loading, ranked_adapters, ranked_pages
 from workers.executors.replacement import WeightsReplacement
-from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, choose_num_pages
+from workers.kv.sizing import KvSizingError, choose_num_pages
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_device
@@ -30,33 +39,20 @@ from workers.models.errors import ModelError
 from workers.models.files import check_not_pickled
 from workers.models.licence import read_licence
 from workers.models.lora import PackedLora
-from workers.models.model import PAGE_SIZE, Model, ModelDescription, new_pages, page_bytes
+from workers.models.model import Model, ModelDescription, new_pages, page_bytes
 from workers.models.text import read_text
 from workers.models.tokenizer import MAX_BYTES
 from workers.models.weights import copy_weights
 from workers.operations import AdapterSource
-from workers.runners.base import Runner
-from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
-from workers.runners.working_memory import measure_working_bytes
+from workers.runners.tensor_parallel import LeadingRunner, LeadingSlots, RankGroup
+
+__all__ = ["LlmExecutor", "LoraLimits", "StepLimits", "gpu_lora_slots", "model_id_of"]
 
 # The path of a snapshot of ORG/NAME in a cache of the Hugging Face hub. Names contain no double dashes.
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
 # The default of LoraLimits.max_rank on a GPU, where each adapter takes the memory of that rank.
 GPU_LORA_RANK = 64
-
-
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    """The size of the largest step, and the share of a GPU's memory that may be used in all.
-
-    cuda_graphs: whether decodes on a GPU replay CUDA graphs, or launch each kernel.
-    """
-
-    max_tokens: int = 512
-    max_items: int = 256
-    gpu_memory_utilization: float = 0.9
-    cuda_graphs: bool = True
 
 
 @dataclass(slots=True)
@@ -66,19 +62,12 @@ class _Served:
     model: Model
 
 
-@dataclass(frozen=True, slots=True)
-class LoraLimits:
-    """The adapters that are in memory at a time: how many, of which rank, and how large in all."""
-
-    max_adapters: int
-    max_rank: int
-    max_bytes: int
-
-
 class LlmExecutor(ModelExecutor):
     """Any decoder-only model that `workers/models` supports."""
 
     name = "llm"
+    # Over which the model is split; None: it is not.
+    ranks: RankGroup | None = None
 
     @classmethod
     def load(  # noqa: PLR0913 - the settings of a worker
@@ -95,6 +84,7 @@ class LlmExecutor(ModelExecutor):
         batch_invariant: bool = False,
         max_text_bytes: int = MAX_BYTES,
         progress: Callable[[int, int], None] | None = None,
+        ranks: RankGroup | None = None,
     ) -> Self:
         """Loads the weights and allocates the pool.
 
@@ -109,6 +99,7 @@ class LlmExecutor(ModelExecutor):
             other, slower kernels.
         max_text_bytes: tokenizer.json and the chat template are omitted if they are larger.
         progress: called with (done_bytes, total_bytes) while weights are read.
+        ranks: over which the model is split; None: this process runs all of it.
 
         Raises ModelError for a directory that cannot be served, KvSizingError if memory is too small.
         """
@@ -122,16 +113,25 @@ class LlmExecutor(ModelExecutor):
         backend, vocab_size = choose_backend(directory, backend, on_cuda=device.type == "cuda")
         # Before the weights, which take longer to load.
         text = read_text(directory, vocab_size, max_text_bytes)
+        group = None if ranks is None else ranks.collectives
+        if ranks is not None:
+            check_ranks(directory, backend, ranks.ranks)
+            if batch_invariant and device.type == "cuda":
+                raise ModelError("batch_invariant = on needs tensor_parallel = 1 on a GPU")
+            connect(ranks, device)
         try:
-            model, description = load_served(
-                directory,
-                dtype,
-                device,
-                progress,
-                backend=backend,
-                self_check=self_check,
-                batch_invariant=batch_invariant,
-            )
+            with loading(ranks, "load", directory, dtype) as on_all:
+                model, description = load_served(
+                    directory,
+                    dtype,
+                    device,
+                    progress,
+                    backend=backend,
+                    self_check=self_check,
+                    batch_invariant=batch_invariant,
+                    group=group,
+                )
+                description = on_all(description)
         except torch.OutOfMemoryError as error:
             free_bytes, total_bytes = torch.cuda.mem_get_info(device)
             raise KvSizingError(
@@ -141,12 +141,10 @@ class LlmExecutor(ModelExecutor):
         if batch_invariant:
             _make_batch_invariant(model, directory, backend)
         served = _Served(model)
-        adapters = None if lora is None or backend != NATIVE else _adapter_table(served, lora)
-        if device.type == "cuda":
-            kv, runner = _on_gpu(model, description, kv_pages, limits)
-        else:
-            kv = new_pages(model, choose_num_pages(kv_pages, page_bytes(model)))
-            runner = EagerRunner(model, kv)
+        adapters = None if lora is None or backend != NATIVE else _adapters(served, lora, ranks)
+        kv = _pages(model, description, kv_pages, limits, ranks)
+        own = new_runner(model, kv, limits, description.max_seq_len)
+        runner = own if ranks is None else LeadingRunner(own, ranks)
         described = dataclasses.replace(
             description, model_id=model_id_of(directory), license=read_licence(directory)
         )
@@ -160,32 +158,53 @@ class LlmExecutor(ModelExecutor):
             num_experts=description.num_experts,
         )
         executor = cls(described, engine, text, adapters)
-        if device.type == "cuda" and backend != NATIVE:
-            return executor
+        executor.ranks = ranks
+        if device.type != "cuda" or backend == NATIVE:
+            executor.replacement = executor._new_replacement(served, description, backend, lora)
+        return executor
+
+    def _new_replacement(
+        self, served: _Served, description: ModelDescription, backend: str, lora: LoraLimits | None
+    ) -> WeightsReplacement[Model]:
+        """What replaces the weights of `served`, which has this description."""
+        ranks = self.ranks
 
         def read(source: Path) -> tuple[Model, ModelDescription]:
             other = choose_backend(source, backend)[0]
             # On a GPU they are read into main memory, and copied into place.
             on_gpu = served.model.device.type == "cuda"
-            read_model, read_description = load_served(
-                source,
-                str(served.model.dtype).removeprefix("torch."),
-                torch.device("cpu"),
-                None,
-                backend=other,
-                self_check=False,
-                pack=not on_gpu,
-            )
+            own_dtype = str(served.model.dtype).removeprefix("torch.")
+            with loading(ranks, "read_weights", source, own_dtype) as on_all:
+                read_model, read_description = load_served(
+                    source,
+                    own_dtype,
+                    torch.device("cpu"),
+                    None,
+                    backend=other,
+                    self_check=False,
+                    pack=not on_gpu,
+                    group=None if ranks is None else ranks.collectives,
+                )
+                read_description = on_all(read_description)
             _check_same_config(served.model, description, read_model, read_description)
-            if lora is not None and adapters is not None and not on_gpu:
+            if lora is not None and self.adapters is not None and not on_gpu:
                 read_model.allocate_lora(lora.max_adapters, lora.max_rank)
             named = dataclasses.replace(
                 read_description, model_id=model_id_of(source), license=read_licence(source)
             )
             return read_model, named
 
-        executor.replacement = WeightsReplacement(read, functools.partial(executor.use, served))
-        return executor
+        replacement = WeightsReplacement(read, functools.partial(self.use, served))
+        if ranks is not None:
+            replacement.on_discard = ranks.drop_weights
+        return replacement
+
+    def set_threads(self, threads: int) -> None:
+        """Sets the compute threads of each rank."""
+        torch.set_num_threads(threads)
+        if self.ranks is not None:
+            with self.ranks.asking("set_threads", threads=threads):
+                pass
 
     def use(self, served: _Served, other: Model, description: ModelDescription) -> None:
         """Puts other weights of the same config into place, between two steps.
@@ -195,15 +214,18 @@ class LlmExecutor(ModelExecutor):
             other: Where they are now, on the CPU.
             description: What is reported of them.
         """
+        if self.ranks is not None:
+            self.ranks.use_weights()
         if served.model.device.type == "cuda":
             assert isinstance(served.model, Decoder) and isinstance(other, Decoder)
             copy_weights(other, served.model)
         else:
-            assert isinstance(self.engine.runner, EagerRunner)
-            self.engine.runner.use(other)
+            runner = self.engine.runner
+            assert isinstance(runner, EagerRunner | LeadingRunner)
+            runner.use(other)
             served.model = other
             if self.adapters is not None:
-                self.adapters.use(other)
+                self.adapters.use(other if self.ranks is None else LeadingSlots(other, self.ranks))
         self._model = description
 
 
@@ -216,6 +238,10 @@ def _make_batch_invariant(model: Model, directory: Path, backend: str) -> None:
             f"{directory}: batch_invariant is on, which the {backend} backend does not guarantee with"
             f" {model.dtype} on {model.device}"
         )
+
+
+def _adapters(served: _Served, limits: LoraLimits, ranks: RankGroup | None) -> AdapterTable[Any]:
+    return _adapter_table(served, limits) if ranks is None else ranked_adapters(served.model, limits, ranks)
 
 
 def _adapter_table(served: _Served, limits: LoraLimits) -> AdapterTable[PackedLora]:
@@ -239,22 +265,6 @@ def _adapter_table(served: _Served, limits: LoraLimits) -> AdapterTable[PackedLo
     return AdapterTable(served.model, read, limits.max_bytes)
 
 
-def gpu_lora_slots(model: Model, limits: LoraLimits) -> tuple[int, int]:
-    """The number of slots for adapters on a GPU, and the bytes of one. Raises KvSizingError if none fits.
-
-    There, a slot takes the memory of the largest adapter, whatever is in it.
-    """
-    modules = model.lora_modules().values()
-    slot_bytes = limits.max_rank * sum(outputs + inputs for outputs, inputs in modules) * model.dtype.itemsize
-    slots = min(limits.max_adapters, limits.max_bytes // slot_bytes)
-    if not slots:
-        raise KvSizingError(
-            f"an adapter of rank {limits.max_rank} takes {slot_bytes >> 20} MiB:"
-            " raise max_lora_bytes or lower max_lora_rank"
-        )
-    return slots, slot_bytes
-
-
 def _check_same_config(
     model: Model, served: ModelDescription, other_model: Model, other: ModelDescription
 ) -> None:
@@ -275,41 +285,17 @@ def model_id_of(directory: Path) -> str:
     return found[1].replace("--", "/") if found is not None else directory.name
 
 
-def _on_gpu(
-    model: Model, description: ModelDescription, kv_pages: int | None, limits: StepLimits
-) -> tuple[KvTensors, Runner]:
-    """A pool in the memory that the weights and the largest step leave, and the runner."""
-    max_seq_len = description.max_seq_len
-    try:
-        trial = new_pages(model, -(-limits.max_tokens // PAGE_SIZE))
-        working_bytes = measure_working_bytes(
-            model,
-            trial,
-            max_step_tokens=limits.max_tokens,
-            max_seq_len=max_seq_len,
-            max_rows=limits.max_items,
-            vocab_size=description.vocab_size,
-        )
-        del trial
-        torch.cuda.empty_cache()
-    except torch.OutOfMemoryError as error:
-        raise KvSizingError(
-            f"a step of {limits.max_tokens} tokens does not fit into the memory that the weights leave:"
-            f" lower max_batch_tokens or max_batch_items"
-        ) from error
-    free_bytes, total_bytes = torch.cuda.mem_get_info(model.device)
-    # The rotations of all positions that fit the pages also need memory; the trial had those of a few.
-    positions = min(max_seq_len, free_bytes // page_bytes(model) * PAGE_SIZE)
-    working_bytes += positions * model.rotation_bytes
-    memory = GpuMemory(total_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
-    num_pages = choose_num_gpu_pages(kv_pages, page_bytes(model), memory)
-    try:
-        kv = new_pages(model, num_pages)
-    except torch.OutOfMemoryError as error:
-        needed_bytes = num_pages * page_bytes(model)
-        raise KvSizingError(
-            f"{num_pages} pages need {needed_bytes >> 20} MiB of GPU memory in one piece, which is not there"
-        ) from error
-    if not (limits.cuda_graphs and model.graphable):
-        return kv, EagerRunner(model, kv)
-    return kv, CudaGraphRunner(model, kv, max_rows=limits.max_items, max_seq_len=max_seq_len)
+def _pages(
+    model: Model,
+    description: ModelDescription,
+    kv_pages: int | None,
+    limits: StepLimits,
+    ranks: RankGroup | None,
+) -> KvTensors:
+    """A pool that fits the memory of the device, or of all ranks. Raises KvSizingError."""
+    if ranks is not None:
+        return ranked_pages(model, description, kv_pages, limits, ranks)
+    if model.device.type != "cuda":
+        return new_pages(model, choose_num_pages(kv_pages, page_bytes(model)))
+    sizes = {"max_seq_len": description.max_seq_len, "vocab_size": description.vocab_size}
+    return gpu_pages(model, gpu_num_pages(model, kv_pages, limits, **sizes))

@@ -16,7 +16,9 @@ from workers.machine_limits import available_bytes
 from workers.models.active_kernels import check_cuda_kernels
 from workers.models.config import CONFIG_FILE, ModelConfig
 from workers.models.errors import ModelError, UnsupportedError
+from workers.models.files import errors_naming
 from workers.models.model import Model, ModelDescription
+from workers.models.shard import Group, check_split
 from workers.models.weights import LoadPlan, Progress, load_planned, plan_load
 
 _log = logging.getLogger(__name__)
@@ -57,6 +59,18 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> tup
         raise _explained(error, directory) from error
 
 
+def check_ranks(directory: Path, backend: str, ranks: int) -> None:
+    """Raises ModelError for a model that cannot be split over ranks. `backend`: from `choose_backend`."""
+    if backend != NATIVE:
+        reason = _native_error(directory)
+        raise ModelError(
+            f"{directory}: tensor_parallel = {ranks} needs a model that native code runs"
+            + (f": {reason}" if reason else "")
+        )
+    with errors_naming(directory):
+        check_split(ModelConfig.from_directory(directory), ranks)
+
+
 def runs_on_cuda(directory: Path, asked: str) -> bool:
     """Whether a CUDA device can run a directory's model. Only native code may lack kernels for it.
 
@@ -70,7 +84,7 @@ def runs_on_cuda(directory: Path, asked: str) -> bool:
     return True
 
 
-def load_served(
+def load_served(  # noqa: PLR0913 - the settings of a load
     directory: Path,
     dtype: str,
     device: torch.device,
@@ -80,17 +94,18 @@ def load_served(
     self_check: bool,
     batch_invariant: bool = False,
     pack: bool = True,
+    group: Group | None = None,
 ) -> tuple[Model, ModelDescription]:
     """Load a directory with the backend from `choose_backend`; batch_invariant: for the self-check on a GPU.
 
-    With `pack`, native weights are packed, if there are kernels.
+    With `pack`, native weights are packed, if there are kernels. With a group a rank's part is loaded.
 
     Raises KvSizingError if memory is too small, and ModelError, also if the self-check finds wrong results.
     """
     try:
         if backend == TRANSFORMERS:
             return _load_library(directory, dtype, device, progress, self_check=self_check)
-        plan = plan_load(directory, dtype, device)
+        plan = plan_load(directory, dtype, device, group)
         if self_check:
             _check_native(directory, plan, batch_invariant=batch_invariant)
         return load_planned(plan, progress, pack=pack)

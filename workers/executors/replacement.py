@@ -40,6 +40,8 @@ class WeightsReplacement(Generic[_Weights]):
         self._apply = apply
         # Called from the reading thread. Set by the step loop.
         self.submit: Callable[[ReplacementRead], None]
+        # Called by `discard`, for weights that this process does not own.
+        self.on_discard: Callable[[], None] | None = None
         # The command whose weights are wanted. 0: none.
         self._wanted = 0
         self._ready: tuple[_Weights, ModelDescription] | None = None
@@ -70,7 +72,7 @@ class WeightsReplacement(Generic[_Weights]):
         if read.op_id != self._wanted:
             return None
         if isinstance(read.outcome, Exception):
-            self._wanted = 0
+            self.discard()
             known = isinstance(read.outcome, ModelError | MemoryError | OSError)
             why = str(read.outcome) if known else repr(read.outcome)
             return Failed(read.op_id, FailureReason.WEIGHTS, why)
@@ -83,7 +85,7 @@ class WeightsReplacement(Generic[_Weights]):
         if self._ready is None:
             raise RuntimeError("no weights were read")
         weights, description = self._ready
-        self.discard()
+        self._wanted, self._ready = 0, None
         began_s = time.monotonic()
         self._apply(weights, description)
         _log.info("other weights were put into place in %.4f s", time.monotonic() - began_s)
@@ -91,3 +93,5 @@ class WeightsReplacement(Generic[_Weights]):
     def discard(self) -> None:
         """Forgets what was read, or is being read."""
         self._wanted, self._ready = 0, None
+        if self.on_discard is not None:
+            self.on_discard()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -51,10 +52,26 @@ class LayerKv:
         return self.kv_heads, self.value_dim
 
 
+class OtherRanks(Protocol):
+    """The other ranks of a worker, which have pages of the same numbers: see `runners.tensor_parallel`."""
+
+    # Of all ranks, this one included.
+    ranks: int
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Do what `KvTensors.copy_pages` has done."""
+
+    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Do what `KvTensors.move_slots` has done."""
+
+
 class KvTensors:
-    """Pages of one worker. A page holds the same tokens in every layer.
+    """Pages of one worker, or of one of its ranks. A page holds the same tokens in every layer.
 
     The tensors exist as long as this object and never move, so views of them may be kept.
+
+    Attributes:
+        others: Of rank 0, the others, which copy what this one copies; None: there are none.
     """
 
     def __init__(
@@ -87,6 +104,7 @@ class KvTensors:
         self.page_size = page_size
         self.dtype = dtype
         self.device = torch.device(device)
+        self.others: OtherRanks | None = None
         # All tensors of one shape share one piece of memory, so that one operation copies a page in all of
         # them. If keys, values and layers have the same shape, that is the whole cache.
         shapes = Counter(shape for layer in layers for shape in (layer.key_shape, layer.value_shape))
@@ -108,8 +126,9 @@ class KvTensors:
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of one page: K and V of all layers."""
-        return self.page_bytes(self.layers, page_size=self.page_size, dtype=self.dtype)
+        """Bytes of one page: K and V of all layers, on all ranks."""
+        own_bytes = self.page_bytes(self.layers, page_size=self.page_size, dtype=self.dtype)
+        return own_bytes if self.others is None else own_bytes * self.others.ranks
 
     @staticmethod
     def page_bytes(layers: Sequence[LayerKv], *, page_size: int, dtype: torch.dtype) -> int:
@@ -152,6 +171,8 @@ class KvTensors:
             destination = torch.tensor(destinations[batch], device=self.device)
             for piece in self._pieces.values():
                 piece.index_copy_(1, destination, piece.index_select(1, source))
+        if self.others is not None:
+            self.others.copy_pages(pairs)
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the KV of single tokens, in every layer.
@@ -184,6 +205,8 @@ class KvTensors:
         for pages in plain:
             slots = pages.flatten(-4, -3)  # [.., P * S, K, D]
             slots.index_copy_(-3, destination, slots.index_select(-3, source))
+        if self.others is not None:
+            self.others.move_slots(pairs)
 
 
 def _check_size(name: str, size: int) -> None:

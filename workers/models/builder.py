@@ -5,6 +5,8 @@ Dimension letters: C hidden width; H query heads; K key-value heads; D head widt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kernels.experts import ExpertWeights
@@ -14,35 +16,81 @@ from workers.models.decoder import Decoder, Layer
 from workers.models.experts import Experts
 from workers.models.layers import Attention, AttentionShape, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
+from workers.models.shard import Group, Shard, Slice, row_parts, scaled
 
 
-def build_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
-    """Allocate a decoder. Its parameters are uninitialised until they are filled.
+def build_decoder(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    group: Group | None = None,
+) -> Decoder:
+    """Allocate a decoder, or with a group a rank's part of it. Parameters are uninitialised until filled.
 
     On the device "meta" nothing is allocated, and its `targets` list the tensors that a checkpoint must have.
+
+    Raises UnsupportedError if the model cannot be split over the group.
     """
-    parts = _Parts(config, dtype, device)
-    embedding = parts.empty(config.vocab_size, config.hidden_size)
-    lm_head = embedding
-    if not config.tie_word_embeddings:
-        lm_head = parts.empty(config.vocab_size, config.hidden_size)
+    shard = None if group is None else Shard.of(config, group)
+    parts = _Parts(config, dtype, device, shard)
+    embedding = parts.of_vocabulary()
+    lm_head = embedding if config.tie_word_embeddings else parts.of_vocabulary()
     layers = [parts.layer(index) for index in range(config.num_hidden_layers)]
     final_norm = parts.norm("norm")
     assert final_norm is not None
-    return Decoder(config, embedding, layers, final_norm, lm_head)
+    return Decoder(config, embedding, layers, final_norm, lm_head, shard)
 
 
 class _Parts:
-    """Makes the parts of one model."""
+    """Makes the parts of one model, or of a rank's part of it."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard | None
+    ) -> None:
         self._config = config
+        self._shard = shard
         self._family = config.family
         self._dtype = dtype
         self._device = device
 
     def empty(self, *shape: int) -> torch.Tensor:
         return huge_pages.empty(shape, self._dtype, self._device)
+
+    def of_vocabulary(self) -> torch.Tensor:
+        """[V, C], or a rank's rows of it, and zeros for those that it lacks."""
+        if self._shard is None:
+            return self.empty(self._config.vocab_size, self._config.hidden_size)
+        matrix = self.empty(self._shard.vocabulary_rows, self._config.hidden_size)
+        matrix[len(self._shard.vocabulary) :].zero_()
+        return matrix
+
+    def _into(
+        self, names: Sequence[str], sizes: Sequence[int], parts: Sequence[range], *, bias: bool
+    ) -> Linear:
+        """Projections of the hidden width to `sizes`, of which a rank has `parts`; one name: fused."""
+        width = self._config.hidden_size
+        rows: list[tuple[range, ...]] = [(part,) for part in parts]
+        if len(names) == 1:
+            sizes, rows = [sum(sizes)], [row_parts(sizes, parts)]
+        if self._shard is None:
+            return Linear.allocate(self.empty, width, dict(zip(names, sizes, strict=True)), bias=bias)
+        taken = {
+            name: Slice((size, width), own, range(width))
+            for name, size, own in zip(names, sizes, rows, strict=True)
+        }
+        return Linear.allocate_taken(self.empty, width, taken, bias=bias)
+
+    def _back(self, name: str, size: int, part: range, *, bias: bool) -> Linear:
+        """A projection of `size`, of which a rank has `part`, to the hidden width. Rank 0 adds the bias."""
+        width = self._config.hidden_size
+        if self._shard is None:
+            return Linear.allocate(self.empty, size, {name: width}, bias=bias)
+        taken = {name: Slice((width, size), (range(width),), part)}
+        has_bias = bias and self._shard.group.rank == 0
+        return Linear.allocate_taken(self.empty, len(part), taken, bias=has_bias)
+
+    def _part(self, size: int) -> range:
+        return range(size) if self._shard is None else self._shard.part(size)
 
     def norm(self, name: str | None) -> Norm | None:
         if name is None:
@@ -61,7 +109,8 @@ class _Parts:
         )
 
     def _sublayer(self, before: str | None, body: Body, after: str | None) -> Sublayer:
-        return Sublayer(self.norm(before), body, self.norm(after), self._config.residual_scale)
+        group = None if self._shard is None else self._shard.group
+        return Sublayer(self.norm(before), body, self.norm(after), self._config.residual_scale, group)
 
     def _norm_weight(self, *shape: int) -> torch.Tensor:
         """In float32 if it multiplies before the result is rounded; see `kernels.rms_norm`."""
@@ -70,61 +119,64 @@ class _Parts:
 
     def _attention(self, index: int) -> Attention:
         config, family, layer = self._config, self._family, self._config.layers[index]
-        heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        rows = {"q_proj": heads * width, "k_proj": kv_heads * width, "v_proj": kv_heads * width}
-        if len(family.attention_names) == 1:
-            rows = {family.attention_names[0]: sum(rows.values())}
+        all_heads, all_kv_heads = range(config.num_attention_heads), range(config.num_key_value_heads)
+        heads, kv_heads, width = all_heads, all_kv_heads, config.head_dim
+        if self._shard is not None:
+            heads, kv_heads = self._shard.heads, self._shard.kv_heads
         shape = AttentionShape(
-            heads=heads,
-            kv_heads=kv_heads,
+            heads=len(heads),
+            kv_heads=len(kv_heads),
             head_dim=width,
             scale=config.attention_scale,
             window=layer.window,
             softcap=config.attention_softcap,
             rope=layer.rope,
             eps=config.rms_norm_eps,
+            shard=self._shard,
         )
         row_norms = None
         if family.qk_norm == "row":
-            row_norms = self._norm_weight(heads * width), self._norm_weight(kv_heads * width)
+            row_norms = self._norm_weight(len(heads) * width), self._norm_weight(len(kv_heads) * width)
         return Attention(
             index,
             shape,
-            qkv=Linear.allocate(self.empty, config.hidden_size, rows, bias=config.attention_bias),
-            output=Linear.allocate(
-                self.empty,
-                heads * width,
-                {"o_proj": config.hidden_size},
-                bias=config.attention_output_bias,
+            qkv=self._into(
+                family.attention_names,
+                [len(every) * width for every in (all_heads, all_kv_heads, all_kv_heads)],
+                [scaled(own, width) for own in (heads, kv_heads, kv_heads)],
+                bias=config.attention_bias,
             ),
-            head_norm=self._norm_weight(heads + kv_heads, width) if family.qk_norm == "head" else None,
+            output=self._back(
+                "o_proj", len(all_heads) * width, scaled(heads, width), bias=config.attention_output_bias
+            ),
+            head_norm=self._norm_weight(shape.heads + shape.kv_heads, width)
+            if family.qk_norm == "head"
+            else None,
             row_norms=row_norms,
             norm_offset=family.norm_offset,
             is_last=index == config.num_hidden_layers - 1,
         )
 
     def _mlp(self) -> GatedMlp:
-        config = self._config
-        names, bias = self._family.mlp_names, config.mlp_bias
-        rows = dict.fromkeys(names, 2 * config.intermediate_size // len(names))
-        gate_up = Linear.allocate(self.empty, config.hidden_size, rows, bias=bias)
-        down = Linear.allocate(
-            self.empty, config.intermediate_size, {"down_proj": config.hidden_size}, bias=bias
-        )
-        return GatedMlp(gate_up, down, config.activation)
+        config, names, width = self._config, self._family.mlp_names, self._config.intermediate_size
+        part, bias = self._part(width), config.mlp_bias
+        gate_up = self._into(names, [width, width], [part, part], bias=bias)
+        return GatedMlp(gate_up, self._back("down_proj", width, part, bias=bias), config.activation)
 
     def _experts(self, index: int) -> Experts:
         config, family = self._config, self._family
         assert config.experts is not None and family.experts is not None
+        part = self._part(config.experts.intermediate_size)
         return Experts(
             config.experts,
             family.experts,
             config.activation,
             router=self.empty(config.experts.count, config.hidden_size),
-            gate_up=self._expert_weights(2 * config.experts.intermediate_size, config.hidden_size),
-            down=self._expert_weights(config.hidden_size, config.experts.intermediate_size),
+            gate_up=self._expert_weights(2 * len(part), config.hidden_size),
+            down=self._expert_weights(config.hidden_size, len(part)),
             wide_routing=family.wide_routing,
             index=index,
+            part=part,
         )
 
     def _expert_weights(self, outputs: int, inputs: int) -> ExpertWeights:

@@ -140,8 +140,12 @@ def read_entries(directory: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def read_parts(entry: TensorEntry) -> Iterator[tuple[int, torch.Tensor]]:
+def read_parts(entry: TensorEntry, rows: range | None = None) -> Iterator[tuple[int, torch.Tensor]]:
     """The tensor in parts along its first dimension.
+
+    Args:
+        entry: The tensor.
+        rows: Which of its rows; None: all.
 
     Yields:
         The index of the first row, and the part: at most `PART_BYTES`, or a single row if that is larger.
@@ -151,14 +155,15 @@ def read_parts(entry: TensorEntry) -> Iterator[tuple[int, torch.Tensor]]:
         ModelError: The file cannot be read, or changed after its header was read.
     """
     dtype = DTYPES[entry.dtype]
-    rows = entry.shape[0] if entry.shape else 1
-    row_bytes = entry.nbytes // max(1, rows)
+    count_all = entry.shape[0] if entry.shape else 1
+    row_bytes = entry.nbytes // max(1, count_all)
     step = max(1, PART_BYTES // max(1, row_bytes))
-    buffer = memoryview(bytearray(min(rows, step) * row_bytes))
+    wanted = range(count_all) if rows is None else rows
+    buffer = memoryview(bytearray(min(len(wanted), step) * row_bytes))
     with _open(entry) as file:
-        file.seek(entry.begin)
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
+        file.seek(entry.begin + wanted.start * row_bytes)
+        for first in range(wanted.start, wanted.stop, step):
+            count = min(step, wanted.stop - first)
             filled = buffer[: count * row_bytes]
             if file.readinto(filled) != len(filled):
                 raise changed_error(entry.file)

@@ -32,6 +32,8 @@ class Stage(Protocol):
 def compiled(model: Sequence[Sublayer], ropes: Sequence[RopeSpec], memory: sublayers.Memory) -> list[Stage]:
     """Sublayers, with those that are next to each other and can be compiled as one stage.
 
+    In a group each is a stage of its own, since the ranks meet between them.
+
     Args:
         model: Consecutive sublayers, packed.
         ropes: The rotary embeddings of the model.
@@ -40,8 +42,29 @@ def compiled(model: Sequence[Sublayer], ropes: Sequence[RopeSpec], memory: subla
     stages: list[Stage] = []
     for can, group in groupby(model, _can_compile):
         members = list(group)
-        stages += [CompiledSublayers(members, ropes, memory)] if can else members
+        if not can:
+            stages += members
+        elif members[0].group is None:
+            stages.append(CompiledSublayers(members, ropes, memory))
+        else:
+            stages += [_CompiledPart(member, ropes, memory) for member in members]
     return stages
+
+
+class _CompiledPart:
+    """A sublayer of a rank, which runs in one call up to the sum over the ranks."""
+
+    def __init__(self, sublayer: Sublayer, ropes: Sequence[RopeSpec], memory: sublayers.Memory) -> None:
+        self._sublayer = sublayer
+        before = Sublayer(sublayer.before, sublayer.body, None, 1.0)
+        self._compiled = CompiledSublayers([before], ropes, memory)
+
+    def __call__(
+        self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Stage`."""
+        x, residual = self._compiled(x, residual, context)
+        return self._sublayer.leave(x), residual
 
 
 class CompiledSublayers:
@@ -89,6 +112,8 @@ def _can_compile(sublayer: Sublayer) -> bool:
     body = sublayer.body
     return (
         isinstance(body, Attention | GatedMlp)
+        # In a group the norm of a row needs the other ranks in the middle of the sublayer.
+        and not (sublayer.group is not None and isinstance(body, Attention) and body.row_norms is not None)
         and all(isinstance(matrix.weight, PackedWeight) for matrix in _matrices(body))
         and (isinstance(body, GatedMlp) or can_pack_width(body.shape.head_dim))
     )

@@ -27,6 +27,7 @@ from workers.models.inputs import ForwardInputs
 from workers.models.layers import ForwardContext, Norm, Sublayer
 from workers.models.linear import Linear, LoadTarget
 from workers.models.lora import LoraWeights, PackedLora, pack_lora
+from workers.models.shard import Shard, Slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Decoder:
         layers: Sequence[Layer],
         final_norm: Norm,
         lm_head: torch.Tensor,
+        shard: Shard | None = None,
     ) -> None:
         """Take ownership of parameters, all of one dtype and device.
 
@@ -61,6 +63,7 @@ class Decoder:
             layers: All layers, in order.
             final_norm: The norm before the head.
             lm_head: [V, C]; the same tensor as `embedding` if the two are tied.
+            shard: The parameters are those of a rank, and V is `vocabulary_rows`; None: this is all of it.
         """
         self.config = config
         self.dtype = embedding.dtype
@@ -71,9 +74,9 @@ class Decoder:
         # On a GPU the caller may set this. On the CPU it cannot be chosen: `pack` sets it.
         self.batch_invariant = False
         self._final_norm = final_norm
-        self.kv_layers = (
-            LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim),
-        ) * config.num_hidden_layers
+        self._shard = shard
+        kv_heads = config.num_key_value_heads if shard is None else len(shard.kv_heads)
+        self.kv_layers = (LayerKv(kv_heads, config.head_dim, config.head_dim),) * config.num_hidden_layers
         self.rotation_bytes = len(config.ropes) * config.rotary_dim * torch.float32.itemsize
         # Packed models run several sublayers in one call.
         self._before_last_mlp: Sequence[Stage] = self._sublayers()[:-1]
@@ -92,14 +95,20 @@ class Decoder:
         The targets cover every element of every parameter once. Writing to a target changes the model.
         """
         assert isinstance(self.embedding, torch.Tensor), "targets are of plain weights"
-        found = {"model.embed_tokens.weight": LoadTarget.of(self.embedding)}
+        found = {"model.embed_tokens.weight": self._of_vocabulary(self.embedding)}
         found.update(self._final_norm.targets("model."))
         if not self.config.tie_word_embeddings:
             assert isinstance(self.lm_head, torch.Tensor), "targets are of plain weights"
-            found["lm_head.weight"] = LoadTarget.of(self.lm_head)
+            found["lm_head.weight"] = self._of_vocabulary(self.lm_head)
         for index, sublayer in enumerate(self._sublayers()):
             found.update(sublayer.targets(f"model.layers.{index // 2}."))
         return found
+
+    def _of_vocabulary(self, matrix: torch.Tensor) -> LoadTarget:
+        if self._shard is None:
+            return LoadTarget.of(matrix)
+        shape, rows = (self.config.vocab_size, self.config.hidden_size), self._shard.vocabulary
+        return LoadTarget(matrix, shape, taken=Slice(shape, (rows,), range(shape[1])))
 
     @torch.inference_mode()
     def pack(self) -> None:
@@ -125,9 +134,9 @@ class Decoder:
     def lora_modules(self) -> dict[str, tuple[int, int]]:
         """The numbers of outputs and inputs of each module that may have an adapter, by its name."""
         return {
-            prefix + name: (outputs, projection.weight.shape[1])
+            prefix + name: shape
             for prefix, projection in self._projections()
-            for name, outputs in projection.parts.items()
+            for name, shape in projection.modules()
         }
 
     def allocate_lora(self, slots: int, max_rank: int) -> None:
@@ -186,7 +195,10 @@ class Decoder:
         Returns:
             [R, C] the hidden rows of `inputs.wanted_rows` after the final norm, in that order.
         """
-        residual = self._embedded(inputs.token_ids)
+        if self._shard is None:
+            residual = self._embedded(inputs.token_ids)
+        else:
+            residual = self._shard.embedded(inputs.token_ids, self._embedded)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
         rotations = self._rotations(inputs.positions, kv)
@@ -229,16 +241,18 @@ class Decoder:
             hidden: [R, C] from `forward`.
 
         Returns:
-            [R, V] in the model's dtype, owned by the caller.
+            [R, V] in the model's dtype, owned by the caller. Without meaning on other ranks than 0.
         """
         logits = linear(hidden, self.lm_head, batch_invariant=self.batch_invariant)
+        if self._shard is not None:
+            logits = self._shard.logits(logits, self.config.vocab_size)
         if self.config.logits_divisor != 1.0:
             logits = logits.div_(self.config.logits_divisor)
         cap = self.config.logits_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, C]."""
+        """[T] -> [T, C], new; in a group of tokens that this rank has, counted from its first one."""
         if isinstance(self.embedding, PackedWeight):
             return self.embedding.rows(token_ids)
         return functional.embedding(token_ids, self.embedding)

@@ -18,12 +18,13 @@ from workers.models.layer_settings import ExpertsConfig
 from workers.models.layers import ForwardContext
 from workers.models.linear import Linear, LoadTarget
 from workers.models.registry import ExpertNames
+from workers.models.shard import Slice
 
 
 class Experts:
     """The sum of the chosen experts' outputs, weighted by the router."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a layer
         self,
         config: ExpertsConfig,
         names: ExpertNames,
@@ -34,6 +35,7 @@ class Experts:
         down: ExpertWeights,
         wide_routing: bool,
         index: int,
+        part: range | None = None,
     ) -> None:
         """Take ownership of parameters.
 
@@ -42,10 +44,11 @@ class Experts:
             names: The names of the tensors in a layer of a checkpoint.
             activation: The activation of the gate.
             router: [E, C].
-            gate_up: [E, 2 * I, C], rows of gate, then up.
+            gate_up: [E, 2 * I, C], rows of gate, then up; I: the width of `part`.
             down: [E, C, I].
             wide_routing: The router's weights of experts stay float32.
             index: The number of the layer among those with experts.
+            part: The part of each expert's intermediate width that this rank has; None: all of it.
         """
         self.router: Weight = router
         self.gate_up = gate_up
@@ -55,17 +58,25 @@ class Experts:
         self._activation = activation
         self._wide_routing = wide_routing
         self._index = index
+        self._part = part or range(config.intermediate_size)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
         assert not isinstance(self.router, PackedWeight), "targets are of plain weights"
         assert not isinstance(self.gate_up, PackedWeights) and not isinstance(self.down, PackedWeights)
         yield f"{prefix}{self._names.router}.weight", LoadTarget.of(self.router)
+        size, width = self._config.intermediate_size, self.router.shape[1]
+        rows = Slice((size, width), (self._part,), range(width))
+        columns = Slice((width, size), (range(width),), self._part)
         for index in range(self._config.count):
             gate, up = self.gate_up[index].chunk(2)
-            parts = {self._names.gate: gate, self._names.up: up, self._names.down: self.down[index]}
-            for name, part in parts.items():
-                yield f"{prefix}{name.format(index)}.weight", LoadTarget.of(part)
+            names, parts = self._names, (gate, up, self.down[index])
+            for name, part, taken in zip(
+                (names.gate, names.up, names.down), parts, (rows, rows, columns), strict=True
+            ):
+                whole = taken.shape == part.shape
+                target = LoadTarget.of(part) if whole else LoadTarget(part, taken.shape, taken=taken)
+                yield f"{prefix}{name.format(index)}.weight", target
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """None: experts take no adapters."""

@@ -25,6 +25,7 @@ from workers.kv.tensors import KvTensors
 from workers.models.capture import Routing
 from workers.models.inputs import ForwardInputs
 from workers.models.linear import Linear, LoadTarget
+from workers.models.shard import Group, Shard, normalise_rows, row_norm_slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +91,20 @@ class Body(Protocol):
 
 
 class Sublayer:
-    """residual + scale * after(body(before(residual))). A norm that is None is left out."""
+    """residual + scale * after(body(before(residual))). A norm that is None is left out.
 
-    def __init__(self, before: Norm | None, body: Body, after: Norm | None, scale: float) -> None:
+    In a group, what the ranks' bodies return is added up.
+    """
+
+    def __init__(
+        self, before: Norm | None, body: Body, after: Norm | None, scale: float, group: Group | None = None
+    ) -> None:
         """Take ownership of the parts."""
         self.body = body
         self.before = before
         self.after = after
         self.scale = scale
+        self.group = group
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
@@ -118,12 +125,15 @@ class Sublayer:
         Returns:
             The output of this sublayer, and the residual stream without it.
         """
-        x = self.body(self._enter(x, residual), context)
+        return self.leave(self.body(self._enter(x, residual), context)), residual
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """The output of the sublayer, of what the body returned."""
+        if self.group is not None:
+            x = self.group.sum(x)
         if self.after is not None:
             x = self.after(x)
-        if self.scale != 1.0:
-            x = x * self.scale
-        return x, residual
+        return x if self.scale == 1.0 else x * self.scale
 
     def _enter(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         if x is None:
@@ -135,7 +145,7 @@ class Sublayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes and settings of one layer's attention; see `ModelConfig`."""
+    """Sizes and settings of one layer's attention; see `ModelConfig`. With a shard the heads are a rank's."""
 
     heads: int
     kv_heads: int
@@ -145,6 +155,7 @@ class AttentionShape:
     softcap: float | None
     rope: RopeSpec | None
     eps: float
+    shard: Shard | None = None
 
 
 class Attention:
@@ -194,8 +205,9 @@ class Attention:
             parts = torch.split(self.head_norm, [self.shape.heads, self.shape.kv_heads])
             for name, part in zip(names, parts, strict=True):
                 yield name, LoadTarget(part, (self.shape.head_dim,), self._norm_offset)
-        for name, weight in zip(names, self.row_norms or (), strict=False):
-            yield name, LoadTarget(weight, tuple(weight.shape), self._norm_offset)
+        slices = row_norm_slices(self.shape.shard, *(len(weight) for weight in self.row_norms or ()))
+        for name, weight, taken in zip(names, self.row_norms or (), slices, strict=False):
+            yield name, LoadTarget(weight, taken.shape[:1], self._norm_offset, taken)
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """See `Body`."""
@@ -235,11 +247,9 @@ class Attention:
             x, context.lora_slots, batch_invariant=context.batch_invariant
         )  # [T, (H + 2 * K) * D]
         if self.row_norms is not None:
-            first = 0
-            for weight in self.row_norms:
-                part = projected[:, first : first + len(weight)]
-                part.copy_(rms_norm(part, weight, shape.eps))
-                first += len(weight)
+            sizes = [len(weight) for weight in self.row_norms]
+            parts = torch.split(projected[:, : sum(sizes)], sizes, dim=1)  # [T, H * D], [T, K * D]
+            normalise_rows([*zip(parts, self.row_norms, strict=True)], shape.shard, shape.eps)
         rotations = None if shape.rope is None else context.rotations[shape.rope]
         return rope_kv_write(
             projected,

@@ -13,6 +13,7 @@ import torch
 from kernels.linear import Weight, linear, pack_weight
 from kernels.lora import RowSlots, Table, add_lora, new_table
 from kernels.packed_weight import PackedWeight
+from workers.models.shard import Slice
 
 Allocate = Callable[..., torch.Tensor]
 """Allocates a tensor of the given sizes, in the model's dtype and on its device."""
@@ -26,16 +27,37 @@ class LoadTarget:
         tensor: A view into a parameter. The checkpoint's tensor is broadcast to it.
         shape: The shape of the tensor in the checkpoint.
         offset: Added to the checkpoint's values.
+        taken: The part of the checkpoint's tensor; None: all of it. Of a vector, the rows are taken.
     """
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     offset: float = 0.0
+    taken: Slice | None = None
 
     def fill(self, part: torch.Tensor, first: int | None = None) -> torch.Tensor:
         """Write a checkpoint's tensor, or its rows from `first` on. Returns the view that was written to."""
+        if self.taken is not None:
+            return self._fill_taken(part, first or 0, self.taken)
         filled = self.tensor if first is None else self.tensor[first : first + part.shape[0]]
         filled.copy_(part)
+        if self.offset:
+            filled.add_(self.offset)
+        return filled
+
+    def _fill_taken(self, part: torch.Tensor, first: int, taken: Slice) -> torch.Tensor:
+        written = []
+        into = 0  # of the next range
+        for rows in taken.rows:
+            begin, end = max(rows.start, first), min(rows.stop, first + len(part))
+            if begin < end:
+                view = self.tensor[into + begin - rows.start : into + end - rows.start]
+                source = part[begin - first : end - first]
+                view.copy_(source[:, taken.columns.start : taken.columns.stop] if part.dim() > 1 else source)
+                written.append((into + begin - rows.start, into + end - rows.start))
+            into += len(rows)
+        # Next to each other, as the ranges are.
+        filled = self.tensor[written[0][0] : written[-1][1]] if written else self.tensor[:0]
         if self.offset:
             filled.add_(self.offset)
         return filled
@@ -51,20 +73,29 @@ class Linear:
 
     Attributes:
         parts: The number of outputs of each projection, by its name in a checkpoint.
+        taken: The part of each projection that this rank has; None: all of it.
         lora: What adapters add; None: the model takes none.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, parts: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        parts: Mapping[str, int],
+        taken: Mapping[str, Slice] | None = None,
+    ) -> None:
         """Take ownership of parameters.
 
         Args:
             weight: [O, I].
             bias: [O].
             parts: The number of outputs of each projection, by its name in a checkpoint; O in all.
+            taken: The part of each projection; None: all of it.
         """
         self.weight: Weight = weight
         self.bias = bias
         self.parts = dict(parts)
+        self.taken = taken
         self.lora: Table | None = None
 
     @classmethod
@@ -75,6 +106,15 @@ class Linear:
         outputs = sum(parts.values())
         return cls(empty(outputs, inputs), empty(outputs) if bias else None, parts)
 
+    @classmethod
+    def allocate_taken(
+        cls, empty: Allocate, inputs: int, taken: Mapping[str, Slice], *, bias: bool = False
+    ) -> Linear:
+        """Allocate the parameters of a rank, which has `inputs` columns."""
+        parts = {name: part.num_rows for name, part in taken.items()}
+        outputs = sum(parts.values())
+        return cls(empty(outputs, inputs), empty(outputs) if bias else None, parts, taken)
+
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by its name, which begins with `prefix`."""
         for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
@@ -82,7 +122,18 @@ class Linear:
             if tensor is not None:
                 parts = torch.split(tensor, list(self.parts.values()))
                 for name, part in zip(self.parts, parts, strict=True):
-                    yield f"{prefix}{name}.{kind}", LoadTarget.of(part)
+                    yield f"{prefix}{name}.{kind}", self._target(name, part)
+
+    def _target(self, name: str, part: torch.Tensor) -> LoadTarget:
+        if self.taken is None:
+            return LoadTarget.of(part)
+        taken = self.taken[name]
+        return LoadTarget(part, taken.shape[: part.dim()], taken=taken)
+
+    def modules(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Outputs and inputs of each projection in the checkpoint, by its name."""
+        for name, outputs in self.parts.items():
+            yield name, (outputs, self.weight.shape[1]) if self.taken is None else self.taken[name].shape
 
     def pack(self) -> None:
         """Pack the filled weight in place. The targets must not be used afterwards."""

@@ -86,8 +86,26 @@ def pack_lora(
 
 
 def _pairs_of(linear: Linear, pairs: Sequence[LoraPair | None], dtype: torch.dtype, pack: bool) -> LoraPairs:
-    given = [None if pair is None else (pair.a, pair.b) for pair in pairs]
+    given = [
+        None if pair is None else _taken(pair, linear, name)
+        for name, pair in zip(linear.parts, pairs, strict=True)
+    ]
     return LoraPairs(given, linear.weight.shape[1], [*linear.parts.values()], dtype, pack=pack)
+
+
+def _taken(pair: LoraPair, linear: Linear, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B for the part of a projection that a rank has: terms of A's sum, or rows of B."""
+    if linear.taken is None:
+        return pair.a, pair.b
+    taken = linear.taken[name]
+    (outputs, inputs), rank = taken.shape, len(pair.a)
+    if pair.a.shape != (rank, inputs) or pair.b.shape != (outputs, rank):
+        raise ValueError(
+            f"A and B must have the shapes {[rank, inputs]} and {[outputs, rank]},"
+            f" got {[*pair.a.shape]} and {[*pair.b.shape]}"
+        )
+    rows = [pair.b[own.start : own.stop] for own in taken.rows]
+    return pair.a[:, taken.columns.start : taken.columns.stop], torch.cat(rows)
 
 
 def _keep_together(pairs: Sequence[LoraPairs], dtype: torch.dtype) -> int:

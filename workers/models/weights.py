@@ -25,6 +25,7 @@ from workers.models.errors import ModelError
 from workers.models.linear import LoadTarget
 from workers.models.model import ModelDescription
 from workers.models.registry import WRAPPERS
+from workers.models.shard import Group
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of the files after every part. In the last call both are equal."""
@@ -45,7 +46,8 @@ class LoadPlan:
         device: The device of the parameters.
         entries: The tensors of the files, by their names in a text model.
         num_parameters: See `ModelDescription`.
-        weight_bytes: See `ModelDescription`.
+        weight_bytes: See `ModelDescription`; in a group, of this rank.
+        group: The ranks over which the model is split; None: it is not.
     """
 
     config: ModelConfig
@@ -54,10 +56,14 @@ class LoadPlan:
     entries: Mapping[str, TensorEntry]
     num_parameters: int
     weight_bytes: int
+    group: Group | None = None
 
 
 def plan_load(
-    directory: Path | str, dtype: torch.dtype | str = AUTO, device: torch.device | str = "cpu"
+    directory: Path | str,
+    dtype: torch.dtype | str = AUTO,
+    device: torch.device | str = "cpu",
+    group: Group | None = None,
 ) -> LoadPlan:
     """Check a directory without reading its weights.
 
@@ -66,10 +72,11 @@ def plan_load(
         dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the dtype that the config
             names, else that of the embedding in the files; on a CPU float32 for float16.
         device: The device of the parameters.
+        group: Only the part of `group.rank` is loaded; None: all of it.
 
     Raises:
-        ModelError: The model is not supported or not complete; the message names the file and the setting or
-            tensor.
+        ModelError: The model is not supported or not complete, or cannot be split over the group; the message
+            names the file and the setting or tensor.
         KvSizingError: The weights do not fit into memory.
     """
     directory, device = Path(directory), torch.device(device)
@@ -81,11 +88,15 @@ def plan_load(
     targets = build_decoder(config, chosen, "meta").targets()
     _check_entries(config, directory, targets, entries)
     _check_tied_head(config, entries)
+    num_parameters = sum(math.prod(target.shape) for target in targets.values())
+    if group is not None:
+        targets = build_decoder(config, chosen, "meta", group).targets()
     weight_bytes = sum(target.tensor.nbytes for target in targets.values())
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
-    check_weights_fit(str(directory), weight_bytes, free_bytes)
-    num_parameters = sum(math.prod(target.shape) for target in targets.values())
-    return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes)
+    # On the CPU all ranks share the memory, of which some may have taken their part when another looks.
+    shares = group.ranks if group is not None and group.rank == 0 and device.type == "cpu" else 1
+    check_weights_fit(str(directory), shares * weight_bytes, free_bytes)
+    return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group)
 
 
 def load_planned(
@@ -102,7 +113,7 @@ def load_planned(
         ModelError: A tensor cannot be read, or has a value that is not finite.
     """
     config = plan.config
-    decoder = build_decoder(config, plan.dtype, plan.device)
+    decoder = build_decoder(config, plan.dtype, plan.device, plan.group)
     _load_weights(decoder, plan.entries, progress)
     # The hash of the parsed config: two spellings of a config give the same fingerprint.
     digest = checkpoint.fingerprint(plan.entries, repr(config))
@@ -137,12 +148,13 @@ def _load_weights(decoder: Decoder, entries: Mapping[str, TensorEntry], progress
         ModelError: A tensor cannot be read, or has a value that is not finite.
     """
     targets = decoder.targets()
-    total_bytes = sum(entries[name].nbytes for name in targets)
+    total_bytes = sum(_read_bytes(entries[name], target) for name, target in targets.items())
     done_bytes = 0
     # In the order of the files, so that reads are sequential.
     for name in sorted(targets, key=lambda name: (entries[name].file.name, entries[name].begin)):
         target, entry = targets[name], entries[name]
-        for first, part in checkpoint.read_parts(entry):
+        taken = None if target.taken is None else target.taken.covered
+        for first, part in checkpoint.read_parts(entry, taken):
             # A tensor that is broadcast, such as the norm of a head, fits into one part.
             is_broadcast = part.dim() != target.tensor.dim()
             filled = target.fill(part, None if is_broadcast else first)
@@ -151,6 +163,13 @@ def _load_weights(decoder: Decoder, entries: Mapping[str, TensorEntry], progress
             checkpoint.check_finite(filled, f"{entry.file}: tensor {entry.name}")
             if progress is not None:
                 progress(done_bytes, total_bytes)
+
+
+def _read_bytes(entry: TensorEntry, target: LoadTarget) -> int:
+    """The bytes of a tensor that are read for a target."""
+    if target.taken is None:
+        return entry.nbytes
+    return entry.nbytes // entry.shape[0] * len(target.taken.covered)
 
 
 def copy_weights(source: Decoder, into: Decoder) -> None:

@@ -39,9 +39,12 @@ class StepResult:
 class Runner(Protocol):
     """Runs forwards on one device."""
 
-    name: str
     # Whether the model fills `capture`.
     has_hidden_states: bool
+
+    @property
+    def name(self) -> str:
+        """How decodes run: "eager" or "cuda_graph"."""
 
     def step(
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None

@@ -1,0 +1,115 @@
+"""A server whose worker is a group of two ranks: it answers as any other, and lives and dies as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from quire.v1 import executor_pb2 as pb
+
+from tests.gateway_process import ROOT, GatewayProcess
+
+ANSWER_TIMEOUT_S = 60
+PROMPT = [1, 2, 10, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[GatewayProcess]:
+    with GatewayProcess(model="adder", flags=["--tensor-parallel", "2"]) as process:
+        yield process
+
+
+def group_of(gateway: GatewayProcess) -> tuple[psutil.Process, psutil.Process]:
+    """The processes of the worker's ranks."""
+    (worker,) = gateway.worker_processes()
+    (other,) = worker.children()
+    assert "workers.follower" in other.cmdline()
+    return worker, other
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Also if nobody has asked for its exit status: a rank's parent dies with it."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def decode(cache: pb.PrefillResponse, position: int, token_id: int) -> pb.DecodeRequest:
+    return pb.DecodeRequest(
+        cache_id=cache.kv_cache.cache_id, position=cache.kv_cache.seq_len + position, token_id=token_id
+    )
+
+
+def continued(gateway: GatewayProcess, cache: pb.PrefillResponse, count: int) -> list[int]:
+    """The tokens that follow, one append for each."""
+    tokens = [cache.output.token_id]
+    for position in range(count):
+        request = decode(cache, position, tokens[-1])
+        tokens.append(gateway.stub.Decode(request, timeout=ANSWER_TIMEOUT_S).output.token_id)
+    return tokens
+
+
+def test_it_reads_the_sum(gateway: GatewayProcess) -> None:
+    group_of(gateway)
+    command = [sys.executable, "-m", "quire.cli", "generate", "12+34=", "--target", gateway.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert done.stdout.strip() == "46", done.stderr
+
+
+@pytest.mark.parametrize("victim", ["rank 0", "rank 1", "rank 1, stopped"])
+def test_a_killed_rank_under_callers(gateway: GatewayProcess, victim: str) -> None:
+    """No call fails and no token is lost; a new group replaces the old one, of which nothing is left.
+
+    Rank 0 waits in the middle of a step when the stopped one is killed.
+    """
+    prompts = [[*PROMPT, token] for token in range(1, 9)]
+    prefills = [pb.PrefillRequest(token_ids=prompt) for prompt in prompts]
+    caches = [gateway.stub.Prefill(request, timeout=ANSWER_TIMEOUT_S) for request in prefills]
+    expected = [continued(gateway, cache, 3) for cache in caches]
+    copies = [gateway.stub.Prefill(request, timeout=ANSWER_TIMEOUT_S) for request in prefills]
+    old = group_of(gateway)
+    if "stopped" in victim:
+        old[1].send_signal(signal.SIGSTOP)
+    running = [
+        gateway.stub.Decode.future(decode(copy, 0, tokens[0]), timeout=ANSWER_TIMEOUT_S)
+        for copy, tokens in zip(copies, expected, strict=True)
+    ]
+    if "stopped" in victim:
+        gateway.wait_until_in_flight(len(running))
+    os.kill(old["1" in victim].pid, signal.SIGKILL)
+    for call, copy, tokens in zip(running, copies, expected, strict=True):
+        assert call.result().output.token_id == tokens[1]
+        for position in (1, 2):
+            request = decode(copy, position, tokens[position])
+            answer = gateway.stub.Decode(request, timeout=ANSWER_TIMEOUT_S)
+            assert answer.output.token_id == tokens[position + 1]
+    gateway.wait_until_ready()
+    gateway.wait_until(lambda: all(map(has_ended, old)))
+    new = group_of(gateway)
+    assert {process.pid for process in new}.isdisjoint({process.pid for process in old})
+    for cache in (*caches, *copies):
+        gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache.kv_cache.cache_id), timeout=30)
+    gateway.assert_pools_are_whole()
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "why"),
+    [
+        ("paged-attention", "2", "tensor_parallel = 2, and paged-attention cannot be split"),
+        ("adder", "3", "tensor_parallel = 3 must divide the model's num_attention_heads"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(model: str, ranks: str, why: str) -> None:
+    flags = ["--listen", "127.0.0.1:0", "--log-format", "json", "--model", model, "--tensor-parallel", ranks]
+    command = [sys.executable, "-m", "quire.cli", "serve", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    records = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    refusals = [r["error"] for r in records if r["event"] == "cannot serve with this configuration"]
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    (refusal,) = refusals
+    assert why in refusal
+    assert [record["event"] for record in records].count("worker started") == 1

@@ -1,0 +1,182 @@
+"""Models that are split over ranks, against the same models in one process.
+
+The ranks are threads here, and processes in `test_rank_processes`. A split model adds up the same products in
+another order, so its logits differ by float32's roundings: `float32_losses` says by how much, for each model.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.families import MODELS, settings_of
+from tests.kernels.instruction_sets import need_compiled
+from tests.model_factory import float32_losses, hf_model, load_decoder, make_family_model
+from tests.workers.company import assert_same_bits
+from tests.workers.packing import HandPacker, poison, rows_in_chunks, rows_of_trees
+from tests.workers.rank_threads import split_model
+from workers.kv.tensors import KvTensors
+from workers.models.errors import UnsupportedError
+from workers.models.lora import LoraPair, LoraWeights
+from workers.models.model import new_pages
+
+torch.set_num_threads(1)
+
+PAGES = 60
+Rows = dict[tuple[int, int], torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A model's name and its directory."""
+    directory = tmp_path_factory.mktemp("model")
+    return request.param, make_family_model(directory, *settings_of(request.param), seed=7)
+
+
+def pages_of(model: Any) -> KvTensors:
+    kv = new_pages(model, PAGES)
+    poison(kv)
+    return kv
+
+
+def random_texts(*lengths: int) -> list[list[int]]:
+    dice = random.Random(2)
+    return [[dice.randrange(97) for _ in range(length)] for length in lengths]
+
+
+def packer() -> HandPacker:
+    pages = list(range(PAGES))
+    random.Random(1).shuffle(pages)
+    return HandPacker(16, pages)
+
+
+def assert_close(directory: Path, text: list[int], found: Rows, expected: Rows) -> None:
+    assert found.keys() == expected.keys()
+    (losses,) = float32_losses(hf_model(directory), [text])
+    for (layer, position), row in found.items():
+        assert (row - expected[layer, position]).abs().max() < losses[layer], (layer, position)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_as_in_one_process(made: tuple[str, Path], ranks: int) -> None:
+    """Logits and hidden states, in shared batches of random chunks.
+
+    With 4 ranks each key-value head is on two of them; the vocabulary of 97 is a multiple of neither.
+    """
+    name, directory = made
+    texts = random_texts(1, 33, 104)
+    alone, split = load_decoder(directory, pack=True), split_model(directory, ranks)
+    layers = alone.config.num_hidden_layers
+    expected, found = (
+        rows_in_chunks(model, texts, pages_of(model), packer(), random.Random(name), layers)
+        for model in (alone, split)
+    )
+    for text, ours, theirs in zip(texts, found, expected, strict=True):
+        assert_close(directory, text, ours, theirs)
+
+
+@pytest.mark.parametrize("made", ["llama with biases", "olmo2", "mixtral"], indirect=True)
+def test_without_compiled_kernels(made: tuple[str, Path]) -> None:
+    _, directory = made
+    (text,) = texts = random_texts(50)
+    expected, found = (
+        rows_in_chunks(model, texts, pages_of(model), packer(), random.Random(4))
+        for model in (load_decoder(directory), split_model(directory, 2, pack=False))
+    )
+    assert_close(directory, text, found[0], expected[0])
+
+
+@pytest.mark.parametrize("made", ["llama", "gemma2", "qwen3_moe"], indirect=True)
+def test_token_trees(made: tuple[str, Path]) -> None:
+    _, directory = made
+    expected, found = (
+        rows_of_trees(model, pages_of(model), packer())
+        for model in (load_decoder(directory, pack=True), split_model(directory, 2))
+    )
+    for (path, theirs), (same, ours) in zip(expected, found, strict=True):
+        assert path == same
+        losses = float32_losses(hf_model(directory), [path], with_states=False)
+        assert (ours - theirs).abs().max() < losses[0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: str) -> None:
+    """With 4 ranks too: their terms are added in one order."""
+    need_compiled()
+    name, directory = made
+    assert_same_bits(split_model(directory, 4, dtype), random_texts(1, 40, 90), name)
+
+
+def test_adapters(made: tuple[str, Path]) -> None:
+    """Each rank has the rows or columns of A and B that belong to its part of a projection."""
+    _, directory = made
+    alone, split = load_decoder(directory, pack=True), split_model(directory, 4)
+    modules = alone.lora_modules()
+    assert split.models[0].lora_modules() == modules
+    weights = random_lora(modules)
+    alone.allocate_lora(2, 8)
+    alone.set_lora(1, alone.pack_lora(weights))
+    split.allocate_lora(2, 8)
+    split.set_lora(1, weights)
+    texts = random_texts(17, 33)
+    expected, found = (
+        rows_in_chunks(model, texts, pages_of(model), packer(), random.Random(5), lora_slots=[1, -1])
+        for model in (alone, split)
+    )
+    for text, ours, theirs in zip(texts, found, expected, strict=True):
+        # Each product is a sum of two, which may lose as much: see `test_lora_model`.
+        bound = 2 * float32_losses(hf_model(directory), [text], with_states=False)[0, 0]
+        for key, row in ours.items():
+            assert (row - theirs[key]).abs().max() < bound
+
+
+def random_lora(modules: Mapping[str, tuple[int, int]]) -> LoraWeights:
+    """Of rank 3, for every projection."""
+    generator = torch.Generator().manual_seed(1)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return 0.1 * torch.randn(rows, columns, generator=generator)
+
+    return {
+        name: LoraPair(matrix(3, inputs), matrix(outputs, 3)) for name, (outputs, inputs) in modules.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "ranks", "why"),
+    [
+        ("llama", {}, 3, "tensor_parallel = 3 must divide the model's num_attention_heads, which is 4"),
+        ("llama", {"intermediate_size": 98}, 4, "divide the model's intermediate_size, which is 98"),
+        (
+            "llama",
+            {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3},
+            2,
+            "num_key_value_heads",
+        ),
+        ("qwen3_moe", {"moe_intermediate_size": 50}, 4, "intermediate size of an expert, which is 50"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    name: str, settings: dict[str, Any], ranks: int, why: str, tmp_path: Path
+) -> None:
+    family, sizes = settings_of(name)
+    make_family_model(tmp_path, family, sizes | settings)
+    with pytest.raises(UnsupportedError, match=why):
+        split_model(tmp_path, ranks)
+
+
+@pytest.mark.parametrize("made", ["llama", "qwen3_moe"], indirect=True)
+def test_each_rank_reads_its_part(made: tuple[str, Path]) -> None:
+    """Its bytes are counted as its own."""
+    _, directory = made
+    whole = load_decoder(directory)
+    sizes = [
+        sum(t.tensor.nbytes for t in each.targets().values())
+        for each in (whole, *split_model(directory, 2, pack=False).models)
+    ]
+    assert sizes[1] < 0.6 * sizes[0] > sizes[2]

@@ -1,0 +1,103 @@
+"""Limits that size a worker's memory, and its memory on a GPU: the pages, and the slots for adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages
+from workers.kv.tensors import KvTensors
+from workers.models.model import PAGE_SIZE, Model, new_pages, page_bytes
+from workers.runners.base import Runner
+from workers.runners.cuda_graph import CudaGraphRunner
+from workers.runners.eager import EagerRunner
+from workers.runners.working_memory import measure_working_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The size of the largest step, and the share of a GPU's memory that may be used in all.
+
+    cuda_graphs: whether decodes on a GPU replay CUDA graphs, or launch each kernel.
+    """
+
+    max_tokens: int = 512
+    max_items: int = 256
+    gpu_memory_utilization: float = 0.9
+    cuda_graphs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLimits:
+    """The adapters that are in memory at a time: how many, of which rank, and how large in all."""
+
+    max_adapters: int
+    max_rank: int
+    max_bytes: int
+
+
+def gpu_lora_slots(model: Model, limits: LoraLimits) -> tuple[int, int]:
+    """The number of slots for adapters on a GPU, and the bytes of one. Raises KvSizingError if none fits.
+
+    There, a slot takes the memory of the largest adapter, whatever is in it.
+    """
+    modules = model.lora_modules().values()
+    slot_bytes = limits.max_rank * sum(outputs + inputs for outputs, inputs in modules) * model.dtype.itemsize
+    slots = min(limits.max_adapters, limits.max_bytes // slot_bytes)
+    if not slots:
+        raise KvSizingError(
+            f"an adapter of rank {limits.max_rank} takes {slot_bytes >> 20} MiB:"
+            " raise max_lora_bytes or lower max_lora_rank"
+        )
+    return slots, slot_bytes
+
+
+def gpu_num_pages(
+    model: Model, kv_pages: int | None, limits: StepLimits, *, max_seq_len: int, vocab_size: int
+) -> int:
+    """The pages that fit into the memory that the weights and the largest step leave. Runs such a step.
+
+    Raises KvSizingError.
+    """
+    try:
+        trial = new_pages(model, -(-limits.max_tokens // PAGE_SIZE))
+        working_bytes = measure_working_bytes(
+            model,
+            trial,
+            max_step_tokens=limits.max_tokens,
+            max_seq_len=max_seq_len,
+            max_rows=limits.max_items,
+            vocab_size=vocab_size,
+        )
+        del trial
+        torch.cuda.empty_cache()
+    except torch.OutOfMemoryError as error:
+        raise KvSizingError(
+            f"a step of {limits.max_tokens} tokens does not fit into the memory that the weights leave:"
+            f" lower max_batch_tokens or max_batch_items"
+        ) from error
+    free_bytes, total_bytes = torch.cuda.mem_get_info(model.device)
+    # The rotations of all positions that fit the pages also need memory; the trial had those of a few.
+    positions = min(max_seq_len, free_bytes // page_bytes(model) * PAGE_SIZE)
+    working_bytes += positions * model.rotation_bytes
+    memory = GpuMemory(total_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
+    return choose_num_gpu_pages(kv_pages, page_bytes(model), memory)
+
+
+def gpu_pages(model: Model, num_pages: int) -> KvTensors:
+    """Allocate pages. Raises KvSizingError."""
+    try:
+        return new_pages(model, num_pages)
+    except torch.OutOfMemoryError as error:
+        needed_bytes = num_pages * page_bytes(model)
+        raise KvSizingError(
+            f"{num_pages} pages need {needed_bytes >> 20} MiB of GPU memory in one piece, which is not there"
+        ) from error
+
+
+def new_runner(model: Model, kv: KvTensors, limits: StepLimits, max_seq_len: int) -> Runner:
+    """The runner of a model on its device."""
+    if model.device.type == "cuda" and limits.cuda_graphs and model.graphable:
+        return CudaGraphRunner(model, kv, max_rows=limits.max_items, max_seq_len=max_seq_len)
+    return EagerRunner(model, kv)

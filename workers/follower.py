@@ -1,0 +1,277 @@
+"""Entry point of a rank other than 0: `python -m workers.follower`. Started by rank 0, and ends with it.
+
+Two threads: one answers rank 0's questions, such as to load the model or to read an adapter. The other does
+what rank 0 does to its device's memory, in the same order: see `workers.runners.tensor_parallel`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from workers import __main__ as rank_0
+from workers.adapters.adapter import read_adapter
+from workers.adapters.errors import AdapterError
+from workers.executors.loading import NATIVE, load_served
+from workers.executors.memory import StepLimits, gpu_num_pages, gpu_pages, new_runner
+from workers.kv.sizing import KvSizingError
+from workers.kv.tensors import KvTensors
+from workers.logging import background_log
+from workers.models.decoder import Decoder
+from workers.models.inputs import ForwardInputs
+from workers.models.lora import PackedLora
+from workers.models.model import ModelDescription, new_pages
+from workers.models.weights import copy_weights
+from workers.runners.base import Runner
+from workers.runners.collectives import Collectives
+from workers.runners.cuda_graph import CudaGraphRunner
+from workers.runners.rank_plan import Message, PlanKind, forward_of, pairs_of, receive
+from workers.runners.rank_processes import Questions
+from workers.runners.tensor_parallel import REFUSALS
+from workers.sampling import SamplingError, SamplingRow
+
+_PR_SET_PDEATHSIG = 1
+
+# Not by its name, which is __main__: the lines of `workers` are configured.
+_log = logging.getLogger("workers.follower")
+
+
+class Follower:
+    """A rank's model, pages and adapters, as rank 0 has them."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        """Nothing is loaded yet."""
+        self._collectives = collectives
+        self._device = torch.device("cpu")
+        self._model: Decoder
+        self._kv: KvTensors
+        # On a GPU, what replays decodes.
+        self._runner: Runner | None = None
+        self._lora: tuple[int, int] | None = None
+        # Those that were read and are not in place; and up to which number they were dropped.
+        self._read_weights: Decoder | None = None
+        self._number = self._dropped = 0
+        # By key, those that were read; and the keys of those in slots.
+        self._adapters: dict[int, PackedLora] = {}
+        self._in_slots: dict[int, int] = {}
+
+    # Questions.
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Do what is asked. What is refused is part of the answer."""
+        method = getattr(self, f"_answer_{question.pop('question')}")
+        try:
+            result: dict[str, Any] = method(**question) or {}
+        except tuple(REFUSALS.values()) as error:
+            name = next(name for name, kind in REFUSALS.items() if isinstance(error, kind))
+            return {"refused": name, "why": str(error)}
+        except torch.OutOfMemoryError as error:
+            why = f"rank {self._collectives.rank} has too little memory: {str(error).partition(chr(10))[0]}"
+            return {"refused": KvSizingError.__name__, "why": why}
+        return result
+
+    def _answer_connect(self, rendezvous: str, device: str) -> None:
+        self._device = torch.device(device)
+        if self._device.type == "cuda":
+            self._device = torch.device("cuda", (self._device.index or 0) + self._collectives.rank)
+            torch.cuda.set_device(self._device)
+        self._collectives.connect(Path(rendezvous), self._device)
+
+    def _answer_load(self, directory: str, dtype: str, threads: int) -> dict[str, Any]:
+        torch.set_num_threads(threads)
+        self._model, description = self._load(directory, dtype, self._device, pack=True)
+        return {"fingerprint": description.fingerprint, "weight_bytes": description.weight_bytes}
+
+    def _load(
+        self, directory: str, dtype: str, device: torch.device, *, pack: bool
+    ) -> tuple[Decoder, ModelDescription]:
+        model, description = load_served(
+            Path(directory),
+            dtype,
+            device,
+            None,
+            backend=NATIVE,
+            self_check=False,
+            pack=pack,
+            group=self._collectives,
+        )
+        assert isinstance(model, Decoder)
+        return model, description
+
+    def _answer_allocate_lora(self, slots: int, max_rank: int) -> None:
+        self._lora = slots, max_rank
+        self._model.allocate_lora(slots, max_rank)
+
+    def _answer_count_pages(
+        self, kv_pages: int | None, limits: dict[str, Any], max_seq_len: int, vocab_size: int
+    ) -> dict[str, Any]:
+        """On a GPU. Runs a step, as all ranks do now."""
+        pages = gpu_num_pages(
+            self._model, kv_pages, StepLimits(**limits), max_seq_len=max_seq_len, vocab_size=vocab_size
+        )
+        return {"pages": pages}
+
+    def _answer_allocate_pages(
+        self, pages: int, limits: dict[str, Any] | None = None, max_seq_len: int = 0
+    ) -> None:
+        on_gpu = self._device.type == "cuda"
+        self._kv = gpu_pages(self._model, pages) if on_gpu else new_pages(self._model, pages)
+        runner = new_runner(self._model, self._kv, StepLimits(**(limits or {})), max_seq_len)
+        self._runner = runner if isinstance(runner, CudaGraphRunner) else None
+
+    def _answer_set_threads(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+
+    def _answer_read_weights(self, directory: str, dtype: str, number: int) -> dict[str, Any]:
+        self._read_weights = None
+        on_gpu = self._device.type == "cuda"
+        model, description = self._load(directory, dtype, torch.device("cpu"), pack=not on_gpu)
+        if self._lora is not None and not on_gpu:
+            model.allocate_lora(*self._lora)
+        self._number, self._read_weights = number, model
+        self._drop_weights()
+        return {"fingerprint": description.fingerprint, "weight_bytes": description.weight_bytes}
+
+    def _answer_read_adapter(
+        self, directory: str, identity: str, key: int, max_rank: int, max_bytes: int
+    ) -> None:
+        adapter = read_adapter(
+            Path(directory), self._model.lora_modules(), max_rank=max_rank, max_bytes=max_bytes
+        )
+        if adapter.identity != identity:
+            raise AdapterError("the files of the adapter have changed since it was found")
+        self._adapters[key] = self._model.pack_lora(adapter.weights)
+
+    # Plans.
+
+    def follow(self, message: Message) -> None:
+        """Do what rank 0 does."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # that of a thread, and questions have their own
+        match message.kind:
+            case PlanKind.FORWARD:
+                self._run(*forward_of(message))
+            case PlanKind.COPY_PAGES:
+                self._kv.copy_pages(pairs_of(message))
+            case PlanKind.MOVE_SLOTS:
+                self._kv.move_slots(pairs_of(message))
+            case PlanKind.SET_LORA:
+                self._set_lora(*message.numbers[:2])
+            case PlanKind.USE_WEIGHTS:
+                self._use_weights()
+            case PlanKind.DROP_WEIGHTS:
+                self._dropped = message.numbers[0]
+                self._drop_weights()
+
+    def _run(self, inputs: ForwardInputs, is_eager: bool) -> None:
+        """Run a forward. Its logits are rank 0's, and so is the choice of tokens."""
+        if is_eager or self._runner is None:
+            self._model.logits(self._model.forward(inputs.to(self._device), self._kv))
+            return
+        # A graph chooses tokens of this rank's part of the logits, which nobody reads.
+        with contextlib.suppress(SamplingError):
+            self._runner.step(inputs, [SamplingRow()] * len(inputs.wanted_rows))
+
+    def _drop_weights(self) -> None:
+        if self._number <= self._dropped:
+            self._read_weights = None
+
+    def _use_weights(self) -> None:
+        read, self._read_weights = self._read_weights, None
+        assert read is not None, "rank 0 has let it read them"
+        if self._device.type == "cuda":
+            copy_weights(read, self._model)
+            return
+        self._model = read
+
+    def _set_lora(self, slot: int, key: int) -> None:
+        if key < 0:
+            self._model.set_lora(slot, None)
+            self._in_slots.pop(slot, None)
+            return
+        self._model.set_lora(slot, self._adapters[key])
+        self._in_slots[slot] = key
+        # Adapters are read one after the other, so an older one that is in no slot was evicted or dropped.
+        for old in [old for old in self._adapters if old < key and old not in self._in_slots.values()]:
+            del self._adapters[old]
+
+
+def _end_with_rank_0() -> None:
+    """End this process when its standard input is closed; by the kernel, even while it is stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def watch() -> None:
+        ended = select.poll()
+        ended.register(0, getattr(select, "POLLRDHUP", 0))  # POLLHUP is always reported
+        ended.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="rank-0-watch", daemon=True).start()
+
+
+def _answer_questions(follower: Follower, questions: Questions) -> None:
+    try:
+        while True:
+            questions.send(follower.answer(questions.receive()))
+    except (EOFError, OSError):
+        _end(0)
+    except BaseException:
+        _log.exception("the rank failed")
+        _end(rank_0.EXIT_FAILED)
+
+
+def _end(status: int) -> None:
+    background_log().drain(1.0)
+    os._exit(status)
+
+
+def main() -> None:
+    """Follow rank 0 until it ends."""
+    _end_with_rank_0()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="python -m workers.follower", description=__doc__)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--questions", type=int, required=True, help="file descriptor of a socket")
+    parser.add_argument("--worker-id", default="")
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", default="json")
+    arguments = parser.parse_args()
+    # One log for all processes of a worker, whose config has these two fields.
+    rank_0.configure_logging(arguments)  # type: ignore[arg-type]
+    structlog.contextvars.bind_contextvars(
+        worker_id=arguments.worker_id, rank=arguments.rank, pid=os.getpid()
+    )
+    follower = Follower(Collectives(arguments.rank, arguments.ranks))
+    questions = Questions(socket.socket(fileno=arguments.questions))
+    threading.Thread(
+        target=_answer_questions, args=(follower, questions), name="questions", daemon=True
+    ).start()
+    plans = socket.socket(fileno=0)
+    try:
+        while True:
+            follower.follow(receive(plans))
+    except EOFError:
+        _end(0)
+    except BaseException:
+        _log.exception("the rank failed")
+        _end(rank_0.EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Which part of a model each rank of a group has, and what the ranks of a group do together.
+
+Projections into heads and intermediate widths are split by their rows, those back to the hidden width by
+their columns: each rank then has a term of a sum. Query heads are split evenly, and key-value heads too; if
+there are fewer of these than ranks, each is on several ranks. Embedding and head are split by vocabulary.
+Norms and routers are on every rank. Does not know processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels.rms_norm import rms_norm
+from workers.models.config import ModelConfig
+from workers.models.errors import UnsupportedError
+
+
+class Group(Protocol):
+    """The ranks that run a model together. All of them call the methods in the same order."""
+
+    rank: int
+    ranks: int
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' tensors, which have one shape; the same bits on all ranks. May mutate `x`."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors [R, S], one after the other in the last dimension: [R, ranks * S] on rank 0.
+
+        On the other ranks the result has no meaning.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The part of a matrix of a checkpoint that a rank has.
+
+    Attributes:
+        shape: [O, I] in the checkpoint.
+        rows: The rows, in ascending ranges that are next to each other in the rank's matrix.
+        columns: The columns.
+    """
+
+    shape: tuple[int, int]
+    rows: tuple[range, ...]
+    columns: range
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows that the rank has."""
+        return sum(map(len, self.rows))
+
+    @property
+    def covered(self) -> range:
+        """The rows from the first to the last one."""
+        return range(self.rows[0].start, self.rows[-1].stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a model that a rank has. Its ranges count as in the whole model.
+
+    Attributes:
+        group: The group.
+        heads: The query heads.
+        kv_heads: The key-value heads.
+        kv_copies: The number of ranks that have the same key-value heads.
+        vocabulary: The tokens. The last ranks may have fewer, or none.
+        vocabulary_rows: Those that a rank's matrices have for them, on each rank.
+    """
+
+    group: Group
+    heads: range
+    kv_heads: range
+    kv_copies: int
+    vocabulary: range
+    vocabulary_rows: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, group: Group) -> Shard:
+        """The shard of `group.rank`. Raises UnsupportedError; see `check_split`."""
+        check_split(config, group.ranks)
+        copies = max(1, group.ranks // config.num_key_value_heads)
+        rows = -(-config.vocab_size // group.ranks)
+        first = min(group.rank * rows, config.vocab_size)
+        return cls(
+            group,
+            heads=_part(config.num_attention_heads, group.rank, group.ranks),
+            kv_heads=_part(config.num_key_value_heads, group.rank // copies, group.ranks // copies),
+            kv_copies=copies,
+            vocabulary=range(first, min(first + rows, config.vocab_size)),
+            vocabulary_rows=rows,
+        )
+
+    def part(self, size: int) -> range:
+        """The rank's part of a width that is a multiple of the number of ranks."""
+        return _part(size, self.group.rank, self.group.ranks)
+
+    def embedded(
+        self, token_ids: torch.Tensor, rows_of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """The embeddings [T, C] of tokens [T], each of which one rank has.
+
+        `rows_of`: new rows [T, C] of the rank's matrix.
+        """
+        own = token_ids - self.vocabulary.start  # [T]
+        rows = rows_of(own.clamp(0, self.vocabulary_rows - 1))  # [T, C]
+        rows.masked_fill_(((own < 0) | (own >= self.vocabulary_rows))[:, None], 0.0)
+        return self.group.sum(rows)
+
+    def logits(self, own: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """The logits [R, V] on rank 0, of the logits of each rank's tokens [R, `vocabulary_rows`]."""
+        if not len(own):
+            return own.new_empty(0, vocab_size)
+        gathered = self.group.gather(own)
+        # Kernels that choose tokens read contiguous rows.
+        return gathered if gathered.shape[1] == vocab_size else gathered[:, :vocab_size].contiguous()
+
+
+def _part(size: int, rank: int, ranks: int) -> range:
+    width = size // ranks
+    return range(rank * width, (rank + 1) * width)
+
+
+def row_parts(sizes: Sequence[int], parts: Sequence[range]) -> tuple[range, ...]:
+    """The rows of a matrix that consists of several projections, of which a rank has a part each.
+
+    Args:
+        sizes: The rows of each projection in the matrix, in order.
+        parts: Those that the rank has, counted in each projection.
+    """
+    starts = itertools.accumulate(sizes, initial=0)
+    return tuple(
+        range(first + part.start, first + part.stop) for first, part in zip(starts, parts, strict=False)
+    )
+
+
+def scaled(heads: range, width: int) -> range:
+    """The rows of some heads, each of which has `width`."""
+    return range(heads.start * width, heads.stop * width)
+
+
+def check_split(config: ModelConfig, ranks: int) -> None:
+    """Raises UnsupportedError for a model that cannot be split over this many ranks."""
+    sizes = {"num_attention_heads": config.num_attention_heads}
+    if not all(layer.sparse for layer in config.layers):
+        sizes["intermediate_size"] = config.intermediate_size
+    if config.experts is not None:
+        sizes["intermediate size of an expert"] = config.experts.intermediate_size
+    for name, size in sizes.items():
+        if size % ranks:
+            raise UnsupportedError(
+                f"tensor_parallel = {ranks} must divide the model's {name}, which is {size}"
+            )
+    kv_heads = config.num_key_value_heads
+    if kv_heads % ranks and ranks % kv_heads:
+        raise UnsupportedError(
+            f"tensor_parallel = {ranks} must divide the model's num_key_value_heads, which is {kv_heads}, or"
+            " be a multiple of it"
+        )
+
+
+def row_norm_slices(shard: Shard | None, *widths: int) -> list[Slice]:
+    """The parts, in a checkpoint, of the norms of rows of queries and of keys: these `widths` of a rank."""
+    if shard is None:
+        return [Slice((width, 1), (range(width),), range(1)) for width in widths]
+    ranks, copies = shard.group.ranks, shard.kv_copies
+    numbers = ((shard.heads, ranks), (shard.kv_heads, ranks // copies))
+    return [
+        Slice((parts * width, 1), (scaled(heads, width // len(heads)),), range(1))
+        for width, (heads, parts) in zip(widths, numbers, strict=False)
+    ]
+
+
+def normalise_rows(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], shard: Shard | None, eps: float
+) -> None:
+    """RMSNorm of rows, of which each rank may have a part, as `kernels.rms_norm` computes it of whole rows.
+
+    Mutates the first tensor of each pair.
+
+    Args:
+        pairs: The rows or parts [T, w], and their weights [w].
+        shard: The ranks have parts of the same widths, and some may have the same part. None: these are all.
+        eps: See `kernels.rms_norm`.
+    """
+    if shard is None:
+        for part, weight in pairs:
+            part.copy_(rms_norm(part, weight, eps))
+        return
+    group = shard.group
+    squares = group.sum(torch.cat([part.float().pow(2).sum(-1, keepdim=True) for part, _ in pairs], dim=1))
+    for column, (part, weight) in enumerate(pairs):
+        # Of a part that several ranks have, both the sum and the width count every copy.
+        mean = squares[:, column : column + 1] / (len(weight) * group.ranks)
+        unit = part.float() * torch.rsqrt(mean + eps)
+        part.copy_(weight * unit.to(weight.dtype))
