@@ -14,7 +14,7 @@ from benchmarks.size.lines import PRODUCT, length, longest_file, most_methods
 from benchmarks.size.way import TYPES, Way, way_of
 
 SERVICE_LINES = 27_160
-PRODUCT_LINES = 64_750
+PRODUCT_LINES = 64_780
 LONGEST_FILE_LINES = 550
 MOST_METHODS = 34
 FILES_ON_THE_WAY = 18
