@@ -16,8 +16,8 @@ STUBS = "quire.v1"
 
 # Inside workers a module imports only what stands below it, or beside it on its line.
 WORKER_LAYERS = (
-    {"pool_member", "follower"},
-    {"__main__", "plan"},
+    {"__main__", "pool_member", "follower"},
+    {"process", "plan"},
     {"server", "wire"},
     {"step_loop"},
     {
@@ -206,7 +206,7 @@ def test_only_the_stubs_are_shared(package: str) -> None:
     assert client == []
 
 
-SERVERS = ("workers.server", "workers.__main__", "workers.pool_member")
+SERVERS = ("workers.server", "workers.process", "workers.pool_member")
 
 
 def test_only_the_servers_of_workers_know_the_wire() -> None:

@@ -19,10 +19,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import structlog
 import torch
 
-from workers import __main__ as rank_0
+from workers import process
 from workers.adapters.adapter import read_adapter
 from workers.adapters.errors import AdapterError
 from workers.executors.loading import NATIVE, load_served
@@ -231,7 +230,7 @@ def _answer_questions(follower: Follower, questions: Questions) -> None:
         _end(0)
     except BaseException:
         _log.exception("the rank failed")
-        _end(rank_0.EXIT_FAILED)
+        _end(process.EXIT_FAILED)
 
 
 def _end(status: int) -> None:
@@ -253,10 +252,7 @@ def main() -> None:
     parser.add_argument("--log-format", default="json")
     arguments = parser.parse_args()
     # One log for all processes of a worker, whose config has these two fields.
-    rank_0.configure_logging(arguments)  # type: ignore[arg-type]
-    structlog.contextvars.bind_contextvars(
-        worker_id=arguments.worker_id, rank=arguments.rank, pid=os.getpid()
-    )
+    process.configure_logging(arguments, rank=arguments.rank)  # type: ignore[arg-type]
     follower = Follower(Collectives(arguments.rank, arguments.ranks))
     questions = Questions(socket.socket(fileno=arguments.questions))
     threading.Thread(
@@ -270,7 +266,7 @@ def main() -> None:
         _end(0)
     except BaseException:
         _log.exception("the rank failed")
-        _end(rank_0.EXIT_FAILED)
+        _end(process.EXIT_FAILED)
 
 
 if __name__ == "__main__":

@@ -24,15 +24,16 @@ import uvloop
 from quire.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 from workers import models
-from workers.__main__ import (
+from workers.logging import background_log
+from workers.orphan_timer import OrphanTimer
+from workers.process import (
     EXIT_CONFIG,
+    STOP_TIMEOUT_S,
     configure_logging,
     end_with_parent,
     make_worker,
     run_worker,
 )
-from workers.logging import background_log
-from workers.orphan_timer import OrphanTimer
 from workers.server import WorkerServer
 
 # The names in the certificates of the two roles.
@@ -45,7 +46,6 @@ PROTOCOL = hashlib.blake2b(
 SHIPPED_MODEL = "adder"
 _LEASE_TIMEOUT_S = 30.0
 _CALL_BACKOFF_S = 1.0
-_STOP_TIMEOUT_S = 1.0
 # The configuration, with the limits of messages, is not known when the port is opened.
 _MAX_MESSAGE_BYTES = (1 << 31) - 1
 _LIMITS = [
@@ -249,5 +249,5 @@ if __name__ == "__main__":
     sys.stdout.flush()
     # Not sys.exit: that would wait for a compute thread in a long step.
     status = main()
-    background_log().drain(_STOP_TIMEOUT_S)
+    background_log().drain(STOP_TIMEOUT_S)
     os._exit(status)

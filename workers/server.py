@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hmac
 import logging
 import os
@@ -120,6 +121,10 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             level = logging.WARNING if SLOW in products else logging.INFO
             _log.log(level, "products in use", products=products)
             executor.warmup()
+            if not gc.isenabled():
+                # What is there now stays: only what comes is looked at.
+                gc.freeze()
+                gc.enable()
             scheduler = self._make_scheduler(executor)
             capabilities = executor.capabilities()
             step_loop = StepLoop(

@@ -14,7 +14,7 @@ from google.protobuf import json_format
 from quire.v1 import worker_pb2
 
 from tests.gateway_process import ROOT
-from workers import __main__ as entry_point
+from workers import process as entry_point
 
 # Far more than it takes.
 PATIENCE_S = 60
@@ -67,8 +67,8 @@ def test_a_line_of_the_log_is_written_in_one_piece() -> None:
     """Gateway and workers write to one pipe: a line in two writes has those of others in its middle."""
     program = (
         "import structlog; from quire.v1.worker_pb2 import WorkerConfig;"
-        "from workers import __main__ as main;"
-        "main._configure_logging(WorkerConfig(log_format='json', log_level='info'));"
+        "from workers import process as main;"
+        "main.configure_logging(WorkerConfig(log_format='json', log_level='info'));"
         "structlog.get_logger('a').info('hello'); main.background_log().drain(30)"
     )
     # What is written at once to such a pipe is read at once.
@@ -89,8 +89,8 @@ def test_lines_of_all_threads_say_whose_they_are() -> None:
     """The model is loaded on a thread of its own, also by modules that use `logging`."""
     program = (
         "import logging, threading, structlog; from quire.v1.worker_pb2 import WorkerConfig;"
-        "from workers import __main__ as main;"
-        "main._configure_logging(WorkerConfig(worker_id='worker-3', log_format='json', log_level='info'));"
+        "from workers import process as main;"
+        "main.configure_logging(WorkerConfig(worker_id='worker-3', log_format='json', log_level='info'));"
         "lines = lambda: (structlog.get_logger('workers.a').info('one'),"
         " logging.getLogger('workers.b').info('other'));"
         "thread = threading.Thread(target=lines); thread.start(); thread.join();"

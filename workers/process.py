@@ -1,0 +1,353 @@
+"""The process of a worker: how it is configured, loads, serves and ends.
+
+Entry points are `__main__`, for workers that a gateway has started, and `pool_member` for others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import psutil
+import structlog
+import uvloop
+from google.protobuf import json_format
+from quire.v1 import worker_pb2_grpc
+from quire.v1.worker_pb2 import WorkerConfig
+
+from workers.executors.base import ModelExecutor
+from workers.logging import background_log
+from workers.machine_limits import threads_of
+from workers.orphan_timer import OrphanTimer
+from workers.runners.rank_processes import RankProcesses
+from workers.server import Progress, WorkerServer
+
+# EX_CONFIG of sysexits.h: a restart with the same configuration would fail too.
+EXIT_CONFIG = 78
+EXIT_FAILED = 1
+HOP_SLACK_BYTES = 16 << 20
+# An upper bound for a GetModelInfoResponse without tokenizer and chat template.
+_REST_OF_MODEL_INFO_BYTES = 64 << 10
+STOP_TIMEOUT_S = 1.0
+# The secret that a gateway needs to connect. Not on the command line, which all users can read.
+SECRET_VARIABLE = "QUIRE_WORKER_SECRET"  # noqa: S105 - a name
+# The gateway ends a worker by this signal. SIGTERM may reach the whole process group during a drain.
+END_SIGNAL = signal.SIGUSR1
+_PR_SET_PDEATHSIG = 1
+WEIGHTLESS_MODEL = "paged-attention"
+# With fewer parameters for each thread, waking the threads takes longer than a step, and idle ones spin.
+_LEAST_PARAMETERS_PER_THREAD = 2_000_000
+
+_log = structlog.get_logger("workers")
+
+
+class ConfigurationError(Exception):
+    """This machine or this model does not support the configuration."""
+
+
+def _parse_arguments() -> tuple[str, WorkerConfig, str]:
+    """The address to serve on, the configuration, and the gateway's secret."""
+    parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
+    parser.add_argument("--listen", required=True, metavar="ADDRESS", help="unix:/path or host:port")
+    parser.add_argument("--config", required=True, metavar="JSON", help="a quire.v1.WorkerConfig")
+    arguments = parser.parse_args()
+    secret = os.environ.pop(SECRET_VARIABLE, "")
+    if not secret:
+        parser.error(f"{SECRET_VARIABLE} is not in the environment")
+    try:
+        return arguments.listen, json_format.Parse(arguments.config, WorkerConfig()), secret
+    except json_format.ParseError as error:
+        parser.error(f"--config: {error}")
+
+
+def configure_logging(config: WorkerConfig, **more: object) -> None:
+    """Log in the gateway's format, to the standard error that both share. `more`: fields of all lines."""
+    pretty = config.log_format == "pretty" or (config.log_format == "auto" and sys.stderr.isatty())
+    # A worker on another host gets its id with its first lease.
+    origin = {"worker_id": config.worker_id, "pid": os.getpid()} if config.worker_id else {"pid": os.getpid()}
+    origin |= more
+
+    def named(*names: str) -> structlog.WriteLogger:
+        # Each line in one write: the gateway and other workers write to the same pipe.
+        logger = structlog.WriteLogger(background_log())  # type: ignore[arg-type]  # a stream
+        logger.name = names[0] if names else "workers"  # type: ignore[attr-defined]  # for add_logger_name
+        return logger
+
+    structlog.configure(
+        processors=[
+            # Context variables would have them on one thread only.
+            lambda _logger, _method, record: {**origin, **record},
+            structlog.stdlib.add_logger_name,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *_renderers(pretty=pretty),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
+        logger_factory=named,
+    )
+    standard = logging.getLogger(__package__)
+    standard.setLevel(config.log_level.upper())
+    standard.handlers[:] = [_ToStructlog()]
+
+
+class _ToStructlog(logging.Handler):
+    """Forwards the lines of modules that use `logging`, because GPU machines may lack structlog."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        structlog.get_logger(record.name).log(record.levelno, record.getMessage())
+
+
+def _renderers(*, pretty: bool) -> list[structlog.typing.Processor]:
+    # structlog's other tracebacks print local variables, which contain callers' tokens.
+    if pretty:
+        plain = structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(exception_formatter=plain)]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+
+
+def end_with_parent() -> None:
+    """End this process when its standard input closes, whose other end the process holds that started it.
+
+    On Linux the kernel also kills this process when that one's main thread, which started it, ends: even
+    while it is stopped. If it ended before that was set up, standard input is closed.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="gateway-watch", daemon=True).start()
+
+
+def _outlive_the_gateway(grace_s: float) -> OrphanTimer:
+    """End this process after `grace_s` without a stream.
+
+    The gateway writes to standard input when it has registered the worker. If it ends before that, no other
+    gateway could find the worker, which ends at once.
+    """
+
+    def watch() -> None:
+        if not os.read(0, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    standard_input = select.poll()
+    standard_input.register(0, 0)
+    # A gateway that is gone may have ended when this process started: then the age counts for the grace.
+    is_gone = bool(standard_input.poll(0))
+    age_s = max(0.0, time.time() - psutil.Process().create_time())
+    orphan_timer = OrphanTimer(grace_s, spent_s=age_s if is_gone else 0.0)
+    threading.Thread(target=watch, name="gateway-watch", daemon=True).start()
+    return orphan_timer
+
+
+def _choose_device(config: WorkerConfig) -> str:
+    """The device as torch names it. With "auto" a GPU, if there is one that can run the model.
+
+    Each worker has its own GPU: each sizes its pool for all of a GPU's memory.
+    """
+    import torch
+
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ConfigurationError("device = cuda, and this machine has no CUDA device")
+    if config.device == "auto" and not _runs_on_cuda(config):
+        _log.info("the model runs on the CPU: there are no GPU kernels for its head_dim")
+        return "cpu"
+    count, ranks = torch.cuda.device_count(), max(1, config.tensor_parallel)
+    if (config.device_index + 1) * ranks > count:
+        raise ConfigurationError(
+            f"workers = {config.device_index + 1} or more"
+            + (f" of tensor_parallel = {ranks} each" if ranks > 1 else "")
+            + f", and this machine has {count} CUDA devices:"
+            " each worker needs its own; set device = cpu, or fewer workers"
+        )
+    first = config.device_index * ranks
+    torch.cuda.set_device(first)  # kernels are launched on the thread's current device
+    return f"cuda:{first}"
+
+
+def _runs_on_cuda(config: WorkerConfig) -> bool:
+    from workers.executors.loading import runs_on_cuda
+
+    return config.model != WEIGHTLESS_MODEL and runs_on_cuda(
+        Path(config.model), config.model_backend or "auto"
+    )
+
+
+def _start_ranks(config: WorkerConfig) -> RankProcesses | None:
+    """Starts the other ranks. On the main thread: they end with the thread that has started them."""
+
+    def end() -> None:
+        background_log().drain(STOP_TIMEOUT_S)
+        os._exit(EXIT_FAILED)
+
+    if config.tensor_parallel <= 1 or config.model == WEIGHTLESS_MODEL:
+        return None
+    arguments = ["--worker-id", config.worker_id, "--log-level", config.log_level]
+    return RankProcesses(config.tensor_parallel, [*arguments, "--log-format", config.log_format], end)
+
+
+def _make_executor(
+    config: WorkerConfig, progress: Progress, ranks: RankProcesses | None = None
+) -> ModelExecutor:
+    # Imported on the compute thread: torch takes seconds to import, and the stream must answer meanwhile.
+    import torch
+
+    from workers.models.active_kernels import check_instruction_set
+
+    check_instruction_set()
+    threads = config.threads or threads_of(config.workers)
+    threads = max(1, threads // max(1, config.tensor_parallel))
+    torch.set_num_threads(threads)
+    device = _choose_device(config)
+    if config.model == WEIGHTLESS_MODEL:
+        if config.tensor_parallel > 1:
+            raise ConfigurationError(
+                f"tensor_parallel = {config.tensor_parallel}, and {WEIGHTLESS_MODEL} cannot be split"
+            )
+        if config.batch_invariant == "on":
+            raise ConfigurationError(f"batch_invariant = on, which {WEIGHTLESS_MODEL} does not support")
+        from workers.executors.weightless import PagedAttentionExecutor
+
+        # Its operations are too short for a second thread.
+        torch.set_num_threads(1)
+        return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
+    from workers.executors.llm import GPU_LORA_RANK, LlmExecutor, LoraLimits, StepLimits
+    from workers.models.files import unchanged_settings
+    from workers.runners.tensor_parallel import RankGroup
+
+    if config.no_self_check == "on":
+        _log.warning("the model is served without its self-check: no_self_check is on")
+    directory = Path(config.model)
+    with unchanged_settings(directory):
+        executor = LlmExecutor.load(
+            directory,
+            dtype=config.dtype,
+            device=device,
+            kv_pages=_kv_pages(config),
+            limits=StepLimits(
+                config.max_batch_tokens,
+                config.max_batch_items,
+                config.gpu_memory_utilization,
+                cuda_graphs=config.cuda_graphs != "off",
+            ),
+            lora=LoraLimits(
+                config.max_lora_adapters,
+                config.max_lora_rank or (256 if device == "cpu" else GPU_LORA_RANK),
+                config.max_lora_bytes,
+            ),
+            backend=config.model_backend or "auto",
+            self_check=config.no_self_check != "on" and not config.model_was_proved,
+            batch_invariant=config.batch_invariant == "on",
+            max_text_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
+            progress=lambda done, total: progress("weights", done, total),
+            ranks=None if ranks is None else RankGroup(ranks),
+        )
+    parameters = executor.info().num_parameters // max(1, config.tensor_parallel)
+    executor.set_threads(min(threads, max(1, parameters // _LEAST_PARAMETERS_PER_THREAD)))
+    return executor
+
+
+def _kv_pages(config: WorkerConfig) -> int | None:
+    return config.kv_pages if config.HasField("kv_pages") else None
+
+
+def make_worker(config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | None) -> WorkerServer:
+    """A worker with this configuration, which has not started to load. Needs a running event loop."""
+    from workers.scheduler import Scheduler
+
+    ranks = _start_ranks(config)
+    return WorkerServer(
+        lambda progress: _make_executor(config, progress, ranks),
+        lambda executor: Scheduler(
+            config.max_batch_tokens,
+            config.max_batch_items,
+            max_rows=config.max_batch_items,
+            page_size=executor.engine.kv.page_size,
+            max_mixed_prefill_tokens=(
+                config.max_mixed_prefill_tokens if config.HasField("max_mixed_prefill_tokens") else None
+            ),
+        ),
+        secret=secret,
+        orphan_timer=orphan_timer,
+    )
+
+
+async def run_worker(worker: WorkerServer, model: str, orphan_timer: OrphanTimer | None) -> int:
+    """Loads and runs the worker until it ends. Returns the exit status."""
+    ticking = asyncio.create_task(orphan_timer.run()) if orphan_timer is not None else None
+    worker.start()
+    status = 0
+    try:
+        await worker.ended
+    except BaseException as error:
+        # Panics of Rust libraries are no Exceptions.
+        status = report(error, model)
+    if ticking is not None:
+        ticking.cancel()
+    worker.stop(STOP_TIMEOUT_S)
+    return status
+
+
+async def _serve(address: str, config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | None) -> int:
+    worker = make_worker(config, secret, orphan_timer)
+    asyncio.get_running_loop().add_signal_handler(END_SIGNAL, worker.end)
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", config.max_request_bytes + HOP_SLACK_BYTES),
+            ("grpc.max_send_message_length", config.max_response_bytes + HOP_SLACK_BYTES),
+        ]
+    )
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+    server.add_insecure_port(address)
+    await server.start()
+    return await run_worker(worker, config.model, orphan_timer)
+
+
+def report(error: BaseException, model: str) -> int:
+    """Log why the worker ends. Returns the exit status."""
+    from workers.kv.sizing import KvSizingError
+    from workers.models.errors import ModelError
+    from workers.sampling import BadLogitsError
+
+    if isinstance(error, BadLogitsError):  # in the warm-up; later ones only fail their operation
+        error = ModelError(f"{model}: its logits are not finite, though its weights are: they overflow")
+    if isinstance(error, ConfigurationError | ModelError | KvSizingError):
+        _log.error("cannot serve with this configuration", error=str(error))
+        return EXIT_CONFIG
+    _log.error("the worker failed", exc_info=error)
+    return EXIT_FAILED
+
+
+def main() -> int:
+    """Run a worker until its gateway ends it, or has been gone for too long."""
+    address, config, secret = _parse_arguments()
+    configure_logging(config)
+    # Ctrl-C and a service manager's SIGTERM reach all processes, but the gateway drains before it ends its
+    # workers. So may SIGUSR2, which ends a gateway and leaves its workers.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    orphan_timer = None
+    if config.orphan_grace_s:
+        orphan_timer = _outlive_the_gateway(config.orphan_grace_s)
+    else:
+        end_with_parent()
+    # Neither the server nor the loop is closed. Both would cancel the gateway's stream, and gRPC prints a
+    # traceback if that is about to end.
+    return uvloop.new_event_loop().run_until_complete(_serve(address, config, secret, orphan_timer))
