@@ -41,6 +41,7 @@ _MAX_SOCKET_PATH_BYTES = 107
 _HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9][\w.-]*/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
 _REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.))\w[\w./-]*[\w-]|\w", re.ASCII)
 _MAX_HUB_ID = 96
+_RESOURCE = re.compile(r"[\w.:/-]+=\d+(\.\d+)?", re.ASCII)
 _DAY_S = 86_400
 _YEAR_S = 365 * _DAY_S
 
@@ -162,6 +163,10 @@ def _are_addresses(value: str) -> bool:
     return not value or all(_is_http_address(address) and address for address in value.split(","))
 
 
+def _are_resources(value: str) -> bool:
+    return not value or all(_RESOURCE.fullmatch(part) for part in value.split(","))
+
+
 def _is_collector(value: str) -> bool:
     return not value or bool(re.fullmatch(r"https?://[^/?#@\s]+/?", value))
 
@@ -276,6 +281,23 @@ class Config:
         "directory of the certificates by which gateways and workers of other hosts know each other, made by"
         " `quire pool init`",
         _Text(_is_directory, "must be a directory"),
+    )
+    launcher: str = _setting(
+        "local",
+        "what starts the workers: this gateway, or Ray on the nodes of a cluster, in the paths of which the"
+        " model has to be",
+        ("local", "ray"),
+    )
+    ray_address: str = _setting(
+        _AUTO,
+        "the Ray cluster: host:port or auto on one of its nodes, ray://host:port elsewhere",
+        _Text(bool, "must be an address as ray.init has it"),
+    )
+    ray_resources: str = _setting(
+        "",
+        "what a worker takes of a Ray node, such as GPU=1,CPU=4; the default is GPU=1, or CPU=1 if the"
+        " cluster has no GPU or device is cpu",
+        _Text(_are_resources, "must be NAME=NUMBER, or several separated by commas"),
     )
     threads_per_worker: int | None = _setting(
         None, "compute threads in each worker on the CPU; auto is usable cores / workers", _Range(1, 4096)
@@ -464,7 +486,7 @@ class Config:
     @property
     def has_remote_workers(self) -> bool:
         """Whether others start the workers, on this or other hosts."""
-        return bool(self.workers_at or self.pool_listen)
+        return bool(self.workers_at or self.pool_listen or self.launcher == "ray")
 
 
 class Setting:
@@ -598,3 +620,14 @@ def _pool_conflicts(
             "pool_listen", sources["pool_listen"], config.pool_listen, "or workers_at, not both"
         )
         yield ("pool_listen", "workers_at"), error
+    if config.launcher == "ray":
+        for name, problem in (
+            ("workers_at", "or launcher = ray, not both"),
+            ("pool_listen", "or launcher = ray, not both"),
+        ):
+            if getattr(config, name):
+                yield (name, "launcher"), ConfigError(name, sources[name], getattr(config, name), problem)
+        if not config.orphan_grace_s:
+            problem = "must be above 0 with launcher = ray: workers outlive what has started them"
+            source = sources.get("orphan_grace_s", "default")
+            yield ("orphan_grace_s", "launcher"), ConfigError("orphan_grace_s", source, 0, problem)

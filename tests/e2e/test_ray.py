@@ -1,0 +1,115 @@
+"""Workers that Ray has placed: on a cluster of several nodes, all of them on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+from quire.v1 import executor_pb2 as pb
+
+from tests.gateway_process import GatewayProcess
+from tests.ray_cluster import RayCluster
+
+pytest.importorskip("ray", reason="the extra ray is not installed", exc_type=ImportError)
+
+# Far more than any operation takes.
+TIMEOUT_S = 60
+PROMPT = [1, 2, 3]
+
+
+class Caller:
+    """A text on the gateway, compared with an undisturbed run."""
+
+    def __init__(self, gateway: GatewayProcess, expected: list[int] | None = None) -> None:
+        answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=TIMEOUT_S)
+        self.cache_id, self.length = answer.kv_cache.cache_id, answer.kv_cache.seq_len
+        self.tokens = [answer.output.token_id]
+        self.expected = expected
+        self.replayed = 0
+
+    def decode(self, gateway: GatewayProcess, count: int = 3) -> None:
+        for _ in range(count):
+            # A position that is not the length is refused.
+            request = pb.DecodeRequest(cache_id=self.cache_id, token_id=self.tokens[-1], position=self.length)
+            answer = gateway.stub.Decode(request, timeout=TIMEOUT_S, wait_for_ready=True)
+            self.length += 1
+            assert answer.kv_cache.seq_len == self.length
+            self.replayed += answer.replayed_tokens
+            self.tokens.append(answer.output.token_id)
+        if self.expected is not None:
+            assert self.tokens == self.expected[: len(self.tokens)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    with GatewayProcess(model="paged-attention", workers=1, flags=["--kv-pages", "256"]) as gateway:
+        caller = Caller(gateway)
+        caller.decode(gateway, 60)
+        return caller.tokens
+
+
+def serve(cluster: RayCluster, data: Path, *, workers: int) -> GatewayProcess:
+    flags = ["--launcher", "ray", "--ray-address", cluster.address, "--data-dir", str(data)]
+    flags += ["--orphan-grace-s", "60", "--kv-pages", "256"]
+    return GatewayProcess(model="paged-attention", workers=workers, flags=flags)
+
+
+def placed(gateway: GatewayProcess) -> dict[str, psutil.Process]:
+    """The processes that hold a worker, of all that were placed, by node."""
+    records = [record for record in gateway.records() if record["event"] == "ray: worker placed"]
+    return {str(record["node"]): psutil.Process(int(str(record["pid"]))) for record in records}
+
+
+def wait_for(gateway: GatewayProcess, event: str) -> None:
+    gateway.wait_until(lambda: any(record["event"] == event for record in gateway.records()))
+
+
+def test_lost_node(tmp_path: Path, expected: list[int]) -> None:
+    """Callers continue on the other node, and a worker is placed on the next node that joins."""
+    with RayCluster() as cluster:
+        cluster.add_node()
+        lost = cluster.add_node()
+        with serve(cluster, tmp_path, workers=2) as gateway:
+            callers = [Caller(gateway, expected) for _ in range(4)]
+            for caller in callers:
+                caller.decode(gateway)
+            before = placed(gateway)
+            assert lost in before and len(before) == 2
+            before[lost].kill()
+            cluster.kill(lost)
+            for caller in callers:
+                caller.decode(gateway)
+            assert sum(caller.replayed for caller in callers) > 0
+            wait_for(gateway, "ray: left")
+            joined = cluster.add_node()
+            gateway.wait_until_ready()
+            after = placed(gateway)
+            assert joined in after
+            for caller in [*callers, *(Caller(gateway, expected) for _ in range(4))]:
+                caller.decode(gateway)
+        # Given back: none stays.
+        psutil.wait_procs(after.values(), timeout=TIMEOUT_S)
+        assert not any(process.is_running() for process in after.values())
+
+
+def test_lost_gateway_and_lost_head(tmp_path: Path, expected: list[int]) -> None:
+    """The next gateway finds the workers by Ray, with their KV. Without Ray they go on."""
+    with RayCluster() as cluster:
+        node = cluster.add_node()
+        with serve(cluster, tmp_path, workers=1) as gateway:
+            caller = Caller(gateway, expected)
+            caller.decode(gateway)
+            gateway.process.kill()
+            gateway.process.wait()
+            worker = placed(gateway)[node]
+        with serve(cluster, tmp_path, workers=1) as gateway:
+            caller.decode(gateway)
+            assert placed(gateway) == {node: worker}
+            assert caller.replayed == 0
+            cluster.kill()
+            cluster.kill(node)
+            wait_for(gateway, "Ray is out of reach: workers run on, and none is placed")
+            caller.decode(gateway)
+            assert worker.is_running() and caller.replayed == 0
+        worker.wait(TIMEOUT_S)

@@ -1,0 +1,97 @@
+"""A Ray cluster of processes on this machine: `python -m tests.ray_cluster`.
+
+Says its address, then one line for each line of standard input: `add` (the id of a node with one CPU),
+`kill HEAD-OR-NODE-ID`, or the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Self
+
+from benchmarks.checkout import ROOT, environment
+
+_OBJECTS_BYTES = 80 << 20
+
+
+class RayCluster:
+    """The process that owns the cluster's. Use as a context manager."""
+
+    def __init__(self) -> None:
+        settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.ray_cluster"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment(ROOT) | settings,
+        )
+        self.address = self._answer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._process:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            assert self._process.wait() == 0
+
+    def add_node(self) -> str:
+        """Returns its id."""
+        return self._ask("add")
+
+    def kill(self, node: str = "head") -> None:
+        """SIGKILL, as a machine that loses its power."""
+        self._ask(f"kill {node}")
+
+    def _ask(self, line: str) -> str:
+        assert self._process.stdin is not None
+        print(line, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the cluster has failed"
+        return str(json.loads(line))
+
+
+def main() -> None:
+    """Runs the cluster until standard input closes."""
+    # Only here: it warns, and tests end with warnings.
+    from ray.cluster_utils import Cluster
+
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
+        options = {"object_store_memory": _OBJECTS_BYTES, "temp_dir": directory, "include_dashboard": False}
+        cluster = Cluster()
+        nodes = {"head": cluster.add_node(num_cpus=0, **options)}
+        answer = cluster.address
+        try:
+            while True:
+                os.write(answers, json.dumps(answer).encode() + b"\n")
+                match sys.stdin.readline().split():
+                    case ["add"]:
+                        node = cluster.add_node(num_cpus=1, **options)
+                        answer = node.node_id
+                        nodes[answer] = node
+                    case ["kill", answer]:
+                        # Its Ray processes; what has left them is the test's.
+                        nodes.pop(answer).kill_all_processes(check_alive=False, allow_graceful=False)
+                    case _:
+                        break
+        finally:
+            for node in nodes.values():
+                node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+
+if __name__ == "__main__":
+    # Ray prints to standard output.
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    main()
