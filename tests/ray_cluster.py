@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from typing import Self
+from typing import Any, Self
 
 from benchmarks.checkout import ROOT, environment
 
@@ -22,7 +22,15 @@ class RayCluster:
     """The process that owns the cluster's. Use as a context manager."""
 
     def __init__(self) -> None:
-        settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+        settings = {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # By default it takes Ray a quarter of a minute to miss a node. Of a process that is gone all
+            # calls fail at once; one that is only slow has the whole timeout.
+            "RAY_health_check_initial_delay_ms": "0",
+            "RAY_health_check_period_ms": "300",
+            "RAY_health_check_timeout_ms": "10000",
+            "RAY_health_check_failure_threshold": "3",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.ray_cluster"],
             stdin=subprocess.PIPE,
@@ -68,7 +76,11 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
-        options = {"object_store_memory": _OBJECTS_BYTES, "temp_dir": directory, "include_dashboard": False}
+        options: dict[str, Any] = {
+            "object_store_memory": _OBJECTS_BYTES,
+            "temp_dir": directory,
+            "include_dashboard": False,
+        }
         cluster = Cluster()
         nodes = {"head": cluster.add_node(num_cpus=0, **options)}
         answer = cluster.address

@@ -73,8 +73,9 @@ class RayLauncher(RemoteLauncher):
         placement = self._placements[name] = _Placement()
         self._send("place", name)
         try:
-            address = await placement.address
-            epoch, endpoint = await self._lease_at(address, config)
+            placed = await placement.placed
+            _log.info("ray: worker placed", worker_id=config.worker_id, **placed)
+            epoch, endpoint = await self._lease_at(placed["address"], config)
         except BaseException:
             self.remove(name)
             raise
@@ -143,31 +144,34 @@ class RayLauncher(RemoteLauncher):
         placement = self._placements.get(name)
         if kind == "connected":
             self._on_connected(event["actors"])
-        elif kind in ("joined", "left", "failed"):
-            _log.info(f"ray: {kind}", **event)
+        elif kind == "failed":
+            _log.error("ray: failed", **event)
+        elif kind in ("joined", "left"):
+            _log.info(f"ray: node {kind}", **event)
+        elif placement is not None and kind == "placed":
+            _resolve(placement.placed, event)
         elif placement is not None:
-            _log.info(f"ray: worker {kind}", **event)
-            if kind == "placed":
-                _resolve(placement.address, event["address"])
-            elif kind == "ended":
+            _log.warning(f"ray: actor {kind}", **event)
+            if kind == "ended":
                 _resolve(placement.ended, event["status"])
-            if kind != "placed" and not placement.address.done():
-                placement.address.set_exception(OSError(0, event.get("why", "it has ended")))
+            if not placement.placed.done():
+                why = OSError(0, event.get("why", "it has ended"), f"actor {name}")
+                placement.placed.set_exception(why)
 
     def _on_connected(self, actors: Sequence[str]) -> None:
         _log.info("ray: connected", actors=len(actors))
         self._left = [name for name in actors if name not in self._placements]
         for name, placement in self._placements.items():
-            self._send("watch" if placement.address.done() else "place", name)
+            self._send("watch" if placement.placed.done() else "place", name)
         self._connected.set()
 
 
 class _Placement:
-    """What is known of an actor: where its worker listens, and the status that it has ended with."""
+    """What is known of an actor: where its worker runs and listens, and the status that it has ended with."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.address: asyncio.Future[str] = loop.create_future()
+        self.placed: asyncio.Future[dict[str, Any]] = loop.create_future()
         self.ended: asyncio.Future[int | None] = loop.create_future()
 
 

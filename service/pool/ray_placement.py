@@ -18,8 +18,11 @@ import asyncio
 import json
 import logging
 import os
+import select
 import signal
 import sys
+import threading
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ from service.pool.ray_worker import RayWorker
 
 _CONNECT_TIMEOUT_S = 60
 # A cluster that does not answer for so long is lost: this process ends, and the next one connects again.
-_ANSWER_TIMEOUT_S = 20
+_ANSWER_TIMEOUT_S = 10
 _POLL_S = 1.0
 _REMOVE_TIMEOUT_S = 5.0
 _ACTOR_THREADS = 4
@@ -136,7 +139,12 @@ class Placement:
             os._exit(1)
 
     def _say(self, event: str, **fields: Any) -> None:
-        os.write(self._events, json.dumps({"event": event} | fields).encode() + b"\n")
+        say(self._events, event, **fields)
+
+
+def say(events: int, event: str, **fields: Any) -> None:
+    """Writes an event."""
+    os.write(events, json.dumps({"event": event} | fields).encode() + b"\n")
 
 
 def _find(name: str) -> Any:
@@ -154,6 +162,15 @@ def _resources(given: str, device: str) -> dict[str, float]:
     return {"GPU": 1} if device != "cpu" and ray.cluster_resources().get("GPU") else {"CPU": 1}
 
 
+def _end_with_gateway() -> None:
+    """Also while Ray does not answer."""
+    standard_input = select.poll()
+    standard_input.register(0, 0)
+    standard_input.poll()
+    time.sleep(_REMOVE_TIMEOUT_S + 1)
+    os._exit(1)
+
+
 def main() -> None:
     """Runs until standard input closes, or the cluster is lost."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -168,11 +185,23 @@ def main() -> None:
     # Libraries print to standard output.
     events = os.dup(1)
     os.dup2(2, 1)
+    threading.Thread(target=_end_with_gateway, daemon=True).start()
     signal.alarm(_CONNECT_TIMEOUT_S)
-    ray.init(options.address, namespace=options.namespace, log_to_driver=False, logging_level=logging.WARNING)
-    asyncio.run(Placement(options, events).run())
+    status = 0
+    try:
+        ray.init(
+            options.address, namespace=options.namespace, log_to_driver=False, logging_level=logging.WARNING
+        )
+        # Ray prints pages about each lost node.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        asyncio.run(Placement(options, events).run())
+    except (RayError, OSError, RuntimeError) as error:
+        say(events, "failed", why=f"{type(error).__name__}: {error}")
+        status = 1
     # Ray's own end takes seconds.
-    os._exit(0)
+    os._exit(status)
 
 
 if __name__ == "__main__":
