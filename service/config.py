@@ -621,13 +621,9 @@ def _pool_conflicts(
         )
         yield ("pool_listen", "workers_at"), error
     if config.launcher == "ray":
-        for name, problem in (
-            ("workers_at", "or launcher = ray, not both"),
-            ("pool_listen", "or launcher = ray, not both"),
-        ):
-            if getattr(config, name):
-                yield (name, "launcher"), ConfigError(name, sources[name], getattr(config, name), problem)
-        if not config.orphan_grace_s:
-            problem = "must be above 0 with launcher = ray: workers outlive what has started them"
-            source = sources.get("orphan_grace_s", "default")
-            yield ("orphan_grace_s", "launcher"), ConfigError("orphan_grace_s", source, 0, problem)
+        others = dict.fromkeys(("workers_at", "pool_listen"), "or launcher = ray, not both")
+        alive = "must be above 0 with launcher = ray: workers outlive what has started them"
+        for name, problem in (others | {"orphan_grace_s": alive}).items():
+            if bool(value := getattr(config, name)) == (name in others):
+                error = ConfigError(name, sources.get(name, "default"), value, problem)
+                yield (name, "launcher"), error

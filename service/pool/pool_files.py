@@ -9,7 +9,6 @@ Both sides accept only certificates of this CA, and only with the name of the ot
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import os
 import tempfile
@@ -57,19 +56,19 @@ def names_of(context: grpc.aio.ServicerContext[Any, Any]) -> list[str]:
     return [name.decode(errors="replace") for name in found]
 
 
-def own_pool(data_dir: Path) -> Path:
-    """The pool of the gateways of a data directory, for workers that they place. Makes it if need be.
-
-    Raises OSError.
-    """
+def own_pool(data_dir: Path | None) -> Path:
+    """That of the gateways of a data directory, for workers that they place. Makes it. Raises ConfigError."""
+    if data_dir is None:
+        raise ConfigError("pool", "default", "", "is needed without a data_dir, in which to make one")
     pool = data_dir / "pool"
-    if not pool.exists():
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=data_dir))
-        write_certificates(made, _OWN_DAYS)
-        # Another gateway may have been quicker.
-        with contextlib.suppress(OSError):
+    try:
+        if not pool.exists():
+            data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            made = Path(tempfile.mkdtemp(dir=data_dir))
+            write_certificates(made, _OWN_DAYS)
             made.rename(pool)
+    except OSError as error:
+        raise ConfigError("data_dir", "a setting", str(data_dir), f"{error.strerror}") from None
     return pool
 
 

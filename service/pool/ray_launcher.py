@@ -22,19 +22,15 @@ from quire.v1 import worker_pb2
 from service.config import Config, ConfigError
 from service.logging import get_logger
 from service.pool import pool_files
-from service.pool.endpoints import LeasedEndpoint, Options, Stream
+from service.pool.endpoints import Endpoint
 from service.pool.remote import LeasedWorker, RemoteLauncher
 
 _log = get_logger(__name__)
 _NAME_BYTES = 8
-# Between two child processes: at first, and at most.
-_BACKOFF_S = 0.5
-_MAX_BACKOFF_S = 10.0
-# A worker listens before it is called.
-_CONNECT_TIMEOUT_S = 10.0
+# Between two child processes.
+_BACKOFF_S = 2.0
 # How long the exit status of a worker may take after its stream has ended.
 _STATUS_DELAY_S = 0.5
-_MAX_LINE_BYTES = 1 << 20
 
 
 class RayLauncher(RemoteLauncher):
@@ -45,14 +41,7 @@ class RayLauncher(RemoteLauncher):
         if importlib.util.find_spec("ray") is None:
             problem = "needs ray, of the extra ray: pip install 'quire-llm-server[ray]'"
             raise ConfigError("launcher", "a setting", config.launcher, problem)
-        if not config.pool and data_dir is None:
-            raise ConfigError("launcher", "a setting", config.launcher, "needs pool, or data_dir to make one")
-        try:
-            self._pool = (
-                Path(config.pool) if data_dir is None or config.pool else pool_files.own_pool(data_dir)
-            )
-        except OSError as error:
-            raise ConfigError("data_dir", "a setting", str(data_dir), f"{error.strerror}") from None
+        self._pool = Path(config.pool) if config.pool else pool_files.own_pool(data_dir)
         super().__init__(data_dir, config, on_locked, self._pool)
         self._placements: dict[str, _Placement] = {}
         # Names of actors that an earlier gateway has left.
@@ -79,7 +68,7 @@ class RayLauncher(RemoteLauncher):
         except BaseException:
             self.remove(name)
             raise
-        return PlacedWorker(epoch, _PlacedEndpoint(endpoint), placement, lambda: self.remove(name))
+        return PlacedWorker(epoch, endpoint, placement.ended, lambda: self.remove(name))
 
     def remove(self, name: str) -> None:
         """Frees what an actor has taken, and kills its worker if it still runs."""
@@ -91,79 +80,66 @@ class RayLauncher(RemoteLauncher):
         self._running.cancel()
         if self._child is not None and self._child.stdin is not None:
             self._child.stdin.close()
+            if not self._connected.is_set() and self._child.returncode is None:
+                self._child.kill()
         super().close()
 
     def _send(self, verb: str, name: str) -> None:
-        if self._child is not None and self._child.stdin is not None and self._child.returncode is None:
-            self._child.stdin.write(json.dumps({verb: name}).encode() + b"\n")
+        if self._child is not None and self._child.stdin is not None and self._connected.is_set():
+            self._child.stdin.write(f"{verb} {name}\n".encode())
 
     async def _keep_child(self) -> None:
-        backoff_s = _BACKOFF_S
-        while True:
-            self._connected.clear()
-            try:
-                await self._run_child()
-                if self._connected.is_set():
-                    backoff_s = _BACKOFF_S
-            except (OSError, ValueError) as error:
-                _log.error("the process that speaks with Ray cannot be used", error=str(error))
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
-
-    async def _run_child(self) -> None:
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        self._child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "service.pool.ray_placement", *self._arguments()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_MAX_LINE_BYTES,
-            # Ctrl-C is for the gateway, which this process ends with.
-            start_new_session=True,
-            env={"RAY_USAGE_STATS_ENABLED": "0"} | os.environ | {"PYTHONPATH": path},
-        )
-        assert self._child.stdout is not None
-        while line := await self._child.stdout.readline():
-            self._on_event(json.loads(line))
-        status = await self._child.wait()
-        _log.warning("Ray is out of reach: workers run on, and none is placed", status=status)
+        environment = {"RAY_USAGE_STATS_ENABLED": "0"} | os.environ | {"PYTHONPATH": path}
+        command = [sys.executable, "-m", "service.pool.ray_placement", json.dumps(self._options())]
+        while True:
+            self._child = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                # Ctrl-C is for the gateway, which this process ends with.
+                start_new_session=True,
+                env=environment,
+            )
+            assert self._child.stdout is not None
+            while line := await self._child.stdout.readline():
+                self._on_event(json.loads(line))
+            self._connected.clear()
+            status = await self._child.wait()
+            _log.warning("Ray is out of reach: workers run on, and none is placed", status=status)
+            await asyncio.sleep(_BACKOFF_S)
 
-    def _arguments(self) -> list[str]:
+    def _options(self) -> dict[str, Any]:
         config = self._config
-        found = ["--address", config.ray_address, "--namespace", f"quire-{self._gateway_id}"]
-        found += ["--pool", str(self._pool), "--resources", config.ray_resources, "--device", config.device]
-        found += ["--grace-s", str(config.orphan_grace_s), "--"]
+        given = (part.split("=") for part in config.ray_resources.split(",") if part)
+        resources = {name: float(number) for name, number in given}
         # Ray shows an actor only its own GPUs.
-        found += ["--device-index", "0", "--log-format", "json", "--log-level", config.log_level]
-        taken = dict(part.split("=") for part in config.ray_resources.split(",") if part)
-        if config.threads_per_worker is None and (threads := int(float(taken.get("CPU", 0)))):
-            found += ["--threads", str(threads)]
-        return found
+        flags = ["--device-index", "0", "--log-format", "json", "--log-level", config.log_level]
+        if config.threads_per_worker is None and (threads := int(resources.get("CPU", 0))):
+            flags += ["--threads", str(threads)]
+        return {
+            "address": config.ray_address,
+            "namespace": f"quire-{self._gateway_id}",
+            "pool": str(self._pool),
+            "resources": resources,
+            "device": config.device,
+            "flags": flags,
+        }
 
     def _on_event(self, event: dict[str, Any]) -> None:
         kind, name = event.pop("event"), event.get("name", "")
-        placement = self._placements.get(name)
         if kind == "connected":
-            self._on_connected(event["actors"])
-        elif kind == "failed":
-            _log.error("ray: failed", **event)
+            _log.info("ray: connected", actors=len(event["actors"]))
+            self._connected.set()
+            self._left = [name for name in event["actors"] if name not in self._placements]
+            for name, placement in self._placements.items():
+                # Of others, streams say enough.
+                if not placement.placed.done():
+                    self._send("place", name)
         elif kind in ("joined", "left"):
             _log.info(f"ray: node {kind}", **event)
-        elif placement is not None and kind == "placed":
-            _resolve(placement.placed, event)
-        elif placement is not None:
-            _log.warning(f"ray: actor {kind}", **event)
-            if kind == "ended":
-                _resolve(placement.ended, event["status"])
-            if not placement.placed.done():
-                why = OSError(0, event.get("why", "it has ended"), f"actor {name}")
-                placement.placed.set_exception(why)
-
-    def _on_connected(self, actors: Sequence[str]) -> None:
-        _log.info("ray: connected", actors=len(actors))
-        self._left = [name for name in actors if name not in self._placements]
-        for name, placement in self._placements.items():
-            self._send("watch" if placement.placed.done() else "place", name)
-        self._connected.set()
+        elif (known := self._placements.get(name)) is not None:
+            known.on_event(kind, event)
 
 
 class _Placement:
@@ -174,57 +150,40 @@ class _Placement:
         self.placed: asyncio.Future[dict[str, Any]] = loop.create_future()
         self.ended: asyncio.Future[int | None] = loop.create_future()
 
+    def on_event(self, kind: str, event: dict[str, Any]) -> None:
+        if kind == "placed":
+            self.placed.set_result(event)
+            return
+        _log.warning(f"ray: actor {kind}", **event)
+        if kind == "ended":
+            self.ended.set_result(event["status"])
+        elif not self.placed.done():
+            self.placed.set_exception(OSError(0, event["why"], f"actor {event['name']}"))
+
 
 class PlacedWorker(LeasedWorker):
     """A worker that Ray has started. See `WorkerProcesses`."""
 
     def __init__(
-        self, epoch: int, endpoint: _PlacedEndpoint, placement: _Placement, remove: Callable[[], None]
+        self, epoch: int, endpoint: Endpoint, ended: asyncio.Future[int | None], remove: Callable[[], None]
     ) -> None:
+        """`ended` has the exit status, if the actor has seen it: one of a lost node has not."""
         super().__init__(epoch, endpoint)
-        self._placement = placement
+        self._ended = ended
         self._remove = remove
 
     async def wait(self) -> int | None:
-        """Returns only if its actor saw it end: that of a lost node does not."""
-        return await asyncio.shield(self._placement.ended)
+        """See `WorkerProcesses.wait`. Never returns if Ray or the node is lost: its stream ends."""
+        return await asyncio.shield(self._ended)
 
     async def stop(self, *, grace_s: float) -> int | None:
         """It was given back, and ends by itself or is killed."""
-        ended = self._placement.ended
         try:
-            await asyncio.wait({ended}, timeout=min(grace_s, _STATUS_DELAY_S))
+            await asyncio.wait({self._ended}, timeout=min(grace_s, _STATUS_DELAY_S))
         finally:
             self._remove()
-        return ended.result() if ended.done() else None
+        return self._ended.result() if self._ended.done() else None
 
     def kill(self) -> None:
         """See `WorkerProcesses.kill`."""
         self._remove()
-
-
-class _PlacedEndpoint:
-    """See `LeasedEndpoint`. The node may be lost before the worker is called."""
-
-    is_leased = True
-
-    def __init__(self, endpoint: LeasedEndpoint) -> None:
-        self.address = endpoint.address
-        self._endpoint = endpoint
-
-    async def open(self, options: Options) -> Stream:
-        """See `Endpoint.open`. Raises InvalidStateError if there is no connection in time."""
-        try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                return await self._endpoint.open(options)
-        except TimeoutError:
-            raise asyncio.InvalidStateError from None
-
-    async def close(self) -> None:
-        """See `Endpoint.close`."""
-        await self._endpoint.close()
-
-
-def _resolve(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)

@@ -1,29 +1,19 @@
-"""Places workers on a Ray cluster, for one gateway: `python -m service.pool.ray_placement`.
+"""Places workers on a Ray cluster, for one gateway: `python -m service.pool.ray_placement OPTIONS`.
 
-A process of its own, because Ray ends its drivers when it loses the head of the cluster. Without it workers
-run on. The gateway starts it again and says what is still to be placed. Actors are detached, and are found
-again by their names in a namespace of the gateway. Commands are lines of JSON on standard input:
-
-    {"place": NAME}    answered by "placed" or "lost", later by "ended"
-    {"watch": NAME}    answered by "ended", if the actor is found
-    {"remove": NAME}
-
-events are lines on standard output: see `Placement`. The process ends when standard input closes.
+A process of its own, because Ray ends its drivers when it loses the head of the cluster. Workers run on
+without it. The gateway starts it again, and says what is still to be placed. Actors are detached, and are
+found again by their names in a namespace of the gateway. A line of standard input is `place NAME`, answered by
+"placed" or "lost" and later by "ended", or `remove NAME`. Events are lines of JSON on standard output.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
 import os
-import select
 import signal
 import sys
-import threading
-import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +22,7 @@ from ray.exceptions import RayError
 
 from service.pool.ray_worker import RayWorker
 
-_CONNECT_TIMEOUT_S = 60
+_CONNECT_TIMEOUT_S = 30
 # A cluster that does not answer for so long is lost: this process ends, and the next one connects again.
 _ANSWER_TIMEOUT_S = 10
 _POLL_S = 1.0
@@ -44,43 +34,38 @@ _FILES = ("ca.pem", "worker.pem", "worker-key.pem")
 class Placement:
     """Owner of the actors of the namespace."""
 
-    def __init__(self, options: argparse.Namespace, events: int) -> None:
-        """`events`: the file descriptor that they are written to."""
+    def __init__(self, options: dict[str, Any], events: int) -> None:
+        """`options`: see `RayLauncher`. `events`: the file descriptor that they are written to."""
+        self._options = options
         self._events = events
-        self._grace_s: float = options.grace_s
-        self._certificates = {name: (options.pool / name).read_bytes() for name in _FILES}
-        self._flags: list[str] = options.flags
-        self._resources = _resources(options.resources, options.device)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._nodes: dict[str, str] = {}
+        self._files = {name: (Path(options["pool"]) / name).read_bytes() for name in _FILES}
 
     async def run(self) -> None:
-        """Serves until standard input closes."""
+        """Serves until standard input closes. Raises RayError."""
         self._say("connected", actors=ray.util.list_named_actors())
-        self._spawn(self._watch_nodes())
         commands = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
-        removing: set[asyncio.Task[None]] = set()
-        while line := await commands.readline():
-            ((verb, name),) = json.loads(line).items()
-            if verb == "remove":
-                removing.add(self._spawn(self._remove(name)))
-            else:
-                self._spawn(self._place(name, is_new=verb == "place"))
-        if removing:
-            await asyncio.wait(removing, timeout=_REMOVE_TIMEOUT_S)
+        protocol = asyncio.StreamReaderProtocol(commands)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+        removing = set()
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._watch_nodes())
+            placing = set()
+            while line := await commands.readline():
+                verb, name = line.decode().split()
+                if verb == "place":
+                    placing.add(tasks.create_task(self._place(name)))
+                else:
+                    removing.add(tasks.create_task(self._remove(name)))
+            if removing:
+                await asyncio.wait(removing)
+            for task in (watching, *placing):
+                task.cancel()
 
-    async def _place(self, name: str, *, is_new: bool) -> None:
+    async def _place(self, name: str) -> None:
         try:
-            actor = _find(name)
-            if actor is None and not is_new:
-                return
-            if actor is None:
-                actor = self._create(name)
-            if is_new:
-                address, node, pid = await actor.start.remote(self._certificates, self._flags, self._grace_s)
-                self._say("placed", name=name, address=address, node=node, pid=pid)
+            actor = _find(name) or self._create(name)
+            placed = await actor.start.remote(self._files, self._options["flags"])
+            self._say("placed", name=name, **placed)
             status = await actor.wait.remote()
             self._say("ended", name=name, status=status)
         except (RayError, ValueError) as error:
@@ -88,7 +73,10 @@ class Placement:
             self._say("lost", name=name, why=str(error).strip().splitlines()[-1])
 
     def _create(self, name: str) -> Any:
-        resources = dict(self._resources)
+        resources = dict(self._options["resources"])
+        if not resources:
+            has_gpu = self._options["device"] != "cpu" and ray.cluster_resources().get("GPU")
+            resources = {"GPU": 1.0} if has_gpu else {"CPU": 1.0}
         actor = ray.remote(RayWorker).options(
             name=name,
             lifetime="detached",
@@ -102,8 +90,7 @@ class Placement:
         return actor.remote()
 
     async def _remove(self, name: str) -> None:
-        actor = _find(name)
-        if actor is None:
+        if (actor := _find(name)) is None:
             return
         try:
             # Never answered by an actor that waits for resources.
@@ -114,37 +101,18 @@ class Placement:
         ray.kill(actor)
 
     async def _watch_nodes(self) -> None:
+        known: dict[str, str] = {}
         while True:
             # Ends this process if the call below does not return.
             signal.alarm(_ANSWER_TIMEOUT_S)
             nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-            for node in nodes.keys() - self._nodes.keys():
-                self._say("joined", node=node, host=nodes[node])
-            for node in self._nodes.keys() - nodes.keys():
-                self._say("left", node=node, host=self._nodes[node])
-            self._nodes = nodes
+            for node in nodes.keys() ^ known.keys():
+                self._say("joined" if node in nodes else "left", node=node, host=(known | nodes)[node])
+            known = nodes
             await asyncio.sleep(_POLL_S)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_done)
-        return task
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # Ray is not usable any more: the next process starts over.
-            self._say("failed", why=f"{type(error).__name__}: {error}")
-            os._exit(1)
-
     def _say(self, event: str, **fields: Any) -> None:
-        say(self._events, event, **fields)
-
-
-def say(events: int, event: str, **fields: Any) -> None:
-    """Writes an event."""
-    os.write(events, json.dumps({"event": event} | fields).encode() + b"\n")
+        os.write(self._events, json.dumps({"event": event} | fields).encode() + b"\n")
 
 
 def _find(name: str) -> Any:
@@ -155,53 +123,22 @@ def _find(name: str) -> Any:
         return None
 
 
-def _resources(given: str, device: str) -> dict[str, float]:
-    """What an actor takes."""
-    if given:
-        return {name: float(number) for name, number in (part.split("=") for part in given.split(","))}
-    return {"GPU": 1} if device != "cpu" and ray.cluster_resources().get("GPU") else {"CPU": 1}
-
-
-def _end_with_gateway() -> None:
-    """Also while Ray does not answer."""
-    standard_input = select.poll()
-    standard_input.register(0, 0)
-    standard_input.poll()
-    time.sleep(_REMOVE_TIMEOUT_S + 1)
-    os._exit(1)
-
-
 def main() -> None:
     """Runs until standard input closes, or the cluster is lost."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--namespace", required=True)
-    parser.add_argument("--pool", required=True, type=Path)
-    parser.add_argument("--resources", default="")
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--grace-s", required=True, type=float)
-    parser.add_argument("flags", nargs="*")
-    options = parser.parse_args()
+    options = json.loads(sys.argv[1])
     # Libraries print to standard output.
     events = os.dup(1)
     os.dup2(2, 1)
-    threading.Thread(target=_end_with_gateway, daemon=True).start()
     signal.alarm(_CONNECT_TIMEOUT_S)
-    status = 0
-    try:
-        ray.init(
-            options.address, namespace=options.namespace, log_to_driver=False, logging_level=logging.WARNING
-        )
-        # Ray prints pages about each lost node.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-        asyncio.run(Placement(options, events).run())
-    except (RayError, OSError, RuntimeError) as error:
-        say(events, "failed", why=f"{type(error).__name__}: {error}")
-        status = 1
+    where = options["address"], options["namespace"]
+    ray.init(where[0], namespace=where[1], log_to_driver=False, logging_level=logging.WARNING)
+    # Ray prints pages about each lost node.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    asyncio.run(Placement(options, events).run())
     # Ray's own end takes seconds.
-    os._exit(status)
+    os._exit(0)
 
 
 if __name__ == "__main__":
