@@ -2,8 +2,8 @@
 
 A process of its own, because Ray ends its drivers when it loses the head of the cluster. Workers run on
 without it. The gateway starts it again, and says what is still to be placed. Actors are detached, and are
-found again by their names in a namespace of the gateway. A line of standard input is `place NAME`, answered by
-"placed" or "lost" and later by "ended", or `remove NAME`. Events are lines of JSON on standard output.
+found again by their names in a namespace of the gateway. A line of standard input is `place NAME`, answered
+by "placed" or "lost" and later by "ended", or `remove NAME`. Events are lines of JSON on standard output.
 """
 
 from __future__ import annotations
