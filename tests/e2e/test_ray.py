@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from quire.v1 import types_pb2
 from tests.gateway_process import GatewayProcess
 from tests.ray_cluster import RayCluster
 
-pytest.importorskip("ray", reason="the extra ray is not installed", exc_type=ImportError)
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
 # Far more than any operation takes.
 TIMEOUT_S = 60
@@ -63,6 +64,14 @@ def serve(cluster: RayCluster, data: Path, *, workers: int) -> GatewayProcess:
     return GatewayProcess(model="paged-attention", workers=workers, flags=flags)
 
 
+def said(gateway: GatewayProcess, event: str) -> list[dict[str, object]]:
+    return [record for record in gateway.records() if record["event"] == event]
+
+
+def wait_for(gateway: GatewayProcess, event: str, times: int = 1) -> None:
+    gateway.wait_until(lambda: len(said(gateway, event)) >= times)
+
+
 class Placed(NamedTuple):
     """A worker, and the process that holds it and ends with it."""
 
@@ -74,26 +83,28 @@ class Placed(NamedTuple):
 def placed(gateway: GatewayProcess) -> list[Placed]:
     """Those that run."""
     found = []
-    for record in gateway.records():
-        if record["event"] == "ray: worker placed":
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(int(str(record["pid"])))
-                found.append(Placed(str(record["worker_id"]), str(record["node"]), process))
+    for record in said(gateway, "ray: worker placed"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(str(record["pid"])))
+            found.append(Placed(str(record["worker_id"]), str(record["node"]), process))
     return found
 
 
-def wait_for(gateway: GatewayProcess, event: str) -> None:
-    gateway.wait_until(lambda: any(record["event"] == event for record in gateway.records()))
+def test_lost_driver_and_lost_node(tmp_path: Path, expected: list[int]) -> None:
+    """Callers continue on the other node, and a worker is placed on the next node that joins.
 
-
-def test_lost_node(tmp_path: Path, expected: list[int]) -> None:
-    """Callers continue on the other node, and a worker is placed on the next node that joins."""
+    That another process than before speaks with Ray changes nothing.
+    """
     with RayCluster() as cluster:
         nodes = {cluster.add_node(), cluster.add_node()}
         with serve(cluster, tmp_path, workers=2) as gateway:
             callers = [Caller(gateway, expected) for _ in range(4)]
             for caller in callers:
                 caller.decode(gateway)
+            (driver,) = psutil.Process(gateway.process.pid).children()
+            driver.kill()
+            wait_for(gateway, "ray: connected", 2)
+            assert said(gateway, "ray: connected")[1]["actors"] == 2
             before = placed(gateway)
             assert {worker.node for worker in before} == nodes
             held = {pool.worker_id: pool.pool.sequences for pool in gateway.pools()}
