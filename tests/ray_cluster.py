@@ -6,12 +6,15 @@ Says its address, then one line for each line of standard input: `add` (the id o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from typing import Any, Self
+
+import psutil
 
 from benchmarks.checkout import ROOT, environment
 
@@ -70,6 +73,16 @@ class RayCluster:
         return str(json.loads(line))
 
 
+def kill(node: Any) -> None:
+    """All processes of a node at once, which end one after the other by themselves."""
+    processes = [info.process.pid for infos in node.all_processes.values() for info in infos]
+    children = [child for pid in processes for child in psutil.Process(pid).children(recursive=True)]
+    node.kill_all_processes(check_alive=False, allow_graceful=False)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
 def main() -> None:
     """Runs the cluster until standard input closes."""
     # Only here: it warns, and tests end with warnings.
@@ -93,13 +106,13 @@ def main() -> None:
                         answer = node.node_id
                         nodes[answer] = node
                     case ["kill", answer]:
-                        # Its Ray processes; what has left them is the test's.
-                        nodes.pop(answer).kill_all_processes(check_alive=False, allow_graceful=False)
+                        # What has left Ray's processes is the test's.
+                        kill(nodes.pop(answer))
                     case _:
                         break
         finally:
             for node in nodes.values():
-                node.kill_all_processes(check_alive=False, allow_graceful=False)
+                kill(node)
 
 
 if __name__ == "__main__":
