@@ -37,6 +37,7 @@ _KIB, _MIB = 1 << 10, 1 << 20
 # Longest path of a Unix socket on Linux, without the final zero.
 _MAX_SOCKET_PATH_BYTES = 107
 _REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.))\w[\w./-]*[\w-]|\w", re.ASCII)
+_RESOURCE = re.compile(r"[\w.:/-]+=\d+(\.\d+)?", re.ASCII)
 _DAY_S = 86_400
 _YEAR_S = 365 * _DAY_S
 
@@ -118,6 +119,10 @@ def _is_http_address(value: str) -> bool:
 
 def _are_addresses(value: str) -> bool:
     return not value or all(_is_http_address(address) and address for address in value.split(","))
+
+
+def _are_resources(value: str) -> bool:
+    return not value or all(_RESOURCE.fullmatch(part) for part in value.split(","))
 
 
 def _is_collector(value: str) -> bool:
@@ -237,6 +242,23 @@ class Config:
         1,
         "ranks that split the model in each worker: processes, each with its own GPU or share of the cores",
         _Range(1, 64),
+    )
+    launcher: str = _setting(
+        "local",
+        "what starts the workers: this gateway, or Ray on the nodes of a cluster, in the paths of which the"
+        " model has to be",
+        ("local", "ray"),
+    )
+    ray_address: str = _setting(
+        _AUTO,
+        "the Ray cluster: host:port or auto on one of its nodes, ray://host:port elsewhere",
+        _Text(bool, "must be an address as ray.init has it"),
+    )
+    ray_resources: str = _setting(
+        "",
+        "what a worker takes of a Ray node, such as GPU=1,CPU=4; the default is GPU=1, or CPU=1 if the"
+        " cluster has no GPU or device is cpu",
+        _Text(_are_resources, "must be NAME=NUMBER, or several separated by commas"),
     )
     threads_per_worker: int | None = _setting(
         None, "compute threads in each worker on the CPU; auto is usable cores / workers", _Range(1, 4096)
@@ -425,7 +447,7 @@ class Config:
     @property
     def has_remote_workers(self) -> bool:
         """Whether others start the workers, on this or other hosts."""
-        return bool(self.workers_at or self.pool_listen)
+        return bool(self.workers_at or self.pool_listen or self.launcher == "ray")
 
 
 def plain(number: float) -> str:

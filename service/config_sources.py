@@ -169,6 +169,13 @@ def _pool_conflicts(
         problem = "is for workers that call, workers_at for those that are called: only one is possible"
         error = ConfigError("pool_listen", sources["pool_listen"], config.pool_listen, problem)
         yield ("pool_listen", "workers_at"), error
+    if config.launcher == "ray":
+        others = dict.fromkeys(("workers_at", "pool_listen"), "or launcher = ray, not both")
+        alive = "must be above 0 with launcher = ray: workers outlive what has started them"
+        for name, problem in (others | {"orphan_grace_s": alive}).items():
+            if bool(value := getattr(config, name)) == (name in others):
+                error = ConfigError(name, sources.get(name, "default"), value, problem)
+                yield (name, "launcher"), error
 
 
 def _overlap(one: str, other: str) -> bool:

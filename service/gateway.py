@@ -52,6 +52,7 @@ from service.pool import wire
 from service.pool.launcher import Launcher
 from service.pool.local import LocalLauncher
 from service.pool.model_versions import SHIPPED_MODEL_DIR, ModelVersions, is_gone, model_argument
+from service.pool.ray_launcher import RayLauncher
 from service.pool.remote import RemoteLauncher
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
@@ -163,8 +164,10 @@ class Gateway:
 
     def _new_launcher(self, directory: Path | None) -> Launcher:
         """Raises ConfigError."""
+        if self.config.launcher == "ray":
+            return RayLauncher(directory, self.config, self._remove_leftovers)
         if self.config.has_remote_workers:
-            return RemoteLauncher(directory, self.config, self._remove_leftovers)
+            return RemoteLauncher(directory, self.config, self._remove_leftovers, Path(self.config.pool))
         grace_s = self.config.orphan_grace_s if directory is not None else 0.0
         return LocalLauncher(directory, grace_s, self._remove_leftovers)
 

@@ -9,6 +9,9 @@ Both sides accept only certificates of this CA, and only with the name of the ot
 
 from __future__ import annotations
 
+import datetime as dt
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,9 @@ from service.config import ConfigError
 
 WORKER_NAME = "worker.quire"
 GATEWAY_NAME = "gateway.quire"
+# A clock may be behind.
+_BACKDATED = dt.timedelta(days=1)
+_OWN_DAYS = 3650
 
 
 def gateway_certificates(pool: Path) -> tuple[bytes, bytes, bytes]:
@@ -48,3 +54,58 @@ def names_of(context: grpc.aio.ServicerContext[Any, Any]) -> list[str]:
     """The names in the certificate of a caller."""
     found = context.auth_context().get("x509_subject_alternative_name", ())
     return [name.decode(errors="replace") for name in found]
+
+
+def own_pool(data_dir: Path | None) -> Path:
+    """That of the gateways of a data directory, for workers that they place. Makes it. Raises ConfigError."""
+    if data_dir is None:
+        raise ConfigError("pool", "default", "", "is needed without a data_dir, in which to make one")
+    pool = data_dir / "pool"
+    try:
+        if not pool.exists():
+            data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            made = Path(tempfile.mkdtemp(dir=data_dir))
+            write_certificates(made, _OWN_DAYS)
+            made.rename(pool)
+    except OSError as error:
+        raise ConfigError("data_dir", "a setting", str(data_dir), f"{error.strerror}") from None
+    return pool
+
+
+def write_certificates(directory: Path, days: int) -> None:
+    """Writes the files of a new pool. Raises OSError."""
+    for name, content in _certificates(days).items():
+        descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+
+
+def _certificates(days: int) -> dict[str, bytes]:
+    """The files by name: keys and certificates of the CA and of both roles."""
+    # Loaded only here: servers use gRPC's own TLS.
+    from cryptography import x509  # noqa: PLC0415
+    from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
+    from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
+
+    begins = dt.datetime.now(dt.UTC) - _BACKDATED
+    ca_key = ec.generate_private_key(ec.SECP256R1())
+    ca_name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "Quire pool")])
+    files = {}
+    for role, name in (("ca", ""), ("gateway", GATEWAY_NAME), ("worker", WORKER_NAME)):
+        key = ca_key if role == "ca" else ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) if name else ca_name
+        builder = (
+            x509.CertificateBuilder(ca_name, subject, key.public_key(), x509.random_serial_number())
+            .not_valid_before(begins)
+            .not_valid_after(begins + _BACKDATED + dt.timedelta(days=days))
+            .add_extension(x509.BasicConstraints(ca=role == "ca", path_length=None), critical=True)
+        )
+        if name:
+            names = x509.SubjectAlternativeName([x509.DNSName(name)])
+            builder = builder.add_extension(names, critical=False)
+        pem = serialization.Encoding.PEM
+        files[f"{role}.pem"] = builder.sign(ca_key, hashes.SHA256()).public_bytes(pem)
+        files[f"{role}-key.pem"] = key.private_bytes(
+            pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    return files

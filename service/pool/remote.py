@@ -62,10 +62,12 @@ class LeasedWorker:
 class RemoteLauncher:
     """Owner of the leases, and of the port that workers call."""
 
-    def __init__(self, data_dir: Path | None, config: Config, on_locked: Callable[[], None]) -> None:
+    def __init__(
+        self, data_dir: Path | None, config: Config, on_locked: Callable[[], None], pool: Path
+    ) -> None:
         """Without a `data_dir`, the next gateway is another one for the workers. Raises ConfigError.
 
-        on_locked: called on a thread when the data directory is this gateway's.
+        on_locked: called on a thread when the data directory is this gateway's. pool: see `pool_files`.
         """
         self._on_locked = on_locked
         self._config = config
@@ -73,7 +75,6 @@ class RemoteLauncher:
         self._registry = None if data_dir is None else Registry(data_dir)
         self._epochs = Epochs(self._registry)
         self._gateway_id = secrets.token_hex(_ID_BYTES)
-        pool = Path(config.pool)
         self._credentials = pool_files.channel_credentials(pool)
         self._waiting = WaitingWorkers()
         self._server_credentials = pool_files.server_credentials(pool)
@@ -117,20 +118,25 @@ class RemoteLauncher:
 
     async def start(self, config: worker_pb2.WorkerConfig) -> LeasedWorker:
         """Leases a worker: the one at the slot's address, or the next that calls. Waits for the latter."""
-        lease = worker_pb2.Lease(
+        if self._addresses:
+            return LeasedWorker(*await self._lease_at(self._addresses[config.device_index], config))
+        attached = await self._waiting.take()
+        attached.lease = await self._new_lease(config)
+        return LeasedWorker(attached.lease.epoch, attached)
+
+    async def _lease_at(self, address: str, config: worker_pb2.WorkerConfig) -> tuple[int, LeasedEndpoint]:
+        """The epoch of a lease of the worker at an address, and how its stream is opened."""
+        lease = await self._new_lease(config)
+        return lease.epoch, LeasedEndpoint(address, self._credentials, lease)
+
+    async def _new_lease(self, config: worker_pb2.WorkerConfig) -> worker_pb2.Lease:
+        return worker_pb2.Lease(
             gateway_id=self._gateway_id,
+            epoch=await self._epochs.next(),
             silence_timeout_s=self._config.heartbeat_timeout_s,
             config=config,
             protocol=PROTOCOL,
         )
-        if self._addresses:
-            lease.epoch = await self._epochs.next()
-            address = self._addresses[config.device_index]
-            return LeasedWorker(lease.epoch, LeasedEndpoint(address, self._credentials, lease))
-        attached = await self._waiting.take()
-        lease.epoch = await self._epochs.next()
-        attached.lease = lease
-        return LeasedWorker(lease.epoch, attached)
 
     def close(self) -> None:
         """See `Launcher.close`. Streams are closed already."""

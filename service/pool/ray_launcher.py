@@ -1,0 +1,189 @@
+"""Launcher of workers on a Ray cluster. Ray places and starts them, the gateway calls their addresses.
+
+A child process speaks with Ray (`ray_placement`) and can be lost, with the cluster's head or without: workers
+run on, and placements wait until the next child has connected. Restarts are the supervisor's: a worker that
+has ended is replaced by another actor. Whether one serves is judged by its stream, not by what Ray says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.v1 import worker_pb2
+
+from service.config import Config, ConfigError
+from service.logging import get_logger
+from service.pool import pool_files
+from service.pool.endpoints import Endpoint
+from service.pool.remote import LeasedWorker, RemoteLauncher
+
+_log = get_logger(__name__)
+_NAME_BYTES = 8
+# Between two child processes.
+_BACKOFF_S = 2.0
+# How long the exit status of a worker may take after its stream has ended.
+_STATUS_DELAY_S = 0.5
+
+
+class RayLauncher(RemoteLauncher):
+    """Owner of the child process, and of the placements."""
+
+    def __init__(self, data_dir: Path | None, config: Config, on_locked: Callable[[], None]) -> None:
+        """See `RemoteLauncher`. Raises ConfigError."""
+        if importlib.util.find_spec("ray") is None:
+            problem = "needs ray, of the extra ray: pip install 'quire-llm-server[ray]'"
+            raise ConfigError("launcher", "a setting", config.launcher, problem)
+        self._pool = Path(config.pool) if config.pool else pool_files.own_pool(data_dir)
+        super().__init__(data_dir, config, on_locked, self._pool)
+        self._placements: dict[str, _Placement] = {}
+        # Names of actors that an earlier gateway has left.
+        self._left: list[str] = []
+        self._connected = asyncio.Event()
+        self._child: asyncio.subprocess.Process | None = None
+
+    async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> dict[str, LeasedWorker]:
+        """Starts the child process. As at addresses, a lease may find a worker with KV."""
+        await super().adopt(configs)
+        self._running = asyncio.create_task(self._keep_child(), name="ray-placement")
+        return {}
+
+    async def start(self, config: worker_pb2.WorkerConfig) -> LeasedWorker:
+        """Leases a worker that an earlier gateway has left, or places one. Waits for resources."""
+        await self._connected.wait()
+        name = self._left.pop() if self._left else secrets.token_hex(_NAME_BYTES)
+        placement = self._placements[name] = _Placement()
+        self._send("place", name)
+        try:
+            placed = await placement.placed
+            _log.info("ray: worker placed", worker_id=config.worker_id, **placed)
+            epoch, endpoint = await self._lease_at(placed["address"], config)
+        except BaseException:
+            self.remove(name)
+            raise
+        return PlacedWorker(epoch, endpoint, placement.ended, lambda: self.remove(name))
+
+    def remove(self, name: str) -> None:
+        """Frees what an actor has taken, and kills its worker if it still runs."""
+        if self._placements.pop(name, None) is not None:
+            self._send("remove", name)
+
+    def close(self) -> None:
+        """See `RemoteLauncher.close`. The child process ends after what it was told."""
+        self._running.cancel()
+        if self._child is not None and self._child.stdin is not None:
+            self._child.stdin.close()
+            if not self._connected.is_set() and self._child.returncode is None:
+                self._child.kill()
+        super().close()
+
+    def _send(self, verb: str, name: str) -> None:
+        if self._child is not None and self._child.stdin is not None and self._connected.is_set():
+            self._child.stdin.write(f"{verb} {name}\n".encode())
+
+    async def _keep_child(self) -> None:
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+        environment = {"RAY_USAGE_STATS_ENABLED": "0"} | os.environ | {"PYTHONPATH": path}
+        command = [sys.executable, "-m", "service.pool.ray_placement", json.dumps(self._options())]
+        while True:
+            self._child = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                # Ctrl-C is for the gateway, which this process ends with.
+                start_new_session=True,
+                env=environment,
+            )
+            assert self._child.stdout is not None
+            while line := await self._child.stdout.readline():
+                self._on_event(json.loads(line))
+            self._connected.clear()
+            status = await self._child.wait()
+            _log.warning("Ray is out of reach: workers run on, and none is placed", status=status)
+            await asyncio.sleep(_BACKOFF_S)
+
+    def _options(self) -> dict[str, Any]:
+        config = self._config
+        given = (part.split("=") for part in config.ray_resources.split(",") if part)
+        resources = {name: float(number) for name, number in given}
+        # Ray shows an actor only its own GPUs.
+        flags = ["--device-index", "0", "--log-format", "json", "--log-level", config.log_level]
+        if config.threads_per_worker is None and (threads := int(resources.get("CPU", 0))):
+            flags += ["--threads", str(threads)]
+        return {
+            "address": config.ray_address,
+            "namespace": f"quire-{self._gateway_id}",
+            "pool": str(self._pool),
+            "resources": resources,
+            "device": config.device,
+            "flags": flags,
+        }
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        kind, name = event.pop("event"), event.get("name", "")
+        if kind == "connected":
+            _log.info("ray: connected", actors=len(event["actors"]))
+            self._connected.set()
+            self._left = [name for name in event["actors"] if name not in self._placements]
+            for name, placement in self._placements.items():
+                # Of others, streams say enough.
+                if not placement.placed.done():
+                    self._send("place", name)
+        elif kind in ("joined", "left"):
+            _log.info(f"ray: node {kind}", **event)
+        elif (known := self._placements.get(name)) is not None:
+            known.on_event(kind, event)
+
+
+class _Placement:
+    """What is known of an actor: where its worker runs and listens, and the status that it has ended with."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.placed: asyncio.Future[dict[str, Any]] = loop.create_future()
+        self.ended: asyncio.Future[int | None] = loop.create_future()
+
+    def on_event(self, kind: str, event: dict[str, Any]) -> None:
+        if kind == "placed":
+            self.placed.set_result(event)
+            return
+        _log.warning(f"ray: actor {kind}", **event)
+        if kind == "ended":
+            self.ended.set_result(event["status"])
+        elif not self.placed.done():
+            self.placed.set_exception(OSError(0, event["why"], f"actor {event['name']}"))
+
+
+class PlacedWorker(LeasedWorker):
+    """A worker that Ray has started. See `WorkerProcesses`."""
+
+    def __init__(
+        self, epoch: int, endpoint: Endpoint, ended: asyncio.Future[int | None], remove: Callable[[], None]
+    ) -> None:
+        """`ended` has the exit status, if the actor has seen it: one of a lost node has not."""
+        super().__init__(epoch, endpoint)
+        self._ended = ended
+        self._remove = remove
+
+    async def wait(self) -> int | None:
+        """See `WorkerProcesses.wait`. Never returns if Ray or the node is lost: its stream ends."""
+        return await asyncio.shield(self._ended)
+
+    async def stop(self, *, grace_s: float) -> int | None:
+        """It was given back, and ends by itself or is killed."""
+        try:
+            await asyncio.wait({self._ended}, timeout=min(grace_s, _STATUS_DELAY_S))
+        finally:
+            self._remove()
+        return self._ended.result() if self._ended.done() else None
+
+    def kill(self) -> None:
+        """See `WorkerProcesses.kill`."""
+        self._remove()

@@ -1,0 +1,150 @@
+"""Workers that Ray has placed: on a cluster of several nodes, all of them on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import types_pb2
+
+from tests.gateway_process import GatewayProcess
+from tests.ray_cluster import RayCluster
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+
+# Far more than any operation takes.
+TIMEOUT_S = 60
+PROMPT = [1, 2, 3]
+# This model's most probable token is always the last one.
+DRAWN = types_pb2.OutputOptions(sampling=types_pb2.SamplingParams(temperature=20, seed=7))
+
+
+class Caller:
+    """A text on the gateway, compared with an undisturbed run."""
+
+    def __init__(self, gateway: GatewayProcess, expected: list[int] | None = None) -> None:
+        answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT, output=DRAWN), timeout=TIMEOUT_S)
+        self.cache_id, self.length = answer.kv_cache.cache_id, answer.kv_cache.seq_len
+        self.tokens = [answer.output.token_id]
+        self.expected = expected
+        self.replayed = 0
+
+    def decode(self, gateway: GatewayProcess, count: int = 3) -> None:
+        for _ in range(count):
+            # A position that is not the length is refused.
+            request = pb.DecodeRequest(
+                cache_id=self.cache_id, token_id=self.tokens[-1], position=self.length, output=DRAWN
+            )
+            answer = gateway.stub.Decode(request, timeout=TIMEOUT_S, wait_for_ready=True)
+            self.length += 1
+            assert answer.kv_cache.seq_len == self.length
+            self.replayed += answer.replayed_tokens
+            self.tokens.append(answer.output.token_id)
+        if self.expected is not None:
+            assert self.tokens == self.expected[: len(self.tokens)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    with GatewayProcess(model="paged-attention", workers=1, flags=["--kv-pages", "256"]) as gateway:
+        caller = Caller(gateway)
+        caller.decode(gateway, 30)
+        assert len(set(caller.tokens)) > 10
+        return caller.tokens
+
+
+def serve(cluster: RayCluster, data: Path, *, workers: int) -> GatewayProcess:
+    flags = ["--launcher", "ray", "--ray-address", cluster.address, "--data-dir", str(data)]
+    flags += ["--orphan-grace-s", "60", "--kv-pages", "256"]
+    return GatewayProcess(model="paged-attention", workers=workers, flags=flags)
+
+
+def said(gateway: GatewayProcess, event: str) -> list[dict[str, object]]:
+    return [record for record in gateway.records() if record["event"] == event]
+
+
+def wait_for(gateway: GatewayProcess, event: str, times: int = 1) -> None:
+    gateway.wait_until(lambda: len(said(gateway, event)) >= times)
+
+
+class Placed(NamedTuple):
+    """A worker, and the process that holds it and ends with it."""
+
+    worker_id: str
+    node: str
+    process: psutil.Process
+
+
+def placed(gateway: GatewayProcess) -> list[Placed]:
+    """Those that run."""
+    found = []
+    for record in said(gateway, "ray: worker placed"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(str(record["pid"])))
+            found.append(Placed(str(record["worker_id"]), str(record["node"]), process))
+    return found
+
+
+def test_lost_driver_and_lost_node(tmp_path: Path, expected: list[int]) -> None:
+    """Callers continue on the other node, and a worker is placed on the next node that joins.
+
+    That another process than before speaks with Ray changes nothing.
+    """
+    with RayCluster() as cluster:
+        nodes = {cluster.add_node(), cluster.add_node()}
+        with serve(cluster, tmp_path, workers=2) as gateway:
+            callers = [Caller(gateway, expected) for _ in range(4)]
+            for caller in callers:
+                caller.decode(gateway)
+            (driver,) = psutil.Process(gateway.process.pid).children()
+            driver.kill()
+            wait_for(gateway, "ray: connected", 2)
+            assert said(gateway, "ray: connected")[1]["actors"] == 2
+            before = placed(gateway)
+            assert {worker.node for worker in before} == nodes
+            held = {pool.worker_id: pool.pool.sequences for pool in gateway.pools()}
+            lost = max(before, key=lambda worker: held[worker.worker_id])
+            cluster.kill(lost.node)
+            lost.process.kill()
+            for caller in callers:
+                caller.decode(gateway)
+            wait_for(gateway, "worker is gone")
+            for caller in callers:
+                caller.decode(gateway)
+            assert sum(caller.replayed for caller in callers) > 0
+            joined = cluster.add_node()
+            gateway.wait_until_ready()
+            after = placed(gateway)
+            assert joined in {worker.node for worker in after}
+            for caller in callers:
+                caller.decode(gateway)
+        # Given back: none stays.
+        _, alive = psutil.wait_procs([worker.process for worker in after], timeout=TIMEOUT_S)
+        assert not alive
+
+
+def test_lost_gateway_and_lost_head(tmp_path: Path, expected: list[int]) -> None:
+    """The next gateway finds the workers by Ray, with their KV. Without Ray they go on."""
+    with RayCluster() as cluster:
+        node = cluster.add_node()
+        with serve(cluster, tmp_path, workers=1) as gateway:
+            caller = Caller(gateway, expected)
+            caller.decode(gateway)
+            gateway.process.kill()
+            gateway.process.wait()
+            (worker,) = placed(gateway)
+        with serve(cluster, tmp_path, workers=1) as gateway:
+            caller.decode(gateway)
+            assert placed(gateway) == [worker]
+            assert caller.replayed == 0
+            cluster.kill()
+            cluster.kill(node)
+            wait_for(gateway, "Ray is out of reach: workers run on, and none is placed")
+            caller.decode(gateway)
+            assert worker.process.is_running() and caller.replayed == 0
+        worker.process.wait(TIMEOUT_S)

@@ -1,0 +1,122 @@
+"""A Ray cluster of processes on this machine: `python -m tests.ray_cluster`.
+
+Says its address, then one line for each line of standard input: `add` (the id of a node with one CPU),
+`kill HEAD-OR-NODE-ID`, or the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Any, Self
+
+import psutil
+
+from benchmarks.checkout import ROOT, environment
+
+_OBJECTS_BYTES = 80 << 20
+
+
+class RayCluster:
+    """The process that owns the cluster's. Use as a context manager."""
+
+    def __init__(self) -> None:
+        settings = {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # By default it takes Ray a quarter of a minute to miss a node. Of a process that is gone all
+            # calls fail at once; one that is only slow has the whole timeout.
+            "RAY_health_check_initial_delay_ms": "0",
+            "RAY_health_check_period_ms": "300",
+            "RAY_health_check_timeout_ms": "10000",
+            "RAY_health_check_failure_threshold": "3",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.ray_cluster"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment(ROOT) | settings,
+        )
+        self.address = self._answer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._process:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            assert self._process.wait() == 0
+
+    def add_node(self) -> str:
+        """Returns its id."""
+        return self._ask("add")
+
+    def kill(self, node: str = "head") -> None:
+        """SIGKILL, as a machine that loses its power."""
+        self._ask(f"kill {node}")
+
+    def _ask(self, line: str) -> str:
+        assert self._process.stdin is not None
+        print(line, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the cluster has failed"
+        return str(json.loads(line))
+
+
+def kill(node: Any) -> None:
+    """All processes of a node at once, which end one after the other by themselves."""
+    processes = [info.process.pid for infos in node.all_processes.values() for info in infos]
+    children = [child for pid in processes for child in psutil.Process(pid).children(recursive=True)]
+    node.kill_all_processes(check_alive=False, allow_graceful=False)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def main() -> None:
+    """Runs the cluster until standard input closes."""
+    # Only here: it warns, and tests end with warnings.
+    from ray.cluster_utils import Cluster
+
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
+        options: dict[str, Any] = {
+            "object_store_memory": _OBJECTS_BYTES,
+            "temp_dir": directory,
+            "include_dashboard": False,
+        }
+        cluster = Cluster()
+        nodes = {"head": cluster.add_node(num_cpus=0, **options)}
+        answer = cluster.address
+        try:
+            while True:
+                os.write(answers, json.dumps(answer).encode() + b"\n")
+                match sys.stdin.readline().split():
+                    case ["add"]:
+                        node = cluster.add_node(num_cpus=1, **options)
+                        answer = node.node_id
+                        nodes[answer] = node
+                    case ["kill", answer]:
+                        # What has left Ray's processes is the test's.
+                        kill(nodes.pop(answer))
+                    case _:
+                        break
+        finally:
+            for node in nodes.values():
+                kill(node)
+
+
+if __name__ == "__main__":
+    # Ray prints to standard output.
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    main()
