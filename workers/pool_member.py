@@ -26,6 +26,7 @@ from quire.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from workers import models
 from workers.__main__ import (
     EXIT_CONFIG,
+    EXIT_FAILED,
     configure_logging,
     end_with_parent,
     make_worker,
@@ -124,6 +125,8 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
                     pass
                 except grpc.aio.AioRpcError as error:
                     _log.warning("the gateway has ended the call", code=error.code().name, gateway=gateway)
+                except Exception:
+                    _log.exception("a lease cannot be used", gateway=gateway)
                 stream.cancel()
                 await asyncio.sleep(_CALL_BACKOFF_S)
 
@@ -151,6 +154,8 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
         config.CopyFrom(lease.config)
         # Of this host, as far as is known.
         config.workers = 1
+        # That was on another machine, or before this process.
+        config.model_was_proved = False
         if config.model == SHIPPED_MODEL:
             config.model = str(Path(models.__file__).parent / SHIPPED_MODEL)
         elif self._model and not Path(config.model).is_dir():
@@ -161,7 +166,9 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
         self._running = asyncio.create_task(self._run(self._worker, config.model, orphan_timer))
 
     async def _run(self, worker: WorkerServer, model: str, orphan_timer: OrphanTimer | None) -> None:
-        self.done.set_result(await run_worker(worker, model, orphan_timer))
+        status = await run_worker(worker, model, orphan_timer)
+        # The configuration is the gateway's: the next lease may have another one.
+        self.done.set_result(EXIT_FAILED if status == EXIT_CONFIG else status)
 
 
 def _comparable(config: worker_pb2.WorkerConfig) -> worker_pb2.WorkerConfig:
