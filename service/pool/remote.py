@@ -102,6 +102,11 @@ class RemoteLauncher:
                 # Workers find out by pings whether the gateway is there while they wait.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
                 ("grpc.keepalive_permit_without_calls", 1),
+                # And the gateway whether they are, so that it does not lease one that is gone.
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.http2.ping_timeout_ms", 5_000),
+                ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.so_reuseport", 0),
             ]
         )
@@ -164,6 +169,7 @@ class WaitingWorkers(worker_pb2_grpc.WorkerPoolServiceServicer):
         if len(self._waiting) >= _MAX_WAITING:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many workers wait already")
         worker = AttachedEndpoint(request_iterator, context)
+        _log.info("a worker has called", peer=worker.address)
         self._waiting.append(worker)
         self._arrived.set()
         try:
