@@ -183,6 +183,21 @@ def test_workers_call_the_gateway(pool: Pool, expected: list[int]) -> None:
         gateway.wait_until_ready()
 
 
+def test_waiting_worker_that_is_gone_is_not_used(pool: Pool, expected: list[int]) -> None:
+    """It has waited longest when its network is cut, and nobody tells the gateway."""
+    address = free_address()
+    pool.start_worker("--gateway", address)
+    with pool.gateway("--pool-listen", address) as gateway, TcpProxy(address) as network:
+        text = Text(gateway, expected)
+        pool.start_worker("--gateway", network.address)
+        gateway.wait_until(lambda: gateway.log().count("a worker has called") == 2)
+        network.cut()
+        pool.start_worker("--gateway", address)
+        # It does not come back.
+        pool.workers[0].terminate()
+        text.decode(gateway, 3)
+
+
 @pytest.mark.parametrize("calls", [False, True], ids=["called", "calling"])
 def test_cut_and_healed_network(pool: Pool, expected: list[int], *, calls: bool) -> None:
     """Both sides find half-open connections. What was sent meanwhile arrives late, and changes nothing."""
@@ -219,7 +234,7 @@ def test_one_gateway_at_a_time(pool: Pool, expected: list[int]) -> None:
     with pool.gateway("--workers-at", address, "--orphan-grace-s", "1") as first:
         text = Text(first, expected)
         second = pool.gateway("--workers-at", address, state="other")
-        refused = re.compile("its stream ended")
+        refused = re.compile("refused the lease: another gateway has this worker")
         second.wait_until(lambda: bool(refused.search(second.log())))
         text.decode(first, 5)
         assert text.replayed == 0
