@@ -53,6 +53,12 @@ _LIMITS = [
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
 ]
+# Anyone can connect and never finish the handshake: file descriptors have to be left for files.
+_CONNECTIONS = [
+    ("grpc.max_allowed_incoming_connections", 256),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.so_reuseport", 0),
+]
 # A worker that waits for a lease sends and gets nothing else.
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 10_000),
@@ -222,7 +228,7 @@ async def _serve(options: argparse.Namespace) -> int:
         # Kept until the process ends.
         member.calling = asyncio.create_task(member.call(options.gateway, to_gateway))
     else:
-        server = grpc.aio.server(options=[*_LIMITS, ("grpc.so_reuseport", 0)])
+        server = grpc.aio.server(options=[*_LIMITS, *_CONNECTIONS])
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(member, server)
         credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
         try:

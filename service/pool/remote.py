@@ -27,6 +27,9 @@ from service.pool.registry import PROTOCOL, Registry
 _log = get_logger(__name__)
 # Workers that wait without need; further ones are refused, and call again.
 _MAX_WAITING = 64
+# Connections beside those of the workers in use. Anyone can open some and never finish the handshake.
+_MAX_FURTHER_CONNECTIONS = 256
+_HANDSHAKE_TIMEOUT_MS = 10_000
 _CLOSE_GRACE_S = 0.5
 _ID_BYTES = 16
 _HOP_SLACK_BYTES = 16 << 20
@@ -99,6 +102,8 @@ class RemoteLauncher:
             options=[
                 ("grpc.max_receive_message_length", self._config.max_response_bytes + _HOP_SLACK_BYTES),
                 ("grpc.max_send_message_length", self._config.max_request_bytes + _HOP_SLACK_BYTES),
+                ("grpc.max_allowed_incoming_connections", self._config.workers + _MAX_FURTHER_CONNECTIONS),
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
                 # Workers find out by pings whether the gateway is there while they wait.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
                 ("grpc.keepalive_permit_without_calls", 1),

@@ -183,6 +183,27 @@ def test_workers_call_the_gateway(pool: Pool, expected: list[int]) -> None:
         gateway.wait_until_ready()
 
 
+def test_connections_that_never_finish_their_handshake(pool: Pool, expected: list[int]) -> None:
+    """They are limited on both ports, so that file descriptors are left."""
+    listening = free_address()
+    pool.start_worker("--gateway", listening)
+    called = pool.listen()
+    with contextlib.ExitStack() as opened:
+        gateways = [
+            opened.enter_context(pool.gateway("--pool-listen", listening)),
+            opened.enter_context(pool.gateway("--workers-at", called, state="other")),
+        ]
+        texts = [Text(gateway, expected) for gateway in gateways]
+        for address in (listening, called):
+            host, _, port = address.rpartition(":")
+            place = host, int(port)
+            strange = [opened.enter_context(socket.create_connection(place, TIMEOUT_S)) for _ in range(300)]
+            with contextlib.suppress(ConnectionResetError):
+                assert strange[-1].recv(1) == b""
+        for gateway, text in zip(gateways, texts, strict=True):
+            text.decode(gateway, 3)
+
+
 def test_waiting_worker_that_is_gone_is_not_used(pool: Pool, expected: list[int]) -> None:
     """It has waited longest when its network is cut, and nobody tells the gateway."""
     address = free_address()
