@@ -174,9 +174,9 @@ class Supervisor:
                 version.fail(f"{slot.worker_id} did not become ready: {slot.trouble}")
                 return
             # A worker that was ready is restarted at once, others with backoff.
-            failures = failures + 1 if slot.ready is None else 0
-            gives_up = failures >= _MAX_START_FAILURES and not refused
-            if gives_up and not self.versions.had_ready_worker:
+            # One that refuses its lease is there, and may accept a later one.
+            failures = 0 if slot.ready is not None else 1 if refused else failures + 1
+            if failures >= _MAX_START_FAILURES and not self.versions.had_ready_worker:
                 raise PoolFailed(f"{slot.worker_id} failed to start {failures} times in a row; see its log")
             backoff_s = min(max(0.25, backoff_s * 2), _MAX_BACKOFF_S) if failures else 0.0
 
