@@ -28,6 +28,7 @@ from workers.logging import background_log
 from workers.orphan_timer import OrphanTimer
 from workers.process import (
     EXIT_CONFIG,
+    EXIT_FAILED,
     STOP_TIMEOUT_S,
     configure_logging,
     end_with_parent,
@@ -51,6 +52,12 @@ _MAX_MESSAGE_BYTES = (1 << 31) - 1
 _LIMITS = [
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+]
+# Anyone can connect and never finish the handshake: file descriptors have to be left for files.
+_CONNECTIONS = [
+    ("grpc.max_allowed_incoming_connections", 256),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.so_reuseport", 0),
 ]
 # A worker that waits for a lease sends and gets nothing else.
 _KEEPALIVE = [
@@ -124,6 +131,8 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
                     pass
                 except grpc.aio.AioRpcError as error:
                     _log.warning("the gateway has ended the call", code=error.code().name, gateway=gateway)
+                except Exception:
+                    _log.exception("a lease cannot be used", gateway=gateway)
                 stream.cancel()
                 await asyncio.sleep(_CALL_BACKOFF_S)
 
@@ -151,6 +160,8 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
         config.CopyFrom(lease.config)
         # Of this host, as far as is known.
         config.workers = 1
+        # That was on another machine, or before this process.
+        config.model_was_proved = False
         if config.model == SHIPPED_MODEL:
             config.model = str(Path(models.__file__).parent / SHIPPED_MODEL)
         elif self._model and not Path(config.model).is_dir():
@@ -161,7 +172,9 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
         self._running = asyncio.create_task(self._run(self._worker, config.model, orphan_timer))
 
     async def _run(self, worker: WorkerServer, model: str, orphan_timer: OrphanTimer | None) -> None:
-        self.done.set_result(await run_worker(worker, model, orphan_timer))
+        status = await run_worker(worker, model, orphan_timer)
+        # The configuration is the gateway's: the next lease may have another one.
+        self.done.set_result(EXIT_FAILED if status == EXIT_CONFIG else status)
 
 
 def _comparable(config: worker_pb2.WorkerConfig) -> worker_pb2.WorkerConfig:
@@ -215,7 +228,7 @@ async def _serve(options: argparse.Namespace) -> int:
         # Kept until the process ends.
         member.calling = asyncio.create_task(member.call(options.gateway, to_gateway))
     else:
-        server = grpc.aio.server(options=[*_LIMITS, ("grpc.so_reuseport", 0)])
+        server = grpc.aio.server(options=[*_LIMITS, *_CONNECTIONS])
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(member, server)
         credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
         try:

@@ -18,6 +18,8 @@ _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 10.0
 # A worker that ran for this long did not fail at its start.
 _SETTLED_S = 30.0
+# How long it may take to end. One that hangs, or is stopped by a signal, does not end by itself.
+_STOP_GRACE_S = 10.0
 _FLAGS = ("pool", "listen", "gateway", "model", "device", "device_index", "threads", "kv_pages")
 _LOG_FLAGS = ("log_format", "log_level")
 
@@ -37,7 +39,13 @@ def run(options: argparse.Namespace) -> int:
     def stop(*_: object) -> None:
         stopping.set()
         if child is not None:
-            child.terminate()
+            end(child)
+
+    def end(worker: subprocess.Popen[bytes]) -> None:
+        worker.terminate()
+        killing = threading.Timer(_STOP_GRACE_S, worker.kill)
+        killing.daemon = True
+        killing.start()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
@@ -47,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         # It ends when its standard input closes: with this process, whatever ends that.
         child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)  # noqa: S603
         if stopping.is_set():
-            child.terminate()
+            end(child)
         status = child.wait()
         if status == _EXIT_CONFIG:
             return status

@@ -91,7 +91,11 @@ class Incarnation:
                 return WorkerExit(_end_of(status), crashed=status not in (None, -signal.SIGKILL))
             if self._terminated.done():
                 return self._terminated.result()
-            return heartbeat.result() if heartbeat.done() else WorkerExit("its stream ended")
+            if heartbeat.done():
+                return heartbeat.result()
+            if self.link.refusal:
+                return WorkerExit(f"it refused the lease: {self.link.refusal}", refused=True)
+            return WorkerExit("its stream ended")
         finally:
             for task in tasks:
                 task.cancel()
@@ -240,7 +244,10 @@ class Incarnation:
                 f" than {version.model} ({fingerprint or 'none'}): serve that one, give another data_dir, or"
                 " move the journal away"
             )
-            self.terminate("the journal has caches of another model", failure)
+            _log.error("the worker has another model than the journal", worker_id=self.slot.worker_id)
+            # Other workers at addresses may have the right one.
+            is_shared = not self.processes.endpoint.is_leased
+            self.terminate("the journal has caches of another model", failure if is_shared else None)
             return
         if version.fingerprint is None:
             version.fingerprint = fingerprint

@@ -16,6 +16,7 @@ from quire.v1 import worker_pb2
 from service.config import Config
 from service.logging import get_logger
 from service.pool.endpoints import Endpoint, Stream
+from service.printable import escaped
 
 _log = get_logger(__name__)
 
@@ -26,6 +27,8 @@ _TARGET_MESSAGE_BYTES = 4 << 20
 _HOP_SLACK_BYTES = 16 << 20
 # How long a worker may take to notice that it was given back.
 _GIVE_BACK_TIMEOUT_S = 1.0
+_REFUSED = grpc.StatusCode.FAILED_PRECONDITION
+_MAX_REFUSAL_CHARS = 200
 
 
 class WorkerLink:
@@ -42,6 +45,8 @@ class WorkerLink:
         on_response: Callable[[worker_pb2.ConnectResponse], None],
     ) -> None:
         self.closed = asyncio.Event()
+        # Why the worker has refused the lease.
+        self.refusal = ""
         self._endpoint = endpoint
         self._on_response = on_response
         self._queue: deque[worker_pb2.WorkerCommand] = deque()
@@ -89,6 +94,8 @@ class WorkerLink:
                 self._on_response(response)
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             _log.debug("worker stream ended while reading", error=type(error).__name__)
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() is _REFUSED:
+                self.refusal = escaped((error.details() or "")[:_MAX_REFUSAL_CHARS])
         except Exception:
             _log.exception("a worker's message could not be handled")
         finally:

@@ -27,6 +27,9 @@ from service.pool.registry import PROTOCOL, Registry
 _log = get_logger(__name__)
 # Workers that wait without need; further ones are refused, and call again.
 _MAX_WAITING = 64
+# Connections beside those of the workers in use. Anyone can open some and never finish the handshake.
+_MAX_FURTHER_CONNECTIONS = 256
+_HANDSHAKE_TIMEOUT_MS = 10_000
 _CLOSE_GRACE_S = 0.5
 _ID_BYTES = 16
 _HOP_SLACK_BYTES = 16 << 20
@@ -100,9 +103,16 @@ class RemoteLauncher:
             options=[
                 ("grpc.max_receive_message_length", self._config.max_response_bytes + _HOP_SLACK_BYTES),
                 ("grpc.max_send_message_length", self._config.max_request_bytes + _HOP_SLACK_BYTES),
+                ("grpc.max_allowed_incoming_connections", self._config.workers + _MAX_FURTHER_CONNECTIONS),
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
                 # Workers find out by pings whether the gateway is there while they wait.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
                 ("grpc.keepalive_permit_without_calls", 1),
+                # And the gateway whether they are, so that it does not lease one that is gone.
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.http2.ping_timeout_ms", 5_000),
+                ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.so_reuseport", 0),
             ]
         )
@@ -170,6 +180,7 @@ class WaitingWorkers(worker_pb2_grpc.WorkerPoolServiceServicer):
         if len(self._waiting) >= _MAX_WAITING:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many workers wait already")
         worker = AttachedEndpoint(request_iterator, context)
+        _log.info("a worker has called", peer=worker.address)
         self._waiting.append(worker)
         self._arrived.set()
         try:

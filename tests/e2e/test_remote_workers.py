@@ -219,7 +219,7 @@ def test_one_gateway_at_a_time(pool: Pool, expected: list[int]) -> None:
     with pool.gateway("--workers-at", address, "--orphan-grace-s", "1") as first:
         text = Text(first, expected)
         second = pool.gateway("--workers-at", address, state="other")
-        refused = re.compile("its stream ended")
+        refused = re.compile("refused the lease: another gateway has this worker")
         second.wait_until(lambda: bool(refused.search(second.log())))
         text.decode(first, 5)
         assert text.replayed == 0

@@ -70,6 +70,13 @@ async def serves_another_model(requests: Requests) -> AsyncIterator[worker_pb2.C
         yield worker_pb2.ConnectResponse()
 
 
+async def refuses(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
+    """Refuses the lease: see `Processes.Connect`."""
+    for refusal in (PermissionError("another gateway\nhas it"),):
+        raise refusal
+    yield worker_pb2.ConnectResponse()
+
+
 async def loads(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
     """Never becomes ready."""
     yield worker_pb2.ConnectResponse()
@@ -117,8 +124,11 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
     async def Connect(  # type: ignore[override]  # grpc.aio's other style: it writes by itself
         self, request_iterator: Requests, context: grpc.aio.ServicerContext[object, object]
     ) -> None:
-        async for response in self._behave(request_iterator):
-            await context.write(response)
+        try:
+            async for response in self._behave(request_iterator):
+                await context.write(response)
+        except PermissionError as refusal:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
 
     def exit(self) -> None:
         if not self._exit.done():
@@ -309,6 +319,27 @@ async def test_gives_up_if_no_worker_ever_starts(bench_of: MakeBench) -> None:
         await bench.run()
     assert bench.launcher.attempts == 5
     assert bench.sleeps_s == [0.0, 0.25, 0.5, 1.0, 2.0]
+
+
+async def test_refused_lease_is_retried_without_end(bench_of: MakeBench) -> None:
+    """Another gateway has the worker, and may give it back. The log says so."""
+    bench = bench_of(*[refuses] * 6, *[closes_its_stream] * 3, works)
+    with structlog.testing.capture_logs() as logs:
+        async with running(bench):
+            assert await bench.events(1) == [("ready", 10)]
+    why = [line["why"] for line in logs if line["event"] == "worker is gone"]
+    assert set(why[:6]) == {r"it refused the lease: another gateway\x0ahas it"}
+
+
+async def test_wrong_model_on_one_host_does_not_end_the_pool(
+    bench_of: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers at addresses have directories of their own. The right one is served."""
+    monkeypatch.setattr(SocketEndpoint, "is_leased", True)
+    bench = bench_of(serves_another_model, works)
+    bench.versions.serving.expected_fingerprint = "one"
+    async with running(bench):
+        assert await bench.events(1) == [("ready", 2)]
 
 
 async def test_keeps_retrying_if_a_worker_was_ready_before(bench_of: MakeBench) -> None:
