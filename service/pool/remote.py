@@ -99,9 +99,12 @@ class RemoteLauncher:
             options=[
                 ("grpc.max_receive_message_length", self._config.max_response_bytes + _HOP_SLACK_BYTES),
                 ("grpc.max_send_message_length", self._config.max_request_bytes + _HOP_SLACK_BYTES),
-                # Workers find out by pings whether the gateway is there while they wait.
+                # While workers wait, they and the gateway find out by pings whether the other is there.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
                 ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.keepalive_time_ms", 5_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.so_reuseport", 0),
             ]
         )
@@ -163,6 +166,7 @@ class WaitingWorkers(worker_pb2_grpc.WorkerPoolServiceServicer):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate is not a worker's")
         if len(self._waiting) >= _MAX_WAITING:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many workers wait already")
+        _log.info("a worker has called", peer=context.peer())
         worker = AttachedEndpoint(request_iterator, context)
         self._waiting.append(worker)
         self._arrived.set()

@@ -13,6 +13,7 @@ import random
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,21 @@ _CHANNEL = (
 )
 
 
-async def soak(options: argparse.Namespace, directory: Path) -> Tally:
+async def soak(
+    options: argparse.Namespace,
+    directory: Path,
+    server_type: Callable[..., Server] = Server,
+    injector_type: Callable[..., Injector] = Injector,
+) -> Tally:
     """Runs one; see `_main`."""
     spec = TinyModel()
     model = make_model(directory / "model", spec)
     directories = [make_adapter(directory / f"adapter-{n}", model, n) for n in range(_ADAPTERS)]
     flags = ["--max-lora-adapters", "2", "--heartbeat-timeout-s", "1.5", "--kv-pages", str(options.kv_pages)]
-    server = Server(model, directory, workers=options.workers, flags=flags, seed=options.seed)
+    server = server_type(model, directory, workers=options.workers, flags=flags, seed=options.seed)
     server.start()
     tally = Tally()
-    async with grpc.aio.insecure_channel(server.address, options=_CHANNEL) as channel:
+    async with server.connect(_CHANNEL) as channel:
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         await _wait_until_serving(stub, server)
         adapters = Adapters(channel, directories, tally, options.seed)
@@ -60,7 +66,7 @@ async def soak(options: argparse.Namespace, directory: Path) -> Tally:
         for adapter_id, name in zip(IDS, adapters.names, strict=False):
             await adapters.load(adapter_id, name)
         stop, no_more = asyncio.Event(), asyncio.Event()
-        injector = Injector(server, tally, options.seed, options.interval_s)
+        injector = injector_type(server, tally, options.seed, options.interval_s)
         callers = [Caller(n, stub, texts, adapters, tally, options.seed) for n in range(options.callers)]
         try:
             async with asyncio.TaskGroup() as group:
