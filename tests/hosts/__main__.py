@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--calls", action="store_true", help="workers call the gateway, not it them")
     parser.add_argument("--kv-pages", type=int, default=64, help="of each worker")
     parser.add_argument("--interval-s", type=float, default=0.5, help="between two faults, on average")
+    parser.add_argument("--longest-s", type=float, default=4.0, help="how long a link is bad at most")
     options = parser.parse_args()
     if lacks := missing():
         print(f"tests.hosts: {lacks}", file=sys.stderr)
@@ -48,9 +49,9 @@ def main() -> int:
         from tests.soak.__main__ import soak
 
         server_type = functools.partial(HostsServer, network, calls=options.calls)
-        injector_type = functools.partial(HostsInjector, network, hosts)
+        injector_type = functools.partial(HostsInjector, network, hosts, options.longest_s)
         tally = asyncio.run(soak(options, Path(scratch), server_type, injector_type))
-    found = {"seed": options.seed, "calls": options.calls, "machine": machine.describe()}
+    found = {"seed": options.seed, "workers_call": options.calls, "machine": machine.describe()}
     print(json.dumps(found | tally.summary(), indent=2))
     return 0 if tally.is_clean() and tally.num_faults >= min(options.faults, 1) else 1
 

@@ -10,19 +10,31 @@ from tests.hosts.network import GATEWAY, Network
 from tests.soak.faults import Injector
 from tests.soak.tally import Tally
 
-# Shorter and longer than the heartbeat's timeout.
-_SHORTEST_S, _LONGEST_S = 0.2, 4.0
+# The longest may be longer than the heartbeat's timeout.
+_SHORTEST_S = 0.2
 
 
 class HostsInjector(Injector):
-    """Also cuts the links between gateway and workers, and makes them slow or lossy."""
+    """Also cuts the links between gateway and workers, and makes them slow or lossy.
+
+    Each kind of fault is made once before any is made at random.
+    """
 
     def __init__(
-        self, network: Network, hosts: list[str], server: Any, tally: Tally, seed: int, interval_s: float
+        self,
+        network: Network,
+        hosts: list[str],
+        longest_s: float,
+        server: Any,
+        tally: Tally,
+        seed: int,
+        interval_s: float,
     ) -> None:
+        """`longest_s`: how long a link is bad at most."""
         super().__init__(server, tally, seed, interval_s)
         self._network = network
         self._hosts = hosts
+        self._longest_s = longest_s
         by_name = {method.__name__: method for _, method in self._kinds}
         self._kinds = [
             (0.14, by_name["_kill_worker"]),
@@ -39,6 +51,12 @@ class HostsInjector(Injector):
             (0.04, self._slow(1.0)),
             (0.03, self._lose),
         ]
+
+        self._first = [method for _, method in self._kinds]
+        self._rng.shuffle(self._first)
+
+    def _next_kind(self) -> Callable[[], Awaitable[None]]:
+        return self._first.pop() if self._first else super()._next_kind()
 
     async def _cut(self) -> None:
         host = self._rng.choice(self._hosts)
@@ -82,4 +100,4 @@ class HostsInjector(Injector):
             self._network.set_direction(source, sink)
 
     async def _wait(self) -> None:
-        await asyncio.sleep(self._rng.uniform(_SHORTEST_S, _LONGEST_S))
+        await asyncio.sleep(self._rng.uniform(_SHORTEST_S, self._longest_s))

@@ -79,6 +79,7 @@ async def soak(
                 await faults
                 stop.set()
                 await asyncio.wait([*running, replacing])
+                await _check_pools(stub, options.workers, tally)
                 watch.cancel()
         except* Stuck as stuck:
             tally.lose("unexpected errors", f"{stuck.exceptions[0]}\n{server.log_tail()}")
@@ -98,6 +99,23 @@ async def _wait_until_serving(stub: Any, server: Server) -> None:
         if server.has_ended:
             break
     raise RuntimeError(f"the server does not serve:\n{server.log_tail()}")
+
+
+async def _check_pools(stub: Any, workers: int, tally: Tally) -> None:
+    """Releases what sequences that could not go on have left, and looks into the pools of all workers."""
+    found: Any = "no answer"
+    for _ in range(600):
+        with contextlib.suppress(grpc.RpcError):
+            caches = await stub.ListCaches(executor_pb2.ListCachesRequest(page_size=1000), timeout=5)
+            for cache in caches.kv_caches:
+                await stub.ReleaseCache(executor_pb2.ReleaseCacheRequest(cache_id=cache.cache_id), timeout=5)
+            request = executor_pb2.GetCacheMetricsRequest(check_integrity=True)
+            found = await stub.GetCacheMetrics(request, timeout=15)
+            whole = [one for one in found.workers if one.pool_intact and not one.pool.pages_referenced]
+            if len(whole) == workers and not any(one.pool.sequences for one in whole):
+                return
+        await asyncio.sleep(0.1)
+    tally.lose("pools not whole", str(found))
 
 
 async def _until(faults: int, minutes: float, tally: Tally) -> None:

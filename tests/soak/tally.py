@@ -10,7 +10,15 @@ from typing import Any
 
 _SHARES = {"p50": 0.5, "p99": 0.99, "longest": 1.0}
 # What must not happen, in the words of the report.
-LOSSES = ("lost tokens", "duplicated tokens", "gaps", "differing tokens", "lost caches", "unexpected errors")
+LOSSES = (
+    "lost tokens",
+    "duplicated tokens",
+    "gaps",
+    "differing tokens",
+    "lost caches",
+    "pools not whole",
+    "unexpected errors",
+)
 
 
 @dataclass
