@@ -1,10 +1,11 @@
-"""A network between two processes, which can stop to carry anything, or break its connections."""
+"""A network between two processes, which can be slow, stop to carry anything, or break its connections."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+import time
 from typing import Self
 
 _POLL_S = 0.01
@@ -13,7 +14,9 @@ _POLL_S = 0.01
 class TcpProxy:
     """Use as a context manager. While `is_cut` nothing arrives, in either direction; it arrives late."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, delay_s: float = 0.0) -> None:
+        """`delay_s`: how late everything arrives at least, in each direction."""
+        self._delay_s = delay_s
         host, _, port = target.rpartition(":")
         self._target = host, int(port)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -69,6 +72,7 @@ class TcpProxy:
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                time.sleep(self._delay_s)
                 self._carries.wait()
                 sink.sendall(data)
         _shut(source)

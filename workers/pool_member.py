@@ -47,6 +47,7 @@ PROTOCOL = hashlib.blake2b(
 SHIPPED_MODEL = "adder"
 _LEASE_TIMEOUT_S = 30.0
 _CALL_BACKOFF_S = 1.0
+_ALIVE_INTERVAL_S = 0.5
 # The configuration, with the limits of messages, is not known when the port is opened.
 _MAX_MESSAGE_BYTES = (1 << 31) - 1
 _LIMITS = [
@@ -65,6 +66,9 @@ _KEEPALIVE = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # The gateway may be away for long. The timeout of an attempt is the same as the gateway's.
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", 3000),
 ]
 # Fields of a lease's configuration that the host of the worker decides, or that do not affect results.
 _OF_THE_HOST = ("device_index", "workers", "log_level", "log_format", "model_was_proved", "worker_id")
@@ -90,6 +94,7 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
         self._worker: WorkerServer | None = None
         self._running: asyncio.Task[None] | None = None
         self.calling: asyncio.Task[None] | None = None
+        self.saying: asyncio.Task[None] | None = None
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def Connect(  # type: ignore[override]  # the style of grpc.aio that calls context.write
@@ -194,6 +199,7 @@ def _parse_arguments() -> argparse.Namespace:
     for name, kind in OVERRIDES.items():
         parser.add_argument("--" + name.replace("_", "-"), type=kind)
     parser.add_argument("--model", default="")
+    parser.add_argument("--alive-fd", type=int)
     parser.add_argument("--log-format", default="auto")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
@@ -216,6 +222,8 @@ def _overrides(options: argparse.Namespace) -> worker_pb2.WorkerConfig:
 async def _serve(options: argparse.Namespace) -> int:
     member = PoolMember(_overrides(options), options.model)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end, member.done)
+    if options.alive_fd is not None:
+        member.saying = asyncio.create_task(_say_alive(options.alive_fd))
     try:
         ca, key, certificate = (
             (options.pool / name).read_bytes() for name in ("ca.pem", "worker-key.pem", "worker.pem")
@@ -240,6 +248,13 @@ async def _serve(options: argparse.Namespace) -> int:
         host = options.listen.rpartition(":")[0]
         _log.info("waiting for a gateway", listen=f"{host}:{port}")
     return await member.done
+
+
+async def _say_alive(descriptor: int) -> None:
+    """Tells `quire worker`, again and again, that the event loop runs."""
+    while True:
+        os.write(descriptor, b".")
+        await asyncio.sleep(_ALIVE_INTERVAL_S)
 
 
 def _end(done: asyncio.Future[int]) -> None:

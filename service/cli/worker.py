@@ -1,9 +1,10 @@
-"""`quire worker`: runs a worker for gateways of other hosts, and starts it again whenever it ends."""
+"""`quire worker`: runs a worker for gateways of other hosts, again whenever it ends or hangs."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,6 +21,9 @@ _MAX_BACKOFF_S = 10.0
 _SETTLED_S = 30.0
 # How long it may take to end. One that hangs, or is stopped by a signal, does not end by itself.
 _STOP_GRACE_S = 10.0
+# Until its event loop runs, it may take longer by this.
+_START_S = 60.0
+_TICK_S = 0.5
 _FLAGS = ("pool", "listen", "gateway", "model", "device", "device_index", "threads", "kv_pages")
 _LOG_FLAGS = ("log_format", "log_level")
 
@@ -52,14 +56,37 @@ def run(options: argparse.Namespace) -> int:
     backoff_s = _BACKOFF_S
     while not stopping.is_set():
         began_s = time.monotonic()
+        alive, said = os.pipe()
         # It ends when its standard input closes: with this process, whatever ends that.
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)  # noqa: S603
+        child = subprocess.Popen(  # noqa: S603
+            [*command, "--alive-fd", str(said)], stdin=subprocess.PIPE, env=environment, pass_fds=(said,)
+        )
+        os.close(said)
         if stopping.is_set():
             end(child)
-        status = child.wait()
+        status = _wait(child, alive, options.hang_timeout_s)
+        os.close(alive)
         if status == _EXIT_CONFIG:
             return status
         settled = time.monotonic() - began_s > _SETTLED_S
         backoff_s = _BACKOFF_S if settled else min(2 * backoff_s, _MAX_BACKOFF_S)
         stopping.wait(backoff_s)
     return 0
+
+
+def _wait(child: subprocess.Popen[bytes], alive: int, hang_timeout_s: float) -> int:
+    """Returns the exit status. Kills a worker that says nothing for so long: no gateway can do that.
+
+    Counts the seconds in which this process ran: a pause of both says nothing about the worker.
+    """
+    silent_s = -_START_S
+    while child.poll() is None:
+        if select.select([alive], [], [], _TICK_S)[0]:
+            if not os.read(alive, 4096):
+                break
+            silent_s = 0.0
+        elif (silent_s := silent_s + _TICK_S) >= hang_timeout_s:
+            print(f"quire: the worker hung for {hang_timeout_s:g} s: it is killed", file=sys.stderr)
+            child.kill()
+            break
+    return child.wait()

@@ -17,6 +17,9 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 from service.pool.pool_files import WORKER_NAME
 
 Options = Sequence[tuple[str, Any]]
+# The timeout of an attempt to connect. To another host that takes three round trips.
+_LOCAL_CONNECT = ("grpc.min_reconnect_backoff_ms", 20)
+_CONNECT = ("grpc.min_reconnect_backoff_ms", 3000)
 _SECRET_KEY = "quire-worker-secret"  # noqa: S105 - a name
 
 
@@ -59,7 +62,7 @@ class SocketEndpoint:
 
     async def open(self, options: Options) -> Stream:
         """See `Endpoint.open`."""
-        self._channel = grpc.aio.insecure_channel(self.address, options=options)
+        self._channel = grpc.aio.insecure_channel(self.address, options=[*options, _LOCAL_CONNECT])
         metadata = ((_SECRET_KEY, self.secret),)
         return worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(
             wait_for_ready=True, metadata=metadata
@@ -85,7 +88,7 @@ class LeasedEndpoint:
     async def open(self, options: Options) -> Stream:
         """See `Endpoint.open`."""
         # Workers have one certificate, whatever their addresses are.
-        options = [*options, ("grpc.ssl_target_name_override", WORKER_NAME)]
+        options = [*options, _CONNECT, ("grpc.ssl_target_name_override", WORKER_NAME)]
         self._channel = grpc.aio.secure_channel(self.host_address, self._credentials, options=options)
         call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(wait_for_ready=True)
         await call.write(worker_pb2.ConnectRequest(lease=self._lease))

@@ -58,7 +58,6 @@ class WorkerLink:
             ("grpc.max_receive_message_length", config.max_response_bytes + _HOP_SLACK_BYTES),
             # The worker may not listen yet: retry often.
             ("grpc.initial_reconnect_backoff_ms", 20),
-            ("grpc.min_reconnect_backoff_ms", 20),
             ("grpc.max_reconnect_backoff_ms", 100),
         ]
 

@@ -180,7 +180,7 @@ class WaitingWorkers(worker_pb2_grpc.WorkerPoolServiceServicer):
         if len(self._waiting) >= _MAX_WAITING:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many workers wait already")
         worker = AttachedEndpoint(request_iterator, context)
-        _log.info("a worker has called", peer=worker.address)
+        _log.info("a worker has called", address=worker.host_address)
         self._waiting.append(worker)
         self._arrived.set()
         try:

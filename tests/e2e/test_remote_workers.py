@@ -213,6 +213,44 @@ def test_cut_and_healed_network(pool: Pool, expected: list[int], *, calls: bool)
             gateway.assert_pools_are_whole()
 
 
+def test_hung_worker(pool: Pool, expected: list[int]) -> None:
+    """No signal of the gateway reaches it: the command that started it kills it, and starts another."""
+    address = free_address()
+    worker = pool.start_worker("--listen", address, "--hang-timeout-s", "2")
+    with pool.gateway("--workers-at", address, "--heartbeat-timeout-s", "1") as gateway:
+        text = Text(gateway, expected)
+        hung = process_of(worker)
+        hung.suspend()
+        text.decode(gateway, 3)
+        assert text.replayed > 0 and process_of(worker) != hung
+
+
+def test_far_worker(pool: Pool, expected: list[int]) -> None:
+    """The handshakes of its connection take longer than the time between two attempts."""
+    with (
+        TcpProxy(pool.listen(), delay_s=0.15) as network,
+        pool.gateway("--workers-at", network.address) as gateway,
+    ):
+        Text(gateway, expected).decode(gateway, 3)
+
+
+def test_worker_that_vanished_while_it_waited(pool: Pool, expected: list[int]) -> None:
+    """Its connection is half-open: the gateway finds out, and leases the next one."""
+    address = free_address()
+    first = pool.start_worker("--gateway", address)
+    with TcpProxy(address) as network, pool.gateway("--pool-listen", address) as gateway:
+        text = Text(gateway, expected)
+        waiting = pool.start_worker("--gateway", network.address)
+        gateway.wait_until(lambda: gateway.log().count("a worker has called") == 2)
+        network.cut()
+        first.terminate()
+        lost = lambda: gateway.status().workers[0].state != pb.WORKER_STATE_READY  # noqa: E731
+        gateway.wait_until(lost)
+        waiting.terminate()
+        pool.start_worker("--gateway", address)
+        text.decode(gateway, 3)
+
+
 def test_one_gateway_at_a_time(pool: Pool, expected: list[int]) -> None:
     """Another gateway gets a worker when the first is gone, with the right protocol and certificate."""
     address = pool.listen()

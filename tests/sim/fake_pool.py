@@ -15,8 +15,10 @@ from typing import TypeAlias
 
 from quire.v1 import types_pb2, worker_pb2
 
+from service.caches.effects import Claim
 from service.config import Config
 from service.pool.endpoints import Endpoint, SocketEndpoint
+from service.pool.epochs import Epochs
 from tests.sim.model_worker import ModelWorker, Pool
 from tests.sim.toy_model import VOCAB
 from tests.sim.watched import WatchedDispatcher
@@ -52,7 +54,17 @@ class Processes:
     @property
     def answers(self) -> bool:
         """Whether it is there to say anything."""
+        return self.works and not self.is_cut
+
+    @property
+    def works(self) -> bool:
+        """Whether it computes."""
         return self.is_ready and not (self.hangs or self.has_ended)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether nothing arrives, here or there. See `fake_leases`."""
+        return False
 
     def hang(self) -> None:
         self.hangs = True
@@ -77,6 +89,9 @@ class Processes:
     def kill(self) -> None:
         self.exit(-9)
 
+    def given_back(self) -> None:
+        """It is told that nobody needs it."""
+
     def detach(self) -> None:
         raise AssertionError("workers are never detached here")
 
@@ -87,6 +102,10 @@ class Processes:
         assert hung or grace_s or is_spare, "one that is well was judged dead"
         self.exit(0 if grace_s else -9)
         return await self._exit
+
+    def holdings(self) -> Mapping[int, int]:
+        """What it has, when it is ready, for a gateway that comes back."""
+        return {}
 
     def become_ready(self) -> None:
         """It has loaded."""
@@ -101,6 +120,8 @@ class Processes:
             ),
             model=types_pb2.ModelDescription(fingerprint="one", vocab_size=VOCAB),
         )
+        for number, length in self.holdings().items():
+            ready.holdings.add(sequence=number, length=length)
         self.link.deliver(worker_pb2.ConnectResponse(events=[worker_pb2.WorkerEvent(ready=ready)]))
         self.link.answer_snapshots()
 
@@ -113,6 +134,8 @@ class FakeLink:
         self._processes = processes
         self._on_response = on_response
         self._asked: list[int] = []
+        # What was sent while nothing arrived.
+        self.under_way: list[worker_pb2.WorkerCommand] = []
 
     def open(self) -> None:
         self._processes.link = self
@@ -120,11 +143,28 @@ class FakeLink:
     def send(self, command: worker_pb2.WorkerCommand) -> None:
         if self.closed.is_set():
             return
-        if command.HasField("snapshot"):
+        if self._processes.is_cut:
+            self.under_way.append(command)
+        else:
+            self.arrive(command)
+
+    def arrive(self, command: worker_pb2.WorkerCommand) -> None:
+        """A command has come to the worker."""
+        if command.HasField("adopt"):
+            asyncio.get_running_loop().call_later(ANSWER_S, self._adopt, command)
+        elif command.HasField("snapshot"):
             self._asked.append(command.op_id)
             asyncio.get_running_loop().call_later(ANSWER_S, self.answer_snapshots)
         else:
             self._processes.worker.inbox.append(command)
+
+    def _adopt(self, command: worker_pb2.WorkerCommand) -> None:
+        if self.closed.is_set() or not self._processes.answers:
+            return
+        claims = [Claim(item.sequence, item.length, item.digest) for item in command.adopt.items]
+        event = worker_pb2.WorkerEvent(op_id=command.op_id)
+        event.adopted.kept.extend(self._processes.worker.adopt(claims))
+        self.deliver(worker_pb2.ConnectResponse(events=[event]))
 
     def answer_snapshots(self) -> None:
         """It says how it is, if it can."""
@@ -147,6 +187,8 @@ class FakeLink:
         self.closed.set()
 
     async def close(self, *, give_back: bool) -> None:
+        if give_back and not self.closed.is_set():
+            self._processes.given_back()
         self.closed.set()
 
 
@@ -162,7 +204,7 @@ class FakeLauncher:
         # Others that were never served may end as they like.
         self.served_weights = 0
         self.closed = False
-        self._last_epoch = 0
+        self._epochs = Epochs(None)
         self._rng = rng
         self._seen = seen
         self._by_endpoint: dict[Endpoint, Processes] = {}
@@ -175,8 +217,7 @@ class FakeLauncher:
         return {}
 
     async def start(self, config: worker_pb2.WorkerConfig) -> Processes:
-        self._last_epoch += 1
-        epoch, worker_id = self._last_epoch, config.worker_id
+        epoch, worker_id = await self._epochs.next(), config.worker_id
         assert worker_id not in self.running, "the one before it is killed first"
         self._check_backoff(worker_id)
         # One that has never served may not fail too often in a row: the gateway would end.
@@ -185,9 +226,7 @@ class FakeLauncher:
         if fate < self.failing / 2:
             self._failed(worker_id, "spawn refused")
             raise OSError(errno.EAGAIN, "resource temporarily unavailable")
-        worker = ModelWorker(worker_id, epoch, self.pages, self._rng, self._seen)
-        worker.weights = int(worker_id.partition(".")[2] or 0)
-        processes = Processes(f"sim:{worker_id}-{epoch}", worker, self)
+        processes = self.make(worker_id, epoch)
         self.running[worker_id] = self._by_endpoint[processes.endpoint] = processes
         loop, load_s = asyncio.get_running_loop(), self._rng.uniform(0.1, LOAD_S)
         if fate < self.failing * 0.6:
@@ -202,6 +241,16 @@ class FakeLauncher:
 
     def close(self) -> None:
         self.closed = True
+
+    def make(self, worker_id: str, epoch: int) -> Processes:
+        """A new incarnation."""
+        worker = ModelWorker(worker_id, epoch, self.pages, self._rng, self._seen)
+        worker.weights = int(worker_id.partition(".")[2] or 0)
+        return Processes(f"sim:{worker_id}-{epoch}", worker, self)
+
+    def unheard(self) -> list[ModelWorker]:
+        """Workers that compute without a gateway. See `fake_leases`."""
+        return []
 
     def link(self, endpoint: Endpoint, _config: Config, on_response: OnResponse) -> FakeLink:
         """As WorkerLink is made."""
@@ -249,15 +298,15 @@ class WorkFloor:
 
     def take(self) -> None:
         """One takes commands off its stream."""
-        processes = self._any()
-        if processes is not None:
-            processes.worker.take(self._rng.randint(1, 6))
+        worker = self._any_worker()
+        if worker is not None:
+            worker.take(self._rng.randint(1, 6))
 
     def step(self) -> None:
         """One runs a step."""
-        processes = self._any()
-        if processes is not None:
-            processes.worker.step()
+        worker = self._any_worker()
+        if worker is not None:
+            worker.step()
 
     def deliver(self) -> None:
         """A message of one arrives."""
@@ -299,6 +348,12 @@ class WorkFloor:
 
     def _any(self) -> Processes | None:
         working = [p for p in self._launcher.running.values() if p.answers]
+        return self._rng.choice(working) if working else None
+
+    def _any_worker(self) -> ModelWorker | None:
+        """One that computes, whether the gateway hears of it or not."""
+        working = [p.worker for p in self._launcher.running.values() if p.works]
+        working += self._launcher.unheard()
         return self._rng.choice(working) if working else None
 
     def _answer(self, processes: Processes, count: int) -> None:

@@ -36,6 +36,7 @@ from service.runtimes.loading import WeightsLoader
 from service.runtimes.sources import ModelSources
 from tests.sim.callers import Callers
 from tests.sim.disk import Disk, DiskJournal
+from tests.sim.fake_leases import LeasingLauncher
 from tests.sim.fake_pool import FakeLauncher, WorkFloor
 from tests.sim.oracle import Oracle
 from tests.sim.peers import Peer
@@ -80,7 +81,10 @@ class ShellSimulation:
         self.dispatcher = WatchedDispatcher(
             self.machine, self.journal, self._send, self.loop.time, oracle, self.trace
         )
-        self.launcher = FakeLauncher(rng, pages, capacity_tokens, seen)
+        # In some schedules workers are on other hosts.
+        leases = seed % 3 == 2
+        launcher_type = LeasingLauncher if leases else FakeLauncher
+        self.launcher = launcher_type(rng, pages, capacity_tokens, seen)
         self.launcher.failing = rng.choice((0.0, 0.0, 0.4, 0.8))
         self.floor = WorkFloor(self.launcher, self.dispatcher, rng, seen)
         self.versions = ModelVersions("model", config.workers)
@@ -110,6 +114,8 @@ class ShellSimulation:
             (self.floor.crash, 0.5),
             (self.floor.hang, 0.7),
             (self.floor.go_on, 1.5),
+            (self._cut, 1.5 if leases else 0),
+            (self._heal, 1.5 if leases else 0),
             (self._pause, 2),
             (self._load_weights, loads),
             (self._leave_load, loads / 3),
@@ -281,11 +287,20 @@ class ShellSimulation:
             self.dispatcher.expect(processes.worker, command)
         wire.send(self.supervisor.links, worker_id, epoch, command)
 
+    def _cut(self) -> None:
+        if isinstance(self.launcher, LeasingLauncher):
+            self.launcher.cut_one()
+
+    def _heal(self) -> None:
+        if isinstance(self.launcher, LeasingLauncher):
+            self.launcher.heal()
+
     # The end.
 
     async def _settle(self) -> None:
         """Nothing new goes wrong: all is answered, whoever does not read. Then all read, and leave."""
         self.launcher.failing = 0.0
+        self._heal()
         await self._come_to_rest()
         self.seen["a reader who stays away"] += sum(
             peer.is_cut_off and peer.is_stalled for peer in self.peers

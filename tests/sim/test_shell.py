@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim import planted_in_shell
+from tests.sim import planted_in_leases, planted_in_shell
 from tests.sim.planted import Plant, is_found, plants_of
 from tests.sim.schedules import run_schedules
 from tests.sim.shell import ShellSimulation
@@ -42,6 +42,10 @@ MUST_HAPPEN = (
     "journal failed",
     "weights switched",
     "rebuilt",
+    "link cut",
+    "leased again",
+    "message of an earlier lease",
+    "adopted as it is",
     "LOAD_FAILED",
     "session WEIGHTS_CHANGED",
 )
@@ -52,6 +56,8 @@ def test_every_schedule_keeps_every_promise() -> None:
     assert {what: seen[what] for what in MUST_HAPPEN if seen[what] < 10} == {}
 
 
-@pytest.mark.parametrize("bug", plants_of(planted_in_shell))
+@pytest.mark.parametrize(
+    "bug", [bug for module in (planted_in_shell, planted_in_leases) for bug in plants_of(module)]
+)
 def test_a_planted_bug_is_found(bug: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     is_found(bug, monkeypatch, CONTROL_SCHEDULES, ShellSimulation)

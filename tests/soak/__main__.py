@@ -13,6 +13,7 @@ import random
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,21 @@ _CHANNEL = (
 )
 
 
-async def soak(options: argparse.Namespace, directory: Path) -> Tally:
+async def soak(
+    options: argparse.Namespace,
+    directory: Path,
+    server_type: Callable[..., Server] = Server,
+    injector_type: Callable[..., Injector] = Injector,
+) -> Tally:
     """Runs one; see `_main`."""
     spec = TinyModel()
     model = make_model(directory / "model", spec)
     directories = [make_adapter(directory / f"adapter-{n}", model, n) for n in range(_ADAPTERS)]
     flags = ["--max-lora-adapters", "2", "--heartbeat-timeout-s", "1.5", "--kv-pages", str(options.kv_pages)]
-    server = Server(model, directory, workers=options.workers, flags=flags, seed=options.seed)
+    server = server_type(model, directory, workers=options.workers, flags=flags, seed=options.seed)
     server.start()
     tally = Tally()
-    async with grpc.aio.insecure_channel(server.address, options=_CHANNEL) as channel:
+    async with server.connect(_CHANNEL) as channel:
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         await _wait_until_serving(stub, server)
         adapters = Adapters(channel, directories, tally, options.seed)
@@ -60,7 +66,7 @@ async def soak(options: argparse.Namespace, directory: Path) -> Tally:
         for adapter_id, name in zip(IDS, adapters.names, strict=False):
             await adapters.load(adapter_id, name)
         stop, no_more = asyncio.Event(), asyncio.Event()
-        injector = Injector(server, tally, options.seed, options.interval_s)
+        injector = injector_type(server, tally, options.seed, options.interval_s)
         callers = [Caller(n, stub, texts, adapters, tally, options.seed) for n in range(options.callers)]
         try:
             async with asyncio.TaskGroup() as group:
@@ -73,6 +79,7 @@ async def soak(options: argparse.Namespace, directory: Path) -> Tally:
                 await faults
                 stop.set()
                 await asyncio.wait([*running, replacing])
+                await _check_pools(stub, options.workers, tally)
                 watch.cancel()
         except* Stuck as stuck:
             tally.lose("unexpected errors", f"{stuck.exceptions[0]}\n{server.log_tail()}")
@@ -92,6 +99,23 @@ async def _wait_until_serving(stub: Any, server: Server) -> None:
         if server.has_ended:
             break
     raise RuntimeError(f"the server does not serve:\n{server.log_tail()}")
+
+
+async def _check_pools(stub: Any, workers: int, tally: Tally) -> None:
+    """Releases what sequences that could not go on have left, and looks into the pools of all workers."""
+    found: Any = "no answer"
+    for _ in range(600):
+        with contextlib.suppress(grpc.RpcError):
+            caches = await stub.ListCaches(executor_pb2.ListCachesRequest(page_size=1000), timeout=5)
+            for cache in caches.kv_caches:
+                await stub.ReleaseCache(executor_pb2.ReleaseCacheRequest(cache_id=cache.cache_id), timeout=5)
+            request = executor_pb2.GetCacheMetricsRequest(check_integrity=True)
+            found = await stub.GetCacheMetrics(request, timeout=15)
+            whole = [one for one in found.workers if one.pool_intact and not one.pool.pages_referenced]
+            if len(whole) == workers and not any(one.pool.sequences for one in whole):
+                return
+        await asyncio.sleep(0.1)
+    tally.lose("pools not whole", str(found))
 
 
 async def _until(faults: int, minutes: float, tally: Tally) -> None:

@@ -39,6 +39,25 @@ class Stuck(Exception):
     """A call was not answered for longer than anything takes to heal."""
 
 
+class ItemFailed(grpc.RpcError):
+    """An item of a batch has failed."""
+
+    def __init__(self, status: Any) -> None:
+        self._status = status
+
+    def code(self) -> grpc.StatusCode:
+        """As of a call."""
+        return next(code for code in grpc.StatusCode if code.value[0] == self._status.code)
+
+    def details(self) -> str:
+        """As of a call."""
+        return str(self._status.message)
+
+    def trailing_metadata(self) -> Any:
+        """As of a call."""
+        return (("grpc-status-details-bin", self._status.SerializeToString()),)
+
+
 class Texts:
     """Prompts, and what follows each with each adapter if nobody disturbs it. "" is the model itself."""
 
@@ -113,7 +132,9 @@ class Caller:
                 length = await self._decode(cache_id, text, length)
             elif choice < 0.93:
                 length = await self._verify(cache_id, text, length)
-            elif choice < 0.96:
+            elif choice < 0.945:
+                length = await self._batch(cache_id, text, length)
+            elif choice < 0.965:
                 length = await self._truncate(cache_id, length, self._rng.randint(len(prompt), length))
             else:
                 cache_id = await self._fork(cache_id, length)
@@ -123,6 +144,27 @@ class Caller:
         request = pb.DecodeRequest(cache_id=cache_id, token_id=text[length], position=length)
         answer = await self._ask(self._stub.Decode, request, length)
         return self._check(answer, text, length, length + 1, answer.output)
+
+    async def _batch(self, cache_id: str, text: list[int], length: int) -> int:
+        """A BatchDecode of the cache and of a copy of it."""
+        fork = pb.ForkCacheRequest(cache_id=cache_id, count=1, request_id=self._request_id())
+        (copy,) = (await self._ask(self._stub.ForkCache, fork, length)).kv_caches
+        self._check_length(copy.seq_len, length, length)
+        request = pb.BatchDecodeRequest()
+        for one in (cache_id, copy.cache_id):
+            request.items.add(cache_id=one, token_id=text[length], position=length)
+        for result in (await self._ask(self._batch_decode, request, length)).results:
+            self._check(result.response, text, length, length + 1, result.response.output)
+        await self._ask(self._stub.ReleaseCache, pb.ReleaseCacheRequest(cache_id=copy.cache_id), length)
+        return length + 1
+
+    async def _batch_decode(self, request: Any, **settings: Any) -> Any:
+        """As BatchDecode, but an item's error is raised. Then all are asked again, as with unary calls."""
+        answer = await self._stub.BatchDecode(request, **settings)
+        for result in answer.results:
+            if result.HasField("error"):
+                raise ItemFailed(result.error)
+        return answer
 
     async def _verify(self, cache_id: str, text: list[int], length: int) -> int:
         """Some drafts that are right, and sometimes one that is not."""

@@ -58,10 +58,14 @@ class Injector:
         await self._kill_all()
         while not stop.is_set():
             await self._some_work()
-            shares, kinds = zip(*self._kinds, strict=True)
-            await self._rng.choices(kinds, shares)[0]()
+            await self._next_kind()()
         # What ends from now on ends at a mark it has; its successors have none.
         self._keeps_rates = False
+
+    def _next_kind(self) -> Callable[[], Awaitable[None]]:
+        shares, kinds = zip(*self._kinds, strict=True)
+        found: Callable[[], Awaitable[None]] = self._rng.choices(kinds, shares)[0]
+        return found
 
     async def _some_work(self) -> None:
         """Until callers have come on for a while; now and then a fault hits a server that has not healed."""

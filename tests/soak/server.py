@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import grpc
 import psutil
 
 from benchmarks.checkout import ROOT, environment
@@ -22,15 +24,24 @@ class Server:
     """Owner of the gateway's process. Workers are found through it: only they are ever killed."""
 
     def __init__(
-        self, model: Path, directory: Path, *, workers: int, flags: Sequence[str], seed: int
+        self,
+        model: Path,
+        directory: Path,
+        *,
+        workers: int,
+        flags: Sequence[str],
+        seed: int,
+        address: str = "",
+        prefix: Sequence[str] = (),
     ) -> None:
+        """`address`: by default a free port. `prefix`: of the gateway's command."""
         self.directory = directory
         self.marks_path = directory / "marks"
         self.marks_path.touch()
         self._log_path = directory / "log"
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.address = address or _free_address()
         self._command = [
+            *prefix,
             *(sys.executable, "-m", "tests.soak.marked", "serve"),
             *("--model", str(model), "--listen", self.address, "--workers", str(workers)),
             *("--device", "cpu", "--dtype", "float32", "--log-format", "json", "--no-self-check"),
@@ -40,6 +51,10 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._workers: dict[int, psutil.Process] = {}
         self.starts = 0
+
+    def connect(self, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
+        """A channel to it, of one who may administer it."""
+        return grpc.aio.insecure_channel(self.address, options=options)
 
     def set_rates(self, rates: dict[str, float]) -> None:
         """How likely each marked point ends its process, of those that start from now on."""
@@ -101,6 +116,11 @@ class Server:
     def log_tail(self, size: int = 4000) -> str:
         """The end of what gateway and workers have logged."""
         return self._log_path.read_text(errors="replace")[-size:]
+
+
+def _free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def _runs(process: psutil.Process) -> bool:

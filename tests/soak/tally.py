@@ -6,9 +6,19 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+_SHARES = {"p50": 0.5, "p99": 0.99, "longest": 1.0}
 # What must not happen, in the words of the report.
-LOSSES = ("lost tokens", "duplicated tokens", "gaps", "differing tokens", "lost caches", "unexpected errors")
+LOSSES = (
+    "lost tokens",
+    "duplicated tokens",
+    "gaps",
+    "differing tokens",
+    "lost caches",
+    "pools not whole",
+    "unexpected errors",
+)
 
 
 @dataclass
@@ -30,6 +40,8 @@ class Tally:
     replaced_adapters: int = 0
     # By class: how long callers whose call was under way waited beyond the fault.
     heal_s: dict[str, list[float]] = field(default_factory=dict)
+    # The same for each of those callers.
+    answered_s: dict[str, list[float]] = field(default_factory=dict)
     # Faults whose callers have not all been answered: when it was, its class, and who waits.
     _open: list[tuple[float, str, set[int]]] = field(default_factory=list)
     _under_way: dict[int, float] = field(default_factory=dict)
@@ -58,7 +70,9 @@ class Tally:
         self._under_way.pop(caller, None)
         still_open = []
         for at_s, kind, waiting in self._open:
-            waiting.discard(caller)
+            if caller in waiting:
+                waiting.remove(caller)
+                self.answered_s.setdefault(kind, []).append(now_s - at_s)
             if waiting:
                 still_open.append((at_s, kind, waiting))
             else:
@@ -86,6 +100,28 @@ class Tally:
             f"{took_s:6.0f} s  {self.num_faults} faults ({self.num_gateway_faults} gateway)"
             f"  {self.tokens} tokens  {self.sequences} sequences  {self.retries} retries  {losses} losses"
         )
+
+    def summary(self) -> dict[str, Any]:
+        """For JSON. Times in seconds, from a fault until a caller whose call was under way was answered."""
+        everything = [wait for waits in self.answered_s.values() for wait in waits]
+        waits = {**self.answered_s, "all": everything}
+        return {
+            "faults": dict(sorted(self.faults.items())),
+            "must_not_happen": {what: self.losses[what] for what in LOSSES},
+            "details": self.details,
+            "calls": self.calls,
+            "retries": self.retries,
+            "tokens": self.tokens,
+            "replayed_tokens": self.replayed_tokens,
+            "sequences": self.sequences,
+            "took_s": round(time.time() - self.began_s, 1),
+            "answered_s": {
+                kind: {"callers": len(found)}
+                | {name: round(at(found, share), 3) for name, share in _SHARES.items()}
+                for kind, found in sorted(waits.items())
+                if found
+            },
+        }
 
     def report(self, seed: int, command: str, machine: str) -> str:
         """Markdown."""

@@ -6,8 +6,8 @@ import pytest
 from quire.v1 import worker_pb2
 
 from workers import pool_member
-from workers.__main__ import EXIT_CONFIG
 from workers.pool_member import PROTOCOL, PoolMember
+from workers.process import EXIT_CONFIG
 
 
 async def test_lease_decides_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

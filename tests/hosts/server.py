@@ -1,0 +1,124 @@
+"""The server under test: a gateway and workers, each on a host of its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from benchmarks.checkout import ROOT, environment, quire_command
+from service.auth.tokens import Role, new_token
+from service.pool.pool_files import GATEWAY_NAME
+from tests.hosts.network import GATEWAY, Network, worker_hosts
+from tests.soak.server import Server
+
+_STOP_TIMEOUT_S = 60
+_HANG_TIMEOUT_S = 3
+_PORT, _POOL_PORT = 50051, 50052
+
+
+class HostsServer(Server):
+    """Owner of the gateway's process, and of `quire worker` on each of the other hosts."""
+
+    def __init__(
+        self,
+        network: Network,
+        model: Path,
+        directory: Path,
+        *,
+        calls: bool,
+        workers: int,
+        flags: Sequence[str],
+        seed: int,
+    ) -> None:
+        """`calls`: the workers call the gateway. Otherwise it calls them."""
+        self._hosts = worker_hosts(workers)
+        self._network = network
+        self._calls = calls
+        self._pool = directory / "pool"
+        subprocess.run(
+            quire_command(ROOT, "pool", "init", str(self._pool)),
+            check=True,
+            capture_output=True,
+            env=environment(ROOT),
+        )
+        pool_address = f"{network.address(GATEWAY)}:{_POOL_PORT}"
+        addresses = {host: f"{network.address(host)}:{_POOL_PORT}" for host in self._hosts}
+        where = ["--pool-listen", pool_address] if calls else ["--workers-at", ",".join(addresses.values())]
+        super().__init__(
+            model,
+            directory,
+            workers=workers,
+            flags=[*flags, "--pool", str(self._pool), *where, *self._security(directory)],
+            seed=seed,
+            address=f"{network.address(GATEWAY)}:{_PORT}",
+            prefix=network.command(GATEWAY),
+        )
+        self._commands: dict[str, subprocess.Popen[bytes]] = {}
+        for host, address in addresses.items():
+            flag = ["--gateway", pool_address] if calls else ["--listen", address]
+            self._start_worker(host, *flag)
+
+    def connect(self, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
+        """See `Server.connect`."""
+        credentials = grpc.composite_channel_credentials(
+            grpc.ssl_channel_credentials((self._pool / "ca.pem").read_bytes()),
+            grpc.access_token_call_credentials(self._token),
+        )
+        options = [*options, ("grpc.ssl_target_name_override", GATEWAY_NAME)]
+        return grpc.aio.secure_channel(self.address, credentials, options=options)
+
+    def _security(self, directory: Path) -> list[str]:
+        """Flags. From other hosts only callers with a token may load adapters."""
+        self._token, line = new_token("soak", [Role.ADMINISTER])
+        tokens = directory / "tokens"
+        tokens.write_text(f"[tokens]\n{line}\n")
+        tokens.chmod(0o600)
+        certificate, key = (str(self._pool / name) for name in ("gateway.pem", "gateway-key.pem"))
+        return ["--tokens", str(tokens), "--tls-cert", certificate, "--tls-key", key]
+
+    def _start_worker(self, host: str, *flags: str) -> None:
+        log = ("--log-format", "json")
+        command = quire_command(ROOT, "worker", "--pool", str(self._pool), "--threads", "1", *flags, *log)
+        command += ["--hang-timeout-s", str(_HANG_TIMEOUT_S)]
+        with (self.directory / f"{host}.log").open("wb") as output:
+            self._commands[host] = subprocess.Popen(
+                [*self._network.command(host), *command],
+                stdout=output,
+                stderr=output,
+                cwd="/",
+                env=environment(ROOT),
+            )
+
+    def worker_pids(self) -> list[int]:
+        """The processes that compute, which `quire worker` starts again and again."""
+        children = (
+            psutil.Process(command.pid).children()
+            for command in self._commands.values()
+            if command.poll() is None
+        )
+        return [child.pid for found in children for child in found]
+
+    def stop(self) -> int:
+        """Ends everything in an orderly way; returns the gateway's exit status, or a worker's that failed."""
+        assert self._process is not None
+        if not self.has_ended:
+            self._process.send_signal(signal.SIGTERM)
+        status = self._process.wait(_STOP_TIMEOUT_S)
+        # One that was stopped could not end.
+        for pid in self.worker_pids():
+            self.kill(pid, signal.SIGCONT)
+        for command in self._commands.values():
+            command.terminate()
+        return status or max(command.wait(_STOP_TIMEOUT_S) for command in self._commands.values())
+
+    def log_tail(self, size: int = 4000) -> str:
+        """The end of what each host has logged."""
+        logs = [self.directory / f"{host}.log" for host in self._hosts]
+        tails = [super().log_tail(size), *(log.read_text(errors="replace")[-size:] for log in logs)]
+        return "\n--\n".join(tails)
