@@ -85,6 +85,7 @@ SERVICE_ROOMS = {
         "service.caches", "service.config", "service.dispatcher", "service.durable_file", "service.errors",
         "service.logging", "service.running_clock",
         "service.model_names",
+        "service.printable",
     ),
     "service.adapters": (
         "service.caches.machine", "service.completion", "service.config", "service.durable_file",
