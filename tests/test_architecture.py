@@ -29,6 +29,7 @@ WORKER_LAYERS = (
         "extra_samples",
         "batch",
         "adoption",
+        "kv_copies",
         "adapters",
         "executors",
     },
