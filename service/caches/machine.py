@@ -10,8 +10,8 @@ for its turn on each:
 
     WAITING -> [PARKED, REPLAYING, COMPUTING: with a worker; `attempts.py`] -> COMMITTING -> answered
 
-Each kind of request has a file: `append.py`, `fork.py`, `changes.py`, `restore.py`. The KV of a cache
-(`kv_placement.py`) is a copy: if it is lost, it is replayed when it is next needed.
+Each kind of request has a file: `append.py`, `fork.py`, `changes.py`, `restore.py`, `moves.py`. The KV of a
+cache (`kv_placement.py`) is a copy: if it is lost, it is replayed when it is next needed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from typing import Any
 
 from service.caches.append import Appends, continue_caches
 from service.caches.changes import Releases, Renewals, Truncations
-from service.caches.effects import Claim, Effects, Event, ReleaseSequences
+from service.caches.effects import Claim, Effects, Event, KvExported, ReleaseSequences
 from service.caches.entries import CacheEntry, Operation
 from service.caches.fork import Forks
 from service.caches.kind import OperationKind, Parts
 from service.caches.ledger import Ledger
+from service.caches.moves import Moves
 from service.caches.queues import OperationQueues
 from service.caches.records import Record, TokensAppended, numbers_of
-from service.caches.requests import Append, Fork, Release, Renew, Request, Truncate
+from service.caches.requests import Append, Fork, Move, Release, Renew, Request, Truncate
 from service.caches.reservations import Limits
 from service.caches.restore import Restores
 from service.caches.tenants import Tenant
@@ -73,6 +74,7 @@ class CacheMachine:
         self._kv = parts.kv
         self._attempts = parts.attempts
         self._restores = Restores(parts)
+        self._moves = Moves(parts)
         releases = Releases(parts)
         self._queues = OperationQueues(parts, self._restores, releases)
         self._kinds: dict[type[Request], OperationKind[Any]] = {
@@ -81,6 +83,7 @@ class CacheMachine:
             Truncate: Truncations(parts),
             Release: releases,
             Renew: Renewals(parts),
+            Move: self._moves,
         }
         # During recovery: when the last record of each cache was written.
         self._written_s: dict[int, float] = {}
@@ -174,7 +177,10 @@ class CacheMachine:
         """A worker answered commands. Answers to attempts that are over are ignored."""
         self._context.now_s = now_s
         for op_id, answer in events:
-            result = self._attempts.answered(op_id, answer)
+            if isinstance(answer, KvExported) or op_id in self._moves.sent:
+                result = self._moves.answered(op_id, answer)
+            else:
+                result = self._attempts.answered(op_id, answer)
             if result is not None:
                 self._queues.attempt_ended(*result)
         self._rate.update(now_s)
@@ -207,6 +213,8 @@ class CacheMachine:
                 )
                 if result is not None:
                     self._queues.attempt_ended(*result)
+        for result in self._moves.workers_lost(workers):
+            self._queues.attempt_ended(*result)
         self._restores.later(lost, self._context.now_s)
 
     # Weights.
@@ -343,7 +351,7 @@ class CacheMachine:
     def tick(self, now_s: float) -> None:
         """Checks the timeouts of parked operations. Call it often while there are any."""
         self._context.now_s = now_s
-        for result in self._attempts.tick():
+        for result in itertools.chain(self._attempts.tick(), self._moves.tick()):
             self._queues.attempt_ended(*result)
 
     # The journal.
@@ -384,8 +392,8 @@ class CacheMachine:
 
     @property
     def num_parked(self) -> int:
-        """Operations whose turn has come, but which cannot be computed yet: see `Need`."""
-        return len(self._attempts.parked)
+        """Operations whose turn has come, but which cannot be computed yet: see `Need` and `Moves`."""
+        return len(self._attempts.parked) + len(self._moves.under_way)
 
     def take_effects(self) -> Effects:
         """Returns everything to be done since the last call. The caller owns the result.

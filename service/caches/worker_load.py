@@ -189,6 +189,14 @@ class WorkerLoad:
         """The estimated wait of a new caller with a prompt of typical length."""
         return self.expected_s(self.estimate(0, _TYPICAL_PROMPT_TOKENS, 1, Priority.NORMAL))
 
+    def compute_s(self, tokens: int, token_s: float) -> float:
+        """The estimated time until so many tokens of a new caller are computed, in an idle worker too.
+
+        token_s: the time of a token if it was not measured yet.
+        """
+        work = self.estimate(0, tokens, 1, Priority.NORMAL)
+        return work.total * (self._times(work).slope_s or token_s)
+
     def own_s(self, work: Work) -> float:
         """The least part of `expected_s` that is its own work."""
         return self._times(work).slope_s * work.cost

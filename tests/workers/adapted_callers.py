@@ -231,7 +231,7 @@ class Callers:
         for text in self.texts.values():
             held = TokenList()
             held.extend(text.tokens)
-            claims.append(Claim(text.number, len(held), token_digest(held)))
+            claims.append(Claim(text.number, len(held), token_digest(held.as_array())))
         self._adopting = set(self.texts)
         sources = ChangeAdapters(self._id(), [*self._sources.values()], all=True)
         self._commands += [Reset(1), Adopt(self._id(), claims), sources]

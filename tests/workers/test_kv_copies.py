@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ def test_the_message_loses_nothing() -> None:
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_other_pages_are_refused_and_leave_nothing(changed: dict[str, object]) -> None:
+def test_other_pages_are_refused_and_leave_nothing(changed: dict[str, Any]) -> None:
     pages = dataclasses.replace(exported(filled(weightless, salt=b"salt"), salt=b"salt"), **changed)
     target = Worker(weightless())
     before = target.engine.usage()
@@ -208,7 +209,7 @@ def test_the_salt_survives_other_weights() -> None:
 
 
 def test_a_layout_names_all_that_differs() -> None:
-    plain = {"num_pages": 4, "page_size": 16, "dtype": torch.float32}
+    plain: dict[str, Any] = {"num_pages": 4, "page_size": 16, "dtype": torch.float32}
     layers = [LayerKv(2, 16, 16)] * 3
     others = [
         KvTensors(layers, **plain),
