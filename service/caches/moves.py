@@ -74,6 +74,7 @@ class Moves(OperationKind[Move]):
         # By op id: the copy, and the tokens of the chunk.
         self.sent: dict[int, tuple[Copy, int, int]] = {}
         self.under_way: dict[Copy, None] = {}
+        self.chunk_bytes = _CHUNK_BYTES
         self._bytes_per_s = _FIRST_BYTES_PER_S
 
     def begin(self, operation: Operation, request: Move) -> Begun:
@@ -130,7 +131,7 @@ class Moves(OperationKind[Move]):
             self._export(copy)
             return None
         took_s = self._context.now_s - copy.began_s
-        if copy.copied_bytes >= _CHUNK_BYTES and took_s > 0:
+        if copy.copied_bytes >= self.chunk_bytes and took_s > 0:
             self._bytes_per_s += _NEWS * (copy.copied_bytes / took_s - self._bytes_per_s)
         return self._ended(copy)
 
@@ -161,7 +162,7 @@ class Moves(OperationKind[Move]):
         """Asks for the next chunks."""
         source, state = copy.source, copy.operation.entry.state
         assert source is not None
-        tokens = max(1, _CHUNK_BYTES // source.page_bytes) * source.page_tokens
+        tokens = max(1, self.chunk_bytes // source.page_bytes) * source.page_tokens
         while copy.next < min(copy.end, copy.imported + _CHUNKS_AT_ONCE * tokens):
             first, copy.next = copy.next, min(copy.next + tokens, copy.end)
             number = self._context.number()
