@@ -192,10 +192,10 @@ class CacheMachine:
         if worker is not None:
             self._lose([worker], crashed=crashed)
 
-    def _lose(self, workers: Sequence[WorkerView], *, crashed: bool, failed: bool = True) -> None:
+    def _lose(self, workers: Sequence[WorkerView], *, crashed: bool | None) -> None:
         """Removes workers. All before anything is tried again, which must not be on one of them.
 
-        `failed`: it counts as a failed attempt of what they computed.
+        crashed: None: they live on, so that it is no failed attempt of what they computed.
         """
         computed: list[Operation] = []
         lost: list[CacheEntry] = []
@@ -208,7 +208,7 @@ class CacheMachine:
             if not operation.turns_left:
                 result = (
                     self._attempts.try_again(operation, WorkerLost())
-                    if failed
+                    if crashed is not None
                     else self._attempts.begin_again(operation)
                 )
                 if result is not None:
@@ -235,7 +235,7 @@ class CacheMachine:
         """
         self._context.now_s, before = now_s, self.weights.serving
         known = (self._workers.find(worker.worker_id, worker.epoch) for worker in workers)
-        self._lose([worker for worker in known if worker is not None], crashed=False, failed=False)
+        self._lose([worker for worker in known if worker is not None], crashed=None)
         if recompute:
             self.weights.replace(weights, continued_from=self.weights.continued_from)
             continue_caches(self.index, self._queues.operations.values(), self.weights)

@@ -29,11 +29,14 @@ MAY_FAIL = {"NO_WORKER", "OVERLOADED", "KV_EXHAUSTED", "WORKER_FAULT", "WORKER_L
 
 
 def any_move(rng: random.Random, oracle: Oracle, worker_ids: Sequence[str]) -> Move | None:
-    """A cache to move, seldom one that never was, to a worker that is there or to be there."""
-    names = [*oracle.caches, "never-existed"] if rng.random() < 0.05 else list(oracle.caches)
-    if not names:
+    """A cache to move, to a worker that is there or to be there; seldom one of them is not."""
+    if not oracle.caches:
         return None
-    return Move(rng.choice(names), rng.choice((*worker_ids, *worker_ids, "worker-9")))
+    cache = rng.choice(list(oracle.caches.values()))
+    others = [worker_id for worker_id in worker_ids if worker_id != cache.worker_id]
+    if not others or rng.random() < 0.1:
+        others = [*worker_ids, "worker-9"]
+    return Move("never-existed" if rng.random() < 0.02 else cache.cache_id, rng.choice(others))
 
 
 # In a worker. The KV of a token is the token itself, with the adapter before them all.

@@ -121,7 +121,7 @@ class Simulation:
             (self._restart_gateway, gateway_crashes),
             (self._start_draining, 0.02),
             (self._change_weights, self._switches),
-            (self._move, 4),
+            (self._move, 6),
         ]
 
     def run(self) -> None:
@@ -407,7 +407,9 @@ class Simulation:
         if not missing:
             return
         worker_id = self.rng.choice(missing)
-        orphans = [worker for worker in self._orphans if worker.worker_id == worker_id]
+        # After a replacement in place the weights are others, and the names are not.
+        fitting = (w for w in self._orphans if w.weights == self._weights)
+        orphans = [worker for worker in fitting if worker.worker_id == worker_id]
         if worker_id in self._adopting:
             self._adopted(worker_id)
         elif orphans and self.rng.random() < self._adoption:
