@@ -1,4 +1,4 @@
-"""Where new sequences go, by what workers have of their prefixes and what is queued: against a plain model."""
+"""Where new sequences go, by what workers have of a prefix and what is queued: against a plain model."""
 
 from __future__ import annotations
 
