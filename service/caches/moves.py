@@ -156,7 +156,9 @@ class Moves(OperationKind[Move]):
         if pages != (target.page_tokens, target.page_bytes) or not 0 < source.page_bytes <= _MOST_PAGE_BYTES:
             return False
         size_bytes = source.pages_for(copy.end) * source.page_bytes
-        return copy_pays(size_bytes, self._bytes_per_s, target.load.compute_s(copy.end, _FIRST_TOKEN_S))
+        # What the target has not measured yet, the source may have.
+        replay_s = target.load.compute_s(copy.end, source.load.token_s or _FIRST_TOKEN_S)
+        return copy_pays(size_bytes, self._bytes_per_s, replay_s)
 
     def _export(self, copy: Copy) -> None:
         """Asks for the next chunks."""
