@@ -17,7 +17,7 @@ from workers.operations import Done, Exported, ExportKv, ImportKv, KvPages
 def export_kv(engine: Engine, command: ExportKv, fingerprint: str) -> Exported:
     """Raises KvMissing or ExecutorError."""
     sequence, salt, data = engine.read_kv(command.sequence, command.first, command.end)
-    if not salt.endswith(command.salt):
+    if salt != command.salt:
         raise ExecutorError(f"sequence {command.sequence} has another salt")
     digest = token_digest(sequence.token_ids.as_array()[: command.end])
     pages = KvPages(command.first, command.end, digest, salt, fingerprint, engine.kv.layout, data)
@@ -35,7 +35,7 @@ def import_kv(engine: Engine, command: ImportKv, fingerprint: str) -> Done:
         "the layout": (pages.layout, engine.kv.layout),
         "the number of tokens": (pages.end - pages.first, len(command.token_ids)),
         "the digest of the tokens": (pages.digest, token_digest(tokens)),
-        "the salt": (pages.salt[len(pages.salt) - len(command.salt) :], command.salt),
+        "the salt": (pages.salt, command.salt),
     }
     for what, (theirs, ours) in expected.items():
         if theirs != ours:
