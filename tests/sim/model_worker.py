@@ -319,7 +319,7 @@ class ModelWorker:
         if self._rng.random() < goes_wrong:
             self.refuse(command.op_id, FAULT)
         elif is_export:
-            moves.export_kv(self, command.op_id, command.export_kv, 3 * goes_wrong)
+            moves.export_kv(self, command.op_id, command.export_kv, 10 * goes_wrong)
         else:
             self._seen[moves.import_kv(self, command.op_id, command.import_kv)] += 1
 

@@ -121,7 +121,7 @@ class Simulation:
             (self._restart_gateway, gateway_crashes),
             (self._start_draining, 0.02),
             (self._change_weights, self._switches),
-            (self._move, 30.0 if seed % 6 == 5 else 0.0),
+            (self._move, 45.0 if seed % 8 == 5 else 0.0),
         ]
 
     def run(self) -> None:
