@@ -11,7 +11,10 @@ import numpy as np
 from workers.adoption import token_digest
 from workers.executors.engine import Engine
 from workers.executors.errors import ExecutorError, KvMissing
-from workers.operations import Done, Exported, ExportKv, ImportKv, KvPages
+from workers.kv_messages import Exported, ExportKv, ImportKv, KvPages
+from workers.operations import (
+    Done,
+)
 
 
 def export_kv(engine: Engine, command: ExportKv, fingerprint: str) -> Exported:

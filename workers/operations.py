@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from workers.kv_messages import Claim, Exported, ExportKv, ImportKv
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -389,15 +391,6 @@ class CheckIntegrity:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """The gateway's state of a sequence: its length, and the digest of its tokens (`adoption`)."""
-
-    sequence: int
-    length: int
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Adopt:
     """Truncate each claimed sequence, and release those with other tokens and those not claimed."""
 
@@ -443,63 +436,10 @@ class ReplaceWeights:
     directory: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class KvPages:
-    """The KV of the tokens `first` to `end` of a sequence, and all that it depends on.
-
-    Attributes:
-        first, end: `first` is a multiple of the page size.
-        digest: That of the sequence's tokens up to `end`; see `adoption.token_digest`.
-        salt: The salt with which the sequence was made.
-        fingerprint: That of the model.
-        layout: See `KvTensors.layout`.
-        data: Whole pages in this layout.
-    """
-
-    first: int
-    end: int
-    digest: bytes
-    salt: bytes
-    fingerprint: str
-    layout: str
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ExportKv:
-    """Return the KV of some tokens of a sequence. `salt`: that of its cache."""
-
-    op_id: int
-    sequence: int
-    first: int
-    end: int
-    salt: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ImportKv:
-    """Append tokens to a sequence with KV that another worker has exported."""
-
-    op_id: int
-    sequence: int
-    token_ids: Sequence[int]
-    salt: bytes
-    pages: KvPages
-
-
 Command = (
-    Forward
-    | Fork
-    | Truncate
-    | Release
-    | Abort
-    | CheckIntegrity
-    | Adopt
-    | ChangeAdapters
-    | ReplaceWeights
-    | ExportKv
-    | ImportKv
-)
+    Forward | Fork | Truncate | Release | Abort | CheckIntegrity | Adopt | ChangeAdapters | ReplaceWeights
+    | ExportKv | ImportKv
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -601,22 +541,6 @@ class WeightsRead:
 
 
 # A complete forward is its own result.
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """The answer to ExportKv."""
-
-    op_id: int
-    pages: KvPages
-
-
 Result = (
-    Forward
-    | Done
-    | Failed
-    | IntegrityReport
-    | HeldSequences
-    | Adopted
-    | AdapterLoaded
-    | WeightsRead
-    | Exported
-)
+    Forward | Done | Failed | IntegrityReport | HeldSequences | Adopted | AdapterLoaded | WeightsRead | Exported
+)  # fmt: skip

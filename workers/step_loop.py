@@ -28,6 +28,7 @@ from workers.executors.errors import KvMissing, NoTrees
 from workers.executors.replacement import WeightsReplacement
 from workers.kv.page_pool import OutOfPages
 from workers.kv_copies import export_kv, import_kv
+from workers.kv_messages import ExportKv, ImportKv
 from workers.models.errors import ModelError
 from workers.operations import (
     Abort,
@@ -38,12 +39,10 @@ from workers.operations import (
     Chunk,
     Command,
     Done,
-    ExportKv,
     Failed,
     FailureReason,
     Fork,
     Forward,
-    ImportKv,
     IntegrityReport,
     Release,
     ReplacementRead,

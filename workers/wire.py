@@ -16,6 +16,7 @@ from workers.adapters.slots import LoraAdapterMetrics
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.given_experts import ONE_BYTE_EXPERTS, GivenExperts
 from workers.kv.table import PoolUsage
+from workers.kv_messages import Claim, Exported, ExportKv, ImportKv, KvPages
 from workers.models.generation_defaults import SamplingDefaults
 from workers.models.model import ModelDescription
 from workers.models.text import ModelText
@@ -29,20 +30,15 @@ from workers.operations import (
     Adopted,
     ChangeAdapters,
     CheckIntegrity,
-    Claim,
     Command,
     Done,
     DraftProbabilities,
-    Exported,
-    ExportKv,
     Failed,
     FailureReason,
     Fork,
     Forward,
     HiddenSpec,
-    ImportKv,
     Kind,
-    KvPages,
     LogitsFormat,
     OutputSpec,
     Priority,

@@ -60,7 +60,6 @@ MUST_HAPPEN = (
     "copying when its worker died",
     "moved by a copy",
     "moved by a replay",
-    "moved by a replay of the rest",
     "an import without room",
     "an import refused: other tokens",
     "gateway crash",

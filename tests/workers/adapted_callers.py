@@ -13,6 +13,7 @@ from typing import Any
 from tests.workers.adapted_steps import LONGEST_TOKENS, Adapted, Worker
 from workers.adoption import token_digest
 from workers.kv.shared_list import TokenList
+from workers.kv_messages import Claim
 from workers.operations import (
     Abort,
     AdapterLoaded,
@@ -20,7 +21,6 @@ from workers.operations import (
     Adopt,
     Adopted,
     ChangeAdapters,
-    Claim,
     Command,
     Done,
     Failed,

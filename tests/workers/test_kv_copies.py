@@ -18,16 +18,13 @@ from workers.executors.engine import Engine
 from workers.executors.llm import LlmExecutor
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.tensors import KvTensors, LayerKv
+from workers.kv_messages import Exported, ExportKv, ImportKv, KvPages
 from workers.operations import (
     GREEDY,
     Done,
-    Exported,
-    ExportKv,
     Failed,
     FailureReason,
     Forward,
-    ImportKv,
-    KvPages,
     OutputSpec,
     Release,
     Truncate,
