@@ -542,5 +542,6 @@ class WeightsRead:
 
 # A complete forward is its own result.
 Result = (
-    Forward | Done | Failed | IntegrityReport | HeldSequences | Adopted | AdapterLoaded | WeightsRead | Exported
+    Forward | Done | Failed | IntegrityReport | HeldSequences | Adopted | AdapterLoaded | WeightsRead
+    | Exported
 )  # fmt: skip
