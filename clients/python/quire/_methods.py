@@ -109,7 +109,7 @@ CANCEL_EXECUTION: Method[runner_pb2.CancelExecutionRequest, runner_pb2.CancelExe
     "CancelExecution", can_retry=_always, stub="runner_stub"
 )
 MOVE_CACHE: Method[admin_pb2.MoveCacheRequest, admin_pb2.MoveCacheResponse] = Method(
-    "MoveCache", stub="admin_stub"
+    "MoveCache", can_retry=_always, stub="admin_stub"
 )
 UNLOAD_ADAPTER: Method[admin_pb2.UnloadAdapterRequest, admin_pb2.UnloadAdapterResponse] = Method(
     "UnloadAdapter", can_retry=_always, stub="admin_stub"
