@@ -259,7 +259,7 @@ class Gateway:
             parts = self.adapter_loader, self.adapters, self.caches.adapters_in_use
             operators = cast(
                 admin_pb2_grpc.AdminServiceServicer,
-                admin.AdminApi(self.state, self.restarts, *parts, self.stop),
+                admin.AdminApi(self.state, self.restarts, *parts, self.stop, self.dispatcher),
             )
             admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self.server)
             names.append(ADMIN_SERVICE)

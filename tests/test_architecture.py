@@ -30,6 +30,7 @@ WORKER_LAYERS = (
         "extra_samples",
         "batch",
         "adoption",
+        "kv_copies",
         "adapters",
         "executors",
     },
@@ -38,7 +39,7 @@ WORKER_LAYERS = (
     {"models", "row_outputs", "device_sampling"},
     {"sampling", "counter_rng", "logit_settings"},
     {"operations"},
-    {"kv", "logging", "orphan_timer", "token_trees", "given_experts"},
+    {"kv", "kv_messages", "logging", "orphan_timer", "token_trees", "given_experts"},
     {"huge_pages", "machine_limits"},
 )
 # Pure accounting: it must stay testable, and quick to import, without torch.

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+import numpy as np
+from numpy.typing import NDArray
+
 from workers.executors.engine import Engine
-from workers.kv.shared_list import TokenList
 from workers.operations import Adopt, Adopted, HeldSequences
 
 # A longer list would need messages of tens of megabytes. The KV of further sequences is recomputed on demand.
@@ -32,15 +34,13 @@ def keep_confirmed(engine: Engine, command: Adopt) -> Adopted:
         claim = claims.get(sequence.key)
         if claim is not None and len(sequence) >= claim.length:
             engine.truncate(sequence.key, claim.length)
-            if token_digest(sequence.token_ids) == claim.digest:
+            if token_digest(sequence.token_ids.as_array()) == claim.digest:
                 kept.append(sequence.key)
                 continue
         engine.release(sequence.key)
     return Adopted(command.op_id, kept)
 
 
-def token_digest(token_ids: TokenList) -> bytes:
+def token_digest(token_ids: NDArray[np.uint32]) -> bytes:
     """The digest of tokens as little-endian uint32. The gateway computes the same one."""
-    return blake2b(
-        token_ids.as_array().astype("<u4", copy=False).tobytes(), digest_size=DIGEST_BYTES
-    ).digest()
+    return blake2b(token_ids.astype("<u4", copy=False).tobytes(), digest_size=DIGEST_BYTES).digest()

@@ -27,6 +27,8 @@ from workers.executors.engine import Engine
 from workers.executors.errors import KvMissing, NoTrees
 from workers.executors.replacement import WeightsReplacement
 from workers.kv.page_pool import OutOfPages
+from workers.kv_copies import export_kv, import_kv
+from workers.kv_messages import ExportKv, ImportKv
 from workers.models.errors import ModelError
 from workers.operations import (
     Abort,
@@ -84,8 +86,9 @@ class StepLoop:
         prelaunch_unrequested: bool = False,
         adapters: AdapterTable[Any] | None = None,
         replacement: WeightsReplacement[Any] | None = None,
+        fingerprint: Callable[[], str] = str,
     ) -> None:
-        """`max_seq_tokens`: the longest sequence that fits the engine.
+        """`max_seq_tokens`: the longest sequence that fits the engine. `fingerprint`: that of its model.
 
         adapters, replacement: those of the executor. None: it has no adapters, or cannot replace its weights.
         The rest: see `Prelauncher`.
@@ -108,6 +111,7 @@ class StepLoop:
         self._replacement = replacement
         if replacement is not None:
             replacement.submit = lambda read: self.submit([read])
+        self._fingerprint = fingerprint
         self._stopping = threading.Event()
         # Forwards that have run, and have extra samples left to draw.
         self._drawing: deque[Forward] = deque()
@@ -251,9 +255,8 @@ class StepLoop:
                     self._abort(command)
                 case CheckIntegrity():
                     self._request_check(command)
-                case Adopt():
-                    self._prelauncher.drop_all()
-                    self._results.append(keep_confirmed(self._engine, command))
+                case Adopt() | ExportKv() | ImportKv():
+                    self._results.append(self._hand_over(command))
                 case Fork() | Truncate() | Release():
                     self._change(command)
                     self._results.append(Done(command.op_id))
@@ -295,6 +298,16 @@ class StepLoop:
                 for sequence in command.sequences:
                     self._engine.release(sequence)
                     self._window.forget(sequence)
+
+    def _hand_over(self, command: Adopt | ExportKv | ImportKv) -> Result:
+        match command:
+            case Adopt():
+                self._prelauncher.drop_all()
+                return keep_confirmed(self._engine, command)
+            case ExportKv():
+                return export_kv(self._engine, command, self._fingerprint())
+            case ImportKv():
+                return import_kv(self._engine, command, self._fingerprint())
 
     def _abort(self, command: Abort) -> None:
         """Drops a forward that is queued, between two chunks, or drawing. It gets no answer."""

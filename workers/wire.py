@@ -16,6 +16,7 @@ from workers.adapters.slots import LoraAdapterMetrics
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.given_experts import ONE_BYTE_EXPERTS, GivenExperts
 from workers.kv.table import PoolUsage
+from workers.kv_messages import Claim, Exported, ExportKv, ImportKv, KvPages
 from workers.models.generation_defaults import SamplingDefaults
 from workers.models.model import ModelDescription
 from workers.models.text import ModelText
@@ -29,7 +30,6 @@ from workers.operations import (
     Adopted,
     ChangeAdapters,
     CheckIntegrity,
-    Claim,
     Command,
     Done,
     DraftProbabilities,
@@ -89,7 +89,7 @@ _REASONS = {
 }
 
 
-def to_command(  # noqa: PLR0911 - one for each command
+def to_command(  # noqa: C901, PLR0911 - one for each command
     message: worker_pb2.WorkerCommand,
     vocab_size: int = _MAX_VOCABULARY,
     num_layers: int = 0,
@@ -122,6 +122,13 @@ def to_command(  # noqa: PLR0911 - one for each command
         case "replace_weights":
             step = ReplaceStep[str(message.replace_weights.WhichOneof("step")).upper()]
             return ReplaceWeights(op_id, step, message.replace_weights.read)
+        case "export_kv":
+            wanted = message.export_kv
+            return ExportKv(op_id, wanted.sequence, wanted.first, wanted.end, wanted.salt)
+        case "import_kv":
+            given = message.import_kv
+            pages = KvPages(*(getattr(given.pages, name) for name in KvPages.__slots__))
+            return ImportKv(op_id, given.sequence, list(given.token_ids), given.salt, pages)
         case kind:
             raise ValueError(f"unknown command {kind}")
 
@@ -291,8 +298,8 @@ def _inflated(deflated: bytes, max_bytes: int) -> bytes:
         raise ValueError(f"a mask that is no zlib stream: {error}") from None
 
 
-def to_event(
-    result: Forward | Done | Failed | Adopted | AdapterLoaded | WeightsRead,
+def to_event(  # noqa: PLR0911 - one for each result
+    result: Forward | Done | Failed | Adopted | AdapterLoaded | WeightsRead | Exported,
 ) -> worker_pb2.WorkerEvent:
     """Encodes a result."""
     match result:
@@ -308,6 +315,9 @@ def to_event(
         case WeightsRead():
             read = worker_pb2.WeightsRead(model=types_pb2.ModelDescription(**_fields(result.model)))
             return worker_pb2.WorkerEvent(op_id=result.op_id, weights_read=read)
+        case Exported():
+            pages = worker_pb2.KvPages(**_fields(result.pages))
+            return worker_pb2.WorkerEvent(op_id=result.op_id, kv_pages=pages)
         case Failed():
             error = worker_pb2.WorkerError(
                 reason=_REASONS[result.reason],  # type: ignore[arg-type]  # an enum to the stubs

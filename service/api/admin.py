@@ -16,9 +16,11 @@ from service.adapters.registry import Adapters, AdapterVersion
 from service.api import validation
 from service.api.parsing import parsed
 from service.api.server_state import ServerState
-from service.auth.authenticator import current_tenant_name
+from service.auth.authenticator import current_tenant, current_tenant_name
+from service.caches.requests import Move, Moved
 from service.config import Config, is_private
-from service.errors import InvalidArgument
+from service.dispatcher import Dispatcher
+from service.errors import InvalidArgument, QuireError
 from service.pool.rolling_restart import RollingRestart
 
 _POLL_S = 0.02
@@ -49,6 +51,7 @@ class AdminApi:
         adapters: Adapters,
         caches_of_versions: Callable[[], Counter[int]],
         stop: Stop,
+        dispatcher: Dispatcher,
     ) -> None:
         """`caches_of_versions`: the number of caches of each version of an adapter, by its number."""
         self._state = state
@@ -57,6 +60,7 @@ class AdminApi:
         self._adapters = adapters
         self._caches_of_versions = caches_of_versions
         self._stop = stop
+        self._dispatcher = dispatcher
 
     async def Warmup(self, request: Message, _context: Context) -> admin_pb2.WarmupResponse:
         """Waits until workers are ready."""
@@ -79,6 +83,23 @@ class AdminApi:
         response = admin_pb2.DrainResponse()
         for worker in replaced:
             response.workers.add(worker_id=worker.worker_id, old_pid=worker.old_pid, new_pid=worker.new_pid)
+        return response
+
+    async def MoveCache(
+        self, request: admin_pb2.MoveCacheRequest, _context: Context
+    ) -> admin_pb2.MoveCacheResponse:
+        """Moves a cache to a worker."""
+        move = Move(request.cache_id, request.worker_id)
+        (moved,) = await self._dispatcher.run((move,), current_tenant())
+        if isinstance(moved, QuireError):
+            raise moved
+        assert isinstance(moved, Moved)
+        response = admin_pb2.MoveCacheResponse(
+            copied_tokens=moved.copied_tokens,
+            replayed_tokens=moved.replayed_tokens,
+            copied_bytes=moved.copied_bytes,
+        )
+        response.time.FromNanoseconds(int(moved.took_s * 1e9))
         return response
 
     async def LoadAdapter(

@@ -167,10 +167,14 @@ class Attempts:
             clear(entry)
         return operation, answer
 
-    def worker_lost(self, worker: WorkerView, *, crashed: bool) -> list[Operation]:
-        """Ends all attempts on a lost worker. Returns their operations, for `try_again`."""
+    def worker_lost(self, worker: WorkerView, *, crashed: bool | None) -> list[Operation]:
+        """Ends all attempts on a lost worker. Returns their operations, for `try_again`.
+
+        crashed: None: it lives on, so that none of them is suspicious.
+        """
         under_way = list(self.under_way(worker))
-        blame([operation.entry for operation in under_way], crashed=crashed)
+        if crashed is not None:
+            blame([operation.entry for operation in under_way], crashed=crashed)
         for operation in under_way:
             self._end_attempt(operation, End.TAKEN_BACK)
         self._changed = True

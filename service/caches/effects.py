@@ -93,7 +93,29 @@ class AbortForward:
     target_op_id: int
 
 
-Command = Attempt | ForkSequence | TruncateSequence | ReleaseSequences | AbortForward
+@frozen_struct
+class ExportKv:
+    """Return the KV of the tokens `first` to `end` of `number`, which are whole pages or its last ones."""
+
+    op_id: int
+    number: int
+    first: int
+    end: int
+    salt: bytes
+
+
+@frozen_struct
+class ImportKv:
+    """Append tokens to `number` with KV from another worker. `pages` is opaque."""
+
+    op_id: int
+    number: int
+    token_ids: Sequence[int]
+    salt: bytes
+    pages: object
+
+
+Command = Attempt | ForkSequence | TruncateSequence | ReleaseSequences | AbortForward | ExportKv | ImportKv
 
 # A command for one incarnation of a worker: its id, its epoch.
 Send = tuple[str, int, Command]
@@ -166,8 +188,16 @@ class CommandFailed:
     detail: str = ""
 
 
-# The answer to the command with this op id. None: a command other than a forward succeeded.
-Event = tuple[int, ForwardDone | CommandFailed | None]
+@frozen_struct
+class KvExported:
+    """The answer to ExportKv. `pages` is opaque."""
+
+    pages: object
+    size_bytes: int
+
+
+# The answer to the command with this op id. None: a command without a result succeeded.
+Event = tuple[int, ForwardDone | KvExported | CommandFailed | None]
 
 
 # Adoption of workers.

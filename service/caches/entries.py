@@ -22,6 +22,7 @@ from service.caches.workers import WorkerView
 
 if TYPE_CHECKING:
     from service.caches.kind import OperationKind
+    from service.caches.moves import Copy
 
 # A client may cancel so long before the deadline that we know: clocks differ.
 _CLOCK_TOLERANCE_S = 0.02
@@ -89,6 +90,9 @@ class Operation:
     # computed.
     done: ForwardDone | None = None
     weights: int = 0
+
+    # Written by moves.py: of a move that has begun.
+    copy: Copy | None = None
 
     # Written by reservations.py: the tokens and caches that it may create.
     tokens: int = 0

@@ -22,7 +22,7 @@ from service.errors import CacheNotFound, QuireError
 
 Req = TypeVar("Req", bound=Request)
 # The result of `begin`: an answer; or a list of records to commit; or None: a worker has to compute first.
-Begun = Result | list[Record] | None
+Begun = Result | QuireError | list[Record] | None
 
 
 class Parts:
@@ -77,13 +77,18 @@ class OperationKind(Generic[Req]):
         """Begins the operation when its turn has come. Raises QuireError to refuse it."""
         raise NotImplementedError
 
-    def computed(self, operation: Operation, request: Req, done: ForwardDone | None) -> Result | list[Record]:
+    def computed(
+        self, operation: Operation, request: Req, done: ForwardDone | None
+    ) -> Result | QuireError | list[Record]:
         """Returns the answer, or the records, after a worker has computed. None: only KV was needed."""
         raise NotImplementedError
 
     def applied(self, operation: Operation, request: Req) -> Result:
         """Returns the answer after the records were applied."""
         raise NotImplementedError
+
+    def stopped(self, operation: Operation) -> None:
+        """An operation that has a `copy` ends, or waits for its turn again."""
 
     def write_failed(self, operation: Operation, request: Req) -> None:
         """Undoes the operation after its records could not be written."""

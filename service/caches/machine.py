@@ -10,8 +10,8 @@ for its turn on each:
 
     WAITING -> [PARKED, REPLAYING, COMPUTING: with a worker; `attempts.py`] -> COMMITTING -> answered
 
-Each kind of request has a file: `append.py`, `fork.py`, `changes.py`, `restore.py`. The KV of a cache
-(`kv_placement.py`) is a copy: if it is lost, it is replayed when it is next needed.
+Each kind of request has a file: `append.py`, `fork.py`, `changes.py`, `restore.py`, `moves.py`. The KV of a
+cache (`kv_placement.py`) is a copy: if it is lost, it is replayed when it is next needed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from typing import Any
 
 from service.caches.append import Appends, continue_caches
 from service.caches.changes import Releases, Renewals, Truncations
-from service.caches.effects import Claim, Effects, Event, ReleaseSequences
+from service.caches.effects import Claim, Effects, Event, KvExported, ReleaseSequences
 from service.caches.entries import CacheEntry, Operation
 from service.caches.fork import Forks
 from service.caches.kind import OperationKind, Parts
 from service.caches.ledger import Ledger
+from service.caches.moves import Moves
 from service.caches.queues import OperationQueues
 from service.caches.records import Record, TokensAppended, numbers_of
-from service.caches.requests import Append, Fork, Release, Renew, Request, Truncate
+from service.caches.requests import Append, Fork, Move, Release, Renew, Request, Truncate
 from service.caches.reservations import Limits
 from service.caches.restore import Restores
 from service.caches.tenants import Tenant
@@ -73,6 +74,7 @@ class CacheMachine:
         self._kv = parts.kv
         self._attempts = parts.attempts
         self._restores = Restores(parts)
+        self._moves = Moves(parts)
         releases = Releases(parts)
         self._queues = OperationQueues(parts, self._restores, releases)
         self._kinds: dict[type[Request], OperationKind[Any]] = {
@@ -81,6 +83,7 @@ class CacheMachine:
             Truncate: Truncations(parts),
             Release: releases,
             Renew: Renewals(parts),
+            Move: self._moves,
         }
         # During recovery: when the last record of each cache was written.
         self._written_s: dict[int, float] = {}
@@ -174,7 +177,10 @@ class CacheMachine:
         """A worker answered commands. Answers to attempts that are over are ignored."""
         self._context.now_s = now_s
         for op_id, answer in events:
-            result = self._attempts.answered(op_id, answer)
+            if isinstance(answer, KvExported) or op_id in self._moves.sent:
+                result = self._moves.answered(op_id, answer)
+            else:
+                result = self._attempts.answered(op_id, answer)
             if result is not None:
                 self._queues.attempt_ended(*result)
         self._rate.update(now_s)
@@ -186,10 +192,10 @@ class CacheMachine:
         if worker is not None:
             self._lose([worker], crashed=crashed)
 
-    def _lose(self, workers: Sequence[WorkerView], *, crashed: bool, failed: bool = True) -> None:
+    def _lose(self, workers: Sequence[WorkerView], *, crashed: bool | None) -> None:
         """Removes workers. All before anything is tried again, which must not be on one of them.
 
-        `failed`: it counts as a failed attempt of what they computed.
+        crashed: None: they live on, so that it is no failed attempt of what they computed.
         """
         computed: list[Operation] = []
         lost: list[CacheEntry] = []
@@ -202,11 +208,13 @@ class CacheMachine:
             if not operation.turns_left:
                 result = (
                     self._attempts.try_again(operation, WorkerLost())
-                    if failed
+                    if crashed is not None
                     else self._attempts.begin_again(operation)
                 )
                 if result is not None:
                     self._queues.attempt_ended(*result)
+        for result in self._moves.workers_lost(workers):
+            self._queues.attempt_ended(*result)
         self._restores.later(lost, self._context.now_s)
 
     # Weights.
@@ -227,7 +235,7 @@ class CacheMachine:
         """
         self._context.now_s, before = now_s, self.weights.serving
         known = (self._workers.find(worker.worker_id, worker.epoch) for worker in workers)
-        self._lose([worker for worker in known if worker is not None], crashed=False, failed=False)
+        self._lose([worker for worker in known if worker is not None], crashed=None)
         if recompute:
             self.weights.replace(weights, continued_from=self.weights.continued_from)
             continue_caches(self.index, self._queues.operations.values(), self.weights)
@@ -343,7 +351,7 @@ class CacheMachine:
     def tick(self, now_s: float) -> None:
         """Checks the timeouts of parked operations. Call it often while there are any."""
         self._context.now_s = now_s
-        for result in self._attempts.tick():
+        for result in itertools.chain(self._attempts.tick(), self._moves.tick()):
             self._queues.attempt_ended(*result)
 
     # The journal.
@@ -384,8 +392,8 @@ class CacheMachine:
 
     @property
     def num_parked(self) -> int:
-        """Operations whose turn has come, but which cannot be computed yet: see `Need`."""
-        return len(self._attempts.parked)
+        """Operations whose turn has come, but which cannot be computed yet: see `Need` and `Moves`."""
+        return len(self._attempts.parked) + len(self._moves.under_way)
 
     def take_effects(self) -> Effects:
         """Returns everything to be done since the last call. The caller owns the result.

@@ -151,6 +151,7 @@ class OperationQueues:
     def _requeue(self, operation: Operation, entry: CacheEntry) -> None:
         """Stops an operation and puts it at the front of the queue: the release may still fail."""
         self._attempts.stop(operation)
+        operation.kind.stopped(operation)
         self._admission.end_reservation(operation)
         operation.turns_left += 1
         entry.running = None
@@ -197,6 +198,8 @@ class OperationQueues:
                 self._workers.affinity.forget(request.token_ids, entry.worker, entry.state.salt)
         if operation.attempt is not None or operation.need is not None:
             self._attempts.stop(operation)
+        if operation.copy is not None:
+            operation.kind.stopped(operation)
         del self.operations[operation.ticket]
         self._admission.leave(operation)
         if operation.is_internal:

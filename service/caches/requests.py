@@ -137,7 +137,15 @@ class Restore:
     cache_id: str
 
 
-Request = Append | Fork | Truncate | Release | Renew | Restore
+@frozen_struct
+class Move:
+    """Move the KV of a cache to a worker, after the earlier requests for it."""
+
+    cache_id: str
+    worker_id: str
+
+
+Request = Append | Fork | Truncate | Release | Renew | Restore | Move
 
 
 @frozen_struct
@@ -187,7 +195,17 @@ class Released:
     released: bool
 
 
-Result = Appended | Handles | Released
+@frozen_struct
+class Moved:
+    """The result of a move: the tokens whose KV was copied or replayed; the others were there."""
+
+    copied_tokens: int
+    replayed_tokens: int
+    copied_bytes: int
+    took_s: float
+
+
+Result = Appended | Handles | Released | Moved
 
 
 def cache_ids(result: object) -> Sequence[str]:

@@ -87,6 +87,12 @@ class _LatencyModel:
         # The time with nothing ahead is not negative.
         self.slope_s = min(self.slope_s, self.y / self.x)
 
+    @property
+    def unit_s(self) -> float:
+        """The time for a unit of cost: the mean if it was always about as much. 0: nothing was answered."""
+        cost = self.x + self._ahead
+        return self.slope_s or ((self.y + self._took_s) / cost if cost else 0.0)
+
     def expected_s(self, ahead: float) -> float:
         """The estimated time. If unsure, rather too short than too long."""
         if self.weight < _MIN_WEIGHT:
@@ -188,6 +194,19 @@ class WorkerLoad:
     def expected_wait_s(self) -> float:
         """The estimated wait of a new caller with a prompt of typical length."""
         return self.expected_s(self.estimate(0, _TYPICAL_PROMPT_TOKENS, 1, Priority.NORMAL))
+
+    @property
+    def token_s(self) -> float:
+        """The measured time of a token in a long forward. 0: none was answered."""
+        return self._queues[True].times[Priority.NORMAL].unit_s
+
+    def compute_s(self, tokens: int, token_s: float) -> float:
+        """The estimated time until so many tokens of a new caller are computed, in an idle worker too.
+
+        token_s: the time of a token if it was not measured yet.
+        """
+        work = self.estimate(0, tokens, 1, Priority.NORMAL)
+        return work.total * (self._times(work).unit_s or token_s)
 
     def own_s(self, work: Work) -> float:
         """The least part of `expected_s` that is its own work."""

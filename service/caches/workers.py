@@ -1,8 +1,9 @@
 """The workers that are ready, and the choice of one for a sequence. Pure: no clock, no I/O.
 
-A sequence goes to a worker that has loaded its weights. The worker that computed the longest prefix is
-chosen if it has enough free pages for the rest. Otherwise the one with the most free pages, less those of
-queued attempts.
+A sequence goes to a worker that has loaded its weights and has enough free pages. Of these the one is chosen
+that has the least to compute before it is done: what is queued there and comes first, and what it does not
+have of the prefix. So a prefix is computed again elsewhere once that is less than to wait for its holder.
+Workers are taken to be equally fast. Between equal ones free pages decide, less those of queued attempts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from service.caches.requests import Priority
 from service.caches.worker_load import WorkerLoad
 from service.errors import NoWorker
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 # The granularity of prefixes. Coarser than most pages would lose hits; finer would find no more.
 _AFFINITY_TOKENS = 16
 _AFFINITY_BYTES = _AFFINITY_TOKENS * array("I").itemsize
+
+# One incarnation of a worker: its id and its epoch.
+Holder = tuple[str, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +41,8 @@ class WorkerView:
     capacity_tokens: int
     # Free or cached pages, as last reported.
     pages_available: int
+    # The KV of a page. 0: not known.
+    page_bytes: int = 0
     # Pages of running attempts, which may not be counted in that yet.
     pages_queued: int = 0
     # The caches whose KV it has, in LRU order; written by `KvPlacement`.
@@ -61,35 +68,44 @@ class WorkerView:
 
 
 class PrefixAffinity:
-    """Remembers which worker last computed each prefix. Bounded; only a hint."""
+    """Remembers which workers computed each prefix: the last few. Bounded; only a hint."""
 
-    def __init__(self, capacity: int = 65_536) -> None:
+    def __init__(self, capacity: int = 65_536, holders: int = 3) -> None:
         self._capacity = capacity
-        self._holders: OrderedDict[int, tuple[str, int]] = OrderedDict()
+        self._most_holders = holders
+        # By prefix, as (worker id, epoch), the last one first.
+        self._holders: OrderedDict[int, tuple[Holder, ...]] = OrderedDict()
 
     def record(self, token_ids: Sequence[int], worker: WorkerView, salt: bytes = b"") -> None:
         """Notes that `worker` computes a sequence with these tokens."""
+        name = (worker.worker_id, worker.epoch)
         for digest in _prefix_digests(token_ids, salt):
-            self._holders[digest] = (worker.worker_id, worker.epoch)
+            others = [holder for holder in self._holders.get(digest, ()) if holder != name]
+            self._holders[digest] = (name, *others[: self._most_holders - 1])
             self._holders.move_to_end(digest)
         while len(self._holders) > self._capacity:
             self._holders.popitem(last=False)
 
     def forget(self, token_ids: Sequence[int], worker: WorkerView, salt: bytes = b"") -> None:
         """Undoes `record`."""
+        name = (worker.worker_id, worker.epoch)
         for digest in _prefix_digests(token_ids, salt):
-            if self._holders.get(digest) == (worker.worker_id, worker.epoch):
-                del self._holders[digest]
+            holders = tuple(holder for holder in self._holders.get(digest, ()) if holder != name)
+            if holders:
+                self._holders[digest] = holders
+            else:
+                self._holders.pop(digest, None)
 
-    def longest(self, token_ids: Sequence[int], salt: bytes = b"") -> tuple[tuple[str, int], int] | None:
-        """The (worker id, epoch) that computed the longest known prefix, and its length in tokens."""
-        best: tuple[tuple[str, int], int] | None = None
+    def held(self, token_ids: Sequence[int], salt: bytes = b"") -> dict[Holder, int]:
+        """How many of the first tokens each worker has computed, as far as is known."""
+        found: dict[Holder, int] = {}
         for count, digest in enumerate(_prefix_digests(token_ids, salt), start=1):
-            holder = self._holders.get(digest)
-            if holder is None:
+            holders = self._holders.get(digest)
+            if holders is None:
                 break
-            best = (holder, count * _AFFINITY_TOKENS)
-        return best
+            for holder in holders:
+                found[holder] = count * _AFFINITY_TOKENS
+        return found
 
 
 def _prefix_digests(token_ids: Sequence[int], salt: bytes) -> Iterable[int]:
@@ -134,6 +150,10 @@ class Workers:
         """The workers that take new sequences of these weights."""
         return [worker for worker in self if worker.weights == weights and not worker.draining]
 
+    def named(self, worker_id: str) -> WorkerView | None:
+        """The current incarnation of a worker, if it is ready."""
+        return self._workers.get(worker_id)
+
     def choose(self, token_ids: Sequence[int], salt: bytes = b"", weights: int = 0) -> WorkerView:
         """The worker for a sequence that starts with `token_ids`. Raises NoWorker if there is none.
 
@@ -144,20 +164,17 @@ class Workers:
         if not there:
             raise NoWorker
         heard = [w for w in there if not w.suspect] or there
-        worker = self._holder_with_room(token_ids, salt)
-        if worker is None or worker not in heard:
-            # Workers whose capacity is too small come last.
-            fitting = [w for w in heard if w.capacity_tokens >= len(token_ids)] or heard
-            worker = max(fitting, key=lambda w: (w.headroom, -len(w.held)))
-        return worker
+        # Workers whose capacity is too small come last.
+        fitting = [w for w in heard if w.capacity_tokens >= len(token_ids)] or heard
+        known = self.affinity.held(token_ids, salt)
+        held = {w: known.get((w.worker_id, w.epoch), 0) for w in fitting}
+        with_room = [
+            w for w in fitting if w.headroom >= w.pages_for(len(token_ids)) - held[w] // w.page_tokens
+        ]
 
-    def _holder_with_room(self, token_ids: Sequence[int], salt: bytes) -> WorkerView | None:
-        known = self.affinity.longest(token_ids, salt)
-        if known is None:
-            return None
-        holder, held_tokens = known
-        worker = self.find(*holder)
-        if worker is None or len(token_ids) > worker.capacity_tokens:
-            return None
-        held_pages = held_tokens // worker.page_tokens
-        return worker if worker.headroom >= worker.pages_for(len(token_ids)) - held_pages else None
+        def cost(worker: WorkerView) -> tuple[int, int, int]:
+            missing = max(len(token_ids) - held[worker], 1)
+            work = worker.load.estimate(0, missing, 1, Priority.NORMAL)
+            return work.total, -worker.headroom, len(worker.held)
+
+        return min(with_room or fitting, key=cost if with_room else lambda w: (-w.headroom, len(w.held)))

@@ -68,6 +68,15 @@ def to_message(command: effects.Command) -> worker_pb2.WorkerCommand:
             message.release.sequences.extend(command.numbers)
         case effects.AbortForward():
             message.abort.target_op_id = command.target_op_id
+        case effects.ExportKv():
+            wanted = message.export_kv
+            wanted.sequence, wanted.first, wanted.end = command.number, command.first, command.end
+            wanted.salt = command.salt
+        case effects.ImportKv():
+            message.import_kv.sequence, message.import_kv.salt = command.number, command.salt
+            message.import_kv.token_ids.extend(command.token_ids)
+            assert isinstance(command.pages, worker_pb2.KvPages)
+            message.import_kv.pages.CopyFrom(command.pages)
     return message
 
 
@@ -80,6 +89,9 @@ def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:
                 events.append((event.op_id, event.forward))
             case "done":
                 events.append((event.op_id, None))
+            case "kv_pages":
+                pages = event.kv_pages
+                events.append((event.op_id, effects.KvExported(pages, len(pages.data))))
             case "error":
                 events.append((event.op_id, _failed(event.error)))
     return events

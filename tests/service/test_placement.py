@@ -120,18 +120,18 @@ def test_what_was_refused_is_forgotten() -> None:
 def test_a_prefix_ends_where_the_tokens_differ() -> None:
     affinity = PrefixAffinity()
     affinity.record(PROMPT, view("a", 1, 50))
-    assert affinity.longest(PROMPT) == (("a", 1), 3 * GRAIN)
-    assert affinity.longest([*PROMPT[:GRAIN], *[999] * GRAIN]) == (("a", 1), GRAIN)
-    assert affinity.longest([999, *PROMPT]) is None
-    assert affinity.longest(PROMPT[: GRAIN - 1]) is None
+    assert affinity.held(PROMPT) == {("a", 1): 3 * GRAIN}
+    assert affinity.held([*PROMPT[:GRAIN], *[999] * GRAIN]) == {("a", 1): GRAIN}
+    assert affinity.held([999, *PROMPT]) == {}
+    assert affinity.held(PROMPT[: GRAIN - 1]) == {}
 
 
 def test_memory_of_prefixes_is_bounded() -> None:
     affinity = PrefixAffinity(capacity=4)
     for first in range(10):
         affinity.record([first] * (2 * GRAIN), view("a", 1, 50))
-    assert affinity.longest([0] * GRAIN) is None
-    assert affinity.longest([9] * (2 * GRAIN)) == (("a", 1), 2 * GRAIN)
+    assert affinity.held([0] * GRAIN) == {}
+    assert affinity.held([9] * (2 * GRAIN)) == {("a", 1): 2 * GRAIN}
 
 
 # A worker that is silent takes nothing new while another is there.
@@ -164,4 +164,4 @@ def test_the_machine_is_told_of_one_incarnation() -> None:
     machine.worker_suspected("a", 1, suspect=True)
     assert sent_to() == "b"
     machine.worker_suspected("a", 1, suspect=False)
-    assert sent_to() == "b", "the prefix is there by now"
+    assert sent_to() == "a", "both have the prefix by now, and it has more room"

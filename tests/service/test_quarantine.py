@@ -70,6 +70,19 @@ def test_who_was_only_there_when_workers_died_is_innocent_again() -> None:
         assert isinstance(gateway.replies[ticket], Appended)
 
 
+def test_who_is_computed_while_weights_are_replaced_is_innocent() -> None:
+    """Its worker lives, and drops what it was computing on purpose."""
+    gateway = Gateway()
+    cache = gateway.create(1)
+    (ticket,) = gateway.submit(decode(cache, 10))
+    (worker,) = gateway.workers.values()
+    for weights in range(1, 7):
+        worker.replace_weights(weights)
+        gateway.dispatcher.weights_replaced(weights, [worker.view(64)], recompute=True)
+    work(gateway)
+    assert isinstance(gateway.replies[ticket], Appended)
+
+
 def test_workers_that_die_of_nothing_in_particular_are_told_to_be_lost() -> None:
     """Killed from outside again and again: some are asked to come again, nobody is served for ever."""
     gateway = Gateway()

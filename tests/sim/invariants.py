@@ -11,6 +11,7 @@ from service.caches.entries import CacheEntry, Operation
 from service.caches.machine import CacheMachine
 from service.caches.requests import Fork, Priority
 from service.caches.worker_load import Work, WorkerLoad
+from tests.sim.moves import check_copies
 
 
 def phase_of(operation: Operation) -> str:
@@ -19,6 +20,8 @@ def phase_of(operation: Operation) -> str:
         return "waiting"
     if operation.records is not None:
         return "committing"
+    if operation.copy is not None and operation.copy.under_way:
+        return "copying"
     if operation.attempt is None:
         return "parked"
     return "replaying" if operation.attempt.replays else "computing"
@@ -38,6 +41,7 @@ def check_invariants(machine: CacheMachine) -> None:
     _check_counts(machine, operations, entries)
     _check_placement(machine, entries)
     _check_attempts(machine._attempts, operations)
+    check_copies(machine)
     for worker in machine._workers:
         its = [o.attempt for o in machine._attempts.under_way(worker) if o.attempt is not None]
         assert worker.pages_queued == sum(attempt.pages for attempt in its)

@@ -35,6 +35,8 @@ class WatchedMachine(CacheMachine):
 
     def __init__(self, limits: Limits, **names: Any) -> None:
         super().__init__(limits, ledger=self.ledger_type(SEGMENT_TOKENS), **names)
+        # A page at a time, so that short sequences have several chunks.
+        self._moves.chunk_bytes = 1
 
     def watch(self, oracle: Oracle) -> None:
         self.oracle = oracle
@@ -95,7 +97,8 @@ class WatchedMachine(CacheMachine):
         """How far each operation has come, and whether the worker of this epoch computes it."""
         for operation in self._queues.operations.values():
             worker = operation.entry.worker if operation.attempt is not None else None
-            yield phase_of(operation), worker is not None and worker.epoch == epoch
+            its = [worker] if operation.copy is None else [operation.copy.source, operation.copy.target]
+            yield phase_of(operation), any(each is not None and each.epoch == epoch for each in its)
 
     def parked(self) -> Iterator[Asked]:
         """Those whose turn has come, and who wait for a worker or for room."""

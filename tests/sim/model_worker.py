@@ -19,6 +19,7 @@ from quire.v1 import worker_pb2
 
 from service.caches.effects import Claim
 from service.caches.workers import WorkerView
+from tests.sim import moves
 from tests.sim.toy_model import accepted_path, line_to, next_token, output_of
 
 FAULT = worker_pb2.WORKER_ERROR_REASON_FAULT
@@ -100,7 +101,7 @@ class ModelWorker:
         self.untrimmed: set[int] = set()
         self._forgotten: set[int] = set()
         self._jobs: dict[int, _Job] = {}
-        self._rng = rng
+        self.rng = self._rng = rng
         self._seen = seen
 
     @property
@@ -132,6 +133,7 @@ class ModelWorker:
             pages_total=self.pool.pages,
             capacity_tokens=min(capacity_tokens, self.pool.pages * self.pool.page_tokens),
             pages_available=self.pages_left,
+            page_bytes=moves.PAGE_BYTES if self.epoch % 4 else 0,
             weights=self.weights,
         )
 
@@ -149,6 +151,8 @@ class ModelWorker:
                 self._queue(command.op_id, command.forward)
             elif kind == "abort":
                 self._abort(command.abort.target_op_id)
+            elif kind in ("export_kv", "import_kv"):
+                self._copy(command)
             else:
                 self._control(command)
 
@@ -174,7 +178,7 @@ class ModelWorker:
             if job.body.timeout_ns and self._rng.random() < self.faults.timeout:
                 # Dropped before its start: there is nothing to roll back.
                 del self._jobs[op_id]
-                self._fail(op_id, TIMEOUT)
+                self.refuse(op_id, TIMEOUT)
             else:
                 self._begin(job)
         return job.begun
@@ -302,22 +306,34 @@ class ModelWorker:
                 self.untrimmed.add(command.truncate.sequence)
                 return
             if command.truncate.new_len > len(tokens):
-                self._fail(command.op_id, FAULT)
+                self.refuse(command.op_id, FAULT)
                 return
             del tokens[command.truncate.new_len :]
         self.outbox.append(worker_pb2.WorkerEvent(op_id=command.op_id, done=worker_pb2.ControlDone()))
+
+    def _copy(self, command: worker_pb2.WorkerCommand) -> None:
+        """A part of a move."""
+        is_export, goes_wrong = command.HasField("export_kv"), self.faults.control
+        number = command.export_kv.sequence if is_export else command.import_kv.sequence
+        self._check_not_queued(number, "a copy")
+        if self._rng.random() < goes_wrong:
+            self.refuse(command.op_id, FAULT)
+        elif is_export:
+            moves.export_kv(self, command.op_id, command.export_kv, 10 * goes_wrong)
+        else:
+            self._seen[moves.import_kv(self, command.op_id, command.import_kv)] += 1
 
     def _source(self, op_id: int, number: int) -> list[int] | None:
         """The sequence that a control is about; None if that has failed."""
         self._check_not_queued(number, "a control")
         if self._rng.random() < self.faults.control:
-            self._fail(op_id, FAULT)
+            self.refuse(op_id, FAULT)
             return None
         tokens = self.sequences.get(number)
         if tokens is None:
             # Such as of one whose first forward was aborted: there is nothing to cut.
             self.excused.add(op_id)
-            self._miss(op_id, number)
+            self.miss(op_id, number)
         return tokens
 
     def _begin(self, job: _Job) -> None:
@@ -327,7 +343,7 @@ class ModelWorker:
             tokens = self.sequences[body.sequence] = []
         if tokens is None or len(tokens) < body.position:
             del self._jobs[job.op_id]
-            self._miss(job.op_id, body.sequence)
+            self.miss(job.op_id, body.sequence)
             return
         if len(tokens) > body.position:
             self._seen["a longer copy was cut"] += 1
@@ -373,7 +389,7 @@ class ModelWorker:
     def _end(self, job: _Job, reason: int, **pages: int) -> None:
         del self._jobs[job.op_id]
         self._roll_back(job)
-        self._fail(job.op_id, reason, **pages)
+        self.refuse(job.op_id, reason, **pages)
 
     def _roll_back(self, job: _Job) -> None:
         """As the engine's: nothing is left of what began at position 0."""
@@ -383,12 +399,12 @@ class ModelWorker:
         elif number in self.sequences:
             del self.sequences[number][position:]
 
-    def _miss(self, op_id: int, number: int) -> None:
+    def miss(self, op_id: int, number: int) -> None:
         if number in self._forgotten:
             self.excused.add(op_id)
-        self._fail(op_id, KV_MISSING)
+        self.refuse(op_id, KV_MISSING)
 
-    def _fail(self, op_id: int, reason: int, **pages: int) -> None:
+    def refuse(self, op_id: int, reason: int, **pages: int) -> None:
         self._seen[f"worker error {reason}"] += 1
         error = worker_pb2.WorkerError(reason=reason, **pages)  # type: ignore[arg-type]
         self.outbox.append(worker_pb2.WorkerEvent(op_id=op_id, error=error))

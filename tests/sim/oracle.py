@@ -30,6 +30,8 @@ from service.caches.requests import (
     Fork,
     Handle,
     Handles,
+    Move,
+    Moved,
     Release,
     Released,
     Renew,
@@ -42,6 +44,7 @@ from service.errors import QuireError
 from tests.sim.appends import options_of
 from tests.sim.journal_bytes import JournalBudget
 from tests.sim.model_worker import POISON
+from tests.sim.moves import check_moved
 from tests.sim.refusals import check_refusal
 from tests.sim.toy_model import accepted_path, line_to, next_token, output_of
 from tests.sim.truth import Applied, Asked, Cache, Done, Forked, copied, is_remembered
@@ -238,6 +241,9 @@ class Oracle:
                 assert isinstance(outcome, Handles) and asked.done is not None
                 (handle,) = outcome.handles
                 self._check_handle(handle, asked.done.cache, asked.done.seq_len, fresh=True)
+            case Move():
+                assert isinstance(outcome, Moved)
+                check_moved(self, asked, outcome)
 
     def turn_ended(self) -> None:
         """After all effects of one input."""

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from tests.sim import planted_in_bytes, planted_in_caches, planted_in_workers
+from tests.sim import planted_in_bytes, planted_in_caches, planted_in_moves, planted_in_workers
 from tests.sim.machine import PlantedMachine
 from tests.sim.planted import Plant, is_found, plant, plants_of
 from tests.sim.schedules import Kind, quietly, run_schedules, without_addresses
@@ -56,6 +56,12 @@ MUST_HAPPEN = (
     "cancelled while replaying",
     "cancelled while computing",
     "cancelled while committing",
+    "cancelled while copying",
+    "copying when its worker died",
+    "moved by a copy",
+    "moved by a replay",
+    "an import without room",
+    "an import refused: other tokens",
     "gateway crash",
     "in flight when the gateway crashed",
     "asked again after a gateway crash",
@@ -122,7 +128,7 @@ def test_a_machine_that_is_only_looked_through_breaks_no_promise(monkeypatch: py
     "bug",
     [
         bug
-        for module in (planted_in_bytes, planted_in_caches, planted_in_workers)
+        for module in (planted_in_bytes, planted_in_caches, planted_in_moves, planted_in_workers)
         for bug in plants_of(module)
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any
 from tests.workers.adapted_steps import LONGEST_TOKENS, Adapted, Worker
 from workers.adoption import token_digest
 from workers.kv.shared_list import TokenList
+from workers.kv_messages import Claim
 from workers.operations import (
     Abort,
     AdapterLoaded,
@@ -20,7 +21,6 @@ from workers.operations import (
     Adopt,
     Adopted,
     ChangeAdapters,
-    Claim,
     Command,
     Done,
     Failed,
@@ -231,7 +231,7 @@ class Callers:
         for text in self.texts.values():
             held = TokenList()
             held.extend(text.tokens)
-            claims.append(Claim(text.number, len(held), token_digest(held)))
+            claims.append(Claim(text.number, len(held), token_digest(held.as_array())))
         self._adopting = set(self.texts)
         sources = ChangeAdapters(self._id(), [*self._sources.values()], all=True)
         self._commands += [Reset(1), Adopt(self._id(), claims), sources]

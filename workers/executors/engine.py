@@ -15,7 +15,9 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from workers.batch import captured_rows, output_specs, pack, sampling_rows, score_targets
 from workers.distribution import apply_drafts, sampled_logprobs
@@ -262,6 +264,11 @@ class Engine:
         """All sequences. Valid until the engine's next operation."""
         return self._kv_table
 
+    def tokens_of(self, sequence: int) -> NDArray[np.uint32]:
+        """A copy of the tokens of a sequence. Empty if it is not known."""
+        known = self._kv_table.get(sequence)
+        return np.array([], np.uint32) if known is None else known.token_ids.as_array()
+
     def length(self, sequence: int) -> int | None:
         """The length of a sequence in tokens. None if it is not known."""
         known = self._kv_table.get(sequence)
@@ -273,6 +280,44 @@ class Engine:
         if len(set(children)) < len(children) or any(map(self._kv_table.get, children)):
             raise ExecutorError(f"children {list(children)} of {sequence}")
         self._kv_table.fork(parent, children)
+
+    def read_kv(self, sequence: int, first: int, end: int) -> tuple[KvSequence, bytes, bytes]:
+        """The KV of tokens of a sequence as whole pages; returns the sequence, its salt, and their bytes.
+
+        `first` is a multiple of the page size. Raises KvMissing or ExecutorError.
+        """
+        known, size = self._known(sequence), self.kv.page_size
+        if len(known) < end:
+            raise KvMissing(f"{len(known)} tokens of {end}")
+        if first % size or first >= end:
+            raise ExecutorError(f"tokens from {first} to {end} are not whole pages of {size}")
+        data = self.kv.read_pages(known.pages[first // size : -(-end // size)])
+        return known, self._kv_table.salt_of(known), data
+
+    def append_kv(self, sequence: int, salt: bytes, token_ids: Sequence[int], data: bytes) -> None:
+        """Appends tokens whose KV is given as whole pages. Creates an unknown sequence.
+
+        Pages that are there already are shared. Raises OutOfPages, or ValueError for data of another size or
+        a sequence that ends within a page; then nothing has changed.
+        """
+        table, size = self._kv_table, self.kv.page_size
+        known = table.get(sequence)
+        if known is None:
+            known = table.create(sequence, salt)
+        before = len(known)
+        if before % size:
+            raise ValueError(f"sequence {sequence}: {before} tokens are not whole pages of {size}")
+        try:
+            reused = table.match_prefix(known, token_ids, len(token_ids))
+            table.reserve(known, len(token_ids) - reused)
+            self.kv.write_pages(known.pages[len(known) // size :], data, reused // size)
+            table.append(known, token_ids[reused:])
+        except Exception as error:
+            table.truncate(known, before)
+            if not before:
+                table.release(sequence)
+            raise_if_lost(error)
+            raise
 
     def truncate(self, sequence: int, new_len: int) -> None:
         """Truncates a sequence and frees its pages. Raises KvMissing or ExecutorError."""

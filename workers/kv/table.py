@@ -107,6 +107,10 @@ class KvTable:
     def _salted(self, salt: bytes) -> bytes:
         return b"%d|%b" % (self._generation, salt) if self._generation else salt
 
+    def salt_of(self, seq: KvSequence) -> bytes:
+        """The salt with which a sequence was created."""
+        return seq.salt.split(b"|", 1)[1] if self._generation else seq.salt
+
     def get(self, key: int) -> KvSequence | None:
         """Return the sequence of `key`, if there is one."""
         return self._sequences.get(key)

@@ -108,6 +108,9 @@ GET_STATUS: Method[executor_pb2.GetStatusRequest, executor_pb2.GetStatusResponse
 CANCEL_EXECUTION: Method[runner_pb2.CancelExecutionRequest, runner_pb2.CancelExecutionResponse] = Method(
     "CancelExecution", can_retry=_always, stub="runner_stub"
 )
+MOVE_CACHE: Method[admin_pb2.MoveCacheRequest, admin_pb2.MoveCacheResponse] = Method(
+    "MoveCache", can_retry=_always, stub="admin_stub"
+)
 UNLOAD_ADAPTER: Method[admin_pb2.UnloadAdapterRequest, admin_pb2.UnloadAdapterResponse] = Method(
     "UnloadAdapter", can_retry=_always, stub="admin_stub"
 )

@@ -1,4 +1,4 @@
-"""`quire caches`: lists a server's caches, and releases them."""
+"""`quire caches`: lists, moves and releases a server's caches."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ def _end(cache: types_pb2.KvCacheHandle) -> str:
     if not cache.HasField("expire_time"):
         return "never"
     return cache.expire_time.ToDatetime(dt.UTC).isoformat(timespec="seconds")
+
+
+def move_cache(options: argparse.Namespace) -> int:
+    """Moves a cache to a worker, and says how. Returns the exit status."""
+    with connected(options) as client:
+        moved = client.move_cache(options.cache_id, options.worker_id)
+    took_s = moved.time.ToTimedelta().total_seconds()
+    copied = f"copied {moved.copied_tokens} tokens ({moved.copied_bytes / 1e6:.1f} MB)"
+    print(f"{copied}, replayed {moved.replayed_tokens} tokens, in {took_s:.3f} s")
+    return 0
 
 
 def release_caches(options: argparse.Namespace) -> int:

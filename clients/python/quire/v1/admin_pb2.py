@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/admin.proto\x12\x08quire.v1\x1a\x1egoogle/protobuf/duration.proto\" \n\rWarmupRequest\x12\x0f\n\x07workers\x18\x01 \x01(\r\"\'\n\x0eWarmupResponse\x12\x15\n\rworkers_ready\x18\x01 \x01(\r\"K\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x05grace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\rDrainResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.quire.v1.ReplacedWorker\"E\n\x0eReplacedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07old_pid\x18\x02 \x01(\r\x12\x0f\n\x07new_pid\x18\x03 \x01(\r\"(\n\x0fShutdownRequest\x12\x15\n\rleave_workers\x18\x01 \x01(\x08\"\x12\n\x10ShutdownResponse\"}\n\x12LoadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\x0e\n\x06shared\x18\x04 \x01(\x08\x12#\n\x04\x66ile\x18\x05 \x01(\x0b\x32\x15.quire.v1.AdapterFile\")\n\x0b\x41\x64\x61pterFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"9\n\x13LoadAdapterResponse\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.quire.v1.Adapter\":\n\x14UnloadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06shared\x18\x02 \x01(\x08\")\n\x15UnloadAdapterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08\"\x15\n\x13ListAdaptersRequest\";\n\x14ListAdaptersResponse\x12#\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x11.quire.v1.Adapter\"\x80\x01\n\x07\x41\x64\x61pter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\x0e\n\x06shared\x18\x04 \x01(\x08\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x12\n\nsize_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hes\x18\x07 \x01(\r2\xb7\x03\n\x0c\x41\x64minService\x12;\n\x06Warmup\x12\x17.quire.v1.WarmupRequest\x1a\x18.quire.v1.WarmupResponse\x12\x38\n\x05\x44rain\x12\x16.quire.v1.DrainRequest\x1a\x17.quire.v1.DrainResponse\x12L\n\x0bLoadAdapter\x12\x1c.quire.v1.LoadAdapterRequest\x1a\x1d.quire.v1.LoadAdapterResponse(\x01\x12P\n\rUnloadAdapter\x12\x1e.quire.v1.UnloadAdapterRequest\x1a\x1f.quire.v1.UnloadAdapterResponse\x12M\n\x0cListAdapters\x12\x1d.quire.v1.ListAdaptersRequest\x1a\x1e.quire.v1.ListAdaptersResponse\x12\x41\n\x08Shutdown\x12\x19.quire.v1.ShutdownRequest\x1a\x1a.quire.v1.ShutdownResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/admin.proto\x12\x08quire.v1\x1a\x1egoogle/protobuf/duration.proto\" \n\rWarmupRequest\x12\x0f\n\x07workers\x18\x01 \x01(\r\"\'\n\x0eWarmupResponse\x12\x15\n\rworkers_ready\x18\x01 \x01(\r\"K\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x05grace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\rDrainResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.quire.v1.ReplacedWorker\"E\n\x0eReplacedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07old_pid\x18\x02 \x01(\r\x12\x0f\n\x07new_pid\x18\x03 \x01(\r\"7\n\x10MoveCacheRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"\x82\x01\n\x11MoveCacheResponse\x12\x15\n\rcopied_tokens\x18\x01 \x01(\r\x12\x17\n\x0freplayed_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x63opied_bytes\x18\x03 \x01(\x04\x12\'\n\x04time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"(\n\x0fShutdownRequest\x12\x15\n\rleave_workers\x18\x01 \x01(\x08\"\x12\n\x10ShutdownResponse\"}\n\x12LoadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\x0e\n\x06shared\x18\x04 \x01(\x08\x12#\n\x04\x66ile\x18\x05 \x01(\x0b\x32\x15.quire.v1.AdapterFile\")\n\x0b\x41\x64\x61pterFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"9\n\x13LoadAdapterResponse\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.quire.v1.Adapter\":\n\x14UnloadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06shared\x18\x02 \x01(\x08\")\n\x15UnloadAdapterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08\"\x15\n\x13ListAdaptersRequest\";\n\x14ListAdaptersResponse\x12#\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x11.quire.v1.Adapter\"\x80\x01\n\x07\x41\x64\x61pter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\x0e\n\x06shared\x18\x04 \x01(\x08\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x12\n\nsize_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hes\x18\x07 \x01(\r2\xfd\x03\n\x0c\x41\x64minService\x12;\n\x06Warmup\x12\x17.quire.v1.WarmupRequest\x1a\x18.quire.v1.WarmupResponse\x12\x38\n\x05\x44rain\x12\x16.quire.v1.DrainRequest\x1a\x17.quire.v1.DrainResponse\x12\x44\n\tMoveCache\x12\x1a.quire.v1.MoveCacheRequest\x1a\x1b.quire.v1.MoveCacheResponse\x12L\n\x0bLoadAdapter\x12\x1c.quire.v1.LoadAdapterRequest\x1a\x1d.quire.v1.LoadAdapterResponse(\x01\x12P\n\rUnloadAdapter\x12\x1e.quire.v1.UnloadAdapterRequest\x1a\x1f.quire.v1.UnloadAdapterResponse\x12M\n\x0cListAdapters\x12\x1d.quire.v1.ListAdaptersRequest\x1a\x1e.quire.v1.ListAdaptersResponse\x12\x41\n\x08Shutdown\x12\x19.quire.v1.ShutdownRequest\x1a\x1a.quire.v1.ShutdownResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,26 +42,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINRESPONSE']._serialized_end=276
   _globals['_REPLACEDWORKER']._serialized_start=278
   _globals['_REPLACEDWORKER']._serialized_end=347
-  _globals['_SHUTDOWNREQUEST']._serialized_start=349
-  _globals['_SHUTDOWNREQUEST']._serialized_end=389
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=391
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=409
-  _globals['_LOADADAPTERREQUEST']._serialized_start=411
-  _globals['_LOADADAPTERREQUEST']._serialized_end=536
-  _globals['_ADAPTERFILE']._serialized_start=538
-  _globals['_ADAPTERFILE']._serialized_end=579
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=581
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=638
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=640
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=698
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=700
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=741
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=743
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=764
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=766
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=825
-  _globals['_ADAPTER']._serialized_start=828
-  _globals['_ADAPTER']._serialized_end=956
-  _globals['_ADMINSERVICE']._serialized_start=959
-  _globals['_ADMINSERVICE']._serialized_end=1398
+  _globals['_MOVECACHEREQUEST']._serialized_start=349
+  _globals['_MOVECACHEREQUEST']._serialized_end=404
+  _globals['_MOVECACHERESPONSE']._serialized_start=407
+  _globals['_MOVECACHERESPONSE']._serialized_end=537
+  _globals['_SHUTDOWNREQUEST']._serialized_start=539
+  _globals['_SHUTDOWNREQUEST']._serialized_end=579
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=581
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=599
+  _globals['_LOADADAPTERREQUEST']._serialized_start=601
+  _globals['_LOADADAPTERREQUEST']._serialized_end=726
+  _globals['_ADAPTERFILE']._serialized_start=728
+  _globals['_ADAPTERFILE']._serialized_end=769
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=771
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=828
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=830
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=888
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=890
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=931
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=933
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=954
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=956
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1015
+  _globals['_ADAPTER']._serialized_start=1018
+  _globals['_ADAPTER']._serialized_end=1146
+  _globals['_ADMINSERVICE']._serialized_start=1149
+  _globals['_ADMINSERVICE']._serialized_end=1658
 # @@protoc_insertion_point(module_scope)

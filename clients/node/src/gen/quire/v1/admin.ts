@@ -40,6 +40,22 @@ export interface ReplacedWorker {
   newPid: number;
 }
 
+export interface MoveCacheRequest {
+  cacheId: string;
+  /** The worker, as GetStatus names it. */
+  workerId: string;
+}
+
+export interface MoveCacheResponse {
+  /** The tokens whose KV was copied, and those that were computed again or found in shared pages. All others were there. */
+  copiedTokens: number;
+  replayedTokens: number;
+  /** The size of what was copied. */
+  copiedBytes: bigint;
+  /** From the cache's turn to the end of the move. */
+  time: Duration | undefined;
+}
+
 export interface ShutdownRequest {
   /** Leave the workers running for the next server on the same data directory, which then does not reload the model. */
   leaveWorkers: boolean;
@@ -412,6 +428,169 @@ export const ReplacedWorker: MessageFns<ReplacedWorker> = {
     message.workerId = object.workerId ?? "";
     message.oldPid = object.oldPid ?? 0;
     message.newPid = object.newPid ?? 0;
+    return message;
+  },
+};
+
+function createBaseMoveCacheRequest(): MoveCacheRequest {
+  return { cacheId: "", workerId: "" };
+}
+
+export const MoveCacheRequest: MessageFns<MoveCacheRequest> = {
+  encode(message: MoveCacheRequest, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.cacheId !== "") {
+      writer.uint32(10).string(message.cacheId);
+    }
+    if (message.workerId !== "") {
+      writer.uint32(18).string(message.workerId);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): MoveCacheRequest {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseMoveCacheRequest();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.cacheId = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 18) {
+              break;
+            }
+
+            message.workerId = reader.string();
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<MoveCacheRequest>): MoveCacheRequest {
+    return MoveCacheRequest.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<MoveCacheRequest>): MoveCacheRequest {
+    const message = createBaseMoveCacheRequest();
+    message.cacheId = object.cacheId ?? "";
+    message.workerId = object.workerId ?? "";
+    return message;
+  },
+};
+
+function createBaseMoveCacheResponse(): MoveCacheResponse {
+  return { copiedTokens: 0, replayedTokens: 0, copiedBytes: 0n, time: undefined };
+}
+
+export const MoveCacheResponse: MessageFns<MoveCacheResponse> = {
+  encode(message: MoveCacheResponse, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.copiedTokens !== 0) {
+      writer.uint32(8).uint32(message.copiedTokens);
+    }
+    if (message.replayedTokens !== 0) {
+      writer.uint32(16).uint32(message.replayedTokens);
+    }
+    if (message.copiedBytes !== 0n) {
+      if (BigInt.asUintN(64, message.copiedBytes) !== message.copiedBytes) {
+        throw new globalThis.Error("value provided for field message.copiedBytes of type uint64 too large");
+      }
+      writer.uint32(24).uint64(message.copiedBytes);
+    }
+    if (message.time !== undefined) {
+      Duration.encode(message.time, writer.uint32(34).fork()).join();
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): MoveCacheResponse {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseMoveCacheResponse();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 8) {
+              break;
+            }
+
+            message.copiedTokens = reader.uint32();
+            continue;
+          }
+          case 2: {
+            if (tag !== 16) {
+              break;
+            }
+
+            message.replayedTokens = reader.uint32();
+            continue;
+          }
+          case 3: {
+            if (tag !== 24) {
+              break;
+            }
+
+            message.copiedBytes = reader.uint64() as bigint;
+            continue;
+          }
+          case 4: {
+            if (tag !== 34) {
+              break;
+            }
+
+            message.time = Duration.decode(reader, reader.uint32());
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<MoveCacheResponse>): MoveCacheResponse {
+    return MoveCacheResponse.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<MoveCacheResponse>): MoveCacheResponse {
+    const message = createBaseMoveCacheResponse();
+    message.copiedTokens = object.copiedTokens ?? 0;
+    message.replayedTokens = object.replayedTokens ?? 0;
+    message.copiedBytes = (object.copiedBytes !== undefined && object.copiedBytes !== null)
+      ? BigInt(object.copiedBytes)
+      : 0n;
+    message.time = (object.time !== undefined && object.time !== null) ? Duration.fromPartial(object.time) : undefined;
     return message;
   },
 };
@@ -1127,6 +1306,20 @@ export const AdminServiceDefinition = {
       requestType: DrainRequest as typeof DrainRequest,
       requestStream: false,
       responseType: DrainResponse as typeof DrainResponse,
+      responseStream: false,
+      options: {},
+    },
+    /**
+     * Moves a cache of the caller's tenant to another worker, after the requests for it that came earlier. Its KV is
+     * copied if that is expected to take less time than computing it again. If the copy fails, the rest is computed again
+     * on that worker. Whatever happens, the cache keeps its tokens; after an error it may have any worker, or none.
+     * Errors: CACHE_NOT_FOUND; NO_WORKER if that worker is not ready, drains, has loaded other weights, or was lost.
+     */
+    moveCache: {
+      name: "MoveCache",
+      requestType: MoveCacheRequest as typeof MoveCacheRequest,
+      requestStream: false,
+      responseType: MoveCacheResponse as typeof MoveCacheResponse,
       responseStream: false,
       options: {},
     },

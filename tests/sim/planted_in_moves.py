@@ -1,0 +1,35 @@
+"""Planted bugs: in moves of caches between workers. Each public name is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from service.caches.effects import Command, ExportKv, ImportKv, ReleaseSequences
+from tests.sim.machine import PlantedMachine
+from tests.sim.model_worker import ModelWorker
+
+
+def imported_unseen(patch: pytest.MonkeyPatch) -> None:
+    """A worker takes KV without a look at the digest of its tokens."""
+    patch.setattr(ModelWorker, "is_claimed", lambda *_: True)
+
+
+class SourceReleasedAtOnce(PlantedMachine):
+    """What is copied is released before the target has confirmed it."""
+
+    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+        yield command
+        if isinstance(command, ExportKv):
+            yield ReleaseSequences(self.parts.context.number(), (command.number,))
+
+
+class ImportsNotWaitedFor(PlantedMachine):
+    """What is on its way to the target counts as imported, and is lost there."""
+
+    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+        if not isinstance(command, ImportKv):
+            return (command,)
+        self.answered_many([(command.op_id, None)], self.oracle.now_s)
+        return ()
