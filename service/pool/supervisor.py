@@ -176,7 +176,9 @@ class Supervisor:
                 return
             # A worker that was ready is restarted at once, others with backoff.
             failures = failures + 1 if slot.ready is None else 0
-            if failures >= _MAX_START_FAILURES and not self.versions.had_ready_worker:
+            gives_up = failures >= _MAX_START_FAILURES and not self.versions.had_ready_worker
+            # What is wrong on another host, or on the way there, may be mended without this gateway.
+            if gives_up and not self._config.has_remote_workers:
                 raise PoolFailed(f"{slot.worker_id} failed to start {failures} times in a row; see its log")
             backoff_s = min(max(0.25, backoff_s * 2), _MAX_BACKOFF_S) if failures else 0.0
 
