@@ -48,6 +48,6 @@ def import_kv(engine: Engine, command: ImportKv, fingerprint: str) -> Done:
 
 
 def _require_whole_kv(engine: Engine) -> None:
-    """Raises ExecutorError: the pages of this process have a part of the heads, other ranks have the others."""
+    """Raises ExecutorError if this process has a part of the heads, and other ranks have the others."""
     if engine.kv.others is not None:
         raise ExecutorError("KV of a model that is split over ranks is not copied")

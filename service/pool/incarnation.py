@@ -94,7 +94,7 @@ class Incarnation:
             if heartbeat.done():
                 return heartbeat.result()
             if self.link.refusal:
-                return WorkerExit(f"it refused the lease: {self.link.refusal}", refused=True)
+                return WorkerExit(f"it refused the lease: {self.link.refusal}")
             return WorkerExit("its stream ended")
         finally:
             for task in tasks:

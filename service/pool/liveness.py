@@ -30,8 +30,6 @@ class WorkerExit:
     hung: bool = False
     # It exited by itself, as far as is known, and not on request.
     crashed: bool = False
-    # It refused the lease: it may accept a later one.
-    refused: bool = False
     # Set if no other incarnation can serve either.
     failure: PoolFailed | None = None
 

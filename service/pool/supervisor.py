@@ -163,9 +163,8 @@ class Supervisor:
         version, backoff_s, failures = slot.version, 0.0, 0
         while True:
             await asyncio.sleep(backoff_s)
-            refused = False
             try:
-                refused = await self._run_once(slot)
+                await self._run_once(slot)
             except PoolFailed as failed:
                 if not version.is_loading:
                     raise
@@ -174,17 +173,18 @@ class Supervisor:
                 version.fail(f"{slot.worker_id} did not become ready: {slot.trouble}")
                 return
             # A worker that was ready is restarted at once, others with backoff.
-            # One that refuses its lease is there, and may accept a later one.
-            failures = 0 if slot.ready is not None else 1 if refused else failures + 1
-            if failures >= _MAX_START_FAILURES and not self.versions.had_ready_worker:
+            failures = failures + 1 if slot.ready is None else 0
+            gives_up = failures >= _MAX_START_FAILURES and not self.versions.had_ready_worker
+            # What is wrong on another host, or on the way there, may be mended without this gateway.
+            if gives_up and not self._config.has_remote_workers:
                 raise PoolFailed(f"{slot.worker_id} failed to start {failures} times in a row; see its log")
             backoff_s = min(max(0.25, backoff_s * 2), _MAX_BACKOFF_S) if failures else 0.0
 
-    async def _run_once(self, slot: WorkerSlot) -> bool:
-        """Runs one incarnation until its processes have exited. Returns whether it refused its lease."""
+    async def _run_once(self, slot: WorkerSlot) -> None:
+        """Runs one incarnation until its processes have exited."""
         incarnation = await self._adopt_or_start(slot)
         if incarnation is None:
-            return False
+            return
         name = (slot.worker_id, incarnation.epoch)
         self._running[name], self.links[name] = incarnation, incarnation.link
         self._processes.add(incarnation.processes)
@@ -218,7 +218,6 @@ class Supervisor:
             raise ended.failure
         if status == EXIT_CONFIG and not slot.was_ready:
             raise PoolFailed("the worker refused its configuration; its last log line says why")
-        return ended.refused
 
     async def _adopt_or_start(self, slot: WorkerSlot) -> Incarnation | None:
         """Adopts the worker of an earlier gateway, or starts a new one. None if that fails for now."""

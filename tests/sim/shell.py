@@ -65,7 +65,10 @@ class ShellSimulation:
         oracle.queue_limit = rng.choice((6, 1000, 1000, 1000))
         oracle.cache_limit = rng.choice((5, 1000, 1000))
         oracle.budget.limit_bytes = rng.choice((3_000, LARGE_BYTES, LARGE_BYTES))
+        # In some schedules workers are on other hosts.
+        leases = seed % 3 == 2
         config = Config(
+            pool_listen="localhost:1" if leases else "",
             workers=rng.choice((1, 1, 2)),
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
             session_stall_s=STALL_S,
@@ -81,8 +84,6 @@ class ShellSimulation:
         self.dispatcher = WatchedDispatcher(
             self.machine, self.journal, self._send, self.loop.time, oracle, self.trace
         )
-        # In some schedules workers are on other hosts.
-        leases = seed % 3 == 2
         launcher_type = LeasingLauncher if leases else FakeLauncher
         self.launcher = launcher_type(rng, pages, capacity_tokens, seen)
         self.launcher.failing = rng.choice((0.0, 0.0, 0.4, 0.8))
