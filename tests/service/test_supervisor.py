@@ -323,7 +323,7 @@ async def test_gives_up_if_no_worker_ever_starts(bench_of: MakeBench) -> None:
 
 async def test_refused_lease_is_retried_without_end(bench_of: MakeBench) -> None:
     """Another gateway has the worker, and may give it back. The log says so."""
-    bench = bench_of(*[refuses] * 6, *[closes_its_stream] * 3, works)
+    bench = bench_of(*[refuses] * 6, *[closes_its_stream] * 3, works, workers_at="gpu-1:50061", pool="here")
     with structlog.testing.capture_logs() as logs:
         async with running(bench):
             assert await bench.events(1) == [("ready", 10)]
