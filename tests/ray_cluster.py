@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any, Self
 
 import psutil
@@ -42,7 +43,12 @@ class RayCluster:
             cwd=ROOT,
             env=environment(ROOT) | settings,
         )
-        self.address = self._answer()
+        try:
+            self.address = self._answer()
+        except AssertionError:
+            # It has said why, and its pipes have to be closed.
+            self._process.communicate()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -89,6 +95,9 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
+        # Ray writes the address of a cluster to the default directory too, and does not make that.
+        os.environ["RAY_TMPDIR"] = directory
+        (Path(directory) / "ray").mkdir()
         options: dict[str, Any] = {
             "object_store_memory": _OBJECTS_BYTES,
             "temp_dir": directory,

@@ -39,7 +39,7 @@ class RayLauncher(RemoteLauncher):
     def __init__(self, data_dir: Path | None, config: Config, on_locked: Callable[[], None]) -> None:
         """See `RemoteLauncher`. Raises ConfigError."""
         if importlib.util.find_spec("ray") is None:
-            problem = "needs ray, of the extra ray: pip install 'quire-llm-server[ray]'"
+            problem = "needs ray, of the extra ray: `make setup` installs it"
             raise ConfigError("launcher", "a setting", config.launcher, problem)
         self._pool = Path(config.pool) if config.pool else pool_files.own_pool(data_dir)
         super().__init__(data_dir, config, on_locked, self._pool)

@@ -20,6 +20,7 @@ from service.config import ADDRESSES, SETTINGS, Config, ConfigError
 from service.config_sources import json_schema, load_config, read_settings
 from service.journal.sqlite import open_journal
 from service.pool.model_versions import ServedModel, to_model_tag, write_served_model
+from service.pool.pool_files import write_certificates
 from tests.certificates import Authority
 from tests.service.journal_traffic import created
 
@@ -91,6 +92,7 @@ def test_each_address_is_tried(name: str, tmp_path: Path, capsys: pytest.Capture
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free[name] = f"127.0.0.1:{taken.getsockname()[1]}"
         flags = [part for key, value in free.items() for part in (f"--{key.replace('_', '-')}", value)]
+        write_certificates(tmp_path, days=1)
         (said,) = problems(capsys, "--pool", str(tmp_path), *flags)
     assert said.startswith(f"{name} = ") and "cannot listen" in said
 

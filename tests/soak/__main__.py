@@ -122,7 +122,7 @@ async def _until(faults: int, minutes: float, tally: Tally) -> None:
     loop = asyncio.get_running_loop()
     end_s = loop.time() + 60 * minutes
     shown_s = loop.time()
-    while tally.num_faults < faults and loop.time() < end_s:
+    while (tally.num_faults < faults or not tally.had_adapters) and loop.time() < end_s:
         await asyncio.sleep(0.05)
         if loop.time() - shown_s > _PROGRESS_S:
             shown_s = loop.time()

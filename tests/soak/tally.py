@@ -46,6 +46,11 @@ class Tally:
     _open: list[tuple[float, str, set[int]]] = field(default_factory=list)
     _under_way: dict[int, float] = field(default_factory=dict)
 
+    @property
+    def had_adapters(self) -> bool:
+        """Whether a sequence has used an adapter, and one was replaced meanwhile."""
+        return bool(self.adapted and self.replaced_adapters)
+
     def lose(self, what: str, detail: str, count: int = 1) -> None:
         """Something must not have happened."""
         assert what in LOSSES

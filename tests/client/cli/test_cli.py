@@ -587,7 +587,7 @@ def test_the_token_goes_with_every_call(
             "",
             "serve|status|top|generate|load|caches|adapters|completion|config|doctor|plan|state|journal|token",
         ),
-        ("caches", "required: list|release"),
+        ("caches", "required: list|move|release"),
         ("adapters", "required: list|load|unload"),
         ("adapters load sql", "required: DIRECTORY|HUB-ID"),
         ("caches release", "one of the arguments CACHE_ID --all is required"),
