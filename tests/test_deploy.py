@@ -12,7 +12,7 @@ from typing import Any
 
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 from quire.cli.main import complete_parser
 
 from service.config import Config
