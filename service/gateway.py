@@ -290,6 +290,7 @@ class Gateway:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.run(self.dispatcher), name="pool")
             group.create_task(self.dispatcher.keep_time(), name="time")
+            group.create_task(self.restarts.replace_outdated(self.config.drain_grace_s), name="outdated")
             group.create_task(self.adapter_loader.run(), name="adapters")
             if self.authenticator is not None:
                 group.create_task(self.authenticator.watch(), name="authenticator")

@@ -73,6 +73,7 @@ class Incarnation:
         slot.address = processes.endpoint.host_address
         slot.state, slot.load_progress = executor_pb2.WORKER_STATE_STARTING, 0.0
         slot.snapshot, slot.suspect = worker_pb2.WorkerSnapshot(), False
+        slot.is_outdated = processes.is_outdated
 
     async def watch(self) -> WorkerExit:
         """Opens the stream and waits until the incarnation has ended or has to be killed. Returns why."""

@@ -21,6 +21,8 @@ class WorkerProcesses(Protocol):
     epoch: int
     # Of the process that serves the stream; 0 where a pid has no meaning here.
     pid: int
+    # Adopted, and started from other code than a new one would be.
+    is_outdated: bool
 
     @property
     def endpoint(self) -> Endpoint:

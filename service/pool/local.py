@@ -25,6 +25,7 @@ from service.logging import get_logger
 from service.pool.epochs import Epochs
 from service.pool.process import LocalProcess, address_of, boot_id, can_watch, start_ticks
 from service.pool.registry import PROTOCOL, Registry, RegistryEntry, remove_socket
+from service.pool.worker_code import worker_code
 
 _log = get_logger(__name__)
 
@@ -67,6 +68,7 @@ class LocalLauncher:
         entries = await self._open()
         wanted = {config.worker_id: config for config in configs}
         adopted: dict[str, LocalProcess] = {}
+        code = await self._worker_code() if entries else ""
         for entry in sorted(entries, key=lambda entry: entry.epoch, reverse=True):
             process = LocalProcess.attach(entry, functools.partial(self._registry.remove, entry))
             config = wanted.get(entry.worker_id)
@@ -76,6 +78,7 @@ class LocalLauncher:
                 _log.info("stopping a worker of an earlier gateway", worker_id=entry.worker_id, pid=entry.pid)
                 self._stopping.append(asyncio.create_task(process.stop(grace_s=0)))
             else:
+                process.is_outdated = entry.code != code
                 adopted[entry.worker_id] = process
         return adopted
 
@@ -110,10 +113,21 @@ class LocalLauncher:
             await asyncio.wait(self._stopping, timeout=_KILL_TIMEOUT_S)
         if not self._grace_s:
             config.orphan_grace_s = 0
+        # Read before it starts: if an upgrade comes between, the next gateway replaces the worker.
+        code = await self._worker_code() if self._grace_s else ""
         # Each incarnation has its own socket name, so an old one can never answer on a new one's socket.
-        return self._start(config, epoch, str(self._registry.socket_path(f"{config.worker_id}-{epoch}")))
+        socket = str(self._registry.socket_path(f"{config.worker_id}-{epoch}"))
+        return self._start(config, epoch, socket, code)
 
-    def _start(self, config: worker_pb2.WorkerConfig, epoch: int, socket: str) -> LocalProcess:
+    async def _worker_code(self) -> str:
+        """Empty if it cannot be read, as while files are being replaced: that differs from any."""
+        try:
+            return await asyncio.to_thread(worker_code)
+        except OSError as error:
+            _log.warning("cannot read the code of workers", file=error.filename, error=error.strerror)
+            return ""
+
+    def _start(self, config: worker_pb2.WorkerConfig, epoch: int, socket: str, code: str) -> LocalProcess:
         """Raises OSError."""
         secret = secrets.token_hex(_SECRET_BYTES)
         on_stopped = functools.partial(remove_socket, socket)
@@ -132,7 +146,9 @@ class LocalLauncher:
             entry = None
             if self._grace_s:
                 boot, ticks = boot_id(), start_ticks(child.pid)
-                entry = RegistryEntry(config.worker_id, epoch, child.pid, boot, ticks, socket, secret, config)
+                entry = RegistryEntry(
+                    config.worker_id, epoch, child.pid, boot, ticks, socket, secret, config, code=code
+                )
             pidfd = os.pidfd_open(child.pid) if self._can_watch else -1
         except OSError:
             child.kill()

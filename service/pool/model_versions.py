@@ -41,6 +41,8 @@ class WorkerSlot:
     load_progress: float = 0.0
     # Silent for longer than a healthy worker: it gets no new sequences while another worker is available.
     suspect: bool = False
+    # Adopted, and started from other code than a new one would be.
+    is_outdated: bool = False
     # Why the worker is not ready, for the operator. Empty if it is ready, or during the first start.
     trouble: str = ""
     ready: worker_pb2.WorkerReady | None = None
@@ -81,8 +83,8 @@ class ModelVersion:
         """Whether all ready workers compute on the CPU."""
         return all(slot.ready is None or slot.ready.executor.device.startswith("cpu") for slot in self.slots)
 
-    async def loaded(self, timeout_s: float) -> bool:
-        """Waits until all workers are ready or `failure` is set. False after the timeout."""
+    async def loaded(self, timeout_s: float | None) -> bool:
+        """Waits until all workers are ready or `failure` is set. False after the timeout, if there is one."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._loaded.wait()

@@ -69,6 +69,7 @@ class LocalProcess:
         self.epoch = epoch
         self.endpoint = SocketEndpoint(address_of(socket), secret)
         self.pid = pid
+        self.is_outdated = False
         self._on_stopped = on_stopped
         self._pidfd = pidfd
         self._child = child

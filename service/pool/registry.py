@@ -66,6 +66,8 @@ class RegistryEntry:
     secret: str
     config: worker_pb2.WorkerConfig
     protocol: str = PROTOCOL
+    # Digest of the code with which it was started: see `worker_code.py`. Empty: of a version that wrote none.
+    code: str = ""
 
     @property
     def name(self) -> str:
@@ -202,6 +204,7 @@ def _read_entry(path: Path) -> RegistryEntry:
     content = json.loads(_read(path, _MAX_ENTRY_BYTES))
     if not isinstance(content, dict):
         raise TypeError("it is not an object")
+    content.setdefault("code", "")
     for name in RegistryEntry.__slots__:
         wanted = {"config": dict, "epoch": int, "pid": int, "start_ticks": int}.get(name, str)
         if type(content.get(name)) is not wanted:

@@ -41,6 +41,8 @@ class LeasedWorker:
 
     # That of the other host means nothing here.
     pid = 0
+    # Whoever runs it there restarts it for an upgrade.
+    is_outdated = False
 
     def __init__(self, epoch: int, endpoint: Endpoint) -> None:
         self.epoch = epoch

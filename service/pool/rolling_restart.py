@@ -66,6 +66,25 @@ class RollingRestart:
                     replaced.append(await self._replace(slot, grace_s))
         return replaced
 
+    async def replace_outdated(self, grace_s: float) -> None:
+        """Replaces adopted workers that run the code of another version, once all workers were ready.
+
+        Stops where a new worker does not become ready: then the others go on as they are.
+        """
+        serving = self._pool.versions.serving
+        await serving.loaded(None)
+        for slot in serving.slots:
+            async with self.lock:
+                if not (slot.is_outdated and self._can_replace(slot)):
+                    continue
+                _log.info("an adopted worker runs the code of another version", worker_id=slot.worker_id)
+                try:
+                    await self._replace(slot, grace_s)
+                except NoWorker:
+                    event = "the new worker is not ready; others are not replaced"
+                    _log.error(event, worker_id=slot.worker_id)
+                    return
+
     def _can_replace(self, slot: WorkerSlot) -> bool:
         """Whether the worker is ready and its model version is the one that is served."""
         return slot.state == executor_pb2.WORKER_STATE_READY and slot.version is self._pool.versions.serving

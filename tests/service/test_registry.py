@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from quire.v1 import worker_pb2
 from service.pool.local import LocalLauncher
 from service.pool.process import LocalProcess, address_of, boot_id, start_ticks
 from service.pool.registry import Registry, RegistryEntry, remove_socket
+from service.pool.worker_code import worker_code
 
 CONFIG = worker_pb2.WorkerConfig(
     worker_id="worker-0", model="paged-attention", kv_pages=8, orphan_grace_s=60, log_level="info"
@@ -215,16 +216,24 @@ async def test_process_is_identified_by_start_time_and_command(data_dir: Path) -
     other.end()
 
 
-async def adopt(data_dir: Path, grace_s: float, *configs: worker_pb2.WorkerConfig) -> dict[str, int]:
-    """Epochs of the workers that a new gateway adopts. It has stopped all others."""
+async def adopted(
+    data_dir: Path, grace_s: float, *configs: worker_pb2.WorkerConfig
+) -> Mapping[str, LocalProcess]:
+    """The workers that a new gateway adopts, and detaches at once. It has stopped all others."""
     launcher = LocalLauncher(data_dir, grace_s)
-    adopted = await launcher.adopt(configs)
+    processes = await launcher.adopt(configs)
     assert launcher._epochs._last >= 3
     await asyncio.gather(*launcher._stopping)
     launcher.close()
-    for found in adopted.values():
+    for found in processes.values():
         found.detach()
-    return {worker_id: found.epoch for worker_id, found in adopted.items()}
+    return processes
+
+
+async def adopt(data_dir: Path, grace_s: float, *configs: worker_pb2.WorkerConfig) -> dict[str, int]:
+    """Epochs of the adopted workers."""
+    processes = await adopted(data_dir, grace_s, *configs)
+    return {worker_id: found.epoch for worker_id, found in processes.items()}
 
 
 def like(**values: Any) -> worker_pb2.WorkerConfig:
@@ -264,6 +273,39 @@ async def test_workers_with_another_config_are_stopped(data_dir: Path) -> None:
         assert worker.process.wait(30) == -signal.SIGKILL
         assert list((data_dir / "workers").iterdir()) == []
     worker.end()
+
+
+async def test_workers_of_other_code_are_adopted_as_outdated(data_dir: Path) -> None:
+    """Also those that a version without digests of code has written, whose entries lack the field."""
+    entry = entry_of(data_dir, code=worker_code())
+    worker = Stranger("--listen", address_of(entry.socket))
+    registry = Registry(data_dir)
+    registry.open()
+    registry.write(entry_of(data_dir, worker.process, code=worker_code()))
+    registry.close()
+    assert not (await adopted(data_dir, 60, CONFIG))["worker-0"].is_outdated
+    (path,) = (data_dir / "workers").glob("*.json")
+    content = json.loads(path.read_text())
+    for code in ({"code": "that of another version"}, {}):
+        del content["code"]
+        content |= code
+        path.write_text(json.dumps(content))
+        assert (await adopted(data_dir, 60, CONFIG))["worker-0"].is_outdated
+    worker.end()
+
+
+def test_digest_of_the_code_changes_with_any_source(tmp_path: Path) -> None:
+    kernel = tmp_path / "kernels" / "cpu" / "products.cpp"
+    kernel.parent.mkdir(parents=True)
+    digests = {worker_code(tmp_path)}
+    for content in ("one", "two"):
+        kernel.write_text(content)
+        digests.add(worker_code(tmp_path))
+    kernel.rename(kernel.with_name("sums.cpp"))
+    digests.add(worker_code(tmp_path))
+    (kernel.parent / "library.so").touch()
+    digests.add(worker_code(tmp_path))
+    assert len(digests) == 4
 
 
 async def test_without_a_registry_workers_end_with_their_gateway(

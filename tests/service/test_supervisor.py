@@ -107,6 +107,7 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, address: str, epoch: int, behave: Behaviour, status: int | None) -> None:
         self.endpoint = SocketEndpoint(address, "open sesame")
         self.pid = 1000 + epoch
+        self.is_outdated = False
         self.epoch = epoch
         self.grace_s: float | None = None
         self.was_killed = self.was_detached = False

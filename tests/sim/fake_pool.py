@@ -38,6 +38,7 @@ class Processes:
         self.epoch = worker.epoch
         self.endpoint = SocketEndpoint(address, "")
         self.pid = 1000 + worker.epoch
+        self.is_outdated = False
         self.worker = worker
         self.link: FakeLink | None = None
         # Says nothing and does nothing, until it is killed or goes on.

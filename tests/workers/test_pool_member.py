@@ -6,8 +6,26 @@ import pytest
 from quire.v1 import worker_pb2
 
 from workers import pool_member
-from workers.pool_member import PROTOCOL, PoolMember
+from workers.pool_member import PROTOCOL, PoolMember, Refused
 from workers.process import EXIT_CONFIG
+
+# The first message of a gateway with the protocol of 2026-11-24 02:48, before workers exported KV.
+EARLIER_LEASE = bytes.fromhex(
+    "1285010a1036663666366636663666366636663666100719000000000000244022440a08776f726b65722d31120561646465721a04"
+    "6175746f20012a046175746f39cdccccccccccec3f42046175746f5080107a04696e666fa1010000000000004e40c801022a206634"
+    "386335333230663061333963653861396331653232386434316261306339"
+)
+
+
+async def test_gateway_of_another_version_is_refused_by_name() -> None:
+    """These fields keep their numbers, so that versions can tell each other that they differ."""
+    lease = worker_pb2.ConnectRequest.FromString(EARLIER_LEASE).lease
+    assert (lease.gateway_id, lease.epoch) == ("6f" * 8, 7)
+    assert lease.protocol == "f48c5320f0a39ce8a9c1e228d41ba0c9"
+    member = PoolMember(worker_pb2.WorkerConfig())
+    with pytest.raises(Refused, match="different versions"):
+        member._take(lease)
+    assert member._worker is None and not member.done.done(), "the next gateway may be of this version"
 
 
 async def test_lease_decides_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

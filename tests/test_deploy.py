@@ -1,0 +1,200 @@
+"""The files of deploy/: what they run, and that their parts fit together. No cluster has tried them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate  # type: ignore[import-untyped]
+import pytest
+import yaml  # type: ignore[import-untyped]
+from quire.cli.main import complete_parser
+
+from service.config import Config
+from service.config_sources import read_settings
+from tests.gateway_process import ROOT
+
+DEPLOY = ROOT / "deploy"
+BASE = DEPLOY / "kubernetes" / "base"
+# The oldest that is maintained, and the newest that there is a schema of.
+KUBERNETES = ("1.34", "1.37")
+# Resources of operators, which these schemas do not have.
+FOREIGN = {"ServiceMonitor"}
+Object = dict[str, Any]
+
+
+def read(*paths: Path) -> list[Object]:
+    return [each for path in paths for each in yaml.safe_load_all(path.read_text()) if each]
+
+
+def base() -> list[Object]:
+    return read(
+        *(BASE / name for name in yaml.safe_load((BASE / "kustomization.yaml").read_text())["resources"])
+    )
+
+
+def rendered(directory: Path) -> list[Object]:
+    if shutil.which("kubectl") is None:
+        pytest.skip("needs kubectl")
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(directory)], capture_output=True, text=True, check=True
+    )
+    return list(yaml.safe_load_all(done.stdout))
+
+
+@pytest.fixture(params=["base", "plaintext", "example"])
+def variant(request: pytest.FixtureRequest, tmp_path: Path) -> list[Object]:
+    if request.param != "plaintext":
+        return rendered(DEPLOY / "kubernetes" / request.param)
+    found = Path(os.path.relpath(DEPLOY / "kubernetes", tmp_path.resolve()))
+    text = f"resources: [{found}/base]\ncomponents: [{found}/plaintext]\n"
+    (tmp_path / "kustomization.yaml").write_text(text)
+    return rendered(tmp_path)
+
+
+def one(objects: list[Object], kind: str, name: str) -> Object:
+    (found,) = [each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def container(objects: list[Object], name: str) -> Object:
+    (found,) = one(objects, "StatefulSet", name)["spec"]["template"]["spec"]["containers"]
+    return dict(found)
+
+
+def check(objects: list[Object]) -> None:
+    for each in objects:
+        for version in KUBERNETES:
+            if each["kind"] not in FOREIGN:
+                kubernetes_validate.validate(each, version, strict=True)
+    services = [each for each in objects if each["kind"] == "Service"]
+    sets = [each for each in objects if each["kind"] == "StatefulSet"]
+    labels = [each["spec"]["template"]["metadata"]["labels"] for each in sets]
+    for each in objects:
+        spec = each.get("spec", {})
+        selector = spec.get("podSelector") or spec.get("selector")
+        wanted = selector and selector.get("matchLabels", selector)
+        if wanted and each["kind"] not in FOREIGN:
+            assert labels.count(wanted) == 1, f"{each['kind']} selects no pods"
+    for each in sets:
+        assert each["spec"]["serviceName"] in [service["metadata"]["name"] for service in services]
+        pod = each["spec"]["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        volumes |= {claim["metadata"]["name"] for claim in each["spec"].get("volumeClaimTemplates", [])}
+        (only,) = pod["containers"]
+        assert {mount["name"] for mount in only["volumeMounts"]} == volumes
+        ports = {port["name"] for port in only["ports"]}
+        probed = {
+            part["port"]
+            for name in only
+            if name.endswith("Probe")
+            for part in only[name].values()
+            if isinstance(part, dict)
+        }
+        assert {port for port in probed if isinstance(port, str)} <= ports
+
+
+def test_base_fits_the_schemas() -> None:
+    check(base())
+
+
+def test_each_variant_fits_the_schemas(variant: list[Object]) -> None:
+    check(variant)
+
+
+def files_of_pods(here: Path) -> dict[str, str]:
+    """What volumes of the gateway contain, below `here`."""
+    for name in ("pool", "tls", "config"):
+        (here / name).mkdir()
+    for file in ("pool/ca.pem", "pool/gateway.pem", "pool/gateway-key.pem", "tls/tls.crt", "tls/tls.key"):
+        (here / file).touch()
+    return {"/etc/quire": str(here)}
+
+
+def settings_of(gateway: Object, here: Path) -> Config:
+    """As the container's flags, environment and file give them."""
+    places = files_of_pods(here)
+
+    def placed(text: str) -> str:
+        for place, ours in places.items():
+            text = text.replace(place, ours)
+        return text
+
+    (here / "config" / "quire.toml").write_text(placed((BASE / "quire.toml").read_text()))
+    environ = {each["name"]: placed(each["value"]) for each in gateway["env"]}
+    # A directory of the cluster, not of this machine.
+    environ.pop("QUIRE_MODEL", None)
+    parsed = complete_parser().parse_args([placed(argument) for argument in gateway["args"]])
+    settings = read_settings(vars(parsed), environ)
+    assert not settings.errors
+    return settings.config
+
+
+def check_settings(objects: list[Object], here: Path) -> None:
+    gateway, worker = container(objects, "quire-gateway"), container(objects, "quire-worker")
+    config = settings_of(gateway, here)
+    listening = {config.listen: "grpc", config.metrics_listen: "metrics"}
+    ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
+    assert {name: int(address.rpartition(":")[2]) for address, name in listening.items()} == ports
+    grace_s = one(objects, "StatefulSet", "quire-gateway")["spec"]["template"]["spec"][
+        "terminationGracePeriodSeconds"
+    ]
+    assert grace_s > config.lame_duck_s + config.drain_grace_s
+    parsed = vars(complete_parser().parse_args(worker["args"]))
+    workers = one(objects, "StatefulSet", "quire-worker")["spec"]
+    port = parsed["listen"].rpartition(":")[2]
+    pods = [f"quire-worker-{index}.{workers['serviceName']}:{port}" for index in range(workers["replicas"])]
+    assert list(config.worker_addresses) == pods
+    assert {name for name in worker if name.endswith("Probe")} == {"readinessProbe"}
+    probe = gateway["readinessProbe"]
+    if config.tls_cert:
+        assert probe["httpGet"]["path"] == "/readyz" and config.insecure == "off"
+    else:
+        assert probe["grpc"]["port"] == ports["grpc"] and "httpGet" not in probe and config.insecure == "on"
+
+
+def test_base_serves_with_its_settings(tmp_path: Path) -> None:
+    check_settings(base(), tmp_path)
+
+
+def test_each_variant_serves_with_its_settings(variant: list[Object], tmp_path: Path) -> None:
+    check_settings(variant, tmp_path)
+
+
+def test_secrets_have_what_either_side_reads() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    for name, role in (("quire-gateway", "gateway"), ("quire-worker", "worker")):
+        pod = one(base(), "StatefulSet", name)["spec"]["template"]["spec"]
+        (secret,) = [each["secret"] for each in pod["volumes"] if each["name"] == "pool"]
+        files = " ".join(f"--from-file=pool/{file}" for file in ("ca.pem", f"{role}.pem", f"{role}-key.pem"))
+        assert f"secret generic {secret['secretName']} {files}" in page.replace("\\\n  ", "")
+
+
+@pytest.mark.parametrize("unit", sorted((DEPLOY / "systemd").iterdir()), ids=lambda path: path.name)
+def test_units(unit: Path, tmp_path: Path) -> None:
+    text = unit.read_text()
+    (command,) = re.findall(r"^ExecStart=/opt/quire/bin/quire (.*)$", text, flags=re.MULTILINE)
+    complete_parser().parse_args(shlex.split(command.replace("%i", "1")))
+    (grace_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, flags=re.MULTILINE)
+    if "serve" in command:
+        assert int(grace_s) > Config().lame_duck_s + Config().drain_grace_s
+    if shutil.which("systemd-analyze") is not None:
+        (tmp_path / unit.name).write_text(text.replace("/opt/quire/bin/quire", shutil.which("true") or ""))
+        done = subprocess.run(
+            ["systemd-analyze", "verify", str(tmp_path / unit.name)], capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_images_have_the_pinned_torch() -> None:
+    (pinned,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert re.findall(r"torch==([\d.]+)\+cpu", text) == [pinned]
+    assert set(re.findall(r"^FROM base AS (\w+)$", text, flags=re.MULTILINE)) == {"cpu", "cuda"}
+    extras = {extra for found in re.findall(r"\[([\w,]+)\]\"", text) for extra in found.split(",")}
+    assert extras == {"cuda", "openai", "otel"}
