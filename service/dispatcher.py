@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from service.caches.effects import Claim, Command, CommandFailed, Event, Reply, Write
+from service.caches.effects import Claim, CommandFailed, Event, Reply, Send, Write
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
 from service.caches.requests import Release, Request, Result, undelivered
@@ -33,7 +33,7 @@ _JOURNAL_STALL_S = 5.0
 # Caches that are released before other tasks run. Takes a few milliseconds.
 _EXPIRED_AT_ONCE = 256
 
-SendCommand = Callable[[str, int, Command], None]
+SendCommands = Callable[[Sequence[Send]], None]
 Outcome = Result | QuireError
 
 
@@ -48,7 +48,7 @@ class Dispatcher:
         self,
         caches: CacheMachine,
         journal: Journal,
-        send: SendCommand,
+        send: SendCommands,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         # To be asked by anybody. What changes it passes through the dispatcher.
@@ -60,6 +60,8 @@ class Dispatcher:
         self._waiting: dict[int, tuple[OnOutcome, int]] = {}
         self._callers = itertools.count(1)
         self._carrying_out = False
+        # There was an input since effects were taken.
+        self._has_input = False
 
     # Requests.
 
@@ -246,16 +248,19 @@ class Dispatcher:
 
     def _carry_out(self) -> None:
         """Carries out the effects of the state machine until there are none."""
+        self._has_input = True
         if self._carrying_out:
             # Called by an effect: the loop below continues.
             return
         self._carrying_out = True
         try:
-            while effects := self.caches.take_effects():
+            while self._has_input:
+                self._has_input = False
+                effects = self.caches.take_effects()
                 # Commands first, so that workers compute while the journal is written.
-                for worker_id, epoch, command in effects.commands:
+                if effects.commands:
                     try:
-                        self._send(worker_id, epoch, command)
+                        self._send(effects.commands)
                     except BaseException as error:
                         self._failed(error)
                 if effects.writes:

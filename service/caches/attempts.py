@@ -81,7 +81,7 @@ class Attempts:
         # All that workers have replayed.
         self.replayed_tokens = 0
         # Whether parked operations have to be checked.
-        self._changed = False
+        self.changed = False
 
     def under_way(self, worker: WorkerView) -> Iterator[Operation]:
         """The operations that a worker computes."""
@@ -104,24 +104,26 @@ class Attempts:
         """
         operation.base, operation.prompt_len = base, prompt_len
         operation.append, operation.copy_number = append, copy_number
-        return self._start(operation)
-
-    def _start(self, operation: Operation) -> bool:
-        """Starts an attempt, or parks the operation. Returns and raises as `begin` does."""
-        entry, base = operation.entry, operation.base
+        entry, worker = operation.entry, operation.entry.worker
         if entry.quarantined:
             raise SequenceQuarantined
-        need = self._place(operation)
-        if need is not None:
-            self._park(operation, need)
-        elif entry.kv_len < base:
+        if worker is None or worker.draining or entry.kv_len < base or entry.crash_score:
+            need = self._place(operation)
+            if need is not None:
+                self._park(operation, need)
+                return False
+            worker = entry.worker
+            assert worker is not None
+        wanted = base if append is None else base + len(append.token_ids)
+        if wanted > worker.capacity_tokens:
+            raise SequenceTooLong(wanted, worker.capacity_tokens)
+        if entry.kv_len < base:
             self._replayed_tokens += base - entry.kv_len
             self._replay(operation)
-        elif operation.append is None:
+        elif append is None:
             return True
         else:
-            number = entry.number if operation.copy_number is None else operation.copy_number
-            self._forward(operation, operation.append, number, base)
+            self._forward(operation, append, entry.number if copy_number is None else copy_number, base)
         return False
 
     def stop(self, operation: Operation) -> None:
@@ -145,7 +147,7 @@ class Attempts:
 
     def workers_changed(self) -> None:
         """There is a new worker, or a worker has more free pages."""
-        self._changed = True
+        self.changed = True
 
     def answered(self, op_id: int, answer: ForwardDone | CommandFailed | None) -> AttemptResult | None:
         """A worker answered. Ignored if the attempt is over."""
@@ -177,7 +179,7 @@ class Attempts:
             blame([operation.entry for operation in under_way], crashed=crashed)
         for operation in under_way:
             self._end_attempt(operation, End.TAKEN_BACK)
-        self._changed = True
+        self.changed = True
         return under_way
 
     def try_again(self, operation: Operation, final_error: QuireError) -> AttemptResult | None:
@@ -194,10 +196,8 @@ class Attempts:
     # Parked operations.
 
     def go_on(self) -> Iterator[AttemptResult]:
-        """Retries parked operations that may be able to run, the oldest first. Call it after each turn."""
-        if not self._changed or not self.parked:
-            return
-        self._changed = False
+        """Retries parked operations that may be able to run, the oldest first. Call it while `changed`."""
+        self.changed = False
         full: set[WorkerView] = set()
         for ticket in sorted(self.parked):
             operation = self.parked.get(ticket)
@@ -211,7 +211,7 @@ class Attempts:
         """Fails parked operations whose time is up. The next `go_on` checks the others."""
         for operation in [o for o in self.parked.values() if self._context.now_s >= self._park_until_s(o)]:
             yield operation, self._parked_too_long(operation)
-        self._changed = True
+        self.changed = True
 
     def _park_until_s(self, operation: Operation) -> float:
         """When a parked operation fails."""
@@ -239,11 +239,8 @@ class Attempts:
         self.parked[operation.ticket] = operation
 
     def _place(self, operation: Operation) -> Need | None:
-        """Makes sure that a worker has the cache. Returns what the operation has to wait for, if anything.
-
-        Raises SequenceTooLong if the cache would exceed the capacity of the worker.
-        """
-        entry, base, append = operation.entry, operation.base, operation.append
+        """Makes sure that a worker has the cache. Returns what the operation has to wait for, if anything."""
+        entry, base = operation.entry, operation.base
         if entry.kv_len < base and not self._may_replay():
             # Before the placement, which is expensive for a long cache.
             return Need.REPLAY_RATE
@@ -252,9 +249,6 @@ class Attempts:
             worker = self._assign(operation)
             if worker is None:
                 return Need.WORKER
-        wanted = base if append is None else base + len(append.token_ids)
-        if wanted > worker.capacity_tokens:
-            raise SequenceTooLong(wanted, worker.capacity_tokens)
         if entry.crash_score and must_be_alone(entry) and self._suspects[worker]:
             return Need.EXCLUSIVE_WORKER
         if entry.kv_len < base and self._is_prefix_replayed(operation):
@@ -410,7 +404,7 @@ class Attempts:
         if attempt.is_suspect:
             _take_one(self._suspects, worker)
         # A parked operation may have waited for this.
-        self._changed = True
+        self.changed = True
 
     def _end_of(self, operation: Operation) -> End:
         return End.LATE if operation.is_late(self._context.now_s) else End.TAKEN_BACK
@@ -468,13 +462,12 @@ class Attempts:
         return Overloaded(waited_s, waited_s, retry_after_s(waited_s))
 
     def _go_on(self, operation: Operation) -> AttemptResult | None:
+        again = operation.base, operation.prompt_len, operation.append, operation.copy_number
         try:
-            return (operation, None) if self._start(operation) else None
-        except QuireError as error:
-            return operation, error
+            return (operation, None) if self.begin(operation, *again) else None
         except Exception as error:
-            # A bug must not block the cache for ever.
-            return operation, bug(error)
+            # Also a bug must not block the cache for ever.
+            return operation, failure_of(error)
 
 
 def _take_one(counts: Counter[_Key], key: _Key) -> None:
@@ -484,8 +477,10 @@ def _take_one(counts: Counter[_Key], key: _Key) -> None:
         del counts[key]
 
 
-def bug(error: Exception) -> InternalError:
-    """The error for the caller. Made here: a frame of the traceback must not refer to it."""
+def failure_of(error: Exception) -> QuireError:
+    """The error for the caller. That of a bug is made here: a frame of the traceback must not refer to it."""
+    if isinstance(error, QuireError):
+        return error
     internal = InternalError()
     internal.__cause__ = error
     return internal

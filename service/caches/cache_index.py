@@ -15,7 +15,8 @@ class CacheIndex:
     """Owns the indexes. Until a creation is durable, its cache is found only by its request id."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, CacheEntry] = {}
+        # Those that callers know.
+        self.by_id: dict[str, CacheEntry] = {}
         self._by_number: dict[int, CacheEntry] = {}
         self._by_request_id: dict[tuple[Tenant, str], CacheEntry] = {}
         # Children of forks with a request id, by index.
@@ -29,14 +30,14 @@ class CacheIndex:
         self.anonymous = Tenant()
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self.by_id)
 
     def __iter__(self) -> Iterator[CacheEntry]:
-        return iter(self._by_id.values())
+        return iter(self.by_id.values())
 
     def find(self, cache_id: str, tenant: Tenant) -> CacheEntry | None:
         """The cache with this id, if it belongs to the tenant."""
-        entry = self._by_id.get(cache_id)
+        entry = self.by_id.get(cache_id)
         return entry if entry is not None and entry.tenant is tenant else None
 
     def by_number(self, number: int) -> CacheEntry | None:
@@ -126,7 +127,7 @@ class CacheIndex:
         """A cache was created: callers can use its id. `order` is the highest so far."""
         entry.visible, entry.order = True, order
         self.begin(entry)
-        self._by_id[entry.state.cache_id] = entry
+        self.by_id[entry.state.cache_id] = entry
         self._by_number[entry.number] = entry
         self._by_order.setdefault(entry.tenant, {})[order] = entry
         self._orders.setdefault(entry.tenant, []).append(order)
@@ -136,8 +137,8 @@ class CacheIndex:
 
     def remove(self, entry: CacheEntry) -> None:
         """A cache was released, or its creation failed."""
-        if self._by_id.get(entry.state.cache_id) is entry:
-            del self._by_id[entry.state.cache_id]
+        if self.by_id.get(entry.state.cache_id) is entry:
+            del self.by_id[entry.state.cache_id]
             del self._by_number[entry.number]
             entries = self._by_order[entry.tenant]
             del entries[entry.order]

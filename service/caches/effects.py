@@ -157,11 +157,6 @@ class Context:
         if worker.is_ready:
             self.effects.commands.append((worker.worker_id, worker.epoch, command))
 
-    def take(self) -> Effects:
-        """Returns the effects so far and starts anew."""
-        effects, self.effects = self.effects, Effects()
-        return effects
-
 
 # What a worker answers.
 

@@ -101,7 +101,8 @@ class Ledger:
     """Owns all states and their shared tokens."""
 
     def __init__(self, segment_tokens: int = SEGMENT_TOKENS) -> None:
-        self._store = SegmentStore(segment_tokens)
+        # Counts the bytes of the states, too. Changed only here.
+        self.store = SegmentStore(segment_tokens)
         self._states: dict[int, CacheState] = {}
         # The number of caches of each adapter.
         self.adapters: Counter[int] = Counter()
@@ -130,12 +131,14 @@ class Ledger:
     def _add(self, state: CacheState) -> None:
         self._continue(state)
         self._states[state.number] = state
+        self.store.size_bytes += CACHE_BYTES
         if state.adapter:
             self.adapters[state.adapter] += 1
 
     def _remove(self, state: CacheState) -> None:
-        self._store.drop(state.tokens)
+        self.store.drop(state.tokens)
         del self._states[state.number]
+        self.store.size_bytes -= CACHE_BYTES
         if state.adapter:
             self.adapters[state.adapter] -= 1
             if not self.adapters[state.adapter]:
@@ -149,13 +152,23 @@ class Ledger:
     @property
     def size_bytes(self) -> int:
         """About the size of all caches and tokens. Shared tokens count once."""
-        return self._store.size_bytes + CACHE_BYTES * len(self._states)
+        return self.store.size_bytes
 
     def apply(self, record: Record) -> None:
         """Applies a record. Raises RecordConflict and then changes nothing."""
         match record:
             case TokensAppended():
-                self._append(record)
+                # This runs for each token, so it is not a function of its own.
+                state = self._states.get(record.number) or self._state(record.number)
+                position, token_ids = record.position, record.token_ids
+                if position != state.tokens.length:
+                    raise RecordConflict(f"append at {position} of {state.tokens.length} tokens")
+                if record.ownership < state.ownership:
+                    raise RecordConflict(f"append by owner {record.ownership} after owner {state.ownership}")
+                self.store.extend(state.tokens, token_ids)
+                state.prompt_len, state.ownership = record.prompt_len, record.ownership
+                state.last_base, state.last_kept, state.last_accept = position, len(token_ids), record.accept
+                state.last_asked = record.asked
             case CacheCreated():
                 self._require_new(record.number)
                 self._add(CacheState.of(record))
@@ -172,7 +185,7 @@ class Ledger:
 
     def apply_run(self, run: TokensAppended) -> None:
         """Applies consecutive appends of one token each, as one record. Raises as `apply` does."""
-        self._append(run)
+        self.apply(run)
         if len(run.token_ids) > 1:
             state = self._states[run.number]
             state.last_base, state.last_kept = state.length - 1, 1
@@ -201,23 +214,11 @@ class Ledger:
             adapter=state.adapter,
         )
 
-    def _append(self, record: TokensAppended) -> None:
-        state = self._states.get(record.number) or self._state(record.number)
-        position, token_ids = record.position, record.token_ids
-        if position != state.tokens.length:
-            raise RecordConflict(f"append at {position} of {state.length} tokens")
-        if record.ownership < state.ownership:
-            raise RecordConflict(f"append by owner {record.ownership} after owner {state.ownership}")
-        self._store.extend(state.tokens, token_ids)
-        state.prompt_len, state.ownership = record.prompt_len, record.ownership
-        state.last_base, state.last_kept, state.last_accept = position, len(token_ids), record.accept
-        state.last_asked = record.asked
-
     def _truncate(self, record: CacheTruncated) -> None:
         state = self._state(record.number)
         if record.new_len > state.length:
             raise RecordConflict(f"truncate to {record.new_len} of {state.length} tokens")
-        self._store.cut(state.tokens, record.new_len)
+        self.store.cut(state.tokens, record.new_len)
         state.prompt_len = min(state.prompt_len, record.new_len)
         state.last_base = None
 
@@ -241,7 +242,7 @@ class Ledger:
             child.seed,
             parent.lease_s,
             fork=key,
-            tokens=self._store.fork(parent.tokens),
+            tokens=self.store.fork(parent.tokens),
             prompt_len=parent.prompt_len,
             weights=parent.weights,
             adapter=parent.adapter,
@@ -253,9 +254,9 @@ class Ledger:
             other = self._state(record.shares_with)
             if record.shared_len > other.length:
                 raise RecordConflict(f"shares {record.shared_len} of {other.length} tokens")
-            tokens = self._store.fork(other.tokens)
-            self._store.cut(tokens, record.shared_len)
-        self._store.extend(tokens, record.token_ids)
+            tokens = self.store.fork(other.tokens)
+            self.store.cut(tokens, record.shared_len)
+        self.store.extend(tokens, record.token_ids)
         before = self._states.get(record.number)
         if before is not None:
             self._remove(before)

@@ -289,42 +289,39 @@ class CacheMachine:
         """
         self._context.now_s = now_s
         tenant = tenant or self.index.anonymous
-        return [self._submit(request, caller, tenant) for request in requests]
-
-    def _submit(self, request: Request, caller: int, tenant: Tenant) -> int:
-        context, queues, kind = self._context, self._queues, self._kinds[type(request)]
-        ticket = context.number()
-        try:
-            if kind.may_answer_at_once:
-                at_once = kind.answer_at_once(request, tenant)
+        context, queues = self._context, self._queues
+        tickets = []
+        for request in requests:
+            kind, ticket = self._kinds[type(request)], context.number()
+            tickets.append(ticket)
+            try:
+                at_once = kind.answer_at_once(request, tenant) if kind.may_answer_at_once else None
                 if at_once is not None:
                     context.effects.replies.append((ticket, at_once))
-                    return ticket
-            entries, size_bytes = self.admission.admit(kind, request, tenant, len(queues.operations))
-        except QuireError as error:
-            context.effects.replies.append((ticket, error.without_traceback()))
-            return ticket
-        deadline_s = None
-        if isinstance(request, Append) and request.timeout_s is not None:
-            deadline_s = context.now_s + request.timeout_s
-        operation = Operation(
-            ticket,
-            request,
-            kind,
-            entries[0],
-            entries,
-            caller,
-            context.now_s,
-            deadline_s,
-            size_bytes,
-            turns_left=len(entries),
-        )
-        for entry in entries:
-            if not isinstance(request, Append):
-                queues.preempt_restore(entry)
-            entry.touch(context.now_s)
-        queues.enter(operation)
-        return ticket
+                    continue
+                entries, size_bytes = self.admission.admit(kind, request, tenant, len(queues.operations))
+            except QuireError as error:
+                context.effects.replies.append((ticket, error.without_traceback()))
+                continue
+            timeout_s = request.timeout_s if isinstance(request, Append) else None
+            operation = Operation(
+                ticket,
+                request,
+                kind,
+                entries[0],
+                entries,
+                caller,
+                context.now_s,
+                None if timeout_s is None else context.now_s + timeout_s,
+                size_bytes,
+                turns_left=len(entries),
+            )
+            for entry in entries:
+                if not isinstance(request, Append):
+                    queues.preempt_restore(entry)
+                entry.touch(context.now_s)
+            queues.enter(operation)
+        return tickets
 
     def cancel(self, ticket: int, now_s: float) -> None:
         """Cancels an operation and undoes its effects. No reply follows.
@@ -360,8 +357,7 @@ class CacheMachine:
         """The records of these operations are durable."""
         self._context.now_s = now_s
         self.admission.journal_works = True
-        for ticket in tickets:
-            self._queues.committed(self._queues.operations[ticket])
+        self._queues.committed(tickets)
 
     def journal_stalls(self) -> None:
         """A write takes too long: no new operations are accepted until it is durable."""
@@ -400,11 +396,14 @@ class CacheMachine:
 
         The inputs since then were one turn. Parked operations are checked here, once for all these inputs.
         """
-        for result in self._attempts.go_on():
-            self._queues.attempt_ended(*result)
+        while self._attempts.changed and self._attempts.parked:
+            for result in self._attempts.go_on():
+                self._queues.attempt_ended(*result)
         if self._restores.waiting:
             self._restore_some()
-        return self._context.take()
+        context = self._context
+        effects, context.effects = context.effects, Effects()
+        return effects
 
     def _restore_some(self) -> None:
         """Replays some of the lost KV before it is requested."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from service.caches.attempts import bug
+from service.caches.attempts import failure_of
 from service.caches.effects import ForwardDone
 from service.caches.entries import CacheEntry, Operation
 from service.caches.kind import OperationKind, Parts
@@ -43,7 +43,6 @@ class OperationQueues:
     def enter(self, operation: Operation) -> None:
         """Queues an operation on its caches. Begins it if nothing is ahead."""
         self.operations[operation.ticket] = operation
-        self._admission.enter(operation)
         # On all of its caches at once: two operations have the same order on each cache that they share.
         # So the oldest never waits for a younger one, and there is no deadlock.
         for entry in operation.entries:
@@ -89,31 +88,31 @@ class OperationQueues:
                 operation = entry.waiting.popleft()
                 entry.running = operation
                 operation.turns_left -= 1
-                if not operation.turns_left:
-                    self._begin(operation)
-                    if len(operation.entries) > 1:
-                        left += (its for its in operation.entries if its is not entry)
-            if entry.running is not None or entry.waiting:
-                continue
-            if not entry.visible:
-                self._discard((entry,))
-            elif entry.worker is not None and entry.worker.draining:
-                self._kv.drop(entry)
-                self._restores.later((entry,), self._context.now_s)
+                if operation.turns_left:
+                    continue
+                try:
+                    begun = operation.kind.begin(operation, operation.request)
+                except Exception as error:
+                    # Also a bug must not block the cache for ever.
+                    self.finish(operation, failure_of(error))
+                    begun = None
+                if isinstance(begun, list):
+                    self._commit(operation, begun)
+                elif begun is not None:
+                    self.finish(operation, begun)
+                if len(operation.entries) > 1:
+                    left += (its for its in operation.entries if its is not entry)
+            is_leaving = not entry.visible or (entry.worker is not None and entry.worker.draining)
+            if is_leaving and entry.running is None and not entry.waiting:
+                self._leave_idle(entry)
 
-    def _begin(self, operation: Operation) -> None:
-        try:
-            begun = operation.kind.begin(operation, operation.request)
-        except QuireError as error:
-            self.finish(operation, error)
-        except Exception as error:
-            # A bug must not block the cache for ever.
-            self.finish(operation, bug(error))
+    def _leave_idle(self, entry: CacheEntry) -> None:
+        """Nothing runs on a cache whose creation failed, or whose worker will be replaced."""
+        if entry.visible:
+            self._kv.drop(entry)
+            self._restores.later((entry,), self._context.now_s)
         else:
-            if isinstance(begun, list):
-                self._commit(operation, begun)
-            elif begun is not None:
-                self.finish(operation, begun)
+            self._discard((entry,))
 
     def attempt_ended(self, operation: Operation, outcome: ForwardDone | QuireError | None) -> None:
         """Its attempts are over: continues with the result."""
@@ -157,27 +156,30 @@ class OperationQueues:
         entry.running = None
         entry.waiting.appendleft(operation)
 
-    def committed(self, operation: Operation) -> None:
-        """Its records are durable."""
-        kind, request = operation.kind, operation.request
-        try:
-            for record in operation.records or ():
-                self._ledger.apply(record)
-        except RecordConflict as error:
-            # A bug: the state has changed since the operation was checked.
-            self.not_committed(operation, bug(error))
-            return
-        for entry in operation.entries:
-            entry.touch(self._context.now_s)
-        answer = kind.applied(operation, request)
-        self.finish(operation, answer)
-        if operation.closes:
-            self._close(operation.closes)
-        for cache_id in () if operation.is_answered else undelivered(request, answer):
-            created = self._index.find(cache_id, operation.entry.tenant)
-            if created is not None:
-                self.release(created)
-        self.advance(operation.entries)
+    def committed(self, tickets: Iterable[int]) -> None:
+        """The records of these operations are durable."""
+        entries: list[CacheEntry] = []
+        for ticket in tickets:
+            operation = self.operations[ticket]
+            try:
+                for record in operation.records or ():
+                    self._ledger.apply(record)
+            except RecordConflict as error:
+                # A bug: the state has changed since the operation was checked.
+                self.not_committed(operation, failure_of(error))
+                continue
+            for entry in operation.entries:
+                entry.touch(self._context.now_s)
+            answer = operation.kind.applied(operation, operation.request)
+            self.finish(operation, answer)
+            if operation.closes:
+                self._close(operation.closes)
+            for cache_id in () if operation.is_answered else undelivered(operation.request, answer):
+                created = self._index.find(cache_id, operation.entry.tenant)
+                if created is not None:
+                    self.release(created)
+            entries += operation.entries
+        self.advance(entries)
 
     def not_committed(self, operation: Operation, error: QuireError) -> None:
         """Its records could not be written: undoes the operation."""

@@ -71,18 +71,26 @@ class Admission:
     def admit(
         self, kind: OperationKind[Request], request: Request, tenant: Tenant, queued: int
     ) -> tuple[Sequence[CacheEntry], int]:
-        """Returns the caches of a request and about how many bytes the journal needs for it.
+        """Counts a request. Returns its caches, and about how many bytes the journal needs for it.
 
         queued: number of operations. Raises QuireError to refuse the request; see `is_always_admitted`.
         """
         append = request if isinstance(request, Append) else None
         size_bytes = 0
         if not kind.is_always_admitted:
-            self._require_admission(append, tenant, queued)
+            most = self._limits.max_queued_operations
+            if (
+                self.draining
+                or not self.journal_works
+                or tenant.quota is not UNBOUNDED
+                or queued >= (most if append is None else most / 2)
+            ):
+                # Rare. Saves a call otherwise.
+                self._require_admission(append, tenant, queued)
             size_bytes = kind.journal_bytes(request, tenant)
-            most = self._limits.max_journal_bytes
-            if size_bytes and self._ledger.size_bytes + self._queued_bytes + size_bytes > most:
-                raise JournalFull(most)
+            most_bytes = self._limits.max_journal_bytes
+            if size_bytes and self._ledger.store.size_bytes + self._queued_bytes + size_bytes > most_bytes:
+                raise JournalFull(most_bytes)
         known, serving = kind.entries(request, tenant), self._weights.serving
         entries = []
         for index, entry in enumerate(known):
@@ -97,6 +105,8 @@ class Admission:
             except QuireError as error:
                 raise error.with_index(index, len(known)) from None
             entries.append(entry)
+        self._queued_bytes += size_bytes
+        tenant.in_flight += 1
         return entries, size_bytes
 
     def _require_admission(self, append: Append | None, tenant: Tenant, queued: int) -> None:
@@ -143,12 +153,6 @@ class Admission:
             entry.counted = 0
 
     # Operations.
-
-    def enter(self, operation: Operation) -> None:
-        """Counts an admitted operation."""
-        self._queued_bytes += operation.size_bytes
-        if not operation.is_internal:
-            operation.entry.tenant.in_flight += 1
 
     def reserve(self, operation: Operation, tokens: int, caches: int = 0) -> None:
         """Reserves what an operation may create. Raises QuotaExceeded."""

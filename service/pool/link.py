@@ -65,10 +65,10 @@ class WorkerLink:
         """Starts to connect, without a timeout, and then opens the stream."""
         self._task = asyncio.create_task(self._run(), name="worker-link")
 
-    def send(self, command: worker_pb2.WorkerCommand) -> None:
-        """Queues a command. Drops it if the stream is closed: loss of the worker fails its operations."""
+    def send(self, *commands: worker_pb2.WorkerCommand) -> None:
+        """Queues commands. Drops them if the stream is closed: loss of the worker fails its operations."""
         if not self.closed.is_set():
-            self._queue.append(command)
+            self._queue.extend(commands)
             self._wake.set()
 
     async def close(self, *, give_back: bool) -> None:

@@ -5,7 +5,7 @@ The counterpart is `workers/wire.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from quire.v1 import types_pb2, worker_pb2
 
@@ -19,20 +19,29 @@ from service.errors import (
     Unsupported,
     WorkerFault,
 )
+from service.logging import get_logger
 from service.pool.link import WorkerLink
+
+_log = get_logger(__name__)
 
 # The protocol uses the same names.
 _KINDS = {kind: worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}") for kind in AppendKind}
 _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priority in Priority]
 
 
-def send(
-    links: Mapping[tuple[str, int], WorkerLink], worker_id: str, epoch: int, command: effects.Command
-) -> None:
-    """Sends a command to one incarnation. Drops it if that incarnation has ended."""
-    link = links.get((worker_id, epoch))
-    if link is not None:
-        link.send(to_message(command))
+def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects.Send]) -> None:
+    """Sends commands to incarnations. Drops those to an incarnation that has ended."""
+    messages: dict[WorkerLink, list[worker_pb2.WorkerCommand]] = {}
+    for worker_id, epoch, command in commands:
+        link = links.get((worker_id, epoch))
+        if link is not None:
+            try:
+                messages.setdefault(link, []).append(to_message(command))
+            except Exception:
+                # A bug, which must not keep the others from being sent.
+                _log.exception("a command could not be encoded", worker_id=worker_id)
+    for link, its in messages.items():
+        link.send(*its)
 
 
 def to_message(command: effects.Command) -> worker_pb2.WorkerCommand:

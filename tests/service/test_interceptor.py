@@ -15,7 +15,7 @@ from quire.v1 import executor_pb2, executor_pb2_grpc, worker_pb2
 
 from service import errors
 from service.api.interceptor import CallInterceptor
-from service.caches.effects import Command
+from service.caches.effects import Send
 from service.caches.machine import CacheMachine
 from service.caches.requests import Append, AppendKind
 from service.caches.reservations import Limits
@@ -136,10 +136,8 @@ async def test_grpcs_own_retries_follow_the_error(
 
 
 async def test_nothing_of_a_workers_exception_reaches_the_client(harness: Harness) -> None:
-    sent: list[Command] = []
-    dispatcher = Dispatcher(
-        CacheMachine(Limits()), Journal(), lambda _worker, _epoch, command: sent.append(command)
-    )
+    sent: list[Send] = []
+    dispatcher = Dispatcher(CacheMachine(Limits()), Journal(), sent.extend)
     dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 8, 64, 8))
 
     async def behave(_request: Any) -> executor_pb2.DecodeResponse:
@@ -147,7 +145,7 @@ async def test_nothing_of_a_workers_exception_reaches_the_client(harness: Harnes
             dispatcher.run([Append(kind=AppendKind.PREFILL, cache_id="", token_ids=[1])])
         )
         await asyncio.sleep(0)  # Lets the append reach the worker.
-        event = worker_pb2.WorkerEvent(op_id=sent[0].op_id)
+        event = worker_pb2.WorkerEvent(op_id=sent[0][2].op_id)
         event.error.reason = worker_pb2.WORKER_ERROR_REASON_FAULT
         event.error.detail = repr(RuntimeError(SECRET))
         events = wire.to_events(worker_pb2.ConnectResponse(events=[event]))

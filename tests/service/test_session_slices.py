@@ -15,7 +15,7 @@ from quire.v1 import types_pb2, worker_pb2
 from service.api import session as session_module
 from service.api.session import Session, SessionContext
 from service.api.time_slice import SLICE_S, TimeSlice
-from service.caches.effects import Attempt, Command
+from service.caches.effects import Attempt, Send
 from service.caches.machine import CacheMachine
 from service.caches.requests import Request
 from service.caches.reservations import Limits
@@ -64,9 +64,8 @@ class Harness:
         session = Session(self.dispatcher, self.state, cast(SessionContext, self.peer))
         return asyncio.create_task(session.run(messages()))
 
-    def _send(self, _worker_id: str, _epoch: int, command: Command) -> None:
-        if isinstance(command, Attempt):
-            self.sent.append(command)
+    def _send(self, commands: Sequence[Send]) -> None:
+        self.sent.extend(command for _, _, command in commands if isinstance(command, Attempt))
 
     def answer(self, caller: int | None = None) -> None:
         """The worker answers all it was sent, or all of one caller."""

@@ -416,7 +416,7 @@ async def test_dead_worker_is_replaced_with_a_new_epoch(bench_of: MakeBench) -> 
         assert await bench.events(2) == [("lost", 1), ("ready", 2)]
         assert (slot.epoch, slot.pid, slot.state) == (2, 1002, executor_pb2.WORKER_STATE_READY)
         for epoch in (1, 2):
-            wire.send(bench.supervisor.links, "worker-0", epoch, ReleaseSequences(6 + epoch, (1,)))
+            wire.send(bench.supervisor.links, [("worker-0", epoch, ReleaseSequences(6 + epoch, (1,)))])
         assert await bench.events(1) == [("answered", 2, 8)], "commands to earlier incarnations are dropped"
     assert bench.launcher.closed
 

@@ -142,12 +142,13 @@ class FakeLink:
     def open(self) -> None:
         self._processes.link = self
 
-    def send(self, command: worker_pb2.WorkerCommand) -> None:
+    def send(self, *commands: worker_pb2.WorkerCommand) -> None:
         if self.closed.is_set():
             return
         if self._processes.is_cut:
-            self.under_way.append(command)
-        else:
+            self.under_way.extend(commands)
+            return
+        for command in commands:
             self.arrive(command)
 
     def arrive(self, command: worker_pb2.WorkerCommand) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from quire.v1 import types_pb2, worker_pb2
 
-from service.caches.effects import Command
+from service.caches.effects import Send
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
 from service.caches.requests import Append, Appended, AppendKind, Handles, Release, Released, Request
@@ -213,10 +213,11 @@ class Gateway:
         self.worker.outbox.append(worker_pb2.WorkerEvent(op_id=op_id, error=error))
         self.deliver(self.worker)
 
-    def _send(self, worker_id: str, _epoch: int, command: Command) -> None:
-        message = wire.to_message(command)
-        self.sent.append(message)
-        self.workers[worker_id].inbox.append(message)
+    def _send(self, commands: Sequence[Send]) -> None:
+        for worker_id, _, command in commands:
+            message = wire.to_message(command)
+            self.sent.append(message)
+            self.workers[worker_id].inbox.append(message)
 
 
 def answer_of(result: Appended) -> worker_pb2.ForwardDone:

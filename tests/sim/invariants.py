@@ -49,10 +49,10 @@ def check_invariants(machine: CacheMachine) -> None:
 
 
 def _check_index(index: CacheIndex) -> None:
-    for cache_id, entry in index._by_id.items():
+    for cache_id, entry in index.by_id.items():
         assert entry.visible and entry.state.cache_id == cache_id and not entry.ephemeral
         assert index._by_number[entry.number] is entry
-    assert len(index._by_number) == len(index._by_id) == sum(map(len, index._by_order.values()))
+    assert len(index._by_number) == len(index.by_id) == sum(map(len, index._by_order.values()))
     for (tenant, request_id), made in index._forks.items():
         for child, entry in made.items():
             fork = entry.state.fork

@@ -13,7 +13,7 @@ import contextlib
 import errno
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ import pytest
 from quire.v1 import runner_pb2
 
 from service.api.server_state import ServerState
-from service.caches.effects import Command
+from service.caches.effects import Send
 from service.caches.requests import Release
 from service.config import Config
 from service.errors import LoadFailed, Loading, NoWorker, StorageUnavailable
@@ -282,11 +282,12 @@ class ShellSimulation:
 
     # Workers.
 
-    def _send(self, worker_id: str, epoch: int, command: Command) -> None:
-        processes = self.launcher.running.get(worker_id)
-        if processes is not None and processes.worker.epoch == epoch:
-            self.dispatcher.expect(processes.worker, command)
-        wire.send(self.supervisor.links, worker_id, epoch, command)
+    def _send(self, commands: Sequence[Send]) -> None:
+        for worker_id, epoch, command in commands:
+            processes = self.launcher.running.get(worker_id)
+            if processes is not None and processes.worker.epoch == epoch:
+                self.dispatcher.expect(processes.worker, command)
+        wire.send(self.supervisor.links, commands)
 
     def _cut(self) -> None:
         if isinstance(self.launcher, LeasingLauncher):

@@ -15,7 +15,7 @@ from functools import partial
 
 from quire.v1 import worker_pb2
 
-from service.caches.effects import Claim, Command
+from service.caches.effects import Claim, Send
 from service.caches.ledger import Ledger
 from service.caches.requests import Append, Release, Request
 from service.caches.reservations import Limits
@@ -543,11 +543,12 @@ class Simulation:
             suspect = self.rng.random() < 0.5
             self.dispatcher.worker_suspected(worker.worker_id, worker.epoch, suspect=suspect)
 
-    def _send(self, worker_id: str, epoch: int, command: Command) -> None:
-        worker = self.workers[worker_id]
-        assert worker.epoch == epoch
-        self.dispatcher.expect(worker, command)
-        worker.inbox.append(wire.to_message(command))
+    def _send(self, commands: Sequence[Send]) -> None:
+        for worker_id, epoch, command in commands:
+            worker = self.workers[worker_id]
+            assert worker.epoch == epoch
+            self.dispatcher.expect(worker, command)
+            worker.inbox.append(wire.to_message(command))
 
     # The end.
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from quire.v1 import worker_pb2
 
-from service.caches.effects import Attempt, Command, CommandFailed, Event, ReleaseSequences, Write
+from service.caches.effects import Attempt, Command, CommandFailed, Event, ReleaseSequences, Send, Write
 from service.caches.ledger import Ledger
 from service.caches.requests import Append, Release, Renew, Request
 from service.caches.tenants import Tenant
 from service.caches.workers import WorkerView
-from service.dispatcher import Dispatcher, OnOutcome, Outcome, SendCommand
+from service.dispatcher import Dispatcher, OnOutcome, Outcome, SendCommands
 from tests.sim.disk import DiskJournal
 from tests.sim.invariants import check_invariants
 from tests.sim.journal_bytes import NeededBytes
@@ -34,7 +34,7 @@ class WatchedDispatcher(Dispatcher):
         self,
         machine: WatchedMachine,
         journal: DiskJournal,
-        send: SendCommand,
+        send: SendCommands,
         clock_s: Callable[[], float],
         oracle: Oracle,
         trace: deque[object],
@@ -209,13 +209,14 @@ class WatchedDispatcher(Dispatcher):
             assert excused, "KV that was never lost cannot be missing"
         return worker_pb2.ConnectResponse(events=events, pages_available=worker.pages_left)
 
-    def _on_send(self, worker_id: str, epoch: int, command: Command) -> None:
-        self.effects += 1
-        self.trace.append((worker_id, epoch, command))
-        if isinstance(command, ReleaseSequences) and self.oracle.numbered.keys() & set(command.numbers):
-            self.oracle.seen["KV of a cache dropped"] += 1
+    def _on_send(self, commands: Sequence[Send]) -> None:
+        self.effects += len(commands)
+        self.trace.extend(commands)
+        for _, _, command in commands:
+            if isinstance(command, ReleaseSequences) and self.oracle.numbered.keys() & set(command.numbers):
+                self.oracle.seen["KV of a cache dropped"] += 1
         with self._noted():
-            self._send_on(worker_id, epoch, command)
+            self._send_on(commands)
 
     def _on_commit(self) -> None:
         """Records are given to the journal: those that the machine had written since the last time."""
