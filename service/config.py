@@ -37,6 +37,7 @@ _KIB, _MIB = 1 << 10, 1 << 20
 # Longest path of a Unix socket on Linux, without the final zero.
 _MAX_SOCKET_PATH_BYTES = 107
 _REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.))\w[\w./-]*[\w-]|\w", re.ASCII)
+MAX_WORKERS = 256
 _RESOURCE = re.compile(r"[\w.:/-]+=\d+(\.\d+)?", re.ASCII)
 _DAY_S = 86_400
 _YEAR_S = 365 * _DAY_S
@@ -215,10 +216,11 @@ class Config:
     )
     tokens: str = _setting("", "TOML file of bearer tokens and tenants, see `quire token`", _FILE)
     reflection: str = _setting("on", "offer gRPC server reflection", _SWITCH)
-    workers: int = _setting(
+    workers: int | None = _setting(
         1,
-        "number of worker processes; each loads the weights and serves a part of the sequences",
-        _Range(1, 256),
+        "number of workers; each loads the weights and serves a part of the sequences; auto is one per GPU,"
+        " one on the CPU, or as many as fit on the nodes of Ray",
+        _Range(1, MAX_WORKERS),
         group="workers and their memory",
     )
     workers_at: str = _setting(
@@ -260,6 +262,7 @@ class Config:
         " cluster has no GPU or device is cpu",
         _Text(_are_resources, "must be NAME=NUMBER, or several separated by commas"),
     )
+    ray_runtime_env: str = _setting("", "JSON file of the runtime environment of workers on Ray", _FILE)
     threads_per_worker: int | None = _setting(
         None, "compute threads in each worker on the CPU; auto is usable cores / workers", _Range(1, 4096)
     )
@@ -441,8 +444,8 @@ class Config:
 
     @property
     def worker_slots(self) -> int:
-        """How many workers are used."""
-        return len(self.worker_addresses) or self.workers
+        """How many workers are used, at first."""
+        return len(self.worker_addresses) or self.workers or 1
 
     @property
     def has_remote_workers(self) -> bool:

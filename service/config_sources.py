@@ -165,6 +165,9 @@ def _pool_conflicts(
         value = getattr(config, name)
         if value and not config.pool:
             yield (name, "pool"), ConfigError(name, sources[name], value, "needs pool too")
+    if config.workers is None and config.pool_listen:
+        problem = "must be a number with pool_listen: how many of the workers that call are used"
+        yield ("workers", "pool_listen"), ConfigError("workers", sources["workers"], "auto", problem)
     if config.workers_at and config.pool_listen:
         problem = "is for workers that call, workers_at for those that are called: only one is possible"
         error = ConfigError("pool_listen", sources["pool_listen"], config.pool_listen, problem)

@@ -79,7 +79,7 @@ async def _run(gateway: Gateway) -> int:
                 return 1
             _log.info(f"listening for {what}", listen=actual_address(listen, http_port))
     # The model is logged when a worker is ready: workers may refuse the configured one.
-    _log.info("listening", listen=actual_address(config.listen, port), workers=config.workers)
+    _log.info("listening", listen=actual_address(config.listen, port), workers=config.workers or "auto")
     workers = asyncio.create_task(gateway.run_workers(), name="workers")
     stopping = asyncio.create_task(gateway.stopping.wait())
     await asyncio.wait({workers, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,17 +1,19 @@
 """A Ray cluster of processes on this machine: `python -m tests.ray_cluster`.
 
 Says its address, then one line for each line of standard input: `add` (the id of a node with one CPU),
-`kill HEAD-OR-NODE-ID`, or the end.
+`kill HEAD-OR-NODE-ID`, `drain NODE-ID`, or the end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +22,9 @@ import psutil
 from benchmarks.checkout import ROOT, environment
 
 _OBJECTS_BYTES = 80 << 20
+_NOTICE_S = 60
+# DRAIN_NODE_REASON_PREEMPTION. Idle nodes can refuse other reasons.
+_PREEMPTION = 2
 
 
 class RayCluster:
@@ -67,6 +72,10 @@ class RayCluster:
         """SIGKILL, as a machine that loses its power."""
         self._ask(f"kill {node}")
 
+    def drain(self, node: str) -> None:
+        """Says that a node will be gone in a minute, as the notice of a preemption does."""
+        self._ask(f"drain {node}")
+
     def _ask(self, line: str) -> str:
         assert self._process.stdin is not None
         print(line, file=self._process.stdin, flush=True)
@@ -89,15 +98,24 @@ def kill(node: Any) -> None:
             child.kill()
 
 
+def drain(address: str, node_id: str) -> None:
+    """As the command `ray drain-node`, which takes seconds to start."""
+    raylet: Any = importlib.import_module("ray._raylet")
+    deadline_ms = int(1e3 * (time.time() + _NOTICE_S))
+    gcs = raylet.GcsClient(address=address)
+    is_accepted, why = gcs.drain_node(node_id, _PREEMPTION, "a test", deadline_ms)
+    assert is_accepted, why
+
+
 def main() -> None:
     """Runs the cluster until standard input closes."""
-    # Only here: it warns, and tests end with warnings.
-    from ray.cluster_utils import Cluster
-
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
-        # Ray writes the address of a cluster to the default directory too, and does not make that.
+        # For the file with the cluster's address. Ray reads this when it is imported.
         os.environ["RAY_TMPDIR"] = directory
         (Path(directory) / "ray").mkdir()
+        # Only here: it warns, and tests end with warnings.
+        from ray.cluster_utils import Cluster
+
         options: dict[str, Any] = {
             "object_store_memory": _OBJECTS_BYTES,
             "temp_dir": directory,
@@ -117,6 +135,8 @@ def main() -> None:
                     case ["kill", answer]:
                         # What has left Ray's processes is the test's.
                         kill(nodes.pop(answer))
+                    case ["drain", node_id]:
+                        drain(cluster.address, node_id)
                     case _:
                         break
         finally:

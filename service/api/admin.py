@@ -66,10 +66,10 @@ class AdminApi:
         """Waits until workers are ready."""
         assert isinstance(request, admin_pb2.WarmupRequest)
         num_workers = len(self._state.slots)
-        if request.workers > num_workers:
+        if request.workers > num_workers and self._state.config.workers is not None:
             raise InvalidArgument("TOO_MANY_WORKERS", "workers", f"there are {num_workers} workers")
         # Polling is enough: this call is rare.
-        while self._ready() < (request.workers or num_workers):  # noqa: ASYNC110
+        while self._ready() < (request.workers or len(self._state.slots)):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         return admin_pb2.WarmupResponse(workers_ready=self._ready())
 

@@ -11,7 +11,7 @@ import socket
 import stat
 from pathlib import Path
 
-from service.config import Config
+from service.config import MAX_WORKERS, Config
 from service.logging import get_logger
 
 _log = get_logger(__name__)
@@ -134,7 +134,7 @@ def with_descriptors(config: Config) -> Config:
     Raises:
         TooFewDescriptors: There are too few even for the gateway itself.
     """
-    reserved = _GATEWAY_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * config.workers
+    reserved = _GATEWAY_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * (config.workers or MAX_WORKERS)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = reserved + 2 * config.max_connections
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -90,7 +90,7 @@ def _limits(path: str | None) -> Iterator[Finding]:
     text = f"all {total} are usable"
     if usable < total:
         text = f"{usable:g} of {total} are usable, by affinity and cgroup"
-    too_many = (config.threads_per_worker or 0) * config.workers > usable
+    too_many = (config.threads_per_worker or 0) * config.worker_slots > usable
     advice = "lower --threads-per-worker, or leave it out: threads without a core make others wait"
     yield Finding("cores", SLOW if too_many else OK, text, advice if too_many else "")
     available, limit = facts["available_bytes"], facts["memory_limit_bytes"]

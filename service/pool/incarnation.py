@@ -36,6 +36,7 @@ EXIT_CONFIG = 78
 _EXIT_DELAY_S = 0.1
 # Op ids of the pool's own commands. Those of the state machine are below.
 _FIRST_OP_ID = 1 << 62
+_DRAIN_POLL_S = 0.05
 
 
 class Incarnation:
@@ -59,6 +60,7 @@ class Incarnation:
         self.epoch = processes.epoch
         self.processes = processes
         self._dispatcher = dispatcher
+        self._config = config
         self._versions = versions
         self._adapters = adapters
         self._liveness = Liveness(config, adopted=adopted)
@@ -82,6 +84,8 @@ class Incarnation:
         closed = asyncio.create_task(self.link.closed.wait())
         heartbeat = asyncio.create_task(self._heartbeat())
         tasks: set[asyncio.Future[Any]] = {exited, closed, heartbeat, self._terminated}
+        if self.processes.leaving is not None:
+            tasks.add(asyncio.create_task(self._drain(self.processes.leaving)))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if closed.done():
@@ -192,6 +196,17 @@ class Incarnation:
             liveness.tick(now_s - last_s)
             last_s = now_s
         return failed
+
+    async def _drain(self, leaving: asyncio.Future[float]) -> None:
+        """Ends the incarnation, after what it computes, when the machine below is about to go."""
+        await asyncio.wait({leaving})
+        deadline_s = time.monotonic() + min(leaving.result(), self._config.drain_grace_s)
+        _log.warning("worker's machine is leaving", worker_id=self.slot.worker_id, epoch=self.epoch)
+        name = self.slot.worker_id, self.epoch
+        self._dispatcher.worker_draining(*name)
+        while not self._dispatcher.is_drained(*name) and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(_DRAIN_POLL_S)
+        self.terminate("its machine is leaving")
 
     def _publish_suspect(self) -> None:
         slot = self.slot

@@ -8,6 +8,7 @@ journal, and from `weights.json` in the data directory once LoadWeights has load
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,8 @@ class WorkerSlot:
     ready: worker_pb2.WorkerReady | None = None
     # Whether any incarnation was ever ready.
     was_ready: bool = False
+    # Whether the launcher is to find a place for it.
+    is_waiting: bool = False
     snapshot: worker_pb2.WorkerSnapshot = field(default_factory=worker_pb2.WorkerSnapshot)
 
 
@@ -58,11 +61,8 @@ class ModelVersion:
         self.number = number
         # A directory, or the name of an executor without weights.
         self.model = model
-        # Names contain the version, so that no gateway adopts a worker with other weights.
-        self.slots: Sequence[WorkerSlot] = [
-            WorkerSlot(f"worker-{index}.{number}" if number else f"worker-{index}", self, index)
-            for index in range(workers)
-        ]
+        # Replaced when it changes.
+        self.slots: Sequence[WorkerSlot] = [self._new_slot(index) for index in range(workers)]
         # Fingerprint of the model whose caches are in the journal. A model with another one is refused.
         self.expected_fingerprint: str | None = None
         # Of the first worker that was ready. All others must have the same one.
@@ -77,6 +77,22 @@ class ModelVersion:
         # Why loading failed.
         self.failure: str | None = None
         self._loaded = asyncio.Event()
+
+    def _new_slot(self, index: int) -> WorkerSlot:
+        # Names contain the version, so that no gateway adopts a worker with other weights.
+        name = f"worker-{index}.{self.number}" if self.number else f"worker-{index}"
+        return WorkerSlot(name, self, index)
+
+    def add_slot(self) -> WorkerSlot:
+        """Adds a slot, with the lowest index that is free."""
+        used = {slot.index for slot in self.slots}
+        slot = self._new_slot(next(index for index in itertools.count() if index not in used))
+        self.slots = [*self.slots, slot]
+        return slot
+
+    def remove_slot(self, slot: WorkerSlot) -> None:
+        """Removes a slot without a worker."""
+        self.slots = [one for one in self.slots if one is not slot]
 
     @property
     def is_on_cpu(self) -> bool:

@@ -54,6 +54,8 @@ def address_of(socket: str) -> str:
 class LocalProcess:
     """Owner of the pidfd. Needs a running event loop."""
 
+    leaving: asyncio.Future[float] | None = None
+
     def __init__(
         self,
         epoch: int,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import math
 import os
 import secrets
 import sys
@@ -41,12 +42,16 @@ class RayLauncher(RemoteLauncher):
         if importlib.util.find_spec("ray") is None:
             problem = "needs ray, of the extra ray: `make setup` installs it"
             raise ConfigError("launcher", "a setting", config.launcher, problem)
+        self._runtime_env = _read_runtime_env(config.ray_runtime_env)
         self._pool = Path(config.pool) if config.pool else pool_files.own_pool(data_dir)
         super().__init__(data_dir, config, on_locked, self._pool)
         self._placements: dict[str, _Placement] = {}
         # Names of actors that an earlier gateway has left.
         self._left: list[str] = []
         self._connected = asyncio.Event()
+        # How many workers fit on the nodes, and whether that has changed.
+        self._room = 0
+        self._room_changed = asyncio.Event()
         self._child: asyncio.subprocess.Process | None = None
 
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> dict[str, LeasedWorker]:
@@ -68,7 +73,14 @@ class RayLauncher(RemoteLauncher):
         except BaseException:
             self.remove(name)
             raise
-        return PlacedWorker(epoch, endpoint, placement.ended, lambda: self.remove(name))
+        return PlacedWorker(epoch, endpoint, placement, lambda: self.remove(name))
+
+    async def room(self, known: int) -> int:
+        """See `ElasticLauncher.room`. What else runs on the nodes is not considered."""
+        while self._room == known:
+            self._room_changed.clear()
+            await self._room_changed.wait()
+        return self._room
 
     def remove(self, name: str) -> None:
         """Frees what an actor has taken, and kills its worker if it still runs."""
@@ -124,6 +136,7 @@ class RayLauncher(RemoteLauncher):
             "resources": resources,
             "device": config.device,
             "flags": flags,
+            "runtime_env": self._runtime_env,
         }
 
     def _on_event(self, event: dict[str, Any]) -> None:
@@ -133,30 +146,47 @@ class RayLauncher(RemoteLauncher):
             self._connected.set()
             self._left = [name for name in event["actors"] if name not in self._placements]
             for name, placement in self._placements.items():
-                # Of others, streams say enough.
-                if not placement.placed.done():
-                    self._send("place", name)
+                self._send("watch" if placement.placed.done() else "place", name)
+        elif kind == "room":
+            self._room = event["workers"]
+            self._room_changed.set()
         elif kind in ("joined", "left"):
             _log.info(f"ray: node {kind}", **event)
         elif (known := self._placements.get(name)) is not None:
             known.on_event(kind, event)
 
 
+def _read_runtime_env(file: str) -> Any:
+    """Raises ConfigError."""
+    try:
+        return json.loads(Path(file).read_text(encoding="utf-8")) if file else None
+    except (OSError, ValueError):
+        raise ConfigError("ray_runtime_env", "a setting", file, "must be a file of JSON") from None
+
+
 class _Placement:
-    """What is known of an actor: where its worker runs and listens, and the status that it has ended with."""
+    """What is known of an actor: where its worker runs and listens, for how long, and how it has ended."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.placed: asyncio.Future[dict[str, Any]] = loop.create_future()
+        # After so many seconds the node may be gone.
+        self.leaving: asyncio.Future[float] = loop.create_future()
         self.ended: asyncio.Future[int | None] = loop.create_future()
 
     def on_event(self, kind: str, event: dict[str, Any]) -> None:
         if kind == "placed":
-            self.placed.set_result(event)
+            # Or watched again, by the next child process.
+            if not self.placed.done():
+                self.placed.set_result(event)
             return
         _log.warning(f"ray: actor {kind}", **event)
         if kind == "ended":
             self.ended.set_result(event["status"])
+        elif kind == "leaving":
+            if not self.leaving.done():
+                within_s = event["within_s"]
+                self.leaving.set_result(math.inf if within_s is None else within_s)
         elif not self.placed.done():
             self.placed.set_exception(OSError(0, event["why"], f"actor {event['name']}"))
 
@@ -165,11 +195,12 @@ class PlacedWorker(LeasedWorker):
     """A worker that Ray has started. See `WorkerProcesses`."""
 
     def __init__(
-        self, epoch: int, endpoint: Endpoint, ended: asyncio.Future[int | None], remove: Callable[[], None]
+        self, epoch: int, endpoint: Endpoint, placement: _Placement, remove: Callable[[], None]
     ) -> None:
-        """`ended` has the exit status, if the actor has seen it: one of a lost node has not."""
         super().__init__(epoch, endpoint)
-        self._ended = ended
+        self.leaving = placement.leaving
+        # The exit status, if the actor has seen it: one of a lost node has not.
+        self._ended = placement.ended
         self._remove = remove
 
     async def wait(self) -> int | None:

@@ -1,9 +1,10 @@
 """Places workers on a Ray cluster, for one gateway: `python -m service.pool.ray_placement OPTIONS`.
 
 A process of its own, because Ray ends its drivers when it loses the head of the cluster. Workers run on
-without it. The gateway starts it again, and says what is still to be placed. Actors are detached, and are
-found again by their names in a namespace of the gateway. A line of standard input is `place NAME`, answered
-by "placed" or "lost" and later by "ended", or `remove NAME`. Events are lines of JSON on standard output.
+without it. The gateway starts it again, and says what there is and what is still to be placed. Actors are
+detached, and are found again by their names in a namespace of the gateway. A line of standard input is
+`place NAME`, answered by "placed" or "lost" and later by "leaving" and "ended"; `watch NAME`, of one that is
+placed; or `remove NAME`. Events are lines of JSON on standard output.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,10 @@ _CONNECT_TIMEOUT_S = 30
 _ANSWER_TIMEOUT_S = 10
 _POLL_S = 1.0
 _REMOVE_TIMEOUT_S = 5.0
-_ACTOR_THREADS = 4
+# Each driver that was lost lately may still use one.
+_ACTOR_THREADS = 16
+# A tenth of a GPU fits ten times. Ray counts in units of 0.0001.
+_ROUNDING = 1e-6
 _FILES = ("ca.pem", "worker.pem", "worker-key.pem")
 
 
@@ -52,31 +57,45 @@ class Placement:
             placing = set()
             while line := await commands.readline():
                 verb, name = line.decode().split()
-                if verb == "place":
-                    placing.add(tasks.create_task(self._place(name)))
-                else:
+                if verb == "remove":
                     removing.add(tasks.create_task(self._remove(name)))
+                else:
+                    placing.add(tasks.create_task(self._place(name, is_new=verb == "place")))
             if removing:
                 await asyncio.wait(removing)
             for task in (watching, *placing):
                 task.cancel()
 
-    async def _place(self, name: str) -> None:
+    async def _place(self, name: str, *, is_new: bool) -> None:
         try:
-            actor = _find(name) or self._create(name)
+            actor = _find(name)
+            if actor is None:
+                if not is_new:
+                    return
+                actor = self._create(name)
             placed = await actor.start.remote(self._files, self._options["flags"])
             self._say("placed", name=name, **placed)
-            status = await actor.wait.remote()
-            self._say("ended", name=name, status=status)
-        except (RayError, ValueError) as error:
-            # A lost actor says nothing about its worker.
+            found: dict[str, Any] = {}
+            is_leaving = False
+            while "status" not in found:
+                found = await actor.look.remote(is_leaving=is_leaving)
+                if "within_s" in found:
+                    is_leaving = True
+                    self._say("leaving", name=name, **found)
+            self._say("ended", name=name, **found)
+        except (RayError, ValueError, AttributeError) as error:
+            # Of a lost actor, which says nothing about its worker, or one of another version of Quire.
             self._say("lost", name=name, why=str(error).strip().splitlines()[-1])
 
+    def _resources(self) -> dict[str, float]:
+        """What a worker takes of a node."""
+        if given := self._options["resources"]:
+            return dict(given)
+        has_gpu = self._options["device"] != "cpu" and ray.cluster_resources().get("GPU")
+        return {"GPU": 1.0} if has_gpu else {"CPU": 1.0}
+
     def _create(self, name: str) -> Any:
-        resources = dict(self._options["resources"])
-        if not resources:
-            has_gpu = self._options["device"] != "cpu" and ray.cluster_resources().get("GPU")
-            resources = {"GPU": 1.0} if has_gpu else {"CPU": 1.0}
+        resources = self._resources()
         actor = ray.remote(RayWorker).options(
             name=name,
             lifetime="detached",
@@ -102,17 +121,29 @@ class Placement:
 
     async def _watch_nodes(self) -> None:
         known: dict[str, str] = {}
+        known_room = -1
         while True:
-            # Ends this process if the call below does not return.
+            # Ends this process if a call below does not return.
             signal.alarm(_ANSWER_TIMEOUT_S)
-            nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+            alive = [node for node in ray.nodes() if node["Alive"]]
+            nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in alive}
             for node in nodes.keys() ^ known.keys():
                 self._say("joined" if node in nodes else "left", node=node, host=(known | nodes)[node])
-            known = nodes
+            needed = self._resources()
+            room = sum(room_of(node["Resources"], needed) for node in alive)
+            if room != known_room:
+                self._say("room", workers=room)
+            known, known_room = nodes, room
             await asyncio.sleep(_POLL_S)
 
     def _say(self, event: str, **fields: Any) -> None:
         os.write(self._events, json.dumps({"event": event} | fields).encode() + b"\n")
+
+
+def room_of(resources: Mapping[str, float], needed: Mapping[str, float]) -> int:
+    """How many workers fit on a node with nothing else on it."""
+    fitting = (resources.get(name, 0) / number + _ROUNDING for name, number in needed.items() if number)
+    return int(min(fitting, default=1))
 
 
 def _find(name: str) -> Any:
@@ -131,7 +162,13 @@ def main() -> None:
     os.dup2(2, 1)
     signal.alarm(_CONNECT_TIMEOUT_S)
     where = options["address"], options["namespace"]
-    ray.init(where[0], namespace=where[1], log_to_driver=False, logging_level=logging.WARNING)
+    ray.init(
+        where[0],
+        namespace=where[1],
+        runtime_env=options["runtime_env"],
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
     # Ray prints pages about each lost node.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

@@ -22,6 +22,10 @@ from typing import IO, Any
 
 # How long an actor waits to be told something, and its worker for its first gateway.
 _UNUSED_S = 120.0
+# How long a call that waits for news may last: drivers that are gone must not use up the actor's threads.
+_LOOK_S = 10.0
+# Between two looks at the nodes that Ray drains.
+_DRAIN_POLL_S = 1.0
 # For the answers that say how the worker has ended.
 _FAREWELL_S = 1.0
 _POLL_S = 0.02
@@ -68,10 +72,24 @@ class RayWorker:
             raise RuntimeError(f"the worker ended with status {self._status}; see Ray's logs of the node")
         return self._placed
 
-    def wait(self) -> int | None:
-        """Waits until the worker has ended. Returns its exit status; None if that is unknown."""
-        self._ended.wait()
-        return self._status
+    def look(self, *, is_leaving: bool) -> dict[str, Any]:
+        """Waits a few seconds for news of the worker: that it has ended, or that its node is drained.
+
+        is_leaving: the latter is known. Returns `status`, that of the exit or None if it is unknown, or
+        `within_s`, how long the node stays, or None if there is no limit, or nothing.
+        """
+        import ray  # noqa: PLC0415 - as in `start`
+
+        end_s = time.monotonic() + _LOOK_S
+        while time.monotonic() < end_s:
+            # Ray's own libraries ask so. There is no public call.
+            draining = {} if is_leaving else ray._private.state.state.get_draining_nodes()  # noqa: SLF001
+            if self._placed.get("node") in draining:
+                deadline_s = draining[self._placed["node"]] / 1e3
+                return {"within_s": max(0.0, deadline_s - time.time()) if deadline_s else None}
+            if self._ended.wait(_DRAIN_POLL_S):
+                return {"status": self._status}
+        return {}
 
     def stop(self) -> None:
         """Kills the worker, if it runs."""

@@ -43,6 +43,7 @@ class LeasedWorker:
     pid = 0
     # Whoever runs it there restarts it for an upgrade.
     is_outdated = False
+    leaving: asyncio.Future[float] | None = None
 
     def __init__(self, epoch: int, endpoint: Endpoint) -> None:
         self.epoch = epoch
@@ -101,11 +102,12 @@ class RemoteLauncher:
 
     async def _listen(self) -> None:
         """Raises PoolFailed."""
+        most = self._config.worker_slots + _MAX_FURTHER_CONNECTIONS
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", self._config.max_response_bytes + _HOP_SLACK_BYTES),
                 ("grpc.max_send_message_length", self._config.max_request_bytes + _HOP_SLACK_BYTES),
-                ("grpc.max_allowed_incoming_connections", self._config.workers + _MAX_FURTHER_CONNECTIONS),
+                ("grpc.max_allowed_incoming_connections", most),
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
                 # Workers find out by pings whether the gateway is there while they wait.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),

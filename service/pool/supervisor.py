@@ -17,12 +17,12 @@ from contextvars import Context
 
 from quire.v1 import executor_pb2, worker_pb2
 
-from service.config import Config
+from service.config import MAX_WORKERS, Config
 from service.dispatcher import Dispatcher
 from service.errors import NoWorker, Unsupported
 from service.logging import get_logger
 from service.pool.incarnation import EXIT_CONFIG, Incarnation
-from service.pool.launcher import Launcher, PoolFailed, WorkerProcesses
+from service.pool.launcher import ElasticLauncher, Launcher, PoolFailed, WorkerProcesses
 from service.pool.link import WorkerLink
 from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
 
@@ -61,6 +61,8 @@ class Supervisor:
         # Workers of an earlier gateway that no slot has taken yet, by worker_id.
         self._adopted: dict[str, WorkerProcesses] = {}
         self._detaches = False
+        # How many slots there are to be. None: the number does not change.
+        self._room: int | None = None
         # What a worker is told of adapters when it is ready.
         self.adapter_command: Callable[[], worker_pb2.AdapterCommand] = worker_pb2.AdapterCommand
 
@@ -72,10 +74,13 @@ class Supervisor:
     def start(self, version: ModelVersion) -> None:
         """Starts the workers of a version."""
         for slot in version.slots:
-            # An empty context: that of the LoadWeights call (tenant, request id) must not stay.
-            self._tasks[slot.worker_id] = self._group.create_task(
-                self._supervise(slot), name=f"supervise-{slot.worker_id}", context=Context()
-            )
+            self._start(slot)
+
+    def _start(self, slot: WorkerSlot) -> None:
+        # An empty context: that of the LoadWeights call (tenant, request id) must not stay.
+        self._tasks[slot.worker_id] = self._group.create_task(
+            self._supervise(slot), name=f"supervise-{slot.worker_id}", context=Context()
+        )
 
     async def stop(self, version: ModelVersion) -> None:
         """Stops the workers of a version that is not served, and removes the version."""
@@ -138,6 +143,8 @@ class Supervisor:
             self._adopted.update(await self._launcher.adopt(configs))
             async with asyncio.TaskGroup() as self._group:
                 self.start(serving)
+                if self._config.workers is None and isinstance(self._launcher, ElasticLauncher):
+                    self._group.create_task(self._follow_room(self._launcher), name="room")
         except ExceptionGroup as failures:
             # Not `except*`: before Python 3.11.4 it wraps what is raised there in a group again.
             failed = failures.subgroup(PoolFailed)
@@ -159,9 +166,35 @@ class Supervisor:
         for processes in (*self._processes, *self._adopted.values()):
             processes.kill()
 
+    async def _follow_room(self, launcher: ElasticLauncher) -> None:
+        """Keeps as many slots as there is room for, one at least. A worker that runs keeps its slot."""
+        found = 0
+        while True:
+            found = await launcher.room(found)
+            self._room = min(max(found, 1), MAX_WORKERS)
+            version = self.versions.serving
+            while len(version.slots) < self._room:
+                self._start(version.add_slot())
+            for slot in reversed(version.slots):
+                if slot.is_waiting and self._has_no_room(slot):
+                    self._tasks[slot.worker_id].cancel()
+                    self._remove(slot)
+            self.versions.changed()
+
+    def _has_no_room(self, slot: WorkerSlot) -> bool:
+        return self._room is not None and len(slot.version.slots) > self._room
+
+    def _remove(self, slot: WorkerSlot) -> None:
+        slot.version.remove_slot(slot)
+        del self._tasks[slot.worker_id]
+
     async def _supervise(self, slot: WorkerSlot) -> None:
         version, backoff_s, failures = slot.version, 0.0, 0
         while True:
+            if self._has_no_room(slot):
+                self._remove(slot)
+                self.versions.changed()
+                return
             await asyncio.sleep(backoff_s)
             try:
                 await self._run_once(slot)
@@ -225,6 +258,7 @@ class Supervisor:
         processes = self._adopted.pop(slot.worker_id, None)
         is_adopted = processes is not None
         if processes is None:
+            slot.is_waiting = True
             try:
                 processes = await self._launcher.start(self._worker_config(slot))
             except OSError as error:
@@ -234,6 +268,8 @@ class Supervisor:
                 file, why = error.filename or sys.executable, error.strerror
                 _log.error("worker cannot be started", worker_id=slot.worker_id, file=file, error=why)
                 return None
+            finally:
+                slot.is_waiting = False
         incarnation = Incarnation(
             slot,
             version,

@@ -58,9 +58,9 @@ def expected() -> list[int]:
         return caller.tokens
 
 
-def serve(cluster: RayCluster, data: Path, *, workers: int) -> GatewayProcess:
+def serve(cluster: RayCluster, data: Path, *more: str, workers: int) -> GatewayProcess:
     flags = ["--launcher", "ray", "--ray-address", cluster.address, "--data-dir", str(data)]
-    flags += ["--orphan-grace-s", "60", "--kv-pages", "256"]
+    flags += ["--orphan-grace-s", "60", "--kv-pages", "256", *more]
     return GatewayProcess(model="paged-attention", workers=workers, flags=flags)
 
 
@@ -126,6 +126,39 @@ def test_lost_driver_and_lost_node(tmp_path: Path, expected: list[int]) -> None:
         # Given back: none stays.
         _, alive = psutil.wait_procs([worker.process for worker in after], timeout=TIMEOUT_S)
         assert not alive
+
+
+def test_nodes_join_and_are_drained(tmp_path: Path, expected: list[int]) -> None:
+    """With `auto` each node has a worker. Callers of a node that is drained continue on the others."""
+    with RayCluster() as cluster:
+        first = cluster.add_node()
+        environment = tmp_path / "env.json"
+        environment.write_text('{"env_vars": {"QUIRE_TEST_OF_RAY": "given"}}')
+        flags = ["--workers", "auto", "--ray-runtime-env", str(environment)]
+        with serve(cluster, tmp_path / "data", *flags, workers=1) as gateway:
+            second = cluster.add_node()
+            wait_for(gateway, "worker ready", 2)
+            before = placed(gateway)
+            assert {worker.node for worker in before} == {first, second}
+            (child,) = before[0].process.children()
+            assert child.environ()["QUIRE_TEST_OF_RAY"] == "given"
+            callers = [Caller(gateway, expected) for _ in range(4)]
+            for caller in callers:
+                caller.decode(gateway)
+            held = {pool.worker_id: pool.pool.sequences for pool in gateway.pools()}
+            drained = max(before, key=lambda worker: held[worker.worker_id])
+            cluster.drain(drained.node)
+            wait_for(gateway, "worker's machine is leaving")
+            for caller in callers:
+                caller.decode(gateway)
+            # The worker ends, so the node does, and has no room for another one.
+            drained.process.wait(TIMEOUT_S)
+            wait_for(gateway, "ray: node left")
+            gateway.wait_until(lambda: len(gateway.pools()) == 1)
+            for caller in callers:
+                caller.decode(gateway)
+            assert [pool.pool.sequences for pool in gateway.pools()] == [len(callers)]
+            assert placed(gateway) == [worker for worker in before if worker is not drained]
 
 
 def test_lost_gateway_and_lost_head(tmp_path: Path, expected: list[int]) -> None:

@@ -1,8 +1,9 @@
 """What the way to a worker costs: `python -m tests.hosts.hop` (needs root; two minutes). Prints JSON.
 
 Decodes of the weightless model through a worker on the gateway's Unix socket, on TCP with mutual TLS, and on
-other hosts, which are network namespaces, with links of different quality. The rows take turns. CPU times are
-of the gateway and of the busiest worker, since all "hosts" share the cores of this machine.
+other hosts, which are network namespaces, with links of different quality. Then decodes of a model of 27
+million parameters on one host and on two, with a full batch for each worker. The rows take turns. CPU times
+are of the gateway and of the busiest worker, since all "hosts" share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import psutil
 
 from benchmarks import machine
 from benchmarks.checkout import ROOT, environment, quire_command
+from benchmarks.shapes import Shape
+from benchmarks.weights import make_model
 from tests.hosts.network import GATEWAY, Network, missing, worker_hosts
 
 _HOSTS = worker_hosts(2)
@@ -33,6 +36,8 @@ _PROMPT_TOKENS = 64
 # Then caches are truncated to their prompts.
 _STEPS = 64
 _TIMEOUT_S = 60.0
+_WEIGHTLESS = "paged-attention"
+_SHAPE = Shape("hop", 8192, 512, 1536, 8, 8, 4, 64)
 
 
 @dataclass
@@ -43,6 +48,7 @@ class Place:
     # Of the gateway, and of the workers.
     pids: list[int]
     link: dict[str, float] | None = None
+    has_model: bool = False
 
 
 @dataclass
@@ -65,6 +71,7 @@ class Row:
             "calls": len(ordered),
             "gateway_cpu_us_per_token": round(1e6 * gateway / self.tokens, 1),
             "busiest_worker_cpu_us_per_token": round(1e6 * max(workers) / self.tokens, 1),
+            "tokens_per_cpu_s_of_the_busiest_worker": round(self.tokens / max(workers), 1),
         }
 
 
@@ -134,14 +141,21 @@ def places(network: Network, scratch: Path) -> Iterator[dict[str, Place]]:
     """All gateways and workers."""
     from benchmarks.gateway_process import GatewayProcess
 
-    pool = scratch / "pool"
+    pool, model = scratch / "pool", str(make_model(_SHAPE, scratch))
     quiet: dict[str, Any] = {"env": environment(ROOT), "stdout": subprocess.DEVNULL, "cwd": "/"}
     subprocess.run(quire_command(ROOT, "pool", "init", str(pool)), check=True, **quiet)
     # The host, and the address there; one that gateways do not share.
     addresses = [(GATEWAY, f"127.0.0.1:{_PORT}")]
     addresses += [
         (host, f"{network.address(host)}:{_PORT + port}")
-        for host, port in ((_HOSTS[0], 0), (_HOSTS[0], 1), (_HOSTS[1], 1))
+        for host, port in (
+            (_HOSTS[0], 0),
+            (_HOSTS[0], 1),
+            (_HOSTS[1], 1),
+            (_HOSTS[0], 2),
+            (_HOSTS[0], 3),
+            (_HOSTS[1], 3),
+        )
     ]
     commands = []
     with contextlib.ExitStack() as stack:
@@ -153,17 +167,17 @@ def places(network: Network, scratch: Path) -> Iterator[dict[str, Place]]:
             stack.callback(started.terminate)
             commands.append(started)
 
-        def gateway(name: str, *workers: int) -> Place:
+        def gateway(name: str, *workers: int, model: str = _WEIGHTLESS) -> Place:
             flags = ["--kv-pages", "1024", "--threads-per-worker", "1", "--no-self-check"]
             flags += ["--data-dir", str(scratch / name)]
             if workers:
                 chosen = ",".join(addresses[index][1] for index in workers)
                 flags += ["--pool", str(pool), "--workers-at", chosen]
             count = len(workers) or 1
-            found = stack.enter_context(GatewayProcess(model="paged-attention", workers=count, flags=flags))
+            found = stack.enter_context(GatewayProcess(model=model, workers=count, flags=flags))
             remote = [psutil.Process(commands[index].pid).children()[0].pid for index in workers]
             local = [worker.pid for worker in found.status().workers]
-            return Place(found, [found.process.pid, *(remote or local)])
+            return Place(found, [found.process.pid, *(remote or local)], has_model=model != _WEIGHTLESS)
 
         local, loopback = gateway("local"), gateway("loopback", 0)
         one, two = gateway("one", 1), gateway("two", 2, 3)
@@ -179,6 +193,8 @@ def places(network: Network, scratch: Path) -> Iterator[dict[str, Place]]:
             "another host, 10 ms each way": at(delay_s=0.01),
             "another host, 1 % of packets lost": at(loss=0.01),
             "two other hosts": Place(two.gateway, two.pids, {}),
+            "one other host, a model": gateway("model-one", 4, model=model),
+            "two other hosts, a model": gateway("model-two", 5, 6, model=model),
         }
 
 
@@ -186,12 +202,14 @@ def _all_rows(
     network: Network, found: dict[str, Place], rounds: int, seconds: float
 ) -> dict[str, dict[str, Row]]:
     workloads = {"Decode": 1, f"BatchDecode of {_BATCH}": _BATCH}
-    rows = {workload: {name: Row() for name in found} for workload in workloads}
+    full = f"BatchDecode of {_BATCH} for each worker"
+    rows: dict[str, dict[str, Row]] = defaultdict(lambda: defaultdict(Row))
     for number in range(rounds):
         for name, place in found.items():
             for host in _HOSTS:
                 network.set_link(GATEWAY, host, **(place.link or {}))
-            for workload, count in workloads.items():
+            chosen = {full: _BATCH * (len(place.pids) - 1)} if place.has_model else workloads
+            for workload, count in chosen.items():
                 measure(place, count, seconds, rows[workload][name])
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     return rows
@@ -202,6 +220,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hosts.hop", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each row in each round")
+    parser.add_argument("--places", default="", help="only those with this in their names")
     options = parser.parse_args()
     if lacks := missing():
         print(f"tests.hosts.hop: {lacks}", file=sys.stderr)
@@ -213,7 +232,8 @@ def main() -> int:
         network.enter(GATEWAY)
         before = machine.times_s()
         with places(network, Path(scratch)) as found:
-            rows = _all_rows(network, found, options.rounds, options.seconds)
+            chosen = {name: place for name, place in found.items() if options.places in name}
+            rows = _all_rows(network, chosen, options.rounds, options.seconds)
         disturbance = machine.disturbance(before, machine.times_s())
     tables = {workload: {name: row.summary() for name, row in of.items()} for workload, of in rows.items()}
     print(json.dumps({"machine": machine.describe(), "disturbance": disturbance} | tables, indent=2))

@@ -69,10 +69,9 @@ def test_auto_means_none_in_every_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "allowed"),
     [
-        ("--workers", "0", "must be a whole number from 1 to 256"),
-        ("--workers", "two", "must be a whole number from 1 to 256"),
-        ("--workers", "1.5", "must be a whole number from 1 to 256"),
-        ("--workers", "auto", "must be a whole number from 1 to 256"),
+        ("--workers", "0", "must be a whole number from 1 to 256, or auto"),
+        ("--workers", "two", "must be a whole number from 1 to 256, or auto"),
+        ("--workers", "1.5", "must be a whole number from 1 to 256, or auto"),
         ("--kv-pages", "-1", "must be a whole number from 1 to 1073741824, or auto"),
         ("--device", "tpu", "must be one of auto, cpu, cuda"),
         ("--dtype", "int8", "must be one of auto, bfloat16, float16, float32"),

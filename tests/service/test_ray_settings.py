@@ -19,6 +19,7 @@ from service.pool import pool_files
         ({"ray_resources": "GPU=1,"}, "ray_resources"),
         ({"ray_resources": "GPU=-1"}, "ray_resources"),
         ({"launcher": "slurm"}, "launcher"),
+        ({"workers": "auto", "pool_listen": "a:1", "pool": "."}, "workers"),
         ({"launcher": "ray", "orphan_grace_s": "0"}, "orphan_grace_s"),
         ({"launcher": "ray", "workers_at": "a:1", "pool": "."}, "workers_at"),
         ({"launcher": "ray", "pool_listen": "a:1", "pool": "."}, "pool_listen"),
@@ -35,6 +36,7 @@ def test_taken() -> None:
     settings = {"launcher": "ray", "model": "/of/the/nodes", "ray_resources": "GPU=0.5,CPU=4,my-kind=1"}
     config = load_config(settings, {})
     assert config.has_remote_workers and config.worker_slots == 1
+    assert load_config(settings | {"workers": "auto"}, {}).workers is None
 
 
 def test_a_pool_is_made_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from quire.v1 import executor_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 from service.caches.effects import Claim, Event, ReleaseSequences
 from service.caches.workers import WorkerView
-from service.config import Config
+from service.config import MAX_WORKERS, Config
 from service.dispatcher import Dispatcher
 from service.pool import supervisor as supervisor_module
 from service.pool import wire
@@ -109,6 +110,7 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
         self.pid = 1000 + epoch
         self.is_outdated = False
         self.epoch = epoch
+        self.leaving: asyncio.Future[float] | None = asyncio.get_running_loop().create_future()
         self.grace_s: float | None = None
         self.was_killed = self.was_detached = False
         self._behave = behave
@@ -190,12 +192,34 @@ class FakeLauncher:
         self.closed = True
 
 
+class FakeElasticLauncher(FakeLauncher):
+    """Has places for some workers; others wait."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.places = asyncio.Semaphore(0)
+        self.rooms: asyncio.Queue[int] = asyncio.Queue()
+        self.waiting = 0
+
+    async def start(self, config: worker_pb2.WorkerConfig) -> Processes:
+        self.waiting += 1
+        try:
+            await self.places.acquire()
+        finally:
+            self.waiting -= 1
+        return await super().start(config)
+
+    async def room(self, known: int) -> int:
+        return await self.rooms.get()
+
+
 class FakeDispatcher:
     """Records what the supervisor reports to the dispatcher."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
         self.claimed: list[Claim] = []
+        self.drained = asyncio.Event()
 
     def claims(self, holdings: Mapping[int, int]) -> Sequence[Claim]:
         self.events.put_nowait(("holds", holdings))
@@ -209,6 +233,12 @@ class FakeDispatcher:
 
     def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
         self.events.put_nowait(("suspect" if suspect else "heard", epoch))
+
+    def worker_draining(self, worker_id: str, epoch: int) -> None:
+        self.events.put_nowait(("draining", epoch))
+
+    def is_drained(self, worker_id: str, epoch: int) -> bool:
+        return self.drained.is_set()
 
     def worker_answered(
         self, worker_id: str, epoch: int, events: Iterable[Event], pages_available: int
@@ -232,7 +262,7 @@ class Bench:
         self.dispatcher = FakeDispatcher()
         self.sleeps_s: list[float] = []
         self.on_sleep: Callable[[], None] = lambda: None
-        self.versions = ModelVersions(MODEL, config.workers, data_dir)
+        self.versions = ModelVersions(MODEL, config.worker_slots, data_dir)
         self.supervisor = Supervisor(config, self.versions, launcher)
         instant = SimpleNamespace(**(vars(asyncio) | {"sleep": self._sleep}))
         patch.setattr(supervisor_module, "asyncio", instant)
@@ -305,6 +335,56 @@ async def test_the_log_says_how_a_process_ended(bench_of: MakeBench, status: int
             bench.launcher.started[0].exit()
             await bench.events(2)
     assert [line["why"] for line in logs if line["event"] == "worker is gone"] == [why]
+
+
+@pytest.mark.parametrize("is_drained", [True, False])
+async def test_a_machine_that_leaves_is_drained(bench_of: MakeBench, *, is_drained: bool) -> None:
+    """Its worker gets nothing new, and is replaced when it has computed all, or just before it is gone."""
+    bench = bench_of(works)
+    if is_drained:
+        bench.dispatcher.drained.set()
+    async with running(bench):
+        assert await bench.events(1) == [("ready", 1)]
+        first = bench.launcher.started[0]
+        assert first.leaving is not None
+        first.leaving.set_result(math.inf if is_drained else 0.0)
+        assert await bench.events(3) == [("draining", 1), ("lost", 1), ("ready", 2)]
+    assert first.grace_s == 2.0, "it was stopped, not killed"
+
+
+async def test_slots_follow_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with a worker keep their slot. Those that wait for a place lose it."""
+    launcher = FakeElasticLauncher(tmp_path, works)
+    bench = Bench(launcher, monkeypatch, Config(workers=None))
+
+    def names() -> list[str]:
+        return [slot.worker_id for slot in bench.versions.serving.slots]
+
+    async def settled(count: int, waiting: int) -> None:
+        while len(names()) != count or launcher.waiting != waiting:
+            await asyncio.sleep(0.001)
+
+    async with asyncio.timeout(20), running(bench):
+        await settled(1, 1)
+        launcher.rooms.put_nowait(3)
+        await settled(3, 3)
+        launcher.places.release()
+        launcher.places.release()
+        assert sorted(await bench.events(2)) == [("ready", 1), ("ready", 2)]
+        launcher.rooms.put_nowait(1)
+        await settled(2, 0)
+        launcher.started[1].exit()
+        assert await bench.events(1) == [("lost", 2)]
+        await settled(1, 0)
+        launcher.rooms.put_nowait(0)
+        launcher.started[0].exit()
+        assert await bench.events(1) == [("lost", 1)]
+        # The last one stays.
+        await settled(1, 1)
+        launcher.rooms.put_nowait(1 << 20)
+        await settled(MAX_WORKERS, MAX_WORKERS)
+        launcher.places.release()
+        assert await bench.events(1) == [("ready", 3)]
 
 
 async def test_pool_failed_of_the_launcher_ends_the_pool(bench_of: MakeBench) -> None:

@@ -34,6 +34,8 @@ OnResponse: TypeAlias = Callable[[worker_pb2.ConnectResponse], None]
 class Processes:
     """One incarnation, from its start to its end."""
 
+    leaving: asyncio.Future[float] | None = None
+
     def __init__(self, address: str, worker: ModelWorker, pool: FakeLauncher) -> None:
         self.epoch = worker.epoch
         self.endpoint = SocketEndpoint(address, "")

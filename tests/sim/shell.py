@@ -88,7 +88,7 @@ class ShellSimulation:
         self.launcher = launcher_type(rng, pages, capacity_tokens, seen)
         self.launcher.failing = rng.choice((0.0, 0.0, 0.4, 0.8))
         self.floor = WorkFloor(self.launcher, self.dispatcher, rng, seen)
-        self.versions = ModelVersions("model", config.workers)
+        self.versions = ModelVersions("model", config.worker_slots)
         self.supervisor = Supervisor(config, self.versions, self.launcher)
         self.state = ServerState(config, self.versions, self.dispatcher.caches.index.weights_of)
         self.versions.subscribe(self._on_change)

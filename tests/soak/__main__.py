@@ -13,7 +13,7 @@ import random
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ from tests.adapter_factory import make_adapter
 from tests.model_factory import TinyModel, make_model
 from tests.soak.adapters import IDS, Adapters
 from tests.soak.callers import Caller, Stuck, Texts
-from tests.soak.faults import Injector
+from tests.soak.faults import Injector, RanksInjector
 from tests.soak.server import Server
 from tests.soak.tally import Tally
 
 _PROGRESS_S = 5.0
 _LONGEST = 150
+# By this a worker is found out one of whose ranks is stopped.
+_STEP_TIMEOUT_S = "3"
 # More than a worker has room for.
 _ADAPTERS = 4
 _CHANNEL = (
@@ -45,12 +47,14 @@ async def soak(
     directory: Path,
     server_type: Callable[..., Server] = Server,
     injector_type: Callable[..., Injector] = Injector,
+    more_flags: Sequence[str] = (),
 ) -> Tally:
-    """Runs one; see `_main`."""
+    """Runs one; see `_main`. `more_flags`: of `quire serve`."""
     spec = TinyModel()
     model = make_model(directory / "model", spec)
     directories = [make_adapter(directory / f"adapter-{n}", model, n) for n in range(_ADAPTERS)]
     flags = ["--max-lora-adapters", "2", "--heartbeat-timeout-s", "1.5", "--kv-pages", str(options.kv_pages)]
+    flags += more_flags
     server = server_type(model, directory, workers=options.workers, flags=flags, seed=options.seed)
     server.start()
     tally = Tally()
@@ -146,10 +150,17 @@ def _main() -> int:
         "--kv-pages", type=int, default=64, help="pages of each: few, so that caches are evicted"
     )
     parser.add_argument("--interval-s", type=float, default=0.5, help="between two signals, on average")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, help="ranks of each worker, which also fail"
+    )
     parser.add_argument("--out", type=Path, help="also write the report to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-soak-") as scratch:
-        tally = asyncio.run(soak(options, Path(scratch)))
+        parts: tuple[Any, ...] = ()
+        if options.tensor_parallel > 1:
+            flags = ["--tensor-parallel", str(options.tensor_parallel), "--step-timeout-s", _STEP_TIMEOUT_S]
+            parts = Server, RanksInjector, flags
+        tally = asyncio.run(soak(options, Path(scratch), *parts))
     command = shlex.join(["python", "-m", "tests.soak", *sys.argv[1:]])
     report = tally.report(options.seed, command, _machine())
     print(report)

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from tests.soak.server import Server
 from tests.soak.tally import Tally
@@ -145,3 +146,27 @@ class Injector:
             self._server.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(self._rng.uniform(0.05, 1.5))
             self._server.kill(pid, signal.SIGCONT)
+
+
+class RanksInjector(Injector):
+    """Also hits the other ranks of workers that are groups of processes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._kinds += [(0.4, self._kill_rank), (0.15, self._stop_rank)]
+
+    async def _kill_rank(self) -> None:
+        """Not the first, which is the worker's process for the gateway."""
+        if pids := self._ranks():
+            self._note("other rank SIGKILL")
+            self._server.kill(self._rng.choice(pids), signal.SIGKILL)
+
+    async def _stop_rank(self) -> None:
+        """The first one then waits in a sum, and is found out by its step's time."""
+        if pids := self._ranks():
+            self._note("other rank SIGSTOP")
+            self._server.kill(self._rng.choice(pids), signal.SIGSTOP)
+
+    def _ranks(self) -> list[int]:
+        self._server.worker_pids()
+        return self._server.rank_pids()

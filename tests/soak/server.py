@@ -92,6 +92,16 @@ class Server:
         self._workers = {pid: p for pid, p in self._workers.items() if _runs(p)}
         return list(self._workers)
 
+    def rank_pids(self) -> list[int]:
+        """The processes of the workers' other ranks, which run or are stopped."""
+        found = []
+        for worker in self._workers.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [
+                    child.pid for child in worker.children() if "follower" in " ".join(_command_line(child))
+                ]
+        return found
+
     def kill(self, pid: int, number: signal.Signals) -> None:
         """Sends a signal to one of ours."""
         with contextlib.suppress(ProcessLookupError):
