@@ -17,12 +17,21 @@ from tests.gateway_process import ROOT, GatewayProcess
 
 RECIPE = ROOT / "clients" / "python" / "examples" / "trainer" / "train_policy.py"
 SHIPPED = ROOT / "workers" / "models" / "adder"
-STEPS = 9
+STEPS, GROUP = 7, 16
 
 
 def train(gateway: GatewayProcess, *arguments: str) -> list[dict[str, Any]]:
     """The figures of each step."""
-    command = [sys.executable, str(RECIPE), gateway.address, "--steps", str(STEPS), *arguments]
+    command = [
+        sys.executable,
+        str(RECIPE),
+        gateway.address,
+        "--steps",
+        str(STEPS),
+        "--group",
+        str(GROUP),
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
