@@ -11,8 +11,8 @@ import pytest
 from benchmarks.checkout import ROOT, environment
 from tests.hosts.network import missing
 
-# Each kind of fault once, and the first one that the soak makes. Where workers call the gateway, those in which it
-# matters who calls: cuts, and the ends of either side, which are the first of this seed.
+# Each kind of fault once, and the first one that the soak makes. Where workers call the gateway, those in
+# which it matters who calls: cuts, and the ends of either side, which are the first of this seed.
 FAULTS, FAULTS_CALLING = 14, 8
 TIMEOUT_S = 270
 
