@@ -9,6 +9,10 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
+from service.printable import escaped
+
+# Of what a caller has sent, in a message.
+_SHOWN_CHARACTERS = 64
 # These end a task or the process without a failure. Code that must answer a call catches everything else: a
 # panic of a library in Rust is a BaseException but not an Exception.
 NOT_FAILURES = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
@@ -99,7 +103,9 @@ class CacheNotFound(QuireError, code="NOT_FOUND", reason="CACHE_NOT_FOUND"):
 class AdapterNotFound(QuireError, code="NOT_FOUND", reason="ADAPTER_NOT_FOUND"):
     """No adapter has this id, or it belongs to another tenant."""
 
-    message = "no such adapter: ListAdapters returns those that can be used"
+    def __init__(self, adapter_id: str) -> None:
+        shown = escaped(adapter_id[:_SHOWN_CHARACTERS])
+        super().__init__(f"no such adapter: '{shown}'; ListAdapters returns those that can be used")
 
 
 class RuntimeNotFound(QuireError, code="NOT_FOUND", reason="RUNTIME_NOT_FOUND"):

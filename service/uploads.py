@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import tempfile
@@ -12,6 +13,8 @@ from typing import Self, TypeVar
 
 from service.errors import InvalidArgument, MessageTimeout
 
+# What uploads leave free on the disk, for the journal. `quire doctor` warns below it.
+RESERVE_BYTES = 1 << 30
 _Message = TypeVar("_Message")
 
 
@@ -50,6 +53,12 @@ class UploadDirectory:
             self._temporary.cleanup()
 
 
+def require_room(directory: Path, size_bytes: int) -> None:
+    """Raises OSError if the disk has not this much and RESERVE_BYTES: appends need the journal's disk."""
+    if shutil.disk_usage(directory).free < size_bytes + RESERVE_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def sync_tree(directory: Path) -> None:
     """Waits until the disk has all that is in a directory, and its entry. Blocks. Raises OSError."""
     for path in (*directory.rglob("*"), directory, directory.parent):
@@ -65,7 +74,7 @@ class UploadedFile:
 
     def __init__(self, path: Path, max_bytes: int, refusal: Callable[[str], InvalidArgument]) -> None:
         """`refusal` makes the error of a file that is too large. Raises OSError."""
-        self._name, self._max_bytes, self._refusal = path.name, max_bytes, refusal
+        self._path, self._max_bytes, self._refusal = path, max_bytes, refusal
         # How many bytes may still be written.
         self.left_bytes = max_bytes
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -79,10 +88,11 @@ class UploadedFile:
         self._file.close()
 
     def write(self, part: bytes) -> None:
-        """Appends a part. Raises InvalidArgument if the file becomes too large."""
+        """Appends a part. Raises InvalidArgument if the file becomes too large, and OSError."""
         self.left_bytes -= len(part)
         if self.left_bytes < 0:
-            raise self._refusal(f"{self._name} has more than {self._max_bytes} bytes, the limit")
+            raise self._refusal(f"{self._path.name} has more than {self._max_bytes} bytes, the limit")
+        require_room(self._path.parent, len(part))
         self._file.write(part)
 
 

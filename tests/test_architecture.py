@@ -58,7 +58,7 @@ TOP_LEVEL = {
 
 # What each room of the gateway may import of the others. Nobody imports the command line.
 SERVICE_ROOMS = {
-    "service.errors": (),
+    "service.errors": ("service.printable",),
     "service.model_names": (),
     "service.config": ("service.model_names",),
     "service.config_sources": ("service.config", "service.model_names"),

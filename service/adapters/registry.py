@@ -93,7 +93,7 @@ class Adapters:
         """The version that a tenant's caller gets. Raises AdapterNotFound."""
         version = self._current.get((tenant, adapter_id)) or self._current.get((None, adapter_id))
         if version is None:
-            raise AdapterNotFound
+            raise AdapterNotFound(adapter_id)
         return version
 
     def visible_to(self, tenant: str) -> list[AdapterVersion]:

@@ -151,6 +151,7 @@ class ExecutorApi:
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         slots, caches = await self._pool.refresh_snapshots(), self._dispatcher.caches
+        model = self._state.served_model
         return pb.GetStatusResponse(
             state=self._state.state,
             workers=[_worker_status(slot) for slot in slots],
@@ -167,6 +168,9 @@ class ExecutorApi:
             sessions=self._state.receiver.streams,
             connections=self._state.connections.count,
             refusals=self._state.refusals.by_reason,
+            model_id=model.model_id,
+            fingerprint=model.fingerprint,
+            weights=self._state.model_version,
         )
 
     async def GetCacheMetrics(

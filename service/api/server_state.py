@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from quire.v1 import executor_pb2, worker_pb2
+from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
 from service.adapters.registry import Adapters
 from service.api.budget import AnswerBudget
@@ -163,6 +163,12 @@ class ServerState:
         if ready is None:
             raise NoWorker
         return ready
+
+    @property
+    def served_model(self) -> types_pb2.ModelDescription:
+        """That of `first_ready`; empty until a worker has loaded it."""
+        ready = self._versions.serving.first_ready
+        return types_pb2.ModelDescription() if ready is None else ready.model
 
     @property
     def limits(self) -> RequestLimits:

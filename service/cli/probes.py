@@ -29,13 +29,13 @@ from service.config_sources import read_settings
 from service.data_directory import data_directory, state_dir
 from service.listening import ADDRESS_IS_FREE, why_not_listening
 from service.logging import configure_logging
+from service.uploads import RESERVE_BYTES
 
 OK, SLOW, PROBLEM = "ok", "slow", "problem"
 _DISTRIBUTION = "quire-llm-server"
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only its size is asked for
 GIB = 1 << 30
-_LEAST_DISK_BYTES = 1 << 30
 _SYNCS = 20
 # A commit of the journal in full durability waits so long, and a decode step of a small model takes 30 ms.
 _SLOW_SYNC_S = 0.01
@@ -153,7 +153,7 @@ def _disk(config: Config) -> Iterator[Finding]:
         yield Finding("disk", PROBLEM, f"{there}: {error.strerror}", advice)
         return
     text = f"{free_bytes / GIB:.1f} GiB free in {there}"
-    if free_bytes < _LEAST_DISK_BYTES:
+    if free_bytes < RESERVE_BYTES:
         yield Finding("disk", SLOW, text, f"free some, or {advice}: without room appends are refused")
     else:
         yield Finding("disk", OK, text)

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fnmatch
 import functools
 import hashlib
-import os
 import re
 import secrets
 import shutil
@@ -29,7 +27,7 @@ from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, StorageUnavailable
 from service.logging import get_logger
 from service.pool.model_versions import ModelVersions
-from service.uploads import UploadDirectory, UploadedFile, next_message, sync_tree
+from service.uploads import UploadDirectory, UploadedFile, next_message, require_room, sync_tree
 
 _log = get_logger(__name__)
 PREFIX = "upload:"
@@ -201,9 +199,8 @@ def _copy_settings(served: Path, directory: Path) -> int:
 
 
 def _open(path: Path, size_bytes: int) -> UploadedFile:
-    """Raises OSError, also if the disk is too full for the whole file: others need what is left of it."""
-    if size_bytes > shutil.disk_usage(path.parent).free:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    """Raises OSError, also if the disk is too full for the whole file."""
+    require_room(path.parent, size_bytes)
     return UploadedFile(path, size_bytes, functools.partial(_bad_weights, "data"))
 
 

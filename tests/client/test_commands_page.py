@@ -69,10 +69,18 @@ def test_configuration_files_of_all_pages_fit_the_schema() -> None:
     assert "commands.md" in found
 
 
+def probes(said: str) -> list[str]:
+    """What was looked at, in its order."""
+    return [*dict.fromkeys(line[8:19].strip() for line in said.splitlines() if not line.startswith(" "))]
+
+
 def test_doctor(here: Path) -> None:
     said = run(here, DOCTOR)
     assert max(map(len, said.splitlines())) <= 80
     assert {line.split()[0] for line in said.splitlines() if not line.startswith(" ")} <= {"ok", "slow"}
+    page = (ROOT / PAGE).read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```\n(ok .+?)```", page, flags=re.MULTILINE | re.DOTALL)
+    assert probes(shown) == probes(said)
 
 
 def test_plan(here: Path) -> None:

@@ -137,4 +137,5 @@ def test_commands_that_ask_a_server(shipped_gateway: GatewayProcess, tmp_path: P
     install_command(tmp_path)
     asking = sorted({command for _, command in ALL if command.startswith(ASKING) and not listed(command)})
     script = f"export QUIRE_TARGET={shipped_gateway.address}\n" + "\n".join(asking)
-    assert "worker-1" in run_script(script, tmp_path, {})
+    said = run_script(script, tmp_path, {})
+    assert "worker-1" in said and "model adder" in said

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import random
+import shutil
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -21,7 +22,8 @@ from service.adapters.loader import AdapterLoader
 from service.adapters.registry import Adapters
 from service.adapters.store import FILES, AdapterStore, identity
 from service.config import Config
-from service.errors import InvalidArgument
+from service.errors import AdapterNotFound, InvalidArgument, StorageUnavailable
+from service.uploads import RESERVE_BYTES
 from workers.adapters.adapter import identity as worker_identity
 
 MAX_BYTES = 1 << 20
@@ -130,6 +132,18 @@ async def test_a_file_without_a_name_is_refused(tmp_path: Path) -> None:
     message = admin_pb2.LoadAdapterRequest(adapter_id="a", file=admin_pb2.AdapterFile(data=b"x"))
     with pytest.raises(InvalidArgument, match=r"adapter_config\.json"):
         await Server(tmp_path).loader.load(requests(message), "")
+
+
+async def test_a_load_leaves_room_for_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, server = write_files(tmp_path / "source"), Server(tmp_path)
+    message = admin_pb2.LoadAdapterRequest(adapter_id="a", source=str(source))
+    almost_full = SimpleNamespace(free=RESERVE_BYTES + len(b"content") - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: almost_full)
+    with pytest.raises(StorageUnavailable, match="No space left"):
+        await server.loader.load(requests(message), "")
+    assert not list((tmp_path / "adapter-versions").glob("*"))
+    with pytest.raises(AdapterNotFound, match=r"no such adapter: 'a\\x1b'; ListAdapters"):
+        server.adapters.resolve("a\x1b", "")
 
 
 async def test_a_load_that_is_cancelled_while_it_copies_leaves_no_files(

@@ -37,7 +37,7 @@ def unpacked(status: status_pb2.Status) -> list[Message]:
 # One of each kind, but for those whose reason is given where they are raised.
 ERRORS = [
     errors.CacheNotFound(),
-    errors.AdapterNotFound(),
+    errors.AdapterNotFound("sql"),
     errors.RuntimeNotFound(),
     errors.WeightsChanged(),
     errors.AdapterLost("no"),

@@ -19,6 +19,7 @@ from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, NoMemory, QuireError, StorageUnavailable
 from service.pool.model_versions import ModelVersions
 from service.runtimes.weight_uploads import WeightUploads
+from service.uploads import RESERVE_BYTES
 
 MODEL = "model.safetensors"
 DATA = b"contents"
@@ -123,7 +124,8 @@ async def test_a_full_disk_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     server = Server(tmp_path / "data", model)
-    almost_full = SimpleNamespace(free=len(DATA) - 1)
+    # The journal needs the same disk.
+    almost_full = SimpleNamespace(free=RESERVE_BYTES + len(DATA) - 1)
     for module, name, disk in ((os, "fsync", full), (shutil, "disk_usage", lambda _: almost_full)):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, disk)

@@ -15,7 +15,7 @@ reads the weights once. Shares steps: all rollouts, by one BatchDecode for each 
 
     quire serve --dtype float32       # or bfloat16; with the model of DIR, by default the shipped one
     cd clients/python/examples/trainer
-    python train_policy.py [TARGET] [--model DIR] [--lora] [--steps N] [--chart FILE]
+    python train_policy.py [TARGET] [--model DIR] [--lora] [--steps N] [--group N] [--chart FILE]
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 SHIPPED = Path(__file__).resolve().parents[4] / "workers" / "models" / "adder"
 PROMPTS = [[digit, (digit + 1) % 10] for digit in range(10)]  # ids of tokens, which are the digits
-GROUP, LENGTH, TEMPERATURE = 32, 8, 1.0  # rollouts of each prompt, and tokens of each
+LENGTH, TEMPERATURE = 8, 1.0  # tokens of a rollout, and how they are drawn
 ADAPTER, RANK, ALPHA = "policy", 8, 16
 STYLE = """
 text { fill: #66707c; font: 12px sans-serif; } .back { fill: #fff; } .tip { opacity: 0; }
@@ -55,7 +55,7 @@ MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclass
 class Rollouts:
-    """All rollouts of a step, those of a prompt in a row. R = prompts * GROUP, L = LENGTH."""
+    """All rollouts of a step, those of a prompt in a row. R = prompts * group, L = LENGTH."""
 
     prompts: torch.Tensor  # [R, 2] int64
     tokens: torch.Tensor  # [R, L] int64
@@ -174,22 +174,22 @@ class AdapterPush:
         return len(caches) - policy.caches if policy.version == self._version else len(caches)
 
 
-def sample(client: Client, pushed: WeightsPush | AdapterPush, step: int) -> Rollouts:
+def sample(client: Client, pushed: WeightsPush | AdapterPush, step: int, group: int) -> Rollouts:
     """The rollouts of a step, reproducible by their seeds."""
-    count = len(PROMPTS) * GROUP
+    count = len(PROMPTS) * group
     seeds = range(step * count, (step + 1) * count)
     asked = [output_options(temperature=TEMPERATURE, sampled_logprob=True, seed=seed) for seed in seeds]
     roots = checked(
         client.batch_prefill(
             [
                 PrefillItem(
-                    prompt, asked[0], adapter_id=pushed.adapter_id, sample_seeds=seeds[at : at + GROUP]
+                    prompt, asked[0], adapter_id=pushed.adapter_id, sample_seeds=seeds[at : at + group]
                 )
-                for at, prompt in zip(range(0, count, GROUP), PROMPTS, strict=True)
+                for at, prompt in zip(range(0, count, group), PROMPTS, strict=True)
             ]
         )
     )
-    forks = client.fork_caches([(root, GROUP - 1) for root in roots])
+    forks = client.fork_caches([(root, group - 1) for root in roots])
     caches = [cache for root, forked in zip(roots, forks, strict=True) for cache in (root, *forked)]
     drawn: Sequence[SampledToken | StepOutput] = [one for root in roots for one in root.samples]
     rows = [drawn]
@@ -200,7 +200,7 @@ def sample(client: Client, pushed: WeightsPush | AdapterPush, step: int) -> Roll
         stale += pushed.stale(caches)
     client.fork_caches([(caches[0], 0)], release=caches)
     return Rollouts(
-        torch.tensor(PROMPTS).repeat_interleave(GROUP, 0),
+        torch.tensor(PROMPTS).repeat_interleave(group, 0),
         torch.tensor([[one.token_id for one in row] for row in rows]).T,
         torch.tensor([[one.sampled_logprob for one in row] for row in rows]).T,
         stale,
@@ -208,15 +208,15 @@ def sample(client: Client, pushed: WeightsPush | AdapterPush, step: int) -> Roll
 
 
 def train(
-    client: Client, policy: Policy, pushed: WeightsPush | AdapterPush, steps: int
+    client: Client, policy: Policy, pushed: WeightsPush | AdapterPush, steps: int, group: int
 ) -> Iterator[dict[str, Any]]:
     """Yields the figures of each step."""
     for step in range(steps):
         send_s, load_s = pushed.push(policy)
         began_s = time.monotonic()
-        rollouts = sample(client, pushed, step)
+        rollouts = sample(client, pushed, step, group)
         sampled_s = time.monotonic()
-        rewards = rollouts.rewards().view(len(PROMPTS), GROUP)
+        rewards = rollouts.rewards().view(len(PROMPTS), group)
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
         differences = policy.learn(rollouts, advantages.flatten())
         yield {
@@ -264,6 +264,7 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--group", type=int, default=32, help="rollouts of each prompt in a step")
     parser.add_argument("--chart", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -275,7 +276,7 @@ def main() -> None:
             client.load_weights(str(options.model.resolve()), replace=True)
         policy = Policy(options.model, dtype, lora=options.lora, learning_rate=options.learning_rate)
         pushed = AdapterPush(client) if options.lora else WeightsPush(client)
-        for figures in train(client, policy, pushed, options.steps):
+        for figures in train(client, policy, pushed, options.steps, options.group):
             print(json.dumps(figures), flush=True)
             steps.append(figures)
     if options.chart:

@@ -84,6 +84,8 @@ def converting_failures() -> Iterator[None]:
         # Without a reason the error is from gRPC, not from a server.
         if error.code == grpc.StatusCode.UNAVAILABLE and not error.reason:
             lines.append("is a server running there? --target names another one")
+        if error.reason == "ADAPTER_NOT_FOUND":
+            lines.append("`quire adapters list` shows those that there are, `quire adapters load` adds one")
         raise CommandFailed(*lines) from error
 
 

@@ -140,6 +140,9 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
         f"  up {duration(status.uptime_ms / 1000)}  {status.caches} caches"
         f"  {status.operations_in_flight} operations in flight  {size(status.memory_bytes)}"
     )
+    model = (
+        f"model {status.model_id}  {status.fingerprint}  weights {status.weights}" if status.model_id else ""
+    )
     limits = (
         f"{status.connections} connections  {status.sessions} sessions"
         f"  {size(status.journal_bytes)} of tokens  {size(status.unread_bytes)} of answers unread"
@@ -164,7 +167,8 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
     if now.adapters:
         counts = ", ".join(f"{count} ({worker_id})" for worker_id, count in now.adapters.items())
         notes.append(Text(escaped(f"LoRA adapters in memory: {counts}")))
-    return Group(Text(escaped(line)), Text(escaped(limits)), table, *notes)
+    lines = [Text(escaped(text)) for text in (line, model, limits) if text]
+    return Group(*lines, table, *notes)
 
 
 class FittingTable:

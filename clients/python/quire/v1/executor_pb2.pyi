@@ -574,7 +574,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("state", "workers", "uptime_ms", "caches", "operations_in_flight", "memory_bytes", "version", "tasks", "longest_stall_ms", "journal_bytes", "unread_bytes", "arriving_requests", "sessions", "connections", "refusals")
+    __slots__ = ("state", "workers", "uptime_ms", "caches", "operations_in_flight", "memory_bytes", "version", "tasks", "longest_stall_ms", "journal_bytes", "unread_bytes", "arriving_requests", "sessions", "connections", "refusals", "model_id", "fingerprint", "weights")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -597,6 +597,9 @@ class GetStatusResponse(_message.Message):
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     state: ServerState
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     uptime_ms: int
@@ -612,7 +615,10 @@ class GetStatusResponse(_message.Message):
     sessions: int
     connections: int
     refusals: _containers.ScalarMap[str, int]
-    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., caches: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ..., longest_stall_ms: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., unread_bytes: _Optional[int] = ..., arriving_requests: _Optional[int] = ..., sessions: _Optional[int] = ..., connections: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    model_id: str
+    fingerprint: str
+    weights: int
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., caches: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ..., longest_stall_ms: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., unread_bytes: _Optional[int] = ..., arriving_requests: _Optional[int] = ..., sessions: _Optional[int] = ..., connections: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., weights: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "pid", "epoch", "state", "load_progress", "executor", "pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age_ns", "suspect", "trouble", "address")

@@ -618,6 +618,11 @@ export interface GetStatusResponse {
   connections: number;
   /** Refused calls since the start, by reason. Calls on a Session count, items of batches do not. */
   refusals: { [key: string]: bigint };
+  /** The model of new caches, as in ModelDescription. Empty until a worker has loaded it. */
+  modelId: string;
+  fingerprint: string;
+  /** The number of its weights, as in KvCacheHandle. */
+  weights: bigint;
 }
 
 export interface GetStatusResponse_RefusalsEntry {
@@ -5404,6 +5409,9 @@ function createBaseGetStatusResponse(): GetStatusResponse {
     sessions: 0,
     connections: 0,
     refusals: {},
+    modelId: "",
+    fingerprint: "",
+    weights: 0n,
   };
 }
 
@@ -5469,6 +5477,18 @@ export const GetStatusResponse: MessageFns<GetStatusResponse> = {
     globalThis.Object.entries(message.refusals).forEach(([key, value]: [string, bigint]) => {
       GetStatusResponse_RefusalsEntry.encode({ key: key as any, value }, writer.uint32(122).fork()).join();
     });
+    if (message.modelId !== "") {
+      writer.uint32(130).string(message.modelId);
+    }
+    if (message.fingerprint !== "") {
+      writer.uint32(138).string(message.fingerprint);
+    }
+    if (message.weights !== 0n) {
+      if (BigInt.asUintN(64, message.weights) !== message.weights) {
+        throw new globalThis.Error("value provided for field message.weights of type uint64 too large");
+      }
+      writer.uint32(144).uint64(message.weights);
+    }
     return writer;
   },
 
@@ -5608,6 +5628,30 @@ export const GetStatusResponse: MessageFns<GetStatusResponse> = {
             }
             continue;
           }
+          case 16: {
+            if (tag !== 130) {
+              break;
+            }
+
+            message.modelId = reader.string();
+            continue;
+          }
+          case 17: {
+            if (tag !== 138) {
+              break;
+            }
+
+            message.fingerprint = reader.string();
+            continue;
+          }
+          case 18: {
+            if (tag !== 144) {
+              break;
+            }
+
+            message.weights = reader.uint64() as bigint;
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -5656,6 +5700,9 @@ export const GetStatusResponse: MessageFns<GetStatusResponse> = {
       },
       {},
     );
+    message.modelId = object.modelId ?? "";
+    message.fingerprint = object.fingerprint ?? "";
+    message.weights = (object.weights !== undefined && object.weights !== null) ? BigInt(object.weights) : 0n;
     return message;
   },
 };
