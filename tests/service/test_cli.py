@@ -125,7 +125,8 @@ def test_a_bad_setting_exits_with_2_and_names_it(
     monkeypatch.setenv("QUIRE_WORKERS", "none")
     assert main(["serve"]) == 2
     expected = (
-        "quire: workers = 'none' (from QUIRE_WORKERS) is refused: must be a whole number from 1 to 256, or auto\n"
+        "quire: workers = 'none' (from QUIRE_WORKERS) is refused: must be a whole number from 1 to 256,"
+        " or auto\n"
     )
     assert capsys.readouterr().err == expected
 
