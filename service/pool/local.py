@@ -23,6 +23,7 @@ from quire.v1 import worker_pb2
 
 from service.logging import get_logger
 from service.pool.epochs import Epochs
+from service.pool.gpus import Gpu
 from service.pool.process import LocalProcess, address_of, boot_id, can_watch, start_ticks
 from service.pool.registry import PROTOCOL, Registry, RegistryEntry, remove_socket
 
@@ -43,12 +44,18 @@ class LocalLauncher:
     """Owner of the registry in `data_dir`, or in a temporary directory that `close` removes."""
 
     def __init__(
-        self, data_dir: Path | None, orphan_grace_s: float, on_locked: Callable[[], None] = lambda: None
+        self,
+        data_dir: Path | None,
+        orphan_grace_s: float,
+        on_locked: Callable[[], None] = lambda: None,
+        gpus: Sequence[Gpu] = (),
     ) -> None:
         """Without a `data_dir` no later gateway can find the workers.
 
         `on_locked`: called in a thread when no other gateway has `data_dir`. It raises nothing.
+        `gpus`: for the workers, one after the other. Those beyond see all GPUs.
         """
+        self._gpus = gpus
         self._temporary: Path | None = None
         if data_dir is None:
             name = f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
@@ -65,6 +72,8 @@ class LocalLauncher:
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, LocalProcess]:
         """See `Launcher.adopt`."""
         entries = await self._open()
+        for wanted_config in configs:
+            self.assign(wanted_config)
         wanted = {config.worker_id: config for config in configs}
         adopted: dict[str, LocalProcess] = {}
         for entry in sorted(entries, key=lambda entry: entry.epoch, reverse=True):
@@ -104,6 +113,7 @@ class LocalLauncher:
 
     async def start(self, config: worker_pb2.WorkerConfig) -> LocalProcess:
         """Starts a process. Raises OSError."""
+        cores = self.assign(config)
         epoch = await self._epochs.next()
         if self._stopping:
             # They may hold memory that this worker needs.
@@ -111,7 +121,22 @@ class LocalLauncher:
         if not self._grace_s:
             config.orphan_grace_s = 0
         # Each incarnation has its own socket name, so an old one can never answer on a new one's socket.
-        return self._start(config, epoch, str(self._registry.socket_path(f"{config.worker_id}-{epoch}")))
+        process = self._start(config, epoch, str(self._registry.socket_path(f"{config.worker_id}-{epoch}")))
+        if cores:
+            # It has one thread at this moment; those that it starts inherit this.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(process.pid, cores)
+        return process
+
+    def assign(self, config: worker_pb2.WorkerConfig) -> set[int]:
+        """Writes a worker's own GPUs into its config. Returns the usable cores near them."""
+        ranks = max(1, config.tensor_parallel)
+        own = self._gpus[config.device_index * ranks :][:ranks]
+        if len(own) < ranks:
+            return set()
+        config.device += ":" + ",".join(gpu.uuid for gpu in own)
+        config.device_index = 0
+        return set().union(*(gpu.cores for gpu in own)) & os.sched_getaffinity(0)
 
     def _start(self, config: worker_pb2.WorkerConfig, epoch: int, socket: str) -> LocalProcess:
         """Raises OSError."""
