@@ -126,6 +126,10 @@ def _are_resources(value: str) -> bool:
     return not value or all(_RESOURCE.fullmatch(part) for part in value.split(","))
 
 
+def _are_devices(value: str) -> bool:
+    return not value or bool(re.fullmatch(r"(\d+|GPU-[0-9a-f-]+)(,(\d+|GPU-[0-9a-f-]+))*", value, re.ASCII))
+
+
 def _is_collector(value: str) -> bool:
     return not value or bool(re.fullmatch(r"https?://[^/?#@\s]+/?", value))
 
@@ -268,6 +272,11 @@ class Config:
     )
     device: str = _setting(
         _AUTO, "device of the workers; auto is a GPU if there is one", (_AUTO, "cpu", "cuda")
+    )
+    devices: str = _setting(
+        "",
+        "GPUs for the workers, in this order: 0,2 or GPU-UUID,GPU-UUID; the default is all",
+        _Text(_are_devices, "must be numbers or UUIDs as nvidia-smi lists them, separated by commas"),
     )
     kv_pages: int | None = _setting(
         None, "KV pages of 16 tokens in each worker; auto depends on memory", _Range(1, 1 << 30)

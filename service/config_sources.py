@@ -172,6 +172,10 @@ def _pool_conflicts(
         problem = "is for workers that call, workers_at for those that are called: only one is possible"
         error = ConfigError("pool_listen", sources["pool_listen"], config.pool_listen, problem)
         yield ("pool_listen", "workers_at"), error
+    if config.devices and (config.has_remote_workers or config.device == "cpu"):
+        problem = "is for workers on GPUs that this gateway starts: `quire worker` has --device-index"
+        error = ConfigError("devices", sources["devices"], config.devices, problem)
+        yield ("devices", "device", "workers_at", "pool_listen", "launcher"), error
     if config.launcher == "ray":
         others = dict.fromkeys(("workers_at", "pool_listen"), "or launcher = ray, not both")
         alive = "must be above 0 with launcher = ray: workers outlive what has started them"

@@ -48,7 +48,7 @@ from service.metrics.collector import Sources
 from service.metrics.exporter import Exporter
 from service.metrics.figures import ObservedDispatcher
 from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
-from service.pool import wire
+from service.pool import gpus, wire
 from service.pool.launcher import Launcher
 from service.pool.local import LocalLauncher
 from service.pool.model_versions import SHIPPED_MODEL_DIR, ModelVersions, is_gone, model_argument
@@ -97,7 +97,8 @@ class Gateway:
         Raises JournalUnusable, BadRuntimes or ConfigError.
         """
         self._find_model = find_model
-        self.config = config
+        self._gpus = gpus.chosen(config)
+        self.config = config = gpus.with_workers(config, self._gpus)
         # Limits are settings of the same names.
         limits = Limits(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Limits)})
         directory = data_directory(config)
@@ -169,7 +170,7 @@ class Gateway:
         if self.config.has_remote_workers:
             return RemoteLauncher(directory, self.config, self._remove_leftovers, Path(self.config.pool))
         grace_s = self.config.orphan_grace_s if directory is not None else 0.0
-        return LocalLauncher(directory, grace_s, self._remove_leftovers)
+        return LocalLauncher(directory, grace_s, self._remove_leftovers, self._gpus)
 
     def _read_runtimes(self) -> RuntimesFile:
         """Reads the runtimes file, with the local runtime as one of them. Raises BadRuntimes."""

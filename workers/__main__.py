@@ -10,8 +10,12 @@ import sys
 # of the time. See `WorkerServer`.
 gc.disable()
 
-from workers.logging import background_log  # noqa: E402
-from workers.process import STOP_TIMEOUT_S, main  # noqa: E402
+try:
+    from workers.logging import background_log
+    from workers.process import STOP_TIMEOUT_S, main
+except ModuleNotFoundError as missing:
+    needed = "grpcio, protobuf, psutil, structlog and uvloop, beside what kernels and models need"
+    sys.exit(f"python -m workers needs {missing.name}, which is not installed. It needs {needed}.")
 
 if __name__ == "__main__":
     sys.stdout.flush()

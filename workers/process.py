@@ -11,8 +11,10 @@ import ctypes
 import logging
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -177,9 +179,27 @@ def _choose_device(config: WorkerConfig) -> str:
             + f", and this machine has {count} CUDA devices:"
             " each worker needs its own; set device = cpu, or fewer workers"
         )
+    if problem := triton_problem():
+        raise ConfigurationError(problem)
     first = config.device_index * ranks
     torch.cuda.set_device(first)  # kernels are launched on the thread's current device
     return f"cuda:{first}"
+
+
+def triton_problem() -> str:
+    """What keeps Triton from compiling kernels here. Empty: nothing."""
+    # As Triton looks for it. It would say so in the middle of a warm-up, in a traceback.
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "GPU kernels need a C compiler, and there is none: install gcc or clang, or set CC"
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # noqa: PTH111 - this one never raises
+    cache = os.environ.get("TRITON_CACHE_DIR") or f"{home}/.triton/cache"
+    try:
+        Path(cache).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        return f"GPU kernels are stored in {cache}, which fails ({error.strerror}): set TRITON_CACHE_DIR"
+    return ""
 
 
 def _runs_on_cuda(config: WorkerConfig) -> bool:
@@ -335,9 +355,17 @@ def report(error: BaseException, model: str) -> int:
     return EXIT_FAILED
 
 
+def see_own_devices(config: WorkerConfig) -> None:
+    """Hide all GPUs but those of `device` = KIND:UUID,UUID. To be called before torch is loaded."""
+    config.device, _, own = config.device.partition(":")
+    if own:
+        os.environ["CUDA_VISIBLE_DEVICES"] = own
+
+
 def main() -> int:
     """Run a worker until its gateway ends it, or has been gone for too long."""
     address, config, secret = _parse_arguments()
+    see_own_devices(config)
     configure_logging(config)
     # Ctrl-C and a service manager's SIGTERM reach all processes, but the gateway drains before it ends its
     # workers. So may SIGUSR2, which ends a gateway and leaves its workers.

@@ -23,6 +23,7 @@ from quire.v1 import worker_pb2
 
 from service.logging import get_logger
 from service.pool.epochs import Epochs
+from service.pool.gpus import Gpu
 from service.pool.process import LocalProcess, address_of, boot_id, can_watch, start_ticks
 from service.pool.registry import PROTOCOL, Registry, RegistryEntry, remove_socket
 from service.pool.worker_code import worker_code
@@ -44,12 +45,18 @@ class LocalLauncher:
     """Owner of the registry in `data_dir`, or in a temporary directory that `close` removes."""
 
     def __init__(
-        self, data_dir: Path | None, orphan_grace_s: float, on_locked: Callable[[], None] = lambda: None
+        self,
+        data_dir: Path | None,
+        orphan_grace_s: float,
+        on_locked: Callable[[], None] = lambda: None,
+        gpus: Sequence[Gpu] = (),
     ) -> None:
         """Without a `data_dir` no later gateway can find the workers.
 
         `on_locked`: called in a thread when no other gateway has `data_dir`. It raises nothing.
+        `gpus`: for the workers, one after the other. Those beyond see all GPUs.
         """
+        self._gpus = gpus
         self._temporary: Path | None = None
         if data_dir is None:
             name = f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
@@ -66,6 +73,8 @@ class LocalLauncher:
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, LocalProcess]:
         """See `Launcher.adopt`."""
         entries = await self._open()
+        for wanted_config in configs:
+            self.assign(wanted_config)
         wanted = {config.worker_id: config for config in configs}
         adopted: dict[str, LocalProcess] = {}
         code = await self._worker_code() if entries else ""
@@ -107,6 +116,7 @@ class LocalLauncher:
 
     async def start(self, config: worker_pb2.WorkerConfig) -> LocalProcess:
         """Starts a process. Raises OSError."""
+        cores = self.assign(config)
         epoch = await self._epochs.next()
         if self._stopping:
             # They may hold memory that this worker needs.
@@ -117,7 +127,22 @@ class LocalLauncher:
         code = await self._worker_code() if self._grace_s else ""
         # Each incarnation has its own socket name, so an old one can never answer on a new one's socket.
         socket = str(self._registry.socket_path(f"{config.worker_id}-{epoch}"))
-        return self._start(config, epoch, socket, code)
+        process = self._start(config, epoch, socket, code)
+        if cores:
+            # It has one thread at this moment; those that it starts inherit this.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(process.pid, cores)
+        return process
+
+    def assign(self, config: worker_pb2.WorkerConfig) -> set[int]:
+        """Writes a worker's own GPUs into its config. Returns the usable cores near them."""
+        ranks = max(1, config.tensor_parallel)
+        own = self._gpus[config.device_index * ranks :][:ranks]
+        if len(own) < ranks:
+            return set()
+        config.device += ":" + ",".join(gpu.uuid for gpu in own)
+        config.device_index = 0
+        return set().union(*(gpu.cores for gpu in own)) & os.sched_getaffinity(0)
 
     async def _worker_code(self) -> str:
         """Empty if it cannot be read, as while files are being replaced: that differs from any."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 from google.protobuf import json_format
@@ -103,3 +104,45 @@ def test_lines_of_all_threads_say_whose_they_are() -> None:
         ("worker-3", "workers.b", "other"),
     ]
     assert all(line["pid"] and line["timestamp"] for line in found)
+
+
+def test_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees no others, and the rest of its configuration is as without them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all")
+    config = worker_pb2.WorkerConfig(device="cpu")
+    entry_point.see_own_devices(config)
+    assert (config.device, os.environ["CUDA_VISIBLE_DEVICES"]) == ("cpu", "all")
+    config = worker_pb2.WorkerConfig(device="auto:GPU-1,GPU-2")
+    entry_point.see_own_devices(config)
+    assert (config.device, os.environ["CUDA_VISIBLE_DEVICES"]) == ("auto", "GPU-1,GPU-2")
+
+
+def test_what_triton_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a model is loaded: a compiler, and a directory for what it has compiled."""
+    for name in ("CC", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "C compiler" in entry_point.triton_problem()
+    compiler = tmp_path / "clang"
+    compiler.write_text("")
+    compiler.chmod(0o755)
+    assert not entry_point.triton_problem()
+    assert (tmp_path / ".triton" / "cache").is_dir(), "the one that Triton will use"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(compiler / "cache"))
+    assert "set TRITON_CACHE_DIR" in entry_point.triton_problem()
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    assert not entry_point.triton_problem()
+
+
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
+    """On a GPU's image without them. The packages that are needed are said."""
+    (tmp_path / "structlog.py").write_text("raise ModuleNotFoundError(name='structlog')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "workers"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("python -m workers needs structlog") and "grpcio" in done.stderr

@@ -1,0 +1,95 @@
+"""The GPUs of this machine, and which of them each worker gets. Asks nvidia-smi, which the driver brings.
+
+Does not load torch, and does not know which models run on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from service.config import Config, ConfigError
+
+_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
+_TIMEOUT_S = 20.0
+_PCI = Path("/sys/bus/pci/devices")
+_BUS_ID = re.compile(r"[0-9a-f]*([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gpu:
+    """One of this machine. `cores`: those near it; empty if the machine does not tell."""
+
+    index: str
+    uuid: str
+    cores: frozenset[int] = frozenset()
+
+
+def chosen(config: Config, environ: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """The GPUs for workers, in their order: those of `devices`, else of CUDA_VISIBLE_DEVICES, else all.
+
+    None if workers are not on GPUs of this machine. Raises ConfigError.
+    """
+    if config.has_remote_workers or config.device == "cpu":
+        return []
+    found = _found()
+    if config.devices:
+        return _select(found, config.devices)
+    if "CUDA_VISIBLE_DEVICES" not in environ:
+        return found
+    try:
+        return _select(found, environ["CUDA_VISIBLE_DEVICES"])
+    except ConfigError:
+        # Empty, or what nvidia-smi does not list, such as a part of a GPU (MIG): left to CUDA.
+        return []
+
+
+def with_workers(config: Config, gpus: Sequence[Gpu]) -> Config:
+    """The settings with a number of workers: `auto` is one for each GPU, or group of them; one at least."""
+    if config.workers is not None or config.has_remote_workers:
+        return config
+    return dataclasses.replace(config, workers=max(1, len(gpus) // config.tensor_parallel))
+
+
+def _select(found: Sequence[Gpu], wanted: str) -> list[Gpu]:
+    """By index, or by UUID, which can be shortened as in CUDA_VISIBLE_DEVICES."""
+    selected = []
+    for name in wanted.split(","):
+        fitting = [
+            gpu for gpu in found if name == gpu.index or (name[:4] == "GPU-" and gpu.uuid.startswith(name))
+        ]
+        if len(fitting) != 1 or fitting[0] in selected:
+            there = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in found) or "none that nvidia-smi lists"
+            raise ConfigError(
+                "devices", "a setting", wanted, f"this machine's GPUs are: {there}; each only once"
+            )
+        selected += fitting
+    return selected
+
+
+def _found() -> list[Gpu]:
+    try:
+        listed = subprocess.run(  # noqa: S603 - no input of callers
+            _QUERY, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    lines = [[part.strip() for part in line.split(",")] for line in listed.stdout.splitlines()]
+    return [Gpu(line[0], line[1], _cores_near(line[2])) for line in lines if len(line) == 3]
+
+
+def _cores_near(bus_id: str) -> frozenset[int]:
+    """Those of its NUMA node. `bus_id` as nvidia-smi has it, with a domain of eight digits."""
+    found = _BUS_ID.fullmatch(bus_id.lower())
+    cores: set[int] = set()
+    with contextlib.suppress(OSError, ValueError):
+        listed = (_PCI / (found[1] if found else "") / "local_cpulist").read_text(encoding="ascii").strip()
+        for part in listed.split(","):
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)

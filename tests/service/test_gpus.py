@@ -1,0 +1,119 @@
+"""Which GPUs workers get. The list of devices is a fake `nvidia-smi`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from quire.v1 import worker_pb2
+
+from service.config import Config, ConfigError
+from service.config_sources import load_config
+from service.pool import gpus
+from service.pool.local import LocalLauncher
+from tests.gateway_process import GatewayProcess
+
+UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three GPUs. The kernel knows which cores are near the last two."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    listed = "\n".join(f"{n}, {uuid}, 00000000:{n + 10}:00.0" for n, uuid in enumerate(UUIDS))
+    program.write_text(f"#!/bin/sh\ncat <<END\n{listed}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for number, cores in ((11, "0-2,8"), (12, "5")):
+        directory = tmp_path / "pci" / f"0000:{number}:00.0"
+        directory.mkdir(parents=True)
+        (directory / "local_cpulist").write_text(cores + "\n")
+    monkeypatch.setattr(gpus, "_PCI", tmp_path / "pci")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("devices", "visible", "expected"),
+    [
+        ("", None, [0, 1, 2]),
+        ("2,0", None, [2, 0]),
+        ("GPU-cccc-3,GPU-aabb", None, [2, 1]),
+        ("", "1", [1]),
+        ("", "GPU-c", [2]),
+        ("2", "1", [2]),
+        ("", "", []),
+        ("", "-1", []),
+        ("", "MIG-1", []),
+    ],
+)
+def test_chosen(machine: Path, devices: str, visible: str | None, expected: list[int]) -> None:
+    """By number or UUID, in the order given; CUDA_VISIBLE_DEVICES counts if nothing is given."""
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    found = gpus.chosen(Config(devices=devices), environ)
+    assert [gpu.uuid for gpu in found] == [UUIDS[index] for index in expected]
+    cores = [set[int](), {0, 1, 2, 8}, {5}]
+    assert [gpu.cores for gpu in found] == [cores[index] for index in expected]
+
+
+@pytest.mark.parametrize("devices", ["3", "0,0", "GPU-aa", "GPU-d"])
+def test_what_is_not_there_is_refused(machine: Path, devices: str) -> None:
+    with pytest.raises(ConfigError, match=r"0 .GPU-aaaa-1., 1 .GPU-aabb-2., 2") as refused:
+        gpus.chosen(Config(devices=devices), {})
+    assert refused.value.setting == "devices"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"devices": "zero"},
+        {"devices": "0,"},
+        {"devices": "0", "device": "cpu"},
+        {"devices": "0", "launcher": "ray"},
+    ],
+)
+def test_a_setting_without_a_meaning_is_refused(settings: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(settings, {})
+    assert refused.value.setting == "devices"
+
+
+def test_one_worker_for_each_gpu(machine: Path) -> None:
+    def workers(**settings: object) -> int | None:
+        config = Config(**({"workers": None} | settings))  # type: ignore[arg-type]
+        return gpus.with_workers(config, gpus.chosen(config, {})).workers
+
+    assert workers() == 3
+    assert workers(devices="2,1") == 2
+    assert workers(tensor_parallel=2) == 1
+    assert workers(workers=2) == 2
+    assert workers(device="cpu") == 1
+    assert workers(launcher="ray") is None
+
+
+def test_each_worker_has_its_own(machine: Path) -> None:
+    """As the first one is told, which hides the others from torch before that is loaded."""
+    flags = ["--workers", "auto", "--device", "auto", "--devices", "2,0", "--kv-pages", "16"]
+    with GatewayProcess(model="paged-attention", workers=2, flags=flags) as gateway:
+        commands = {" ".join(process.cmdline()) for process in gateway.worker_processes()}
+        told = {
+            uuid for uuid in UUIDS if any(f'"device":"auto:{uuid}"' in c.replace(" ", "") for c in commands)
+        }
+        assert told == {UUIDS[2], UUIDS[0]} and len(commands) == 2
+        assert {status.state for status in gateway.status().workers} == {2}, "they fall back to the CPU"
+
+
+async def test_a_worker_runs_near_its_gpus(tmp_path: Path) -> None:
+    """On those of their cores that the gateway may use. What the gateway adopts has to have the same GPUs."""
+    usable = os.sched_getaffinity(0)
+    found = [
+        gpus.Gpu(str(n), uuid, frozenset(usable | {4000}) if n else frozenset())
+        for n, uuid in enumerate(UUIDS)
+    ]
+    launcher = LocalLauncher(None, 0.0, gpus=found)
+    configs = [worker_pb2.WorkerConfig(device="auto", device_index=n, tensor_parallel=2) for n in (0, 1)]
+    assert [launcher.assign(config) for config in configs] == [usable, set()]
+    assert [config.device for config in configs] == [f"auto:{UUIDS[0]},{UUIDS[1]}", "auto"]
+    assert configs[1].device_index == 1, "it says that there are too few"
