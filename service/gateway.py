@@ -39,8 +39,8 @@ from service.caches.tenants import Tenant
 from service.config import Config, ConfigError
 from service.data_directory import data_directory
 from service.dispatcher import Dispatcher
-from service.journal.base import Journal, JournalUnusable
-from service.journal.sqlite import SqliteJournal, open_journal
+from service.journal.base import Journal
+from service.journal.opening import open_configured
 from service.listening import actual_address
 from service.logging import get_logger
 from service.memory import MemoryTrimmer
@@ -140,8 +140,7 @@ class Gateway:
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool, self.adapters)
         self.text = TextModel(lambda: self.state.first_ready, current_tenant_name)
         # Spending is durable if the journal is.
-        is_durable = isinstance(self.journal, SqliteJournal)
-        self.spending = Spending(directory if is_durable else None)
+        self.spending = Spending(directory if self.journal.is_durable else None)
         self.weight_uploads = WeightUploads(directory, versions, config)
         self.runtimes_file = self._read_runtimes()
         self.router = self.runtimes_file.router
@@ -212,14 +211,16 @@ class Gateway:
         return [*observing, self.exporter.figures.calls.observing]
 
     def _open_journal(self, directory: Path | None) -> Journal:
-        """Opens the journal and recovers its caches. Raises JournalUnusable."""
-        if self.config.journal == "memory" or (self.config.journal != "sqlite" and directory is None):
-            return Journal()
-        if directory is None:
-            raise JournalUnusable("journal = sqlite needs a data_dir if the port is chosen at each start")
-        journal = open_journal(directory, "full" if self.config.journal_sync == "full" else "normal")
+        """Opens the journal and recovers its caches. Raises JournalUnusable or ConfigError."""
+        config, caches = self.config, self.caches
         start_s = time.monotonic()
-        journal.recover(self.caches.recovering, self.caches.recovering_run)
+        try:
+            journal = open_configured(
+                config.journal, config.journal_sync, directory, caches.recovering, caches.recovering_run
+            )
+        except ModuleNotFoundError as error:
+            allowed = f"needs {error.name}, of the extra postgres: `make setup` installs it"
+            raise ConfigError("journal", "a setting", config.journal, allowed) from None
         # Without authentication, each stored name becomes a tenant.
         tenants: dict[str, Tenant] = {}
         tenant_of = (
@@ -230,7 +231,7 @@ class Gateway:
         self.caches.recovered(now_s=time.monotonic(), wall_s=time.time(), tenant_of=tenant_of)
         if len(self.caches):
             took_ms = round(1e3 * (time.monotonic() - start_s))
-            _log.info("recovered", caches=len(self.caches), journal=str(directory), took_ms=took_ms)
+            _log.info("recovered", caches=len(self.caches), journal=self.config.journal, took_ms=took_ms)
         return journal
 
     def _upload_directories(self) -> tuple[UploadDirectory, ...]:
@@ -290,6 +291,7 @@ class Gateway:
         """Runs the workers and all background tasks until cancelled. Raises PoolFailed."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.run(self.dispatcher), name="pool")
+            group.create_task(self.journal.run(), name="journal")
             group.create_task(self.dispatcher.keep_time(), name="time")
             group.create_task(self.restarts.replace_outdated(self.config.drain_grace_s), name="outdated")
             group.create_task(self.adapter_loader.run(), name="adapters")

@@ -75,8 +75,10 @@ SERVICE_ROOMS = {
     "service.caches": ("service.errors", "service.token_bucket"),
     "service.journal": (
         "service.caches.records", "service.caches.ledger", "service.caches.segments", "service.caches.counts",
-        "service.logging",
+        "service.durable_file", "service.logging", "service.postgres", "service.shards.leases",
     ),
+    "service.postgres": (),
+    "service.shards": ("service.logging", "service.postgres"),
     "service.dispatcher": (
         "service.caches", "service.journal.base", "service.journal.compactor", "service.errors",
         "service.logging",
@@ -129,7 +131,7 @@ SERVICE_ROOMS = {
     "service.server": (
         "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.errors",
         "service.gateway", "service.journal.base", "service.listening", "service.logging",
-        "service.pool.launcher", "service.runtimes.sources",
+        "service.pool.launcher", "service.runtimes.sources", "service.shards.leases",
     ),
     "service.cli": (
         "service.adapters.store", "service.auth", "service.caches.ledger", "service.caches.records",
