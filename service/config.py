@@ -215,6 +215,12 @@ class Config:
     )
     tokens: str = _setting("", "TOML file of bearer tokens and tenants, see `quire token`", _FILE)
     reflection: str = _setting("on", "offer gRPC server reflection", _SWITCH)
+    gateways: int = _setting(
+        1,
+        "number of gateway processes behind one port, each with a part of the caches and of the workers; the"
+        " caches of a data directory are of one number",
+        _Range(1, 64),
+    )
     workers: int = _setting(
         1,
         "number of worker processes; each loads the weights and serves a part of the sequences",

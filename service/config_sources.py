@@ -140,6 +140,8 @@ def conflicts(config: Config, sources: Mapping[str, str]) -> Iterator[tuple[tupl
         if value and not getattr(config, other):
             yield (name, other), ConfigError(name, sources[name], value, f"needs {other} too")
     yield from _pool_conflicts(config, sources)
+    if config.gateways > 1:
+        yield from _gateway_conflicts(config, sources)
     for name in ("listen", "openai_listen"):
         value = getattr(config, name)
         if value and not (is_private(value) or config.tls_cert or config.insecure == "on"):
@@ -176,6 +178,23 @@ def _pool_conflicts(
             if bool(value := getattr(config, name)) == (name in others):
                 error = ConfigError(name, sources.get(name, "default"), value, problem)
                 yield (name, "launcher"), error
+
+
+def _gateway_conflicts(
+    config: Config, sources: Mapping[str, str]
+) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
+    """As `conflicts`, for several gateways."""
+    slots = "workers_at" if config.workers_at else "workers"
+    problems = (
+        (slots, config.gateways > config.worker_slots, f"each of {config.gateways} gateways needs a worker"),
+        ("listen", config.listen.startswith("unix:"), "several gateways share a port, not a Unix socket"),
+        ("pool_listen", bool(config.pool_listen), "with several gateways only workers_at is possible"),
+        ("launcher", config.launcher == "ray", "with several gateways only local is possible"),
+    )
+    for name, is_wrong, problem in problems:
+        if is_wrong:
+            error = ConfigError(name, sources.get(name, "default"), getattr(config, name), problem)
+            yield (name, "gateways"), error
 
 
 def _overlap(one: str, other: str) -> bool:

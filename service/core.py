@@ -1,0 +1,149 @@
+"""The core of a shard: its caches and journal, its workers, and what answers calls for these caches.
+
+What belongs to the process, such as ports, authentication and metrics, is in `gateway`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from service.adapters.loader import AdapterLoader, FindAdapter
+from service.adapters.registry import Adapters
+from service.adapters.store import AdapterStore
+from service.api.executor import ExecutorApi
+from service.api.server_state import ServerState
+from service.auth.authenticator import current_tenant
+from service.caches.machine import CacheMachine
+from service.caches.reservations import Limits
+from service.caches.tenants import Tenant
+from service.config import Config, ConfigError
+from service.dispatcher import Dispatcher
+from service.journal.base import Journal, JournalUnusable
+from service.journal.sqlite import open_journal
+from service.logging import get_logger
+from service.metrics.figures import Figures, ObservedDispatcher
+from service.pool import wire
+from service.pool.launcher import Launcher
+from service.pool.local import LocalLauncher
+from service.pool.model_versions import ModelVersions, is_gone, model_argument
+from service.pool.ray_launcher import RayLauncher
+from service.pool.remote import RemoteLauncher
+from service.pool.rolling_restart import RollingRestart
+from service.pool.supervisor import Supervisor
+from service.runtimes.weight_uploads import WeightUploads
+from service.shards.ids import Shard
+from service.uploads import UploadDirectory
+
+_log = get_logger(__name__)
+
+
+class Core:
+    """Owner of all parts of one shard."""
+
+    def __init__(
+        self,
+        config: Config,
+        shard: Shard,
+        directory: Path | None,
+        tenant_of: Callable[[str], Tenant] | None = None,
+        figures: Figures | None = None,
+        find_adapter: FindAdapter | None = None,
+    ) -> None:
+        """`tenant_of`: the owner of recovered caches. `figures`: counts appends and commits.
+
+        Raises JournalUnusable or ConfigError.
+        """
+        self.config = config
+        # Limits are settings of the same names.
+        limits = Limits(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Limits)})
+        self.caches = CacheMachine(limits, new_cache_id=shard.new_cache_id)
+        self.journal = self._open_journal(directory, tenant_of)
+        configured = config.model if config.has_remote_workers else model_argument(config.model)
+        self.versions = versions = ModelVersions(
+            configured,
+            shard.workers(config.worker_slots),
+            directory,
+            self.journal.model_fingerprint,
+            self.journal.bind_model,
+            self.caches.weights.has_caches,
+        )
+        served = versions.serving.model
+        if not config.has_remote_workers and is_gone(served, configured):
+            gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
+            raise ConfigError("model", f"{directory}/weights.json", served, gone)
+        self.caches.weights.replace(versions.serving.number, continued_from=versions.continued_from)
+        self.pool = Supervisor(config, versions, self._new_launcher(directory))
+        parts = self.caches, self.journal, functools.partial(wire.send, self.pool.links)
+        if figures is not None:
+            self.journal.on_latency = figures.commits.add
+            self.dispatcher: Dispatcher = ObservedDispatcher(figures.appends, *parts)
+        else:
+            self.dispatcher = Dispatcher(*parts)
+        self.restarts = RollingRestart(self.pool, self.dispatcher)
+        self.adapters = Adapters(config.max_adapters)
+        self.adapter_store = AdapterStore(directory, config.max_lora_bytes)
+        self.adapter_loader = AdapterLoader(
+            self.adapters, self.adapter_store, self.pool, self.caches, config, find_adapter
+        )
+        self.weight_uploads = WeightUploads(directory, versions, config)
+        self.state = ServerState(
+            config,
+            versions,
+            lambda cache_id: self.caches.index.weights_of(cache_id, current_tenant()),
+            self.adapters,
+        )
+        self.state.has_recovered = len(self.caches) > 0
+        self.api = ExecutorApi(self.dispatcher, self.state, self.pool, self.adapters)
+
+    def _open_journal(self, directory: Path | None, tenant_of: Callable[[str], Tenant] | None) -> Journal:
+        """Opens the journal and recovers its caches. Raises JournalUnusable."""
+        if self.config.journal == "memory" or (self.config.journal != "sqlite" and directory is None):
+            return Journal()
+        if directory is None:
+            raise JournalUnusable("journal = sqlite needs a data_dir if the port is chosen at each start")
+        journal = open_journal(directory, "full" if self.config.journal_sync == "full" else "normal")
+        start_s = time.monotonic()
+        journal.recover(self.caches.recovering, self.caches.recovering_run)
+        # Without authentication, each stored name becomes a tenant.
+        tenants: dict[str, Tenant] = {}
+        if tenant_of is None:
+            tenant_of = lambda name: tenants.setdefault(name, Tenant(name))  # noqa: E731
+        self.caches.recovered(now_s=time.monotonic(), wall_s=time.time(), tenant_of=tenant_of)
+        if len(self.caches):
+            took_ms = round(1e3 * (time.monotonic() - start_s))
+            _log.info("recovered", caches=len(self.caches), journal=str(directory), took_ms=took_ms)
+        return journal
+
+    def _new_launcher(self, directory: Path | None) -> Launcher:
+        """Raises ConfigError."""
+        if self.config.launcher == "ray":
+            return RayLauncher(directory, self.config, self._remove_leftovers)
+        if self.config.has_remote_workers:
+            return RemoteLauncher(directory, self.config, self._remove_leftovers, Path(self.config.pool))
+        grace_s = self.config.orphan_grace_s if directory is not None else 0.0
+        return LocalLauncher(directory, grace_s, self._remove_leftovers)
+
+    def _upload_directories(self) -> tuple[UploadDirectory, ...]:
+        return self.adapter_store.directory, self.weight_uploads.directory
+
+    def _remove_leftovers(self) -> None:
+        for directory in self._upload_directories():
+            directory.remove_leftovers()
+
+    async def run(self) -> None:
+        """Runs the workers and the tasks of the shard until cancelled. Raises PoolFailed."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.pool.run(self.dispatcher), name="pool")
+            group.create_task(self.dispatcher.keep_time(), name="time")
+            group.create_task(self.adapter_loader.run(), name="adapters")
+
+    def close(self) -> None:
+        """Closes the journal. All other parts have stopped before."""
+        self.journal.close()
+        for directory in self._upload_directories():
+            directory.close()
