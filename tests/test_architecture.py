@@ -75,8 +75,10 @@ SERVICE_ROOMS = {
     "service.caches": ("service.errors", "service.token_bucket"),
     "service.journal": (
         "service.caches.records", "service.caches.ledger", "service.caches.segments", "service.caches.counts",
-        "service.logging",
+        "service.logging", "service.postgres", "service.shards.leases",
     ),
+    "service.postgres": (),
+    "service.shards": ("service.logging", "service.postgres"),
     "service.dispatcher": (
         "service.caches", "service.journal.base", "service.journal.compactor", "service.errors",
         "service.logging",

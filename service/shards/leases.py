@@ -1,0 +1,229 @@
+"""Who owns which shard: leases in a table of the database, by its clock.
+
+A gateway that wants a shard acquires its lease, if it is free or has expired. From then on the shard's
+journal takes records of this owner only: each append names the lease's `fence`, a number that grows with each
+owner, and checks it in its own transaction. So an earlier owner can never append, whatever its clock says.
+
+    leases = Leases(Database(url), owner="a name of this process", address="10.0.0.7:50051")
+    lease = await leases.acquire(3)            # None: another one has it
+    journal = PostgresJournal(Database(url), leases, lease)
+    await journal.recover(apply, apply_run)
+    ...                                        # workers are leased with `lease_id` and `first_epoch`
+    await journal.run()                        # renews; raises OwnershipLost: then this core has to stop
+
+    await leases.watch(on_owners)              # for routing: the owners, whenever they have changed
+
+An owner answers for its shard only while `lease.is_valid`: afterwards another one may have it already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from service.logging import get_logger
+from service.postgres.errors import DatabaseFailed
+
+_log = get_logger(__name__)
+
+LEASE_S: Final = 10.0
+# The time of a lease for its owner, as a part of the time in the table: clocks may run at different rates.
+_OWNERS_PART: Final = 0.9
+# How often owners are looked up for routing.
+WATCH_S: Final = 1.0
+_RETRY_S: Final = 1.0
+_WARN_S: Final = 10.0
+_LEASE_ID_BYTES: Final = 16
+# Epochs of workers that an owner can use: a lease of a worker takes one.
+_EPOCHS_BITS: Final = 24
+
+_ADD = "INSERT INTO quire.shards (shard, lease_id) VALUES ($1, $2) ON CONFLICT DO NOTHING"
+_ACQUIRE = """
+    UPDATE quire.shards SET fence = fence + 1, writer = 0, owner = $3, address = $4,
+        expires_at = clock_timestamp() + make_interval(secs => $2::float8)
+    WHERE shard = $1 AND (expires_at IS NULL OR expires_at <= clock_timestamp() OR owner = $3)
+    RETURNING fence, lease_id
+"""
+_RENEW = """
+    UPDATE quire.shards SET expires_at = clock_timestamp() + make_interval(secs => $2::float8)
+    WHERE shard = $1 AND fence = $3 RETURNING 1
+"""
+_GIVE_BACK = """
+    UPDATE quire.shards SET expires_at = NULL, owner = '', fence = fence + 1
+    WHERE shard = $1 AND fence = $2 RETURNING 1
+"""
+_LIST = """
+    SELECT shard, fence, owner, address,
+        greatest(0.0, extract(epoch FROM expires_at - clock_timestamp()))::float8
+    FROM quire.shards ORDER BY shard
+"""
+
+
+class OwnershipLost(Exception):
+    """Another gateway owns the shard now, or the journal is not as this owner left it.
+
+    Nothing can be appended by this owner any more, for ever: its core has to stop.
+    """
+
+
+class Table(Protocol):
+    """The database, as `service.postgres.database.Database` has it."""
+
+    async def fetch(self, query: str, *values: object) -> list[Sequence[Any]]:
+        """Runs a statement. Raises DatabaseFailed."""
+
+    async def close(self) -> None:
+        """Closes the connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A shard in the table.
+
+    Attributes:
+        owner, address: Who has it, and the address at which it answers for it. Empty: nobody.
+        left_s: When the lease expires; 0 if it has.
+    """
+
+    shard: int
+    fence: int
+    owner: str
+    address: str
+    left_s: float
+
+
+class Lease:
+    """A shard that this process owns. Changed by `Leases`, and by the journal, which may learn of its loss.
+
+    Attributes:
+        fence: The number of this ownership. Those of later owners are greater.
+        lease_id: Of the shard, for ever: the gateway's id for the shard's workers.
+    """
+
+    def __init__(self, shard: int, fence: int, lease_id: str, valid_until_s: float) -> None:
+        self.shard = shard
+        self.fence = fence
+        self.lease_id = lease_id
+        # By the monotonic clock.
+        self.valid_until_s = valid_until_s
+        # Why, once it is lost.
+        self.loss = ""
+        self._lost = asyncio.Event()
+
+    @property
+    def first_epoch(self) -> int:
+        """The first epoch for leases of workers: above those of all earlier owners."""
+        return self.fence << _EPOCHS_BITS
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it is certain that no other gateway owns the shard."""
+        return not self._lost.is_set() and time.monotonic() < self.valid_until_s
+
+    def lose(self, why: str) -> None:
+        """Notes that it is lost. `Leases.keep` ends."""
+        self.loss = self.loss or why
+        self._lost.set()
+
+    async def wait_lost(self, timeout_s: float) -> None:
+        """Waits so long at most. Raises OwnershipLost if it is lost."""
+        try:
+            await asyncio.wait_for(self._lost.wait(), timeout_s)
+        except TimeoutError:
+            return
+        raise OwnershipLost(f"shard {self.shard}: {self.loss}")
+
+
+class Leases:
+    """The leases of one process. Methods raise DatabaseFailed unless documented otherwise."""
+
+    def __init__(self, table: Table, owner: str, address: str, lease_s: float = LEASE_S) -> None:
+        """`owner`: a name of this process that no other has at the same time.
+
+        The next process with the same name need not wait until the leases of this one have expired.
+        """
+        self._table = table
+        self._owner = owner
+        self._address = address
+        self._lease_s = lease_s
+        self._warned_at_s = -_WARN_S
+
+    async def owners(self) -> list[Owned]:
+        """All shards."""
+        rows = await self._table.fetch(_LIST)
+        return [
+            Owned(shard, fence, owner if left_s else "", address if left_s else "", left_s or 0.0)
+            for shard, fence, owner, address, left_s in rows
+        ]
+
+    async def acquire(self, shard: int) -> Lease | None:
+        """Takes a shard that is free, has expired, or belongs to an earlier process of this name."""
+        await self._table.fetch(_ADD, shard, secrets.token_hex(_LEASE_ID_BYTES))
+        asked_at_s = time.monotonic()
+        rows = await self._table.fetch(_ACQUIRE, shard, self._lease_s, self._owner, self._address)
+        if not rows:
+            return None
+        fence, lease_id = rows[0]
+        return Lease(shard, fence, lease_id, self._valid_until_s(asked_at_s))
+
+    async def renew(self, lease: Lease) -> None:
+        """Renews it, or notes that it is lost."""
+        asked_at_s = time.monotonic()
+        if await self._table.fetch(_RENEW, lease.shard, self._lease_s, lease.fence):
+            lease.valid_until_s = self._valid_until_s(asked_at_s)
+        else:
+            lease.lose("another gateway has taken it over")
+
+    def _valid_until_s(self, asked_at_s: float) -> float:
+        return asked_at_s + _OWNERS_PART * self._lease_s
+
+    async def keep(self, lease: Lease) -> None:
+        """Renews it until cancelled. Raises OwnershipLost.
+
+        While the database is away the lease is not lost, but may become invalid.
+        """
+        pause_s = self._lease_s / 3
+        while True:
+            await lease.wait_lost(pause_s)
+            pause_s = self._lease_s / 3
+            try:
+                await self.renew(lease)
+            except DatabaseFailed as error:
+                pause_s = min(_RETRY_S, pause_s)
+                self._warn(error)
+
+    async def give_back(self, lease: Lease) -> None:
+        """Frees the shard for others at once. Nothing can be appended with the lease afterwards."""
+        lease.lose("it was given back")
+        await self._table.fetch(_GIVE_BACK, lease.shard, lease.fence)
+
+    async def watch(self, on_owners: Callable[[Sequence[Owned]], None]) -> None:
+        """Calls `on_owners` at first and whenever owners have changed, until cancelled.
+
+        While the database is away the owners are those that were seen last.
+        """
+        seen: list[tuple[int, int, str, str]] | None = None
+        while True:
+            try:
+                owners = await self.owners()
+                found = [(each.shard, each.fence, each.owner, each.address) for each in owners]
+                if found != seen:
+                    seen = found
+                    on_owners(owners)
+            except DatabaseFailed as error:
+                self._warn(error)
+            await asyncio.sleep(WATCH_S)
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await self._table.close()
+
+    def _warn(self, error: DatabaseFailed) -> None:
+        now_s = time.monotonic()
+        if now_s - self._warned_at_s >= _WARN_S:
+            self._warned_at_s = now_s
+            _log.warning("leases of shards cannot be read or renewed", error=str(error))
