@@ -17,6 +17,7 @@ import os
 import re
 import types
 import typing
+import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,7 @@ class ConfigError(Exception):
     """An invalid setting: its name, its source, its value, and the allowed values."""
 
     def __init__(self, setting: str, source: str, value: object, allowed: str) -> None:
+        value = _without_password(value)
         # As TOML has it. Its texts can be quoted as Python quotes them.
         self.shown = f"{setting} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
         super().__init__(f"{self.shown} (from {source}) is refused: {allowed}")
@@ -127,6 +129,22 @@ def _are_resources(value: str) -> bool:
 
 def _is_collector(value: str) -> bool:
     return not value or bool(re.fullmatch(r"https?://[^/?#@\s]+/?", value))
+
+
+def _is_journal(value: str) -> bool:
+    if not value.startswith(("postgresql://", "postgres://")):
+        return value in (_AUTO, "sqlite", "memory")
+    address = urllib.parse.urlsplit(value)
+    asked = urllib.parse.parse_qs(address.query, keep_blank_values=True)
+    return ":" not in address.netloc.rpartition("@")[0] and not {"password", "sslpassword"} & asked.keys()
+
+
+def _without_password(value: object) -> object:
+    """The value as it may be shown: addresses without passwords."""
+    if not isinstance(value, str) or "://" not in value:
+        return value
+    value = re.sub(r"://([^/?#]*?):.*@", r"://\1:***@", value, flags=re.DOTALL)
+    return re.sub(r"(password=)[^&#]*", r"\1***", value, flags=re.IGNORECASE)
 
 
 def _is_revision(value: str) -> bool:
@@ -400,13 +418,20 @@ class Config:
     )
     journal: str = _setting(
         _AUTO,
-        "storage of the journal of caches; auto is sqlite in data_dir if there is one, else memory",
-        (_AUTO, "sqlite", "memory"),
+        "storage of the journal of caches; auto is sqlite in data_dir if there is one, else memory;"
+        " postgresql://... is a database of PostgreSQL",
+        _Text(
+            _is_journal,
+            f"must be {_AUTO}, sqlite, memory, or postgresql://USER@HOST/DATABASE without a password, which"
+            " PGPASSWORD or a password file (PGPASSFILE) has",
+            pattern="^(auto|sqlite|memory|postgres(ql)?://.*)$",
+        ),
         group="state on disk",
     )
     journal_sync: str = _setting(
         "normal",
-        "durability of an answer: normal survives a crash of the gateway, full also one of the machine",
+        "durability of an answer with sqlite: normal survives a crash of the gateway, full also one of the"
+        " machine; postgresql survives both",
         ("normal", "full"),
     )
     orphan_grace_s: float = _setting(

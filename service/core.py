@@ -23,8 +23,8 @@ from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
 from service.config import Config, ConfigError
 from service.dispatcher import Dispatcher
-from service.journal.base import Journal, JournalUnusable
-from service.journal.sqlite import open_journal
+from service.journal.base import Journal
+from service.journal.opening import open_configured
 from service.logging import get_logger
 from service.metrics.figures import Figures, ObservedDispatcher
 from service.pool import wire
@@ -102,13 +102,15 @@ class Core:
 
     def _open_journal(self, directory: Path | None, tenant_of: Callable[[str], Tenant] | None) -> Journal:
         """Opens the journal and recovers its caches. Raises JournalUnusable."""
-        if self.config.journal == "memory" or (self.config.journal != "sqlite" and directory is None):
-            return Journal()
-        if directory is None:
-            raise JournalUnusable("journal = sqlite needs a data_dir if the port is chosen at each start")
-        journal = open_journal(directory, "full" if self.config.journal_sync == "full" else "normal")
+        config, caches = self.config, self.caches
         start_s = time.monotonic()
-        journal.recover(self.caches.recovering, self.caches.recovering_run)
+        try:
+            journal = open_configured(
+                config.journal, config.journal_sync, directory, caches.recovering, caches.recovering_run
+            )
+        except ModuleNotFoundError as error:
+            allowed = f"needs {error.name}, of the extra postgres: `make setup` installs it"
+            raise ConfigError("journal", "a setting", config.journal, allowed) from None
         # Without authentication, each stored name becomes a tenant.
         tenants: dict[str, Tenant] = {}
         if tenant_of is None:
@@ -116,7 +118,7 @@ class Core:
         self.caches.recovered(now_s=time.monotonic(), wall_s=time.time(), tenant_of=tenant_of)
         if len(self.caches):
             took_ms = round(1e3 * (time.monotonic() - start_s))
-            _log.info("recovered", caches=len(self.caches), journal=str(directory), took_ms=took_ms)
+            _log.info("recovered", caches=len(self.caches), journal=config.journal, took_ms=took_ms)
         return journal
 
     def _new_launcher(self, directory: Path | None) -> Launcher:
@@ -139,6 +141,7 @@ class Core:
         """Runs the workers and the tasks of the shard until cancelled. Raises PoolFailed."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.run(self.dispatcher), name="pool")
+            group.create_task(self.journal.run(), name="journal")
             group.create_task(self.dispatcher.keep_time(), name="time")
             group.create_task(self.adapter_loader.run(), name="adapters")
 

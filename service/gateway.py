@@ -30,7 +30,6 @@ from service.auth.tls import server_credentials
 from service.config import Config, ConfigError
 from service.core import Core
 from service.data_directory import data_directory
-from service.journal.sqlite import SqliteJournal
 from service.listening import actual_address
 from service.logging import get_logger
 from service.memory import MemoryTrimmer
@@ -102,8 +101,7 @@ class Gateway:
         self.stopping = asyncio.Event()
         self.text = TextModel(lambda: self.state.first_ready, current_tenant_name)
         # Spending is durable if the journal is.
-        is_durable = isinstance(self.core.journal, SqliteJournal)
-        self.spending = Spending(directory if is_durable else None)
+        self.spending = Spending(directory if self.core.journal.is_durable else None)
         self.runtimes_file = self._read_runtimes()
         self.router = self.runtimes_file.router
         self.executions = Executions(self.router, self.state)

@@ -24,6 +24,7 @@ from service.listening import ADDRESS_IS_FREE, actual_address, why_not_listening
 from service.logging import drain_log, get_logger
 from service.pool.launcher import PoolFailed
 from service.runtimes.sources import FindModel
+from service.shards.leases import OwnershipLost
 from service.shards.membership import LEAVE_WORKERS, Membership
 
 _log = get_logger(__name__)
@@ -111,6 +112,8 @@ def _report_failure(workers: asyncio.Task[None]) -> int:
     for failure in _single(error) if error is not None else ():
         if isinstance(failure, PoolFailed):
             _log.error("cannot start workers", error=str(failure))
+        elif isinstance(failure, OwnershipLost):
+            _log.error("another gateway has the journal", error=str(failure))
         else:
             _log.error("the worker pool failed", exc_info=failure)
     return 1

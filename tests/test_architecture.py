@@ -75,10 +75,9 @@ SERVICE_ROOMS = {
     "service.caches": ("service.errors", "service.token_bucket"),
     "service.journal": (
         "service.caches.records", "service.caches.ledger", "service.caches.segments", "service.caches.counts",
-        "service.logging", "service.postgres", "service.shards.leases",
+        "service.durable_file", "service.logging", "service.postgres", "service.shards.leases",
     ),
     "service.postgres": (),
-    "service.shards": ("service.logging", "service.postgres"),
     "service.dispatcher": (
         "service.caches", "service.journal.base", "service.journal.compactor", "service.errors",
         "service.logging",
@@ -122,7 +121,7 @@ SERVICE_ROOMS = {
     "service.listening": ("service.auth.unix_socket",),
     "service.shards": (
         "service.api", "service.auth", "service.config", "service.durable_file", "service.errors",
-        "service.journal.files", "service.logging",
+        "service.journal", "service.logging", "service.postgres",
     ),
     "service.core": (
         "service.adapters", "service.api", "service.auth.authenticator", "service.caches", "service.config",
@@ -139,7 +138,8 @@ SERVICE_ROOMS = {
     "service.server": (
         "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.errors",
         "service.gateway", "service.journal.base", "service.listening", "service.logging",
-        "service.pool.launcher", "service.runtimes.sources", "service.shards.membership",
+        "service.pool.launcher", "service.runtimes.sources", "service.shards.leases",
+        "service.shards.membership",
     ),
     "service.cli": (
         "service.adapters.store", "service.auth", "service.caches.ledger", "service.caches.records",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from service.caches.records import Record
@@ -25,6 +26,8 @@ class Journal:
 
     # The model tag that was stored with the recovered caches (`ModelVersions`). None: there is none.
     model_fingerprint: str | None = None
+    # Whether records survive this process.
+    is_durable = False
     # Called for each durable commit, with the seconds since it was given.
     on_latency: Callable[[float], None] | None = None
 
@@ -52,6 +55,13 @@ class Journal:
 
     def end_compaction(self) -> None:
         """Drops the records before the mark. All their caches have been restated or released since."""
+
+    async def run(self) -> None:
+        """Does what has to be done from time to time, until cancelled. Then it ends what is left to do.
+
+        Raises OwnershipLost if another gateway has taken over the journal.
+        """
+        await asyncio.Event().wait()
 
     def close(self) -> None:
         """Waits, for a bounded time, until all commits have finished. Closes the files."""

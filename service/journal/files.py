@@ -70,7 +70,7 @@ class Files:
         """Creates missing files. Raises JournalUnusable."""
         self.path = directory / DATABASE
         self._sync = sync
-        self._lock = _lock(directory)
+        self._lock = lock(directory)
         # The id of this gateway in table meta.
         self._owner = uuid.uuid4().hex
         self._stored_owner = _stored(_OWNER, self._owner)
@@ -339,26 +339,27 @@ def _boot_id() -> bytes:
     return bytes(16)
 
 
-def _lock(directory: Path) -> int:
+def lock(directory: Path) -> int:
+    """Locks a data directory, made if it is missing, until the result is closed. Raises JournalUnusable."""
     path = directory / LOCK
     with translate_errors(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        locked = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, b"%d\n" % os.getpid(), 0)
+            fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(locked, 0)
+            os.pwrite(locked, b"%d\n" % os.getpid(), 0)
         except BlockingIOError:
-            holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(lock)
+            holder = os.pread(locked, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(locked)
             raise JournalUnusable(
                 f"{directory} is in use by another gateway, process {holder}. "
                 "End it, or choose another directory."
             ) from None
         except BaseException:
-            os.close(lock)
+            os.close(locked)
             raise
-    return lock
+    return locked
 
 
 def _create(path: Path) -> None:

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from typing import Final, Protocol
 
+from service.caches.ledger import RecordConflict
 from service.caches.records import Record, TokensAppended
-from service.journal.encoding import PACKED_DECODE_BYTES, decode_packed
+from service.journal.base import JournalUnusable
+from service.journal.encoding import PACKED_DECODE_BYTES, CorruptRecord, NewerFormat, decode_packed
 
 # Called with a record and the Unix time in seconds at which it was written.
 Apply = Callable[[Record, float], None]
 # Called with consecutive appends of one token, merged into one record.
 ApplyRun = Callable[[TokensAppended, float], None]
 
+# Approximate overhead of a row where it is stored.
+ROW_BYTES: Final = 24
 # So many packed decodes are collected (5 MiB).
 _MAX_APPENDS = 1 << 18
 
@@ -55,6 +60,62 @@ class Replay:
             for run, wall_s in _runs(self._packed, self._walls_s):
                 self._apply_run(run, wall_s)
             self._packed, self._walls_s, self._count = [], [], 0
+
+
+class Damaged(Protocol):
+    """Makes the refusal of a journal, with an advice."""
+
+    def __call__(self, seq: int, what: str, *, is_newer: bool = False) -> JournalUnusable:
+        """`what`: the damage of row `seq`. `is_newer`: it is of a newer version of this program."""
+
+
+class Recovery:
+    """Replays all rows of a journal, which have to be complete. Methods raise JournalUnusable."""
+
+    def __init__(
+        self, apply: Apply, apply_run: ApplyRun, first_seq: int, next_seq: int, damaged: Damaged
+    ) -> None:
+        """Row `first_seq` is the first, and `next_seq` is that after the last."""
+        # Size of the rows.
+        self.size_bytes = 0
+        # What is wrong with the last row, if it was written only in part. It is not replayed.
+        self.torn: CorruptRecord | None = None
+        self._replay = Replay(apply, apply_run)
+        self._expected = first_seq
+        self._next_seq = next_seq
+        self._damaged = damaged
+
+    def add(self, seq: int, wall_ns: object, row: object) -> None:
+        """Replays the next row."""
+        if seq != self._expected:
+            raise self._damaged(self._expected, "it is missing")
+        self._expected += 1
+        try:
+            if not isinstance(wall_ns, int) or not isinstance(row, bytes):
+                raise CorruptRecord(0, "a column has the wrong type")
+            self._replay.add(row, seq, wall_ns)
+        except NewerFormat as error:
+            raise self._damaged(seq, str(error), is_newer=True) from None
+        except CorruptRecord as error:
+            if self._expected != self._next_seq:
+                raise self._damaged(seq, str(error)) from None
+            self.torn = error
+            return
+        except RecordConflict as error:
+            raise self._conflict(seq, error) from None
+        self.size_bytes += ROW_BYTES + len(row)
+
+    def end(self) -> None:
+        """Ends the replay after the last row."""
+        try:
+            self._replay.flush()
+        except RecordConflict as error:
+            raise self._conflict(self._expected - 1, error) from None
+        if self._expected != self._next_seq:
+            raise self._damaged(self._expected, "it is missing")
+
+    def _conflict(self, seq: int, error: RecordConflict) -> JournalUnusable:
+        return self._damaged(seq, f"the records up to this row conflict: {error}")
 
 
 def _runs(packed: list[bytes], walls_s: list[float]) -> Iterator[tuple[TokensAppended, float]]:

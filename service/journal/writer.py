@@ -14,18 +14,17 @@ from typing import Final
 
 from service.journal.encoding import seal
 from service.journal.files import FAILURES, Files, NotOwner, checkpoint, first_seq, last_seq, write_meta
+from service.journal.recovery import ROW_BYTES
+from service.journal.stored import MAX_ROW_BYTES
 from service.logging import get_logger
 
 _log = get_logger(__name__)
 
-# A row is closed when it is larger than this.
-_MAX_ROW_BYTES: Final = 8 << 20
 # A checkpoint runs after so long without commits,
 _IDLE_S: Final = 1.0
 # or when the write-ahead log has grown by so much.
 _WAL_BYTES: Final = 16 << 20
-# Approximate overhead of a row in the database and in the write-ahead log.
-ROW_BYTES: Final = 24
+# Approximate overhead of a row in the write-ahead log.
 _WAL_ROW_BYTES: Final = 6 << 10
 # Limits of the rows that are dropped after each written row.
 _DROP_ROWS: Final = 256
@@ -119,7 +118,7 @@ class Writer:
         while isinstance(item, bytes):
             commits.append(item)
             size += len(item)
-            if size > _MAX_ROW_BYTES:
+            if size > MAX_ROW_BYTES:
                 return commits, None
             try:
                 item = self._queue.get_nowait()

@@ -1,23 +1,23 @@
 """Connections to PostgreSQL, by asyncpg. Only this module knows the driver.
 
-No text of the driver about an address reaches a message: it may contain a password.
+No text of the driver about an address reaches a message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Final
 
 import asyncpg
 
-from service.postgres.errors import DatabaseFailed
+from service.postgres.errors import Conflict, DatabaseFailed
 from service.postgres.schema import upgrade
 
 CONNECT_S: Final = 5.0
-# The server ends a statement by itself after this, so that it is certain that it has failed. Then the
-# connection is closed if there is no answer, and it is not certain.
+# The server ends a statement by itself after this, so that it is certain that it has done nothing. If no
+# answer comes either, the connection is closed, and that is not certain.
 STATEMENT_S: Final = 10.0
 ANSWER_S: Final = STATEMENT_S + 2.0
 _CLOSE_S: Final = 1.0
@@ -25,15 +25,12 @@ _SETTINGS: Final = {
     "application_name": "quire",
     # What was answered survives a crash of the database, whatever its default is.
     "synchronous_commit": "on",
+    "default_transaction_isolation": "read committed",
     "statement_timeout": f"{STATEMENT_S:.0f}s",
     "idle_in_transaction_session_timeout": f"{STATEMENT_S:.0f}s",
 }
 # All that the driver raises. TimeoutError is an OSError.
 _FAILURES: Final = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, EOFError)
-
-
-class Conflict(DatabaseFailed):
-    """A row with this key exists already."""
 
 
 class Database:
@@ -44,22 +41,8 @@ class Database:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._connection: asyncpg.Connection | None = None
+        self._connection: Any = None
         self._lock = asyncio.Lock()
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the last statement's connection is still open."""
-        return self._connection is not None and not self._connection.is_closed()
-
-    async def connect(self) -> None:
-        """Opens the connection if it is not open. Raises DatabaseFailed."""
-        if self.is_connected:
-            return
-        with _translated():
-            self._connection = await asyncpg.connect(
-                self._url, timeout=CONNECT_S, command_timeout=ANSWER_S, server_settings=_SETTINGS
-            )
 
     async def prepare(self) -> None:
         """Creates the tables, or brings those of an earlier version up to date. Raises DatabaseFailed."""
@@ -67,11 +50,7 @@ class Database:
             await upgrade(connection)
 
     async def fetch(self, query: str, *values: object) -> list[Sequence[Any]]:
-        """The rows of a statement, which is a transaction.
-
-        Raises DatabaseFailed: then it is unknown whether the statement has done something, unless the
-        connection is still open.
-        """
+        """The rows of a statement, which is a transaction of its own. Raises DatabaseFailed."""
         async with self._ready() as connection:
             rows: list[Sequence[Any]] = await connection.fetch(query, *values)
             return rows
@@ -92,29 +71,36 @@ class Database:
 
     @contextlib.asynccontextmanager
     async def _ready(self) -> AsyncIterator[Any]:
+        """The open connection, for one statement."""
         async with self._lock:
-            await self.connect()
+            if self._connection is None or self._connection.is_closed():
+                with _translated(is_sent=False):
+                    self._connection = await asyncpg.connect(
+                        self._url, timeout=CONNECT_S, server_settings=_SETTINGS
+                    )
+            # Not the driver's timeout: it cancels the statement, and so ends a commit's wait for a standby.
+            timer = asyncio.get_running_loop().call_later(ANSWER_S, self._connection.terminate)
             try:
-                with _translated():
+                with _translated(is_sent=True):
                     yield self._connection
-            except asyncio.CancelledError:
-                # A statement may be running.
-                self.terminate()
-                raise
-            except DatabaseFailed as error:
-                if not isinstance(error.__cause__, asyncpg.PostgresError) or not self.is_connected:
+            except BaseException as error:
+                if not (isinstance(error, DatabaseFailed) and error.is_certain):
                     self.terminate()
                 raise
+            finally:
+                timer.cancel()
 
 
 @contextlib.contextmanager
-def _translated() -> Any:
+def _translated(*, is_sent: bool) -> Iterator[None]:
     try:
         yield
     except asyncpg.UniqueViolationError as error:
         raise Conflict("a row with this number exists") from error
     except _FAILURES as error:
-        raise DatabaseFailed(_described(error)) from error
+        # After a fatal error the transaction may have been committed before.
+        is_refused = getattr(error, "severity_en", None) == "ERROR"
+        raise DatabaseFailed(_described(error), is_certain=is_refused or not is_sent) from error
 
 
 def _described(error: BaseException) -> str:

@@ -79,6 +79,9 @@ class Table(Protocol):
     async def close(self) -> None:
         """Closes the connection."""
 
+    def terminate(self) -> None:
+        """Closes the connection without waiting."""
+
 
 @dataclass(frozen=True, slots=True)
 class Owned:

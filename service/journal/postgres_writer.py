@@ -1,0 +1,212 @@
+"""Appends rows of one shard to the table, in the order of the commits. All queued commits become one row.
+
+A row and the check that the shard is still this owner's are one statement, and so one transaction and one
+round trip. If the connection breaks during a statement, it may still be running. Nothing is written until it
+is known what has become of it: the shard's row gets the next `writer` number. That waits for the statement's
+lock, and refuses the statement if it comes later, since it names the number before. Then the last row tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from service.journal.encoding import seal
+from service.journal.recovery import ROW_BYTES
+from service.journal.stored import MAX_ROW_BYTES
+from service.logging import get_logger
+from service.postgres.errors import Conflict, DatabaseFailed
+from service.shards.leases import Lease, Table
+
+_log = get_logger(__name__)
+
+# The lock, of a reader, is held until the commit: it conflicts with a change of owner or writer.
+APPEND: Final = """
+    WITH mine AS (SELECT FROM quire.shards WHERE shard = $1 AND fence = $2 AND writer = $3 FOR SHARE)
+    INSERT INTO quire.log SELECT $1::int, $4::bigint, $5::bigint, $6::bytea FROM mine RETURNING seq
+"""
+APPEND_WITH_MODEL: Final = """
+    WITH mine AS (
+        UPDATE quire.shards SET model = $7 WHERE shard = $1 AND fence = $2 AND writer = $3 RETURNING 1)
+    INSERT INTO quire.log SELECT $1::int, $4::bigint, $5::bigint, $6::bytea FROM mine RETURNING seq
+"""
+NEXT_WRITER: Final = (
+    "UPDATE quire.shards SET writer = $3 WHERE shard = $1 AND fence = $2 AND writer < $3 RETURNING first_seq"
+)
+# A statement of its own: it has to see what the one before has waited for.
+LAST: Final = "SELECT coalesce(max(seq), 0) FROM quire.log WHERE shard = $1"
+SET_FIRST: Final = """
+    UPDATE quire.shards SET first_seq = greatest(first_seq, $3) WHERE shard = $1 AND fence = $2 RETURNING 1
+"""
+# Drops some rows that are not needed, whoever is the owner.
+DROP: Final = """
+    DELETE FROM quire.log WHERE shard = $1 AND seq = ANY (ARRAY(
+        SELECT seq FROM quire.log WHERE shard = $1
+            AND seq < (SELECT first_seq FROM quire.shards WHERE shard = $1) ORDER BY seq LIMIT 256))
+    RETURNING 1
+"""
+# Pauses between attempts to learn what has become of a row.
+_FIRST_RETRY_S: Final = 0.05
+_MAX_RETRY_S: Final = 2.0
+# While the database cannot be reached, commits are refused without another attempt for so long.
+_REFUSED_S: Final = 0.2
+_WARN_S: Final = 10.0
+
+# Called with a number of commits, the oldest that were not reported yet. True: they are durable. False: none
+# of them is stored.
+OnWritten = Callable[[int, bool], None]
+
+
+class _Lost(Exception):
+    """The shard belongs to another owner, or its rows are not those that were written."""
+
+
+class PostgresWriter:
+    """See `RowWriter`. Reports each commit once, in order; those of unknown outcome not at all."""
+
+    def __init__(self, table: Table, lease: Lease, on_written: OnWritten) -> None:
+        self.next_seq = self.first_seq = 1
+        self.written_bytes = 0
+        self.model: str | None = None
+        self.is_dropping = True
+        self._table = table
+        self._lease = lease
+        self._on_written = on_written
+        # What statements have to name: see above.
+        self._writer = 0
+        self._queue: deque[bytes] = deque()
+        self._task: asyncio.Task[None] | None = None
+        # `first_seq` is not in the table yet.
+        self._first_is_new = False
+        self._refused_until_s = 0.0
+        self._warned_at_s = -_WARN_S
+
+    def begin(self, first_seq: int, next_seq: int, size_bytes: int) -> None:
+        """Continues after the rows that were recovered."""
+        self.first_seq, self.next_seq, self.written_bytes = first_seq, next_seq, size_bytes
+
+    def append(self, frames: bytes) -> None:
+        """Queues the frames of a commit. Those of one turn of the event loop are written together."""
+        self._queue.append(frames)
+        self._start()
+
+    def drop(self, first_seq: int) -> None:
+        """See `RowWriter.drop`."""
+        self.first_seq, self.is_dropping, self._first_is_new = first_seq, True, True
+        self._start()
+
+    async def flush(self) -> None:
+        """Waits until all that is queued is written or refused."""
+        while self._task is not None and not self._task.done():
+            await asyncio.wait({self._task})
+
+    def stop(self) -> None:
+        """Ends without waiting."""
+        if self._task is not None:
+            self._task.cancel()
+        self._table.terminate()
+
+    def _start(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="journal")
+
+    async def _run(self) -> None:
+        try:
+            while self._queue or self.is_dropping:
+                if self._queue:
+                    commits = self._take_commits()
+                    self._on_written(len(commits), await self._commit(commits))
+                if self.is_dropping and not await self._drop_rows() and not self._queue:
+                    # Tried again after the next commit.
+                    return
+        except _Lost as lost:
+            self._lease.lose(str(lost))
+
+    def _take_commits(self) -> list[bytes]:
+        commits: list[bytes] = []
+        size = 0
+        while self._queue and size <= MAX_ROW_BYTES:
+            commits.append(self._queue.popleft())
+            size += len(commits[-1])
+        return commits
+
+    async def _commit(self, commits: list[bytes]) -> bool:
+        """Whether they are durable. Raises _Lost if that is not known, and never will be."""
+        if self._lease.loss or time.monotonic() < self._refused_until_s:
+            return False
+        wall_ns = time.time_ns()
+        row = seal(commits, self.next_seq, wall_ns)
+        model = self.model
+        key = self._lease.shard, self._lease.fence, self._writer, self.next_seq, wall_ns, row
+        try:
+            if model is None:
+                is_stored = bool(await self._table.fetch(APPEND, *key))
+            else:
+                is_stored = bool(await self._table.fetch(APPEND_WITH_MODEL, *key, model))
+        except Conflict:
+            self._lease.lose("another program has written to its journal")
+            return False
+        except DatabaseFailed as error:
+            self._warn("a write to the journal failed", error)
+            if error.is_certain:
+                self._refused_until_s = time.monotonic() + _REFUSED_S
+                return False
+            if not await self._has_stored():
+                return False
+        else:
+            if not is_stored:
+                self._lease.lose("another gateway has taken it over")
+                return False
+        self.next_seq += 1
+        self.written_bytes += ROW_BYTES + len(row)
+        if self.model == model:
+            self.model = None
+        return True
+
+    async def _has_stored(self) -> bool:
+        """Whether the last statement has stored its row, once that is certain. Raises _Lost."""
+        pause_s = _FIRST_RETRY_S
+        while True:
+            # An earlier attempt may come late: it must not set a lower number.
+            self._writer += 1
+            try:
+                return await self._find_last() == self.next_seq
+            except DatabaseFailed as error:
+                self._warn("it is not known yet whether records were written", error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_RETRY_S)
+
+    async def _find_last(self) -> int:
+        """The last row, which no earlier statement can change any more. Raises DatabaseFailed or _Lost."""
+        shard = self._lease.shard
+        if not await self._table.fetch(NEXT_WRITER, shard, self._lease.fence, self._writer):
+            raise _Lost("another gateway has taken it over")
+        ((last,),) = await self._table.fetch(LAST, shard)
+        # All rows may have been dropped.
+        found = max(int(last), self.first_seq - 1)
+        if not self.next_seq - 1 <= found <= self.next_seq:
+            raise _Lost(f"the last row is {found} instead of {self.next_seq - 1}: the database has lost rows")
+        return found
+
+    async def _drop_rows(self) -> bool:
+        """Drops some of the rows that are not needed. False: it failed."""
+        try:
+            if self._first_is_new:
+                first_seq = self.first_seq
+                if not await self._table.fetch(SET_FIRST, self._lease.shard, self._lease.fence, first_seq):
+                    self._lease.lose("another gateway has taken it over")
+                self._first_is_new = self.first_seq != first_seq
+            self.is_dropping = bool(await self._table.fetch(DROP, self._lease.shard)) or self._first_is_new
+        except DatabaseFailed as error:
+            self._warn("rows of the journal could not be dropped", error)
+            return False
+        return True
+
+    def _warn(self, event: str, error: DatabaseFailed) -> None:
+        now_s = time.monotonic()
+        if now_s - self._warned_at_s >= _WARN_S:
+            self._warned_at_s = now_s
+            _log.warning(event, shard=self._lease.shard, error=str(error))
