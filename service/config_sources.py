@@ -142,6 +142,7 @@ def conflicts(config: Config, sources: Mapping[str, str]) -> Iterator[tuple[tupl
     yield from _pool_conflicts(config, sources)
     if config.gateways > 1:
         yield from _gateway_conflicts(config, sources)
+    yield from _peer_conflicts(config, sources)
     for name in ("listen", "openai_listen"):
         value = getattr(config, name)
         if value and not (is_private(value) or config.tls_cert or config.insecure == "on"):
@@ -195,6 +196,24 @@ def _gateway_conflicts(
         if is_wrong:
             error = ConfigError(name, sources.get(name, "default"), getattr(config, name), problem)
             yield (name, "gateways"), error
+
+
+def _peer_conflicts(
+    config: Config, sources: Mapping[str, str]
+) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
+    """As `conflicts`, for gateways of several hosts."""
+    problems = [("peer_listen", config.shards > 1 and not config.peer_listen, "shards needs peer_listen too")]
+    if config.peer_listen:
+        problems = [
+            ("peer_listen", not config.journal.startswith("postgres"), "needs journal = postgresql://..."),
+            ("peer_listen", not config.workers_at, "needs workers_at, the same ones for all gateways"),
+            ("workers_at", config.worker_slots < config.shards, f"each of {config.shards} shards needs one"),
+            ("gateways", config.gateways > 1, "must be 1 with peer_listen: start each gateway"),
+        ]
+    for name, is_wrong, problem in problems:
+        if is_wrong:
+            error = ConfigError(name, sources.get(name, "default"), getattr(config, name), problem)
+            yield (name, "shards", "peer_listen"), error
 
 
 def _overlap(one: str, other: str) -> bool:

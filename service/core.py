@@ -36,10 +36,65 @@ from service.pool.remote import RemoteLauncher
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
 from service.runtimes.weight_uploads import WeightUploads
+from service.shards.forwarding import Forwarding
 from service.shards.ids import Shard
+from service.shards.leases import Lease, Leases
 from service.uploads import UploadDirectory
 
 _log = get_logger(__name__)
+_POLL_INTERVAL_S = 0.02
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenShard:
+    """What a core begins with: its journal, and the caches that were read from it."""
+
+    shard: Shard
+    caches: CacheMachine
+    journal: Journal
+    # Where further state is. None: nothing else survives the process.
+    directory: Path | None = None
+    # By which its workers know the gateways of the shard. None: by the directory.
+    lease: Lease | None = None
+
+
+def _new_caches(config: Config, shard: Shard) -> CacheMachine:
+    # Limits are settings of the same names.
+    limits = Limits(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Limits)})
+    return CacheMachine(limits, new_cache_id=shard.new_cache_id)
+
+
+def open_alone(config: Config, shard: Shard, directory: Path | None) -> OpenShard:
+    """Opens a shard that only this host has. Blocks. Raises JournalUnusable or ConfigError."""
+    caches, start_s = _new_caches(config, shard), time.monotonic()
+    try:
+        journal = open_configured(
+            config.journal, config.journal_sync, directory, caches.recovering, caches.recovering_run
+        )
+    except ModuleNotFoundError as error:
+        allowed = f"needs {error.name}, of the extra postgres: `make setup` installs it"
+        raise ConfigError("journal", "a setting", config.journal, allowed) from None
+    _log_recovered(config, shard, caches, start_s)
+    return OpenShard(shard, caches, journal, directory)
+
+
+async def open_leased(config: Config, shard: Shard, lease: Lease, leases: Leases) -> OpenShard:
+    """Opens a shard of several hosts. Raises JournalUnusable."""
+    from service.journal.postgres import PostgresJournal  # noqa: PLC0415 - its driver is an extra
+    from service.postgres.database import Database  # noqa: PLC0415
+
+    caches, start_s = _new_caches(config, shard), time.monotonic()
+    journal = PostgresJournal(Database(config.journal), leases, lease)
+    await journal.recover(caches.recovering, caches.recovering_run)
+    _log_recovered(config, shard, caches, start_s)
+    return OpenShard(shard, caches, journal, lease=lease)
+
+
+def _log_recovered(config: Config, shard: Shard, caches: CacheMachine, start_s: float) -> None:
+    if number := len(caches.ledger):
+        took_ms = round(1e3 * (time.monotonic() - start_s))
+        named = {"shard": shard.index} if shard.count > 1 else {}
+        _log.info("recovered", caches=number, journal=config.journal, took_ms=took_ms, **named)
 
 
 class Core:
@@ -48,25 +103,23 @@ class Core:
     def __init__(
         self,
         config: Config,
-        shard: Shard,
-        directory: Path | None,
+        opened: OpenShard,
         tenant_of: Callable[[str], Tenant] | None = None,
         figures: Figures | None = None,
         find_adapter: FindAdapter | None = None,
     ) -> None:
         """`tenant_of`: the owner of recovered caches. `figures`: counts appends and commits.
 
-        Raises JournalUnusable or ConfigError.
+        Raises ConfigError.
         """
         self.config = config
-        # Limits are settings of the same names.
-        limits = Limits(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Limits)})
-        self.caches = CacheMachine(limits, new_cache_id=shard.new_cache_id)
-        self.journal = self._open_journal(directory, tenant_of)
+        self.shard, directory, lease = opened.shard, opened.directory, opened.lease
+        self.caches, self.journal = opened.caches, opened.journal
+        self._recovered(tenant_of)
         configured = config.model if config.has_remote_workers else model_argument(config.model)
         self.versions = versions = ModelVersions(
             configured,
-            shard.workers(config.worker_slots),
+            self.shard.workers(config.worker_slots),
             directory,
             self.journal.model_fingerprint,
             self.journal.bind_model,
@@ -77,7 +130,7 @@ class Core:
             gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
             raise ConfigError("model", f"{directory}/weights.json", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.continued_from)
-        self.pool = Supervisor(config, versions, self._new_launcher(directory))
+        self.pool = Supervisor(config, versions, self._new_launcher(directory, lease))
         parts = self.caches, self.journal, functools.partial(wire.send, self.pool.links)
         if figures is not None:
             self.journal.on_latency = figures.commits.add
@@ -100,33 +153,20 @@ class Core:
         self.state.has_recovered = len(self.caches) > 0
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool, self.adapters)
 
-    def _open_journal(self, directory: Path | None, tenant_of: Callable[[str], Tenant] | None) -> Journal:
-        """Opens the journal and recovers its caches. Raises JournalUnusable."""
-        config, caches = self.config, self.caches
-        start_s = time.monotonic()
-        try:
-            journal = open_configured(
-                config.journal, config.journal_sync, directory, caches.recovering, caches.recovering_run
-            )
-        except ModuleNotFoundError as error:
-            allowed = f"needs {error.name}, of the extra postgres: `make setup` installs it"
-            raise ConfigError("journal", "a setting", config.journal, allowed) from None
+    def _recovered(self, tenant_of: Callable[[str], Tenant] | None) -> None:
         # Without authentication, each stored name becomes a tenant.
         tenants: dict[str, Tenant] = {}
         if tenant_of is None:
             tenant_of = lambda name: tenants.setdefault(name, Tenant(name))  # noqa: E731
         self.caches.recovered(now_s=time.monotonic(), wall_s=time.time(), tenant_of=tenant_of)
-        if len(self.caches):
-            took_ms = round(1e3 * (time.monotonic() - start_s))
-            _log.info("recovered", caches=len(self.caches), journal=config.journal, took_ms=took_ms)
-        return journal
 
-    def _new_launcher(self, directory: Path | None) -> Launcher:
+    def _new_launcher(self, directory: Path | None, lease: Lease | None) -> Launcher:
         """Raises ConfigError."""
         if self.config.launcher == "ray":
             return RayLauncher(directory, self.config, self._remove_leftovers)
         if self.config.has_remote_workers:
-            return RemoteLauncher(directory, self.config, self._remove_leftovers, Path(self.config.pool))
+            pool = Path(self.config.pool)
+            return RemoteLauncher(directory, self.config, self._remove_leftovers, pool, lease)
         grace_s = self.config.orphan_grace_s if directory is not None else 0.0
         return LocalLauncher(directory, grace_s, self._remove_leftovers)
 
@@ -145,8 +185,41 @@ class Core:
             group.create_task(self.dispatcher.keep_time(), name="time")
             group.create_task(self.adapter_loader.run(), name="adapters")
 
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new operations and waits for running ones."""
+        self.dispatcher.start_draining()
+        deadline_s = time.monotonic() + grace_s
+        # Polled, because an event for this rare case would cost time with each call.
+        while self.caches.operations_in_flight and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_INTERVAL_S)
+
     def close(self) -> None:
         """Closes the journal. All other parts have stopped before."""
         self.journal.close()
         for directory in self._upload_directories():
             directory.close()
+
+
+class AnsweringCore:
+    """The core of a further shard of a gateway. Calls reach it from its creation until it drains."""
+
+    def __init__(self, core: Core, forwarding: Forwarding) -> None:
+        self._core = core
+        self._forwarding = forwarding
+        forwarding.cores[core.shard.index] = core.api.run_here
+
+    async def run(self) -> None:
+        """Runs until cancelled, then gives the shard back. Raises OwnershipLost, PoolFailed."""
+        try:
+            await self._core.run()
+        finally:
+            self._forwarding.cores.pop(self._core.shard.index, None)
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new calls and waits for running ones. The workers keep their KV for the next owner."""
+        self._core.pool.detach_workers()
+        await self._core.drain(grace_s)
+
+    def close(self) -> None:
+        """Closes what is left."""
+        self._core.close()

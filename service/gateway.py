@@ -28,7 +28,7 @@ from service.auth.authenticator import Authenticator, current_tenant_name
 from service.auth.connections import server_options
 from service.auth.tls import server_credentials
 from service.config import Config, ConfigError
-from service.core import Core
+from service.core import AnsweringCore, Core, OpenShard, open_alone, open_leased
 from service.data_directory import data_directory
 from service.listening import actual_address
 from service.logging import get_logger
@@ -36,6 +36,7 @@ from service.memory import MemoryTrimmer
 from service.metrics.collector import Sources
 from service.metrics.exporter import Exporter
 from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
+from service.pool import pool_files
 from service.pool.model_versions import SHIPPED_MODEL_DIR
 from service.runtimes.executions import Executions
 from service.runtimes.loading import WeightsLoader
@@ -47,9 +48,11 @@ from service.runtimes.servicer import RunnerApi
 from service.runtimes.sources import FindModel, ModelSources
 from service.shards.forwarding import Forwarding
 from service.shards.ids import Shard
+from service.shards.keeper import Keeper, RunningCore
+from service.shards.leases import Lease, Leases
 from service.shards.membership import Membership, stop_parent
 from service.shards.peers import Peers
-from service.shards.table import FixedTable
+from service.shards.table import FixedTable, ShardTable
 from service.text.text_model import TextModel
 from service.tracing.opening import open_tracer
 
@@ -76,32 +79,37 @@ class Gateway:
         find_model: FindModel | None = None,
         find_adapter: FindAdapter | None = None,
         member: Membership | None = None,
+        cluster: tuple[Keeper, OpenShard] | None = None,
     ) -> None:
-        """`member`: if there are several gateways. `find_...`: finds models and adapters of the hub.
+        """`member`: of several gateways of this host. `cluster`: of several hosts, with the home shard.
+
+        `find_...`: finds models and adapters of the hub.
 
         Raises JournalUnusable, BadRuntimes or ConfigError.
         """
         self._find_model = find_model
         self.config = config
+        self._keeper: Keeper | None = None
         self.authenticator = Authenticator.of(config)
         self.exporter = Exporter(config.metrics_listen) if config.metrics_listen else None
-        directory = data_directory(config) if member is None else member.directory
-        self.core = Core(
-            config,
-            Shard() if member is None else member.shard,
-            directory,
-            None if self.authenticator is None else self.authenticator.tenant,
-            None if self.exporter is None else self.exporter.figures,
-            find_adapter,
-        )
+        if cluster is not None:
+            self._keeper, opened = cluster
+        elif member is not None:
+            opened = open_alone(config, member.shard, member.directory)
+        else:
+            opened = open_alone(config, Shard(), data_directory(config))
+        self._find_adapter = find_adapter
+        self._tenant_of = None if self.authenticator is None else self.authenticator.tenant
+        figures = None if self.exporter is None else self.exporter.figures
+        self.core = Core(config, opened, self._tenant_of, figures, find_adapter)
         self.state = self.core.state
         self._member = member
-        self._peers = None if member is None else self._connect(member)
+        self._forwarding = self._connect()
         # Set when the server has to stop.
         self.stopping = asyncio.Event()
         self.text = TextModel(lambda: self.state.first_ready, current_tenant_name)
         # Spending is durable if the journal is.
-        self.spending = Spending(directory if self.core.journal.is_durable else None)
+        self.spending = Spending(opened.directory if self.core.journal.is_durable else None)
         self.runtimes_file = self._read_runtimes()
         self.router = self.runtimes_file.router
         self.executions = Executions(self.router, self.state)
@@ -126,14 +134,31 @@ class Gateway:
         # Fields of the log event "ready", until the first worker is ready.
         self._ready_fields: dict[str, str] = {}
 
-    def _connect(self, member: Membership) -> Peers:
-        """Lets this gateway answer for all shards, with the help of the others."""
-        peers = Peers(self.config, member.secret)
-        table = FixedTable(member.addresses)
-        self.core.api.elsewhere = Forwarding(self.config, member.shard, table, peers, self.state.answers)
+    def _connect(self) -> Forwarding | None:
+        """Lets this gateway answer for all shards, with the help of the others. None: there are none."""
+        config = self.config
+        if self._member is not None:
+            table: ShardTable = FixedTable(self._member.addresses)
+            peers = Peers(config, self._member.secret)
+        elif self._keeper is not None:
+            table, pool = self._keeper, Path(config.pool)
+            peers = Peers(config, pool_files.secret(pool), pool_files.channel_credentials(pool))
+        else:
+            return None
+        forwarding = Forwarding(config, self.core.shard, table, peers, self.state.answers)
+        self.core.api.elsewhere = forwarding
         if self.authenticator is not None:
-            self.authenticator.hop_secret = member.secret
-        return peers
+            self.authenticator.hop_secret = peers.secret
+        return forwarding
+
+    async def _open_core(self, shard: Shard, lease: Lease, leases: Leases) -> RunningCore:
+        """The core of a further shard, which answers from now on."""
+        assert self._forwarding is not None
+        opened = await open_leased(self.config, shard, lease, leases)
+        core = Core(self.config, opened, self._tenant_of, None, self._find_adapter)
+        # The limit is of the process.
+        core.state.answers = self.state.answers
+        return AnsweringCore(core, self._forwarding)
 
     def _read_runtimes(self) -> RuntimesFile:
         """Reads the runtimes file, with the local runtime as one of them. Raises BadRuntimes."""
@@ -203,8 +228,7 @@ class Gateway:
             port = self.server.add_insecure_port(self.config.listen)
         else:
             port = self.server.add_secure_port(self.config.listen, self.credentials)
-        if self._member is not None:
-            self.server.add_insecure_port(self._member.addresses[self._member.shard.index])
+        self._listen_for_peers()
         listen = actual_address(self.config.listen, port)
         self._ready_fields = {"listen": listen} | _first_command(self.config, listen)
         self._port = port
@@ -218,10 +242,20 @@ class Gateway:
         if self.tracer is not None:
             self.tracer.close()
 
+    def _listen_for_peers(self) -> None:
+        """Raises RuntimeError if the address is taken."""
+        if self._member is not None:
+            self.server.add_insecure_port(self._member.addresses[self._member.shard.index])
+        elif self._keeper is not None:
+            credentials = pool_files.server_credentials(Path(self.config.pool))
+            self.server.add_secure_port(self.config.peer_listen, credentials)
+
     async def run_workers(self) -> None:
         """Runs the workers and all background tasks until cancelled. Raises PoolFailed."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.core.run(), name="core")
+            if self._keeper is not None:
+                group.create_task(self._keeper.run(self._open_core), name="shards")
             if self.authenticator is not None:
                 group.create_task(self.authenticator.watch(), name="authenticator")
             group.create_task(self.state.watch.run(), name="watch")
@@ -247,14 +281,16 @@ class Gateway:
         self.executions.end_all()
         self.core.dispatcher.start_draining()
         self.core.api.end_sessions()
-        # Polled, because an event for this rare case would cost time with each call.
-        while self.core.caches.operations_in_flight and time.monotonic() < deadline_s:
-            await asyncio.sleep(_POLL_INTERVAL_S)
+        if self._keeper is not None:
+            # For the next owner of the shard.
+            self.core.pool.detach_workers()
+            await self._keeper.drain()
+        await self.core.drain(deadline_s - time.monotonic())
         if self.front is not None:
             await self.front.stop(_FINAL_GRACE_S)
         await self.server.stop(_FINAL_GRACE_S)
-        if self._peers is not None:
-            await self._peers.close()
+        if self._forwarding is not None:
+            await self._forwarding.close()
 
     def _log_ready(self) -> None:
         if self._ready_fields and self.state.has_ready_worker:

@@ -16,14 +16,17 @@ from collections.abc import Iterator
 
 from service.adapters.loader import FindAdapter
 from service.auth.unix_socket import LockedUnixSocket
-from service.config import Config
+from service.config import Config, ConfigError
+from service.core import OpenShard, open_leased
 from service.errors import BadRuntimes
 from service.gateway import Gateway
 from service.journal.base import JournalUnusable
 from service.listening import ADDRESS_IS_FREE, actual_address, why_not_listening
 from service.logging import drain_log, get_logger
 from service.pool.launcher import PoolFailed
+from service.postgres.errors import DatabaseFailed
 from service.runtimes.sources import FindModel
+from service.shards.keeper import Keeper
 from service.shards.leases import OwnershipLost
 from service.shards.membership import LEAVE_WORKERS, Membership
 
@@ -49,7 +52,8 @@ async def serve(
                 _log.error("cannot listen", listen=config.listen, error=error.strerror)
                 return 1
         try:
-            gateway = Gateway(config, find_model, find_adapter, member)
+            cluster = await _join(config) if config.peer_listen else None
+            gateway = Gateway(config, find_model, find_adapter, member, cluster)
         except JournalUnusable as error:
             # A server on the same port has locked the data directory, too. The port is the clearer message.
             if not is_unix and (why_not := why_not_listening(config.listen)) != ADDRESS_IS_FREE:
@@ -62,6 +66,19 @@ async def serve(
             return 2
         stack.callback(gateway.close)
         return await _run(gateway, is_member=member is not None)
+
+
+async def _join(config: Config) -> tuple[Keeper, OpenShard]:
+    """Waits for a first shard, and opens it. Raises JournalUnusable or ConfigError."""
+    try:
+        keeper = Keeper(config, f"{config.peer_listen} {config.advertise}".strip())
+    except ModuleNotFoundError as error:
+        allowed = f"needs {error.name}, of the extra postgres: `make setup` installs it"
+        raise ConfigError("journal", "a setting", config.journal, allowed) from None
+    try:
+        return keeper, await open_leased(config, *await keeper.join())
+    except DatabaseFailed as error:
+        raise JournalUnusable(f"the database of the journal: {error}") from None
 
 
 async def _run(gateway: Gateway, *, is_member: bool) -> int:

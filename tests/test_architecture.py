@@ -87,7 +87,7 @@ SERVICE_ROOMS = {
         "service.caches", "service.config", "service.dispatcher", "service.durable_file", "service.errors",
         "service.logging", "service.running_clock",
         "service.model_names",
-        "service.printable",
+        "service.printable", "service.shards.leases",
     ),
     "service.adapters": (
         "service.caches.machine", "service.completion", "service.config", "service.durable_file",
@@ -121,25 +121,24 @@ SERVICE_ROOMS = {
     "service.listening": ("service.auth.unix_socket",),
     "service.shards": (
         "service.api", "service.auth", "service.config", "service.durable_file", "service.errors",
-        "service.journal", "service.logging", "service.postgres",
+        "service.journal", "service.logging", "service.pool.pool_files", "service.postgres",
     ),
     "service.core": (
         "service.adapters", "service.api", "service.auth.authenticator", "service.caches", "service.config",
         "service.dispatcher", "service.journal", "service.logging", "service.metrics.figures",
-        "service.pool", "service.runtimes.weight_uploads", "service.shards", "service.uploads",
+        "service.pool", "service.postgres.database", "service.runtimes.weight_uploads", "service.shards",
+        "service.uploads",
     ),
     "service.gateway": (
         "service.adapters.loader", "service.api", "service.auth", "service.config", "service.core",
-        "service.data_directory", "service.journal.sqlite", "service.listening", "service.logging",
-        "service.memory", "service.metrics", "service.model_names", "service.openai",
-        "service.pool.model_versions", "service.runtimes", "service.shards", "service.text",
-        "service.tracing",
+        "service.data_directory", "service.listening", "service.logging", "service.memory",
+        "service.metrics", "service.model_names", "service.openai", "service.pool.model_versions",
+        "service.pool.pool_files", "service.runtimes", "service.shards", "service.text", "service.tracing",
     ),
     "service.server": (
-        "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.errors",
-        "service.gateway", "service.journal.base", "service.listening", "service.logging",
-        "service.pool.launcher", "service.runtimes.sources", "service.shards.leases",
-        "service.shards.membership",
+        "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.core",
+        "service.errors", "service.gateway", "service.journal.base", "service.listening", "service.logging",
+        "service.pool.launcher", "service.postgres.errors", "service.runtimes.sources", "service.shards",
     ),
     "service.cli": (
         "service.adapters.store", "service.auth", "service.caches.ledger", "service.caches.records",

@@ -35,7 +35,7 @@ def is_available(config: Config) -> bool:
 
 def check_only_gateway(config: Config) -> None:
     """Raises SeveralGateways: a change of one gateway would be lost in most calls."""
-    if config.gateways > 1:
+    if config.gateways > 1 or config.peer_listen:
         raise SeveralGateways
 
 

@@ -175,6 +175,10 @@ class Forwarding:
             )
         return response
 
+    async def close(self) -> None:
+        """Ends the connections to the others."""
+        await self._peers.close()
+
     # ListCaches.
 
     async def list_caches(

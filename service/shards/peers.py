@@ -15,6 +15,7 @@ from service.auth.forwarded import HOP, TENANT
 from service.config import Config
 from service.errors import DeadlinePassed, GatewayUnavailable, QuireError
 from service.logging import current_request_id, get_logger
+from service.pool.pool_files import GATEWAY_NAME
 
 _log = get_logger(__name__)
 # What this hop sets itself.
@@ -29,17 +30,20 @@ class Peers:
         self, config: Config, secret: str, credentials: grpc.ChannelCredentials | None = None
     ) -> None:
         """`secret`: by which gateways know each other's calls. Without `credentials` only Unix sockets."""
-        self._secret = secret
+        self.secret = secret
         self._credentials = credentials
-        self._options = [
+        self._options: list[tuple[str, int | str]] = [
             ("grpc.max_receive_message_length", config.max_response_bytes),
             ("grpc.max_send_message_length", config.max_request_bytes),
             ("grpc.use_local_subchannel_pool", 1),
             # One that was restarted is found soon.
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 1000),
+            ("grpc.min_reconnect_backoff_ms", 3000),
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
+        if credentials is not None:
+            # Gateways have one certificate, whatever their addresses are.
+            self._options.append(("grpc.ssl_target_name_override", GATEWAY_NAME))
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._methods: dict[tuple[str, str], Callable[..., Any]] = {}
 
@@ -80,7 +84,7 @@ class Peers:
     def passed_on(self, metadata: Metadata) -> Sequence[tuple[str, str | bytes]]:
         """The caller's metadata, with what makes it a forwarded call."""
         own = (
-            (HOP, self._secret),
+            (HOP, self.secret),
             (TENANT, current_tenant_name()),
             (REQUEST_ID_METADATA, current_request_id()),
         )
