@@ -25,7 +25,7 @@ from service.model_names import MAX_HUB_ID, MODELS, SHIPPED_MODEL
 
 ENV_PREFIX = "QUIRE_"
 # The settings that name an address to listen on.
-ADDRESSES = ("listen", "openai_listen", "metrics_listen", "pool_listen")
+ADDRESSES = ("listen", "openai_listen", "metrics_listen", "pool_listen", "peer_listen")
 
 # Environment variables with the prefix that are not settings: the file, those of the client commands, and
 # those that workers read themselves (kernels/cpu/library.py).
@@ -238,6 +238,28 @@ class Config:
     )
     tokens: str = _setting("", "TOML file of bearer tokens and tenants, see `quire token`", _FILE)
     reflection: str = _setting("on", "offer gRPC server reflection", _SWITCH)
+    gateways: int = _setting(
+        1,
+        "number of gateway processes behind one port, each with a part of the caches and of the workers; the"
+        " caches of a data directory are of one number",
+        _Range(1, 64),
+    )
+    shards: int = _setting(
+        1,
+        "number of parts of the caches that gateways of several hosts share among them; fixed for a database",
+        _Range(1, 1024),
+    )
+    peer_listen: str = _setting(
+        "",
+        "be one of several gateways with one journal in PostgreSQL: the others call this one here, by TLS"
+        " with the certificates of `pool`",
+        _HTTP_ADDRESS,
+    )
+    advertise: str = _setting(
+        "",
+        "the address at which clients reach this gateway and no other; answers name that of their cache's",
+        _HTTP_ADDRESS,
+    )
     workers: int | None = _setting(
         1,
         "number of workers; each loads the weights and serves a part of the sequences; auto is one per GPU,"

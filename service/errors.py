@@ -89,6 +89,11 @@ def malformed_request(message: str = "the request is not a valid message") -> In
     return InvalidArgument("MALFORMED_REQUEST", "", message)
 
 
+def bad_page_token() -> InvalidArgument:
+    """The token of a page is not one of this server."""
+    return InvalidArgument("BAD_PAGE_TOKEN", "page_token", "must be one that ListCaches returned")
+
+
 def reused_request_id() -> InvalidArgument:
     """The request id belongs to another request."""
     return InvalidArgument("REQUEST_ID_REUSED", "request_id", "the request_id belongs to another request")
@@ -140,6 +145,18 @@ class WeightsChanged(QuireError, code="FAILED_PRECONDITION", reason="WEIGHTS_CHA
         advice = "nothing was applied, retry" if can_be_repeated else "this cache can only be released"
         retry_after_s = 0.01 if can_be_repeated else None
         super().__init__(f"the server now serves other weights: {advice}", retry_after_s=retry_after_s)
+
+
+class SeveralShards(QuireError, code="FAILED_PRECONDITION", reason="SEVERAL_SHARDS"):
+    """What is all or nothing cannot be done by several gateways."""
+
+    message = "the caches belong to several gateways: fork and release those of each gateway in one call"
+
+
+class SeveralGateways(QuireError, code="FAILED_PRECONDITION", reason="SEVERAL_GATEWAYS"):
+    """The call would change one gateway only, and callers do not know which of them answers."""
+
+    message = "the server has several gateways, and this call would change one of them: use the settings"
 
 
 class AdapterLost(QuireError, code="FAILED_PRECONDITION", reason="ADAPTER_LOST"):
@@ -324,6 +341,18 @@ class Draining(QuireError, code="UNAVAILABLE", reason="DRAINING", retry_after_s=
     message = "the server is draining"
 
 
+class GatewayUnavailable(QuireError, code="UNAVAILABLE", reason="GATEWAY_UNAVAILABLE", retry_after_s=0.5):
+    """The gateway that has the cache cannot be reached, or the connection to it broke."""
+
+    message = "the gateway that has this cache cannot be reached; with `position` the call can be repeated"
+
+
+class ShardMoved(QuireError, code="UNAVAILABLE", reason="SHARD_MOVED", retry_after_s=0.2):
+    """The cache moved to another gateway just now. Calls are forwarded once."""
+
+    message = "the cache belongs to another gateway since a moment ago; nothing was applied"
+
+
 class WorkerLost(QuireError, code="UNAVAILABLE", reason="WORKER_LOST", retry_after_s=0.1):
     """Workers died repeatedly during the call. An immediate retry can succeed."""
 
@@ -358,13 +387,14 @@ class Loading(QuireError, code="ABORTED", reason="LOADING", retry_after_s=1.0):
 class DeadlinePassed(QuireError, code="DEADLINE_EXCEEDED", reason="DEADLINE_PASSED"):
     """The call's deadline passed before it started, or a sample's deadline before it was finished."""
 
-    def __init__(self, *, has_begun: bool = False) -> None:
-        """`has_begun`: a part of the sample was generated."""
-        super().__init__(
-            "the deadline passed before the sample was finished; the chunks sent so far are valid"
-            if has_begun
-            else "the deadline passed before the call was started; nothing was applied"
-        )
+    def __init__(self, *, has_begun: bool = False, forwarded: bool = False) -> None:
+        """`has_begun`: a part of the sample was generated. `forwarded`: to the gateway that has the cache."""
+        message = "the deadline passed before the call was started; nothing was applied"
+        if has_begun:
+            message = "the deadline passed before the sample was finished; the chunks sent so far are valid"
+        elif forwarded:
+            message = "the deadline passed before the gateway that has the cache answered"
+        super().__init__(message)
 
 
 class MessageTimeout(QuireError, code="DEADLINE_EXCEEDED", reason="MESSAGE_TIMEOUT"):

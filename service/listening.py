@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,31 @@ def actual_address(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}" if port > 1 else address
 
 
-def listening_socket(address: str, backlog: int | None = None) -> socket.socket:
+def listening_socket(address: str, backlog: int | None = None, *, is_shared: bool = False) -> socket.socket:
     """Binds an address that is not of a Unix socket; clients can connect from now on. Raises OSError.
 
-    `backlog`: see `socket.create_server`.
+    `backlog`: see `socket.create_server`. `is_shared`: other gateways listen there, too.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # As gRPC's port: [::] also accepts IPv4.
     is_dual = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
-    return socket.create_server((host, int(port)), family=family, backlog=backlog, dualstack_ipv6=is_dual)
+    return socket.create_server(
+        (host, int(port)), family=family, backlog=backlog, dualstack_ipv6=is_dual, reuse_port=is_shared
+    )
+
+
+@contextlib.contextmanager
+def reserved(address: str) -> Iterator[str]:
+    """An address on which several gateways can listen, with the chosen port for port 0. Raises OSError."""
+    host, _, port = address.rpartition(":")
+    family, *_, found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Without listen(), it gets no connections.
+        held.bind(found)
+        yield actual_address(address, held.getsockname()[1])
 
 
 def is_address(host: str) -> bool:

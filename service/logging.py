@@ -18,7 +18,7 @@ import io
 import logging
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TextIO
 
@@ -38,14 +38,21 @@ _DRAIN_S = 1.0
 _COMMON_KEYS = ("timestamp", "level", "logger", "event", _REQUEST_ID, _TRACE_ID)
 
 
-def configure_logging(level: str = "info", log_format: str = "auto", stream: TextIO | None = None) -> None:
+def configure_logging(
+    level: str = "info",
+    log_format: str = "auto",
+    stream: TextIO | None = None,
+    fields: Mapping[str, object] | None = None,
+) -> None:
     """Sends every log record of this process to `stream`, by default standard error.
 
     Replaces an earlier configuration. `log_format` is "json", "pretty", or "auto": pretty on a terminal.
+    `fields`: what each record has.
     """
     terminal = (stream or sys.stderr).isatty()
     pretty = log_format == "pretty" or (log_format == "auto" and terminal)
     shared: list[Processor] = [
+        lambda _logger, _method, record: {**record, **(fields or {})},
         _add_ids,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,

@@ -9,30 +9,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
+import sys
 from collections.abc import Iterator
 
 from service.adapters.loader import FindAdapter
 from service.auth.unix_socket import LockedUnixSocket
-from service.config import Config
+from service.config import Config, ConfigError
+from service.core import OpenShard, open_leased
 from service.errors import BadRuntimes
 from service.gateway import Gateway
 from service.journal.base import JournalUnusable
 from service.listening import ADDRESS_IS_FREE, actual_address, why_not_listening
 from service.logging import drain_log, get_logger
 from service.pool.launcher import PoolFailed
+from service.postgres.errors import DatabaseFailed
 from service.runtimes.sources import FindModel
+from service.shards.keeper import Keeper
 from service.shards.leases import OwnershipLost
+from service.shards.membership import LEAVE_WORKERS, Membership
 
 _log = get_logger(__name__)
 
 
 async def serve(
-    config: Config, find_model: FindModel | None = None, find_adapter: FindAdapter | None = None
+    config: Config,
+    find_model: FindModel | None = None,
+    find_adapter: FindAdapter | None = None,
+    member: Membership | None = None,
 ) -> int:
     """Runs a gateway until a signal or a failure. Returns the exit status of the process.
 
-    The caller raises the limit on file descriptors: see `with_descriptors`. `find_...`: see `Gateway`.
+    The caller raises the limit on file descriptors: see `with_descriptors`. Other arguments: see `Gateway`.
     """
     with contextlib.ExitStack() as stack:
         is_unix = config.listen.startswith("unix:")
@@ -43,7 +52,8 @@ async def serve(
                 _log.error("cannot listen", listen=config.listen, error=error.strerror)
                 return 1
         try:
-            gateway = Gateway(config, find_model, find_adapter)
+            cluster = await _join(config) if config.peer_listen else None
+            gateway = Gateway(config, find_model, find_adapter, member, cluster)
         except JournalUnusable as error:
             # A server on the same port has locked the data directory, too. The port is the clearer message.
             if not is_unix and (why_not := why_not_listening(config.listen)) != ADDRESS_IS_FREE:
@@ -55,13 +65,26 @@ async def serve(
             _log.error("cannot use the runtimes", path=config.runtimes, error=error.message)
             return 2
         stack.callback(gateway.close)
-        return await _run(gateway)
+        return await _run(gateway, is_member=member is not None)
 
 
-async def _run(gateway: Gateway) -> int:
+async def _join(config: Config) -> tuple[Keeper, OpenShard]:
+    """Waits for a first shard, and opens it. Raises JournalUnusable or ConfigError."""
+    try:
+        keeper = Keeper(config, f"{config.peer_listen} {config.advertise}".strip())
+    except ModuleNotFoundError as error:
+        allowed = f"needs {error.name}, of the extra postgres: `make setup` installs it"
+        raise ConfigError("journal", "a setting", config.journal, allowed) from None
+    try:
+        return keeper, await open_leased(config, *await keeper.join())
+    except DatabaseFailed as error:
+        raise JournalUnusable(f"the database of the journal: {error}") from None
+
+
+async def _run(gateway: Gateway, *, is_member: bool) -> int:
     config = gateway.config
     # First, so that no signal can leave anything behind.
-    _stop_on_signals(gateway)
+    _stop_on_signals(gateway, is_member=is_member)
     try:
         port = await gateway.start()
     except RuntimeError:
@@ -89,7 +112,7 @@ async def _run(gateway: Gateway) -> int:
         status = _report_failure(workers)
         await gateway.server.stop(0)
     else:
-        _log.info("draining", operations=gateway.caches.operations_in_flight)
+        _log.info("draining", operations=gateway.core.caches.operations_in_flight)
         await gateway.drain()
     stopping.cancel()
     workers.cancel()
@@ -122,22 +145,33 @@ def _single(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def _stop_on_signals(gateway: Gateway) -> None:
+def _stop_on_signals(gateway: Gateway, *, is_member: bool) -> None:
     """The first SIGTERM, SIGINT or SIGUSR2 starts a drain, the second one kills the process.
 
-    SIGTERM and SIGINT stop the workers. SIGUSR2 leaves them to the next gateway.
+    SIGTERM and SIGINT stop the workers. SIGUSR2 leaves them to the next gateway. One of several gateways is
+    told by its parent: service managers send signals to all processes at once.
     """
+
+    def on_parent() -> None:
+        told = os.read(sys.stdin.fileno(), 1)
+        if not told:
+            # The parent was killed.
+            signal.raise_signal(signal.SIGKILL)
+        on_signal(signal.SIGUSR2 if told == LEAVE_WORKERS else signal.SIGTERM)
 
     def on_signal(number: signal.Signals) -> None:
         leave_workers = number == signal.SIGUSR2
         if gateway.stopping.is_set():
             _log.warning("stopping at once")
             if not leave_workers:
-                gateway.pool.kill()
+                gateway.core.pool.kill()
             drain_log()
             signal.raise_signal(signal.SIGKILL)
         gateway.stop(leave_workers=leave_workers)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        loop.add_signal_handler(number, on_signal, number)
+        # Ignored by a handler, which the processes that it starts do not inherit.
+        loop.add_signal_handler(number, (lambda _: None) if is_member else on_signal, number)
+    if is_member:
+        loop.add_reader(sys.stdin.fileno(), on_parent)

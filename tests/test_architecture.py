@@ -78,7 +78,6 @@ SERVICE_ROOMS = {
         "service.durable_file", "service.logging", "service.postgres", "service.shards.leases",
     ),
     "service.postgres": (),
-    "service.shards": ("service.logging", "service.postgres"),
     "service.dispatcher": (
         "service.caches", "service.journal.base", "service.journal.compactor", "service.errors",
         "service.logging",
@@ -88,7 +87,7 @@ SERVICE_ROOMS = {
         "service.caches", "service.config", "service.dispatcher", "service.durable_file", "service.errors",
         "service.logging", "service.running_clock",
         "service.model_names",
-        "service.printable",
+        "service.printable", "service.shards.leases",
     ),
     "service.adapters": (
         "service.caches.machine", "service.completion", "service.config", "service.durable_file",
@@ -120,26 +119,34 @@ SERVICE_ROOMS = {
     ),
     "service.tracing": ("service.api", "service.config", "service.logging"),
     "service.listening": ("service.auth.unix_socket",),
-    "service.gateway": (
-        "service.adapters", "service.api", "service.caches", "service.config", "service.data_directory",
-        "service.dispatcher", "service.auth", "service.errors",
-        "service.journal", "service.listening", "service.logging", "service.memory", "service.metrics",
-        "service.openai", "service.pool", "service.runtimes", "service.text", "service.tracing",
+    "service.shards": (
+        "service.api", "service.auth", "service.config", "service.durable_file", "service.errors",
+        "service.journal", "service.logging", "service.pool.pool_files", "service.postgres",
+    ),
+    "service.core": (
+        "service.adapters", "service.api", "service.auth.authenticator", "service.caches", "service.config",
+        "service.dispatcher", "service.journal", "service.logging", "service.metrics.figures",
+        "service.pool", "service.postgres.database", "service.runtimes.weight_uploads", "service.shards",
         "service.uploads",
-        "service.model_names",
+    ),
+    "service.gateway": (
+        "service.adapters.loader", "service.api", "service.auth", "service.config", "service.core",
+        "service.data_directory", "service.listening", "service.logging", "service.memory",
+        "service.metrics", "service.model_names", "service.openai", "service.pool.model_versions",
+        "service.pool.pool_files", "service.runtimes", "service.shards", "service.text", "service.tracing",
     ),
     "service.server": (
-        "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.errors",
-        "service.gateway", "service.journal.base", "service.listening", "service.logging",
-        "service.pool.launcher", "service.runtimes.sources", "service.shards.leases",
+        "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.core",
+        "service.errors", "service.gateway", "service.journal.base", "service.listening", "service.logging",
+        "service.pool.launcher", "service.postgres.errors", "service.runtimes.sources", "service.shards",
     ),
     "service.cli": (
         "service.adapters.store", "service.auth", "service.caches.ledger", "service.caches.records",
         "service.config", "service.config_sources", "service.data_directory", "service.errors",
         "service.journal", "service.listening", "service.logging", "service.openai.front",
-        "service.pool.model_versions", "service.pool.pool_files", "service.printable",
+        "service.pool.model_versions", "service.pool.pool_files", "service.pool.process", "service.printable",
         "service.runtimes.runtimes_file",
-        "service.server", "service.uploads",
+        "service.server", "service.shards", "service.uploads",
         "service.model_names",
     ),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from service.auth.authenticator import current_tenant, current_tenant_name
 from service.caches.requests import Move, Moved
 from service.config import Config, is_private
 from service.dispatcher import Dispatcher
-from service.errors import InvalidArgument, QuireError
+from service.errors import InvalidArgument, QuireError, SeveralGateways
 from service.pool.rolling_restart import RollingRestart
 
 _POLL_S = 0.02
@@ -31,6 +31,12 @@ def is_available(config: Config) -> bool:
     """Whether admin calls are safe to offer: callers are authenticated, or only this machine can connect."""
     has_authentication = bool(config.tokens or config.tls_client_ca)
     return has_authentication or is_private(config.listen)
+
+
+def check_only_gateway(config: Config) -> None:
+    """Raises SeveralGateways: a change of one gateway would be lost in most calls."""
+    if config.gateways > 1 or config.peer_listen:
+        raise SeveralGateways
 
 
 class Stop(Protocol):
@@ -106,6 +112,7 @@ class AdminApi:
         self, requests: AsyncIterator[Any], _context: Context
     ) -> admin_pb2.LoadAdapterResponse:
         """Loads an adapter from a source or from the stream."""
+        check_only_gateway(self._state.config)
         version = await self._loader.load(parsed(requests), current_tenant_name())
         return admin_pb2.LoadAdapterResponse(adapter=self._describe([version])[0])
 
@@ -113,6 +120,7 @@ class AdminApi:
         self, request: admin_pb2.UnloadAdapterRequest, _context: Context
     ) -> admin_pb2.UnloadAdapterResponse:
         """Removes an id."""
+        check_only_gateway(self._state.config)
         owner = None if request.shared else current_tenant_name()
         return admin_pb2.UnloadAdapterResponse(unloaded=await self._loader.unload(request.adapter_id, owner))
 

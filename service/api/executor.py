@@ -6,7 +6,7 @@ Errors are raised as QuireError. The call interceptor turns them into a status.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from functools import partialmethod
 from importlib import metadata
 from typing import Any
@@ -18,13 +18,14 @@ from service.adapters.registry import Adapters
 from service.api import validation
 from service.api.append_codec import held_bytes, write_handle
 from service.api.calls import CALLS, Call
+from service.api.elsewhere import Elsewhere, SessionCalls
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
 from service.api.validation import RequestLimits
 from service.auth.authenticator import current_tenant
 from service.caches.requests import Append
 from service.dispatcher import Dispatcher
-from service.errors import InvalidArgument, QuireError
+from service.errors import QuireError, bad_page_token
 from service.logging import current_request_id
 from service.pool.model_versions import WorkerSlot
 from service.pool.supervisor import Supervisor
@@ -45,8 +46,19 @@ class ExecutorApi:
         self._adapters = adapters
         self._sessions: set[Session] = set()
         self._version = metadata.version("quire-llm-server")
+        # Set if there are several shards.
+        self.elsewhere: Elsewhere | None = None
 
-    async def _run(self, call: Call, request: Any, context: Context) -> Any:
+    def run_here(self, method: str, request: Any, context: Context) -> Awaitable[Any]:
+        """The answer to a call for caches of this shard."""
+        if method == "ListCaches":
+            return self._list_here(request, context)
+        call = CALLS[method]
+        return (self._run_batch if call.is_batch else self._run)(call, request, context, is_here=True)
+
+    async def _run(self, call: Call, request: Any, context: Context, *, is_here: bool = False) -> Any:
+        if self.elsewhere is not None and not is_here and self.elsewhere.concerns(call.method, request):
+            return await self.elsewhere.answer(call.method, request, context, self.run_here)
         limits, timeout_s = await self._begin(context)
         checked = call.check(request, limits, timeout_s)
         self._state.answers.take_until_done(held_bytes((checked,)), context)
@@ -57,7 +69,9 @@ class ExecutorApi:
         call.write(checked, outcome, response)
         return response
 
-    async def _run_batch(self, call: Call, request: Any, context: Context) -> Any:
+    async def _run_batch(self, call: Call, request: Any, context: Context, *, is_here: bool = False) -> Any:
+        if self.elsewhere is not None and not is_here and self.elsewhere.concerns(call.method, request):
+            return await self.elsewhere.answer(call.method, request, context, self.run_here)
         limits, timeout_s = await self._begin(context)
         checked = await call.check_items(request, limits, timeout_s)
         self._state.answers.take_until_done(held_bytes(checked), context)
@@ -91,7 +105,10 @@ class ExecutorApi:
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: SessionContext
     ) -> None:
-        session = Session(self._dispatcher, self._state, context)
+        elsewhere = None
+        if self.elsewhere is not None:
+            elsewhere = SessionCalls(self.elsewhere, context, self.run_here)
+        session = Session(self._dispatcher, self._state, context, elsewhere)
         self._sessions.add(session)
         try:
             await session.run(request_iterator)
@@ -106,6 +123,12 @@ class ExecutorApi:
     # Read-only calls.
 
     async def ListCaches(self, request: pb.ListCachesRequest, context: Context) -> pb.ListCachesResponse:
+        if self.elsewhere is None:
+            return await self._list_here(request, context)
+        response: pb.ListCachesResponse = await self.elsewhere.list_caches(request, context, self._list_here)
+        return response
+
+    async def _list_here(self, request: pb.ListCachesRequest, context: Context) -> pb.ListCachesResponse:
         after = _page_start(request.page_token)
         size = min(request.page_size or validation.DEFAULT_PAGE_SIZE, validation.MAX_PAGE_SIZE)
         self._state.answers.take_until_done(size * validation.HANDLE_BYTES, context)
@@ -226,5 +249,5 @@ def _page_start(page_token: str) -> int:
     if not page_token:
         return 0
     if not (page_token.isascii() and page_token.isdigit() and len(page_token) <= 20):
-        raise InvalidArgument("BAD_PAGE_TOKEN", "page_token", "must be one that ListCaches returned")
+        raise bad_page_token()
     return int(page_token)

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 from quire.v1 import executor_pb2
@@ -24,6 +24,7 @@ from quire.v1 import executor_pb2
 from service.api import validation
 from service.api.append_codec import held_bytes
 from service.api.calls import CALLS, Call, Outcome, start_weight
+from service.api.elsewhere import SessionCalls
 from service.api.parsing import parsed
 from service.api.server_state import ServerState
 from service.api.status import to_status
@@ -74,6 +75,11 @@ class _OpenCall:
     answer_bytes: int = 0
     # When it began, if slow calls are logged.
     began_s: float = 0.0
+    # If it concerns other shards: the request, its timeout, and its answer.
+    message: Any = None
+    timeout_s: float | None = None
+    task: asyncio.Task[None] | None = None
+    answer: Any = None
 
 
 # The tag of a call, and the call or why it is refused.
@@ -83,7 +89,15 @@ _Checked: TypeAlias = tuple[int, _OpenCall | QuireError]
 class Session:
     """Owner of the calls of one stream, from arrival until the answers are written."""
 
-    def __init__(self, dispatcher: Dispatcher, state: ServerState, context: SessionContext) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        state: ServerState,
+        context: SessionContext,
+        elsewhere: SessionCalls | None = None,
+    ) -> None:
+        """`elsewhere`: if there are several shards."""
+        self._elsewhere = elsewhere
         self._dispatcher = dispatcher
         self._state = state
         self._config: Config = state.config
@@ -173,6 +187,9 @@ class Session:
                 checked.append((message.tag, call))
                 weight += start_weight(call.requests)
                 size_bytes += call.answer_bytes
+                if call.message is not None:
+                    # The next call may have to wait for this one, which is known once it is started.
+                    break
             if (
                 weight >= _SLICE_WEIGHT
                 or not self._has_room(len(checked), size_bytes)
@@ -189,6 +206,16 @@ class Session:
         timeout_s = validation.timeout_seconds(self._context.time_remaining(), call_timeout)
         limits = await self._state.limits_when_ready(timeout_s)
         call, request = _CALLS[kind], getattr(message, kind)
+        if self._elsewhere is not None and self._elsewhere.concern(call.method, request):
+            return _OpenCall(
+                message.tag,
+                kind,
+                call,
+                (),
+                answer_bytes=_LEAST_CALL_BYTES,
+                message=request,
+                timeout_s=timeout_s,
+            )
         requests: Sequence[Request | QuireError]
         if call.is_batch:
             requests = await call.check_items(request, limits, timeout_s)
@@ -245,9 +272,20 @@ class Session:
         for (call, _), ticket in zip(owners, tickets, strict=True):
             call.tickets.append(ticket)
         for call in calls:
-            if not call.outcomes:
+            if call.message is not None:
+                self._run_elsewhere(call)
+            elif not call.outcomes:
                 # A batch without a valid item.
                 self._complete(call)
+
+    def _run_elsewhere(self, call: _OpenCall) -> None:
+        def on_done(answer: object) -> None:
+            call.answer, call.message = answer, None
+            self._complete(call)
+
+        assert self._elsewhere is not None
+        method, request = call.call.method, call.message
+        call.task = self._elsewhere.start(method, request, call.timeout_s, on_done)
 
     # Answering.
 
@@ -260,7 +298,11 @@ class Session:
         answer.SetInParent()
         try:
             outcomes = [outcome for outcome in call.outcomes if outcome is not None]
-            if call.call.is_batch:
+            if call.task is not None:
+                if isinstance(call.answer, QuireError):
+                    raise call.answer
+                answer.CopyFrom(call.answer)
+            elif call.call.is_batch:
                 call.call.write_items(call.requests, outcomes, self._request_id, answer)
             elif isinstance(outcomes[0], QuireError):
                 raise outcomes[0]
@@ -335,6 +377,9 @@ class Session:
 
     def _undo_open_calls(self) -> None:
         tickets = [ticket for call in self._open.values() for ticket in call.tickets]
+        for call in self._open.values():
+            if call.task is not None:
+                call.task.cancel()
         self._open.clear()
         self._dispatcher.cancel(tickets)
 

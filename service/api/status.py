@@ -1,6 +1,8 @@
-"""Converts errors into gRPC statuses with rich details."""
+"""Converts errors into gRPC statuses with rich details, and back."""
 
 from __future__ import annotations
+
+import re
 
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
@@ -11,6 +13,7 @@ DOMAIN = "quire"
 # Peers limit all gRPC metadata of a call to 16 KiB. The details stay well below that.
 MAX_DETAIL_BYTES = 4096
 _MAX_TEXT_BYTES = 512
+_ITEM = re.compile(r"items\[\d+\]")
 
 
 def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
@@ -36,6 +39,38 @@ def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
         packed.Pack(detail)
         status.details.append(packed)
     return status
+
+
+def from_status(status: status_pb2.Status) -> QuireError:
+    """The error that another gateway has converted."""
+    info, retry, bad = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.RetryInfo(),
+        error_details_pb2.BadRequest(),
+    )
+    for detail in status.details:
+        # Each takes only a detail of its own type.
+        detail.Unpack(info) or detail.Unpack(retry) or detail.Unpack(bad)
+    metadata = {name: value for name, value in info.metadata.items() if name != "request_id"}
+    if bad.field_violations:
+        error: QuireError = InvalidArgument(info.reason, bad.field_violations[0].field, status.message)
+    else:
+        error = QuireError(status.message)
+    error.metadata = metadata
+    error.code, error.reason = code_pb2.Code.Name(status.code), info.reason
+    if retry.HasField("retry_delay"):
+        error.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return error
+
+
+def renumber(status: status_pb2.Status, index: int) -> None:
+    """Lets the error of an item name it by its index in the caller's batch."""
+    bad = error_details_pb2.BadRequest()
+    for detail in status.details:
+        if detail.Unpack(bad):
+            for violation in bad.field_violations:
+                violation.field = _ITEM.sub(f"items[{index}]", violation.field, count=1)
+            detail.Pack(bad)
 
 
 def _truncated(text: str) -> str:

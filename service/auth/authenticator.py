@@ -7,11 +7,13 @@ tenant. Health checks need none: load balancers have no tokens, and the answer i
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 
+from service.auth.forwarded import HOP, TENANT
 from service.auth.reloaded_file import ReloadedFile
 from service.auth.tokens import Principal, Role, TokenStore, is_tenant_name, read_token_store
 from service.caches.tenants import Tenant
@@ -70,6 +72,8 @@ class Authenticator:
                 "tokens", (tokens,), lambda: read_token_store(tokens, has_ca=certificates)
             )
         self._certificates = certificates
+        # By which the other gateways of this server prove that a call is forwarded. Empty: there are none.
+        self.hop_secret = ""
         self._tenants: dict[str, Tenant] = {}
 
     @classmethod
@@ -93,6 +97,7 @@ class Authenticator:
             return
         values = [value for key, value in metadata or () if key == AUTHORIZATION]
         if not values and self._certificates:
+            self._authenticate_forwarded(dict(metadata or ()))
             return
         if not values:
             raise Unauthenticated("NO_TOKEN", "a bearer token is required in the metadata: authorization")
@@ -100,6 +105,13 @@ class Authenticator:
         if principal is None:
             raise Unauthenticated("BAD_TOKEN", "the token is not valid")
         self._authorize(method, principal)
+
+    def _authenticate_forwarded(self, metadata: Mapping[str, str | bytes]) -> None:
+        """Sets the tenant of a call whose certificate another gateway has seen."""
+        secret, tenant = str(metadata.get(HOP, "")), metadata.get(TENANT)
+        is_ours = self.hop_secret and hmac.compare_digest(secret.encode(), self.hop_secret.encode())
+        if is_ours and is_tenant_name(tenant):
+            _current_tenant.set(self.tenant(str(tenant)))
 
     def authenticate_by_certificate(self, method: str, peer: Mapping[str, Iterable[bytes]]) -> None:
         """Authenticates a call by its client certificate, verified by TLS. Raises like `authenticate`."""

@@ -43,7 +43,7 @@ def server_options(config: Config) -> list[tuple[str, int]]:
         # Further ones are closed when accepted. The limit is per address if a name resolves to several.
         ("grpc.max_allowed_incoming_connections", config.max_connections),
         # Otherwise a second server could bind the same port without an error.
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(config.gateways > 1)),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
         ("grpc.server.max_pending_requests", _MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", _HARD_MAX_PENDING),

@@ -17,11 +17,14 @@ from service.adapters.store import FILES, bad_adapter
 from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.config import Config, ConfigError
 from service.config_sources import read_settings
+from service.data_directory import data_directory
 from service.errors import LoadFailed
 from service.logging import configure_logging
 from service.model_names import is_hub_id
 from service.printable import escaped
 from service.server import serve
+from service.shards import host_directory
+from service.shards.membership import Membership
 
 _SWITCH_INTERVAL_S = 0.0005
 
@@ -51,7 +54,20 @@ def _run(config: Config) -> int:
         except hub.HubError as error:
             return _failed(error)
         config = dataclasses.replace(config, model=str(found), model_revision=None)
-    configure_logging(config.log_level, config.log_format)
+    if config.gateways > 1:
+        from service.cli import gateways
+
+        configure_logging(config.log_level, config.log_format)
+        return gateways.run(config)
+    host_directory.check_count(data_directory(config), 1)
+    return run_gateway(config)
+
+
+def run_gateway(config: Config, member: Membership | None = None) -> int:
+    """Runs a gateway in this process. Raises ConfigError. `member`: see `Gateway`."""
+    fields = {} if member is None else {"gateway": member.shard.index}
+    configure_logging(config.log_level, config.log_format, fields=fields)
+    may_download = config.model_download == "on"
     try:
         # Before the event loop, which uses file descriptors, too.
         config = with_descriptors(config)
@@ -64,7 +80,7 @@ def _run(config: Config) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         find = functools.partial(_find_on_hub, download=may_download)
         find_adapter = functools.partial(_find_adapter_on_hub, download=may_download)
-        return runner.run(serve(config, find, find_adapter))
+        return runner.run(serve(config, find, find_adapter, member))
 
 
 def _failed(error: Exception) -> int:

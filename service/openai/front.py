@@ -107,7 +107,7 @@ class OpenAiFront:
 
     def bind(self) -> int:
         """Binds the address; clients can connect from now on. Returns the port. Raises OSError."""
-        self._socket = listening_socket(self._listen, _BACKLOG)
+        self._socket = listening_socket(self._listen, _BACKLOG, is_shared=self._state.config.gateways > 1)
         return int(self._socket.getsockname()[1])
 
     async def run(self) -> None:

@@ -57,12 +57,13 @@ class WorkerSlot:
 class ModelVersion:
     """One set of weights, and the slots of the workers that have loaded it."""
 
-    def __init__(self, number: int, model: str, workers: int) -> None:
+    def __init__(self, number: int, model: str, workers: range) -> None:
+        """`workers`: their indexes among the workers of all gateways of this server."""
         self.number = number
         # A directory, or the name of an executor without weights.
         self.model = model
         # Replaced when it changes.
-        self.slots: Sequence[WorkerSlot] = [self._new_slot(index) for index in range(workers)]
+        self.slots: Sequence[WorkerSlot] = [self._new_slot(index) for index in workers]
         # Fingerprint of the model whose caches are in the journal. A model with another one is refused.
         self.expected_fingerprint: str | None = None
         # Of the first worker that was ready. All others must have the same one.
@@ -127,7 +128,7 @@ class ModelVersions:
     def __init__(
         self,
         configured: str,
-        workers: int,
+        workers: int | range,
         data_dir: Path | None = None,
         model_tag: str | None = None,
         bind_caches: Callable[[str], None] = lambda _: None,
@@ -135,11 +136,12 @@ class ModelVersions:
     ) -> None:
         """Restores the version that the previous gateway served. `configured`: the model of the settings.
 
+        `workers`: their number, or their indexes among the workers of all gateways of this server.
         `model_tag` is the journal's; `bind_caches` replaces it. `has_caches`: whether a version has any.
         """
         fingerprint, newest = from_model_tag(model_tag)
         self._configured = configured
-        self._workers = workers
+        self._workers = range(workers) if isinstance(workers, int) else workers
         self._bind_caches = bind_caches
         # Without one, the served version is not stored.
         self._data_dir = data_dir
@@ -150,7 +152,7 @@ class ModelVersions:
         elif stored is not None and stored.model != served.model:
             _log.warning("serving what the settings name, not what was loaded last", loaded=stored.model)
         # The version of new caches. Only this class sets it.
-        self.serving = ModelVersion(served.weights, served.model, workers)
+        self.serving = ModelVersion(served.weights, served.model, self._workers)
         # The first version whose caches continue with the served one.
         self.continued_from = served.weights if served.continued is None else served.continued
         if has_caches(served.weights):
@@ -208,7 +210,7 @@ class ModelVersions:
         Without workers of its own it takes over those of the served version; see `replace`.
         """
         self._last_number += 1
-        version = ModelVersion(self._last_number, model, self._workers if has_workers else 0)
+        version = ModelVersion(self._last_number, model, self._workers if has_workers else range(0))
         version.is_loading = True
         self._versions.append(version)
         return version

@@ -10,6 +10,7 @@ Both sides accept only certificates of this CA, and only with the name of the ot
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -48,6 +49,12 @@ def server_credentials(pool: Path) -> grpc.ServerCredentials:
     """What a gateway is called by workers with. Raises ConfigError."""
     ca, key, certificate = gateway_certificates(pool)
     return grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
+
+
+def secret(pool: Path) -> str:
+    """What only the gateways of a pool know. Raises ConfigError."""
+    _, key, _ = gateway_certificates(pool)
+    return hashlib.sha256(b"quire gateways" + key).hexdigest()
 
 
 def names_of(context: grpc.aio.ServicerContext[Any, Any]) -> list[str]:

@@ -23,6 +23,7 @@ from service.pool.endpoints import AttachedEndpoint, Endpoint, LeasedEndpoint
 from service.pool.epochs import Epochs
 from service.pool.launcher import PoolFailed
 from service.pool.registry import PROTOCOL, Registry
+from service.shards.leases import Lease
 
 _log = get_logger(__name__)
 # Workers that wait without need; further ones are refused, and call again.
@@ -69,9 +70,16 @@ class RemoteLauncher:
     """Owner of the leases, and of the port that workers call."""
 
     def __init__(
-        self, data_dir: Path | None, config: Config, on_locked: Callable[[], None], pool: Path
+        self,
+        data_dir: Path | None,
+        config: Config,
+        on_locked: Callable[[], None],
+        pool: Path,
+        lease: Lease | None = None,
     ) -> None:
-        """Without a `data_dir`, the next gateway is another one for the workers. Raises ConfigError.
+        """Without a `data_dir` or a `lease` the next gateway is another one for the workers.
+
+        Raises ConfigError.
 
         on_locked: called on a thread when the data directory is this gateway's. pool: see `pool_files`.
         """
@@ -81,6 +89,10 @@ class RemoteLauncher:
         self._registry = None if data_dir is None else Registry(data_dir)
         self._epochs = Epochs(self._registry)
         self._gateway_id = secrets.token_hex(_ID_BYTES)
+        if lease is not None:
+            # Of the shard: its next owner is the same one for its workers, and they keep their KV.
+            self._gateway_id = lease.lease_id
+            self._epochs.continue_after(lease.first_epoch)
         self._credentials = pool_files.channel_credentials(pool)
         self._waiting = WaitingWorkers()
         self._server_credentials = pool_files.server_credentials(pool)

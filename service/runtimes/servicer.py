@@ -107,6 +107,7 @@ class RunnerApi:
 
     async def LoadWeights(self, request: runner_pb2.LoadWeightsRequest, context: Context) -> None:
         self._check_operator()
+        admin.check_only_gateway(self._state.config)
         _check_mode(request)
         if not request.source:
             raise InvalidArgument("BAD_SOURCE", "source", "a directory or a model's name is needed")
@@ -120,6 +121,7 @@ class RunnerApi:
         self, requests: AsyncIterator[Any], context: Context
     ) -> runner_pb2.UploadWeightsResponse:
         self._check_operator()
+        admin.check_only_gateway(self._state.config)
         return runner_pb2.UploadWeightsResponse(source=await self._uploads.receive(parsed(requests)))
 
     async def RebuildSession(

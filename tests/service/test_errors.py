@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service import errors
-from service.api.status import MAX_DETAIL_BYTES, to_status
+from service.api.status import MAX_DETAIL_BYTES, from_status, to_status
 
 ROOT = Path(__file__).resolve().parents[2]
 BIG = 2**32 - 1
@@ -67,6 +67,10 @@ ERRORS = [
     errors.BadRuntimes("line 3: is not TOML"),
     errors.NoWorker(),
     errors.Draining(),
+    errors.SeveralShards(),
+    errors.SeveralGateways(),
+    errors.GatewayUnavailable(),
+    errors.ShardMoved(),
     errors.WorkerLost(),
     errors.JournalUnavailable(),
     errors.StorageUnavailable("No space left on device"),
@@ -116,6 +120,9 @@ def test_each_error_has_what_its_page_says(error: errors.QuireError) -> None:
     status = to_status(error, "r-1")
 
     assert status.message == error.message
+    passed_on = to_status(from_status(status), "r-1")
+    assert passed_on.code == status.code and passed_on.message == status.message
+    assert unpacked(passed_on) == unpacked(status), "another gateway passes it on as it is"
     info, *rest = unpacked(status)
     assert isinstance(info, error_details_pb2.ErrorInfo)
     assert (info.domain, info.reason, info.metadata.pop("request_id")) == ("quire", error.reason, "r-1")

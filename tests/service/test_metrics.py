@@ -173,8 +173,8 @@ def test_streams_have_their_types() -> None:
 async def test_without_the_setting_nothing_is_counted(tmp_path: Path) -> None:
     gateway = Gateway(Config(listen="127.0.0.1:0", model="paged-attention", data_dir=str(tmp_path)))
     try:
-        assert gateway.exporter is None and type(gateway.dispatcher) is Dispatcher
-        assert gateway.journal.on_latency is None
+        assert gateway.exporter is None and type(gateway.core.dispatcher) is Dispatcher
+        assert gateway.core.journal.on_latency is None
     finally:
         await gateway.server.stop(0)
         gateway.close()
@@ -197,7 +197,7 @@ async def scraped(server: MetricsServer) -> dict[tuple[str, frozenset[tuple[str,
 
 async def test_what_fits_into_a_step_runs_and_the_rest_waits(tmp_path: Path) -> None:
     async with serving(tmp_path, max_batch_tokens=512) as server:
-        caches = server.gateway.caches
+        caches = server.gateway.core.caches
         worker = WorkerView(
             "worker-0", 1, page_tokens=16, pages_total=1000, capacity_tokens=16_000, pages_available=1000
         )
@@ -220,13 +220,13 @@ async def test_what_fits_into_a_step_runs_and_the_rest_waits(tmp_path: Path) -> 
 
 async def test_only_adapters_of_all_tenants_are_named(tmp_path: Path) -> None:
     async with serving(tmp_path, max_lora_adapters=3) as server:
-        versions = server.gateway.pool.versions
+        versions = server.gateway.core.pool.versions
         (slot,) = versions.serving.slots
         executor = types_pb2.ExecutorCapabilities(supports_lora=True)
         become_ready(versions, slot, worker_pb2.WorkerReady(executor=executor))
         known = {1: ("shared", None), 2: ("other", None), 3: ("secret", "tenant"), 4: ("waiting", None)}
         for number, (adapter_id, tenant) in known.items():
-            server.gateway.api._adapters.add(AdapterVersion(number, adapter_id, tenant, "/somewhere"))
+            server.gateway.core.api._adapters.add(AdapterVersion(number, adapter_id, tenant, "/somewhere"))
             slot.snapshot.lora_adapters.add(
                 version=number, resident=number < 4, loads=2, waiting=int(number == 4)
             )
@@ -288,7 +288,7 @@ async def test_breakers(tmp_path: Path) -> None:
 
 async def test_a_slot_of_two_versions_is_one_worker(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        versions = server.gateway.pool.versions
+        versions = server.gateway.core.pool.versions
         other = versions.add("model")
         for number, version in enumerate((versions.serving, other), start=1):
             (slot,) = version.slots

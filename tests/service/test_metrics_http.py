@@ -50,7 +50,7 @@ async def test_only_get_and_head(tmp_path: Path) -> None:
 
 async def test_readiness_follows_the_health_service(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        versions, state = server.gateway.pool.versions, server.gateway.state
+        versions, state = server.gateway.core.pool.versions, server.gateway.state
         (slot,) = versions.serving.slots
 
         async def readiness() -> tuple[int, str]:

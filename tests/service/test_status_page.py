@@ -81,7 +81,7 @@ async def test_the_page_loads_nothing_else(tmp_path: Path) -> None:
 
 async def test_names_hold_no_markup(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        versions = server.gateway.pool.versions
+        versions = server.gateway.core.pool.versions
         ready = worker_pb2.WorkerReady(model=types_pb2.ModelDescription(model_id=HOSTILE))
         become_ready(versions, versions.serving.slots[0], ready)
         server.gateway.state.refusals.by_reason[HOSTILE] += 1

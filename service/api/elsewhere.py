@@ -1,0 +1,112 @@
+"""Calls for caches that another shard has, as the API sees them; `shards` answers them.
+
+In a Session such a call runs by itself. Calls for one cache still run in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol, TypeAlias
+
+from service.errors import NOT_FAILURES, InternalError, QuireError
+from service.logging import get_logger
+
+_log = get_logger(__name__)
+# Answers a call with caches of this shard alone: its method, its request and its context.
+RunHere: TypeAlias = Callable[[str, Any, Any], Awaitable[Any]]
+
+
+class Elsewhere(Protocol):
+    """What answers for all shards. None in its place: there is only one."""
+
+    def ids_in(self, method: str, request: Any) -> Iterable[str]:
+        """The caches that a request names; empty for a new one."""
+
+    def concerns(self, method: str, request: Any) -> bool:
+        """Whether a request may name a cache of another shard."""
+
+    async def answer(self, method: str, request: Any, context: Any, here: RunHere) -> Any:
+        """The response to such a call. Raises QuireError."""
+
+    async def list_caches(self, request: Any, context: Any, here: Callable[..., Awaitable[Any]]) -> Any:
+        """The response to ListCaches."""
+
+
+class SessionCallContext:
+    """What such a call of a Session needs of a call's context."""
+
+    def __init__(self, stream: Any, timeout_s: float | None) -> None:
+        self._stream = stream
+        self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._callbacks: list[Callable[[Any], None]] = []
+
+    def time_remaining(self) -> float | None:
+        """The time until the deadline."""
+        return None if self._until_s is None else max(0.0, self._until_s - time.monotonic())
+
+    def invocation_metadata(self) -> Any:
+        """The metadata of the stream."""
+        return self._stream.invocation_metadata()
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """`callback` is called when the call has ended."""
+        self._callbacks.append(callback)
+
+    def end(self) -> None:
+        """The call has ended."""
+        for callback in self._callbacks:
+            callback(self)
+
+
+class SessionCalls:
+    """The calls of a Session that concern other shards."""
+
+    def __init__(self, elsewhere: Elsewhere, stream: Any, here: RunHere) -> None:
+        """`stream`: the context of the Session."""
+        self._elsewhere = elsewhere
+        self._stream = stream
+        self._here = here
+        # The last unfinished call of each cache.
+        self._last: dict[str, asyncio.Task[None]] = {}
+
+    def concern(self, method: str, request: Any) -> bool:
+        """Whether a call is one of them, or has to wait for one of them."""
+        return self._elsewhere.concerns(method, request) or (
+            bool(self._last) and not self._last.keys().isdisjoint(self._elsewhere.ids_in(method, request))
+        )
+
+    def start(
+        self, method: str, request: Any, timeout_s: float | None, on_done: Callable[[Any], None]
+    ) -> asyncio.Task[None]:
+        """Runs a call. `on_done` gets its response or a QuireError, but not if the task is cancelled."""
+        context = SessionCallContext(self._stream, timeout_s)
+        ids = [cache_id for cache_id in self._elsewhere.ids_in(method, request) if cache_id]
+        before = {self._last[cache_id] for cache_id in ids if cache_id in self._last}
+
+        async def run() -> None:
+            if before:
+                await asyncio.wait(before)
+            try:
+                outcome = await self._elsewhere.answer(method, request, context, self._here)
+            except QuireError as error:
+                outcome = error
+            except NOT_FAILURES:
+                raise
+            except BaseException:
+                _log.exception("a call could not be answered", call=method)
+                outcome = InternalError()
+            finally:
+                context.end()
+            on_done(outcome)
+
+        def forget(ended: asyncio.Task[None]) -> None:
+            for cache_id in ids:
+                if self._last.get(cache_id) is ended:
+                    del self._last[cache_id]
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._last.update(dict.fromkeys(ids, task))
+        task.add_done_callback(forget)
+        return task

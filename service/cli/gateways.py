@@ -1,0 +1,171 @@
+"""`quire serve --gateways N`: a parent that starts the gateways of this host and keeps them running.
+
+It passes stop signals on, and restarts a gateway that a signal has killed: with the same shard, so that it
+recovers its caches and adopts its workers. A gateway that ends by itself ends the server, with its status.
+The parent serves nothing. The gateways end when it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from service.config import Config, ConfigError
+from service.config_sources import needs_a_worker
+from service.data_directory import data_directory
+from service.listening import ADDRESS_IS_FREE, reserved, why_not_listening
+from service.logging import get_logger
+from service.pool import gpus
+from service.pool.process import address_of
+from service.shards import host_directory
+from service.shards.ids import Shard
+from service.shards.membership import LEAVE_WORKERS, STOP, Membership
+
+_log = get_logger(__name__)
+_SECRET_BYTES = 32
+# One that lives shorter is restarted with a delay.
+_LONG_LIFE_S = 10.0
+_MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 10.0
+
+
+def run(config: Config) -> int:
+    """Serves until a signal. Returns the exit status. Raises ConfigError."""
+    config = gpus.with_workers(config, gpus.chosen(config))
+    if config.gateways > config.worker_slots:
+        raise ConfigError("workers", "a setting", "auto", needs_a_worker(config))
+    with contextlib.ExitStack() as stack:
+        if (why_not := why_not_listening(config.listen)) != ADDRESS_IS_FREE:
+            _log.error("cannot listen", listen=config.listen, error=why_not)
+            return 1
+        try:
+            own = host_directory.opened(data_directory(config), config.gateways)
+            directories, sockets = stack.enter_context(own)
+        except OSError as error:
+            _log.error("cannot use the data directory", error=error.strerror)
+            return 1
+        # Held, so that a port that is chosen now stays this server's.
+        try:
+            listen, openai_listen = (
+                address and stack.enter_context(reserved(address))
+                for address in (config.listen, config.openai_listen)
+            )
+        except OSError as error:
+            _log.error("cannot listen", listen=config.openai_listen or config.listen, error=error.strerror)
+            return 1
+        config = dataclasses.replace(config, listen=listen, openai_listen=openai_listen)
+        _log.info(
+            "starting gateways", listen=config.listen, gateways=config.gateways, workers=config.worker_slots
+        )
+        members = [_member(config, index, directories, sockets) for index in range(config.gateways)]
+        return asyncio.run(_Parent(members).run())
+
+
+def _member(
+    config: Config, index: int, directories: Sequence[Path | None], sockets: Sequence[str]
+) -> dict[str, object]:
+    """What a gateway reads at its start: its settings, and its place. See `gateway_process`."""
+    host, _, port = config.metrics_listen.rpartition(":")
+    if int(port or 0):
+        config = dataclasses.replace(config, metrics_listen=f"{host}:{int(port) + index}")
+    directory = directories[index]
+    return {
+        "config": dataclasses.asdict(config),
+        "index": index,
+        "directory": None if directory is None else str(directory),
+        "addresses": [address_of(path) for path in sockets],
+    }
+
+
+class _Parent:
+    """Owner of the gateways' processes."""
+
+    def __init__(self, members: Sequence[dict[str, object]]) -> None:
+        self._members = members
+        secret = secrets.token_hex(_SECRET_BYTES)
+        self._first_lines = [json.dumps(member | {"secret": secret}).encode() + b"\n" for member in members]
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._command = b""
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> int:
+        """Runs the gateways until all have ended. Returns the exit status of the server."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            command = LEAVE_WORKERS if number == signal.SIGUSR2 else STOP
+            loop.add_signal_handler(number, self._tell_all, command)
+        keeping = [asyncio.create_task(self._keep(index)) for index in range(len(self._members))]
+        await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
+        if not self._stopping.is_set():
+            self._tell_all(STOP)
+        return max(await asyncio.gather(*keeping))
+
+    def _tell_all(self, command: bytes) -> None:
+        self._command = command
+        self._stopping.set()
+        for process in self._processes.values():
+            self._tell(process, command)
+
+    @staticmethod
+    def _tell(process: asyncio.subprocess.Process, line: bytes) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            process.stdin.write(line)
+
+    async def _keep(self, index: int) -> int:
+        """Runs one gateway until it ends by itself, or the server stops. Returns its exit status."""
+        backoff_s = 0.0
+        while True:
+            started_s = time.monotonic()
+            process = await self._start(index)
+            self._processes[index] = process
+            if self._stopping.is_set():
+                self._tell(process, self._command)
+            status = await process.wait()
+            del self._processes[index]
+            if status >= 0:
+                return status
+            if self._stopping.is_set():
+                return 1
+            backoff_s = min(max(_MIN_BACKOFF_S, 2 * backoff_s), _MAX_BACKOFF_S)
+            if time.monotonic() - started_s > _LONG_LIFE_S:
+                backoff_s = 0.0
+            _log.warning("a gateway was killed and is restarted", gateway=index, signal=-status)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), backoff_s)
+                return 0
+
+    async def _start(self, index: int) -> asyncio.subprocess.Process:
+        environment = dict(os.environ)
+        # As this process imports: the child may be started from a checkout.
+        environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "service.cli.gateway_process"),
+            stdin=asyncio.subprocess.PIPE,
+            env=environment,
+            # Ctrl-C in a terminal is for the parent alone.
+            start_new_session=True,
+        )
+        self._tell(process, self._first_lines[index])
+        return process
+
+
+def to_member(line: bytes) -> tuple[Config, Membership]:
+    """What `_member` has written."""
+    content = json.loads(line)
+    config = Config(**content["config"])
+    directory = content["directory"]
+    return config, Membership(
+        Shard(content["index"], config.gateways),
+        None if directory is None else Path(directory),
+        content["addresses"],
+        content["secret"],
+    )

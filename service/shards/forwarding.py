@@ -1,0 +1,209 @@
+"""Answers calls for caches of other shards: by their owners, in the same way as calls for caches of this one.
+
+A batch is split by shard and its results merged in order. What spans shards and is all or nothing is refused.
+A call is forwarded once at most: if ownership has just changed, the caller retries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from quire.v1 import executor_pb2
+
+from service.api import validation
+from service.api.budget import AnswerBudget
+from service.api.calls import CALLS
+from service.api.elsewhere import RunHere
+from service.api.status import renumber, to_status
+from service.config import Config
+from service.errors import (
+    AnswersFull,
+    GatewayUnavailable,
+    InvalidArgument,
+    QuireError,
+    SeveralShards,
+    ShardMoved,
+    bad_page_token,
+)
+from service.logging import current_request_id
+from service.shards.ids import Shard, shard_of
+from service.shards.peers import Metadata, Peers, is_forwarded
+from service.shards.table import ShardTable
+
+
+class CallContext(Protocol):
+    """What is needed of a call's context."""
+
+    def time_remaining(self) -> float | None:
+        """The time until the deadline."""
+
+    def invocation_metadata(self) -> Metadata:
+        """The caller's metadata."""
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """`callback` is called when the answer is sent."""
+
+
+# The ids in a request, by call. All others have one `cache_id`.
+_IDS: dict[str, Callable[[Any], Iterable[str]]] = {
+    "Forward": lambda _: (),
+    "BatchForward": lambda _: (),
+    "ForkCache": lambda request: (request.cache_id, *request.release),
+    "ForkCaches": lambda request: (*(each.cache_id for each in request.forks), *request.release),
+} | {
+    call.method: lambda batch: [item.cache_id for item in batch.items]
+    for call in CALLS.values()
+    if call.is_batch and call.method != "BatchForward"
+}
+
+
+def ids_in(method: str, request: Any) -> Iterable[str]:
+    """The caches that a request names; empty for a new one."""
+    ids = _IDS.get(method)
+    return (request.cache_id,) if ids is None else ids(request)
+
+
+class Forwarding:
+    """What is needed to answer for all shards."""
+
+    def __init__(
+        self, config: Config, home: Shard, table: ShardTable, peers: Peers, answers: AnswerBudget
+    ) -> None:
+        """`home`: the shard whose calls need none of this. `answers`: counts what others answered."""
+        self.home = home
+        self._config = config
+        self._table = table
+        self._peers = peers
+        self._answers = answers
+        # Further shards that this process has: what answers for them.
+        self.cores: dict[int, RunHere] = {}
+
+    def ids_in(self, method: str, request: Any) -> Iterable[str]:
+        """See `Elsewhere.ids_in`."""
+        return ids_in(method, request)
+
+    def concerns(self, method: str, request: Any) -> bool:
+        """Whether a request may name a cache of another shard."""
+        prefix = self.home.prefix
+        return not all(not cache_id or cache_id.startswith(prefix) for cache_id in ids_in(method, request))
+
+    async def answer(self, method: str, request: Any, context: CallContext, here: RunHere) -> Any:
+        """The response to a call that `concerns` other shards. Raises QuireError."""
+        shards = [self._shard_of(cache_id) for cache_id in ids_in(method, request)]
+        named = {shard for shard in shards if shard is not None}
+        if named <= {self.home.index}:
+            return await here(method, request, context)
+        if is_forwarded(context.invocation_metadata()) and not named <= self.cores.keys():
+            raise ShardMoved
+        if CALLS[method].is_batch:
+            return await self._answer_batch(method, request, context, here, shards)
+        if len(named) > 1:
+            raise SeveralShards
+        return await self._ask(named.pop(), method, request, context)
+
+    def _shard_of(self, cache_id: str) -> int | None:
+        shard = shard_of(cache_id)
+        return shard if shard is not None and shard < self.home.count else None
+
+    async def _ask(self, shard: int, method: str, request: Any, context: CallContext) -> Any:
+        """The answer of a shard other than the home shard."""
+        core = self.cores.get(shard)
+        if core is not None:
+            return await core(method, request, context)
+        return await self.forward(shard, method, request, CALLS[method].response, context)
+
+    async def forward(
+        self, shard: int, method: str, request: Any, response: type[Any], context: CallContext
+    ) -> Any:
+        """The answer of the gateway that has a shard."""
+        address = self._table.address_of(shard)
+        if address is None:
+            raise GatewayUnavailable
+        if self._answers.is_exceeded:
+            raise AnswersFull(self._answers.max_bytes)
+        timeout_s, metadata = context.time_remaining(), context.invocation_metadata()
+        answer = await self._peers.call(address, method, request, response, timeout_s, metadata)
+        size_bytes = answer.ByteSize()
+        self._answers.adjust(size_bytes)
+        context.add_done_callback(lambda _: self._answers.adjust(-size_bytes))
+        return answer
+
+    async def _answer_batch(
+        self, method: str, batch: Any, context: CallContext, here: RunHere, shards: list[int | None]
+    ) -> Any:
+        """Runs the items of each shard together. What one of them refuses as a whole, fails its items."""
+        validation.check_num_items(batch.items, self._config.max_items_per_call)
+        home = self.home.index
+        places: dict[int, list[int]] = {}
+        for index, shard in enumerate(shards):
+            places.setdefault(home if shard is None else shard, []).append(index)
+
+        async def part(shard: int, indexes: list[int]) -> Any:
+            request = type(batch)(items=[batch.items[index] for index in indexes])
+            try:
+                if shard == home:
+                    return await here(method, request, context)
+                return await self._ask(shard, method, request, context)
+            except QuireError as error:
+                return error.without_traceback()
+
+        async with asyncio.TaskGroup() as group:
+            parts = [group.create_task(part(*place)) for place in places.items()]
+        answers = {shard: task.result() for shard, task in zip(places, parts, strict=True)}
+        return self._merged(method, len(shards), places, answers)
+
+    def _merged(
+        self, method: str, size: int, places: Mapping[int, list[int]], answers: Mapping[int, Any]
+    ) -> Any:
+        response = CALLS[method].response()
+        results = [response.results.add() for _ in range(size)]
+        for shard, indexes in places.items():
+            answer = answers[shard]
+            for at, index in enumerate(indexes):
+                if isinstance(answer, QuireError):
+                    results[index].error.CopyFrom(to_status(answer, current_request_id()))
+                    continue
+                results[index].CopyFrom(answer.results[at])
+                if results[index].HasField("error"):
+                    renumber(results[index].error, index)
+        if response.ByteSize() > self._config.max_response_bytes:
+            # Each part was within the limit. Repeating the items, fewer at a time, returns these answers.
+            raise InvalidArgument(
+                "OUTPUT_TOO_LARGE", "items", "the answers of several gateways are too large"
+            )
+        return response
+
+    async def close(self) -> None:
+        """Ends the connections to the others."""
+        await self._peers.close()
+
+    # ListCaches.
+
+    async def list_caches(
+        self, request: executor_pb2.ListCachesRequest, context: CallContext, here: Callable[..., Any]
+    ) -> Any:
+        """A page of one shard; after its last page comes the next shard. Its tokens are SHARD.NUMBER."""
+        named, _, rest = request.page_token.rpartition(".")
+        if request.page_token and not (named.isascii() and named.isdigit() and len(named) < 7):
+            raise bad_page_token()
+        shard = int(named or 0)
+        if shard >= self.home.count:
+            raise bad_page_token()
+        asked = executor_pb2.ListCachesRequest(page_size=request.page_size, page_token=rest)
+        response = executor_pb2.ListCachesResponse()
+        if shard == self.home.index:
+            response = await here(asked, context)
+        elif shard in self.cores:
+            response = await self.cores[shard]("ListCaches", asked, context)
+        elif is_forwarded(context.invocation_metadata()):
+            raise ShardMoved
+        else:
+            asked.page_token = f"{shard}.{rest}"
+            return await self.forward(shard, "ListCaches", asked, type(response), context)
+        if response.next_page_token:
+            response.next_page_token = f"{shard}.{response.next_page_token}"
+        elif shard + 1 < self.home.count:
+            response.next_page_token = f"{shard + 1}."
+        return response

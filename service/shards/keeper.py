@@ -1,0 +1,225 @@
+"""Keeps the shards of this gateway: takes free ones, gives one back if others have too few, runs their cores.
+
+The first shard that a gateway gets is its home shard: new caches are created there. It has it until it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Protocol
+
+from service.config import Config, ConfigError
+from service.journal.base import JournalUnusable
+from service.logging import get_logger
+from service.postgres.errors import DatabaseFailed
+from service.shards.ids import Shard
+from service.shards.leases import WATCH_S, Lease, Leases, Owned, OwnershipLost
+from service.shards.sharing import decide
+
+_log = get_logger(__name__)
+_OWNER_BYTES: Final = 8
+_LEASE_ID_BYTES: Final = 16
+# How long a shard is left alone after its core has failed.
+_FAILED_S: Final = 5.0
+# All shards of a database are made at once, by whoever comes first.
+_CREATE: Final = """
+    INSERT INTO quire.shards (shard, lease_id) SELECT * FROM unnest($1::int[], $2::text[])
+    WHERE NOT EXISTS (SELECT 1 FROM quire.shards WHERE shard >= 0) ON CONFLICT DO NOTHING
+"""
+_COUNT: Final = "SELECT count(*) FROM quire.shards WHERE shard >= 0"
+
+
+class RunningCore(Protocol):
+    """A core, as its keeper sees it."""
+
+    async def run(self) -> None:
+        """Runs until cancelled, then gives the shard back. Raises OwnershipLost, PoolFailed."""
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new calls and waits for running ones. The workers keep their KV for the next owner."""
+
+    def close(self) -> None:
+        """Closes what is left."""
+
+
+# Opens the core of a shard that was just acquired, and lets calls reach it.
+OpenCore = Callable[[Shard, Lease, Leases], Awaitable[RunningCore]]
+
+
+class Keeper:
+    """Owner of the leases of this gateway, and of its cores beside the home core. Also a `ShardTable`."""
+
+    def __init__(self, config: Config, address: str) -> None:
+        """`address`: of this gateway, for the others and, behind a space, for clients.
+
+        Raises ModuleNotFoundError if the driver is not installed.
+        """
+        from service.postgres.database import Database  # noqa: PLC0415 - its driver is an extra
+
+        self.owner = secrets.token_hex(_OWNER_BYTES)
+        self._config = config
+        self._address = address
+        self._database = Database
+        self._table = Database(config.journal)
+        self._leases = self._new_leases()
+        self._membership: Lease
+        self._owners: Sequence[Owned] = ()
+        self._addresses: dict[int, str] = {}
+        self._changed = asyncio.Event()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._draining: dict[int, asyncio.Event] = {}
+        self._home: int | None = None
+        self._stopping = False
+
+    def _new_leases(self) -> Leases:
+        return Leases(self._database(self._config.journal), self.owner, self._address)
+
+    def address_of(self, shard: int) -> str | None:
+        """See `ShardTable.address_of`."""
+        return self._addresses.get(shard)
+
+    async def join(self) -> tuple[Shard, Lease, Leases]:
+        """Waits for a first shard. Raises DatabaseFailed or ConfigError."""
+        await self._table.prepare()
+        numbers = [*range(self._config.shards)]
+        names = [secrets.token_hex(_LEASE_ID_BYTES) for _ in numbers]
+        await self._table.fetch(_CREATE, numbers, names)
+        ((count,),) = await self._table.fetch(_COUNT)
+        if count != self._config.shards:
+            allowed = f"the caches in the database are of {count}"
+            raise ConfigError("shards", "a setting", self._config.shards, allowed)
+        self._membership = await self._be_member()
+        waits = False
+        while True:
+            self._on_owners(await self._leases.owners())
+            for shard in decide(self._owners, self.owner).take:
+                leases = self._new_leases()
+                lease = await leases.acquire(shard)
+                if lease is not None:
+                    self._home = shard
+                    return Shard(shard, count), lease, leases
+                await leases.close()
+            if not waits:
+                waits = True
+                _log.info("waiting for a shard: others have all of them")
+            await asyncio.sleep(WATCH_S)
+            await self._leases.renew(self._membership)
+
+    async def _be_member(self) -> Lease:
+        """Takes the first free row of a gateway."""
+        taken = {row.shard for row in await self._leases.owners() if row.owner}
+        number = -1
+        while True:
+            if number not in taken and (lease := await self._leases.acquire(number)) is not None:
+                return lease
+            number -= 1
+
+    def _on_owners(self, owners: Sequence[Owned]) -> None:
+        self._owners = owners
+        self._addresses = {
+            row.shard: row.address.split(" ")[0] for row in owners if row.owner and row.owner != self.owner
+        }
+        self._changed.set()
+
+    async def run(self, open_core: OpenCore) -> None:
+        """Keeps the shards beside the home shard, until cancelled. Raises OwnershipLost."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._keep_membership())
+                group.create_task(self._table_leases().watch(self._on_owners))
+                while True:
+                    self._act(group, open_core)
+                    self._changed.clear()
+                    # Again after a while: what was tried may have failed.
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._changed.wait(), WATCH_S)
+        finally:
+            with contextlib.suppress(DatabaseFailed):
+                await self._leases.give_back(self._membership)
+            await self._leases.close()
+            await self._table.close()
+
+    async def _keep_membership(self) -> None:
+        try:
+            await self._leases.keep(self._membership)
+        except OwnershipLost:
+            if not self._stopping:
+                raise
+
+    async def drain(self) -> None:
+        """Gives back all shards but the home shard, once their calls have ended."""
+        self._stopping = True
+        # First, so that the others do not leave the shards to this gateway.
+        with contextlib.suppress(DatabaseFailed):
+            await self._leases.give_back(self._membership)
+        for asked in self._draining.values():
+            asked.set()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
+
+    def _table_leases(self) -> Leases:
+        """With the other connection, so that a renewal never waits for a look at the owners."""
+        return Leases(self._table, self.owner, self._address)
+
+    def _act(self, group: asyncio.TaskGroup, open_core: OpenCore) -> None:
+        if self._stopping:
+            return
+        take, give = decide(self._owners, self.owner)
+        for shard in take:
+            if shard not in self._tasks and shard != self._home:
+                self._tasks[shard] = group.create_task(self._serve(shard, open_core), name=f"shard-{shard}")
+        running = [shard for shard, event in self._draining.items() if not event.is_set()]
+        if give is not None and running:
+            # Never the home shard, and never another one before the last is given back.
+            shard = give if give in running else max(running)
+            if len(running) == len(self._draining):
+                self._draining[shard].set()
+
+    async def _serve(self, shard: int, open_core: OpenCore) -> None:
+        """Runs the core of a shard as long as this gateway has it. Raises nothing."""
+        leases = self._new_leases()
+        try:
+            lease = await leases.acquire(shard)
+            if lease is None:
+                return
+            _log.info("a shard is taken", shard=shard)
+            core = await open_core(Shard(shard, self._config.shards), lease, leases)
+            try:
+                await self._run_core(shard, core)
+            finally:
+                core.close()
+            _log.info("a shard is given back", shard=shard)
+        except (OwnershipLost, DatabaseFailed, JournalUnusable) as error:
+            _log.warning("a shard cannot be kept", shard=shard, error=str(error))
+            await asyncio.sleep(_FAILED_S)
+        except Exception:
+            _log.exception("the core of a shard failed", shard=shard)
+            await asyncio.sleep(_FAILED_S)
+        finally:
+            await leases.close()
+            del self._tasks[shard]
+
+    async def _run_core(self, shard: int, core: RunningCore) -> None:
+        asked = self._draining[shard] = asyncio.Event()
+        running = asyncio.create_task(core.run())
+        waiting = asyncio.create_task(asked.wait())
+        try:
+            await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                await core.drain(self._config.drain_grace_s)
+        finally:
+            del self._draining[shard]
+            waiting.cancel()
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                try:
+                    await running
+                except BaseExceptionGroup as failures:
+                    raise _first(failures) from None
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,112 @@
+"""Calls to the other gateways of this server, with the credentials and the ids of a caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, cast
+
+import grpc
+from grpc_status import rpc_status
+
+from service.api.interceptor import REQUEST_ID_METADATA
+from service.api.status import from_status
+from service.auth.authenticator import current_tenant_name
+from service.auth.forwarded import HOP, TENANT
+from service.config import Config
+from service.errors import DeadlinePassed, GatewayUnavailable, QuireError
+from service.logging import current_request_id, get_logger
+from service.pool.pool_files import GATEWAY_NAME
+
+_log = get_logger(__name__)
+# What this hop sets itself.
+_OWN = frozenset({HOP, TENANT, REQUEST_ID_METADATA, "user-agent"})
+Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]] | None"
+
+
+class Peers:
+    """Owner of a connection to each of the other gateways."""
+
+    def __init__(
+        self, config: Config, secret: str, credentials: grpc.ChannelCredentials | None = None
+    ) -> None:
+        """`secret`: by which gateways know each other's calls. Without `credentials` only Unix sockets."""
+        self.secret = secret
+        self._credentials = credentials
+        self._options: list[tuple[str, int | str]] = [
+            ("grpc.max_receive_message_length", config.max_response_bytes),
+            ("grpc.max_send_message_length", config.max_request_bytes),
+            ("grpc.use_local_subchannel_pool", 1),
+            # One that was restarted is found soon.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 3000),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ]
+        if credentials is not None:
+            # Gateways have one certificate, whatever their addresses are.
+            self._options.append(("grpc.ssl_target_name_override", GATEWAY_NAME))
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._methods: dict[tuple[str, str], Callable[..., Any]] = {}
+
+    async def call(
+        self,
+        address: str,
+        method: str,
+        request: Any,
+        response: type[Any],
+        timeout_s: float | None,
+        metadata: Metadata,
+    ) -> Any:
+        """The answer of a gateway to a call of ModelExecutorService. `metadata`: the caller's.
+
+        Raises GatewayUnavailable, or what it answers.
+        """
+        key = address, method
+        if key not in self._methods:
+            self._methods[key] = self._channel(address).unary_unary(
+                f"/quire.v1.ModelExecutorService/{method}",
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=response.FromString,
+            )
+        try:
+            return await self._methods[key](request, timeout=timeout_s, metadata=self.passed_on(metadata))
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error) from None
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = (
+                grpc.aio.insecure_channel(address, options=self._options)
+                if self._credentials is None
+                else grpc.aio.secure_channel(address, self._credentials, options=self._options)
+            )
+        return self._channels[address]
+
+    def passed_on(self, metadata: Metadata) -> Sequence[tuple[str, str | bytes]]:
+        """The caller's metadata, with what makes it a forwarded call."""
+        own = (
+            (HOP, self.secret),
+            (TENANT, current_tenant_name()),
+            (REQUEST_ID_METADATA, current_request_id()),
+        )
+        return (*((key, value) for key, value in metadata or () if key not in _OWN), *own)
+
+    async def close(self) -> None:
+        """Ends all calls."""
+        self._methods.clear()
+        while self._channels:
+            await self._channels.popitem()[1].close(None)
+
+
+def is_forwarded(metadata: Metadata) -> bool:
+    """Whether a call came from another gateway, so that it is not forwarded again."""
+    return any(key == HOP for key, _ in metadata or ())
+
+
+def _failure(error: grpc.aio.AioRpcError) -> QuireError:
+    status = rpc_status.from_call(cast("grpc.Call", error))
+    if status is not None and status.details:
+        return from_status(status)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlinePassed(forwarded=True)
+    _log.info("another gateway cannot be reached", code=error.code().name, why=error.details())
+    return GatewayUnavailable()

@@ -1,0 +1,25 @@
+"""Which gateway has a shard, and at which address the others reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class ShardTable(Protocol):
+    """Who owns which shard."""
+
+    def address_of(self, shard: int) -> str | None:
+        """The gRPC address of the owner, for gateways. None: nobody has it now."""
+
+
+class FixedTable:
+    """The gateways of one host: each has one shard for ever, and a Unix socket that never changes."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        """`addresses`: by shard."""
+        self._addresses = addresses
+
+    def address_of(self, shard: int) -> str | None:
+        """See `ShardTable.address_of`."""
+        return self._addresses[shard]

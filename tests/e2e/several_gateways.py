@@ -1,0 +1,63 @@
+"""A server with several gateways, and the callers that know which of them they reach."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import psutil
+from quire.v1 import executor_pb2, executor_pb2_grpc
+
+from tests.gateway_process import GatewayProcess
+
+_WAIT_S = 60
+
+
+class SeveralGateways(GatewayProcess):
+    """`quire serve --gateways N`, each with one worker, on the weightless model."""
+
+    def __init__(self, count: int, data_dir: Path, flags: Sequence[str] = ()) -> None:
+        own = ("--gateways", str(count), "--data-dir", str(data_dir))
+        super().__init__(model="paged-attention", workers=count, flags=[*own, *flags])
+        self.count = count
+
+    def wait_until_ready(self) -> executor_pb2.GetStatusResponse:
+        """Waits until each gateway has its worker."""
+        self.wait_until(lambda: len(self.having("ready")) == self.count)
+        return self.status()
+
+    def having(self, event: str) -> set[int]:
+        """The gateways that have logged an event."""
+        return {
+            int(str(one["gateway"])) for one in self.records() if one["event"] == event and "gateway" in one
+        }
+
+    def gateways(self) -> list[psutil.Process]:
+        """Their processes."""
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if "service.cli.gateway_process" in child.cmdline()]
+
+    def stubs(self) -> list[executor_pb2_grpc.ModelExecutorServiceStub]:
+        """One with a connection to each gateway, by shard. The kernel chooses the gateway of a connection."""
+        found: dict[int, executor_pb2_grpc.ModelExecutorServiceStub] = {}
+        give_up_s = time.monotonic() + _WAIT_S
+        while len(found) < self.count:
+            assert time.monotonic() < give_up_s
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(self.connect())
+            (worker,) = stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10).workers
+            found.setdefault(int(worker.worker_id.removeprefix("worker-")), stub)
+        return [found[shard] for shard in range(self.count)]
+
+
+def retrying(call: grpc.UnaryUnaryMultiCallable, request: object) -> object:  # type: ignore[type-arg]
+    """Repeats a call while a gateway is away. `position` keeps it from being applied twice."""
+    give_up_s = time.monotonic() + _WAIT_S
+    while True:
+        try:
+            return call(request, timeout=30)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > give_up_s:
+                raise
+            time.sleep(0.05)

@@ -1,0 +1,176 @@
+"""Several gateways behind one port: calls for the caches of another, and what a crash of one does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from quire.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc
+
+from tests.e2e.several_gateways import SeveralGateways, retrying
+
+Stub = executor_pb2_grpc.ModelExecutorServiceStub
+TOKENS = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeveralGateways]:
+    with SeveralGateways(2, tmp_path_factory.mktemp("data")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def stubs(server: SeveralGateways) -> list[Stub]:
+    return server.stubs()
+
+
+def new_cache(stub: Stub, tokens: list[int] = TOKENS) -> str:
+    return stub.Prefill(executor_pb2.PrefillRequest(token_ids=tokens), timeout=30).kv_cache.cache_id
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    info = error_details_pb2.ErrorInfo()
+    rpc_status.from_call(error).details[0].Unpack(info)  # type: ignore[arg-type]
+    return info.reason
+
+
+def test_each_gateway_answers_for_the_caches_of_both(stubs: list[Stub]) -> None:
+    for home, other in (stubs, stubs[::-1]):
+        cache = new_cache(home)
+        decode = executor_pb2.DecodeRequest(cache_id=cache, token_id=4, position=3)
+        there, again = other.Decode(decode), home.Decode(decode)
+        assert there.kv_cache.seq_len == 4 and there.output == again.output, (
+            "the same answer, and applied once"
+        )
+        forked = other.ForkCache(executor_pb2.ForkCacheRequest(cache_id=cache, count=2)).kv_caches
+        cut = other.TruncateKV(executor_pb2.TruncateKVRequest(cache_id=forked[0].cache_id, new_len=1))
+        assert cut.kv_cache.seq_len == 1
+        assert other.ReleaseCache(executor_pb2.ReleaseCacheRequest(cache_id=cache)).released
+        assert not home.ReleaseCache(executor_pb2.ReleaseCacheRequest(cache_id=cache)).released
+
+
+def test_a_batch_over_both_is_answered_in_order_and_item_by_item(stubs: list[Stub]) -> None:
+    caches = [new_cache(stubs[index % 2], [1] * (index + 1)) for index in range(4)]
+    caches.append("kv1_" + "x" * 24)
+    items = [executor_pb2.DecodeRequest(cache_id=cache, token_id=4) for cache in caches]
+    items[2].token_id = 1 << 31
+    results = stubs[0].BatchDecode(executor_pb2.BatchDecodeRequest(items=items)).results
+    assert [one.response.kv_cache.seq_len for one in results] == [2, 3, 0, 5, 0]
+    results = stubs[1].BatchDecode(executor_pb2.BatchDecodeRequest(items=items)).results
+    assert [one.response.kv_cache.seq_len for one in results] == [3, 4, 0, 6, 0]
+    bad = error_details_pb2.BadRequest()
+    results[2].error.details[1].Unpack(bad)
+    assert bad.field_violations[0].field == "items[2].token_id", "its index in the caller's batch"
+
+
+def test_a_session_over_both_keeps_the_order_of_each_cache(stubs: list[Stub]) -> None:
+    caches = [new_cache(stub) for stub in stubs]
+    both = [executor_pb2.DecodeRequest(cache_id=cache, token_id=5) for cache in caches]
+    batch = executor_pb2.SessionCall(tag=0, batch_decode=executor_pb2.BatchDecodeRequest(items=both))
+    calls = [batch]
+    for position in range(4, 12):
+        for index, cache in enumerate(caches):
+            # Each is refused unless all before it are applied.
+            decode = executor_pb2.DecodeRequest(cache_id=cache, token_id=5, position=position)
+            calls.append(executor_pb2.SessionCall(tag=2 * position + index, decode=decode))
+    results = [
+        result
+        for message in stubs[0].Session(iter([executor_pb2.SessionRequest(calls=calls)]), timeout=60)
+        for result in message.results
+    ]
+    assert len(results) == len(calls) and not any(result.HasField("error") for result in results)
+
+
+def test_what_is_all_or_nothing_is_refused_over_both(stubs: list[Stub]) -> None:
+    caches = [new_cache(stub) for stub in stubs]
+    forks = [executor_pb2.ForkSource(cache_id=cache, count=1) for cache in caches]
+    with pytest.raises(grpc.RpcError) as refused:
+        stubs[0].ForkCaches(executor_pb2.ForkCachesRequest(forks=forks))
+    assert reason_of(refused.value) == "SEVERAL_SHARDS"
+    beam = executor_pb2.ForkCacheRequest(cache_id=caches[0], count=1, release=[caches[1]])
+    with pytest.raises(grpc.RpcError) as refused:
+        stubs[1].ForkCache(beam)
+    assert reason_of(refused.value) == "SEVERAL_SHARDS"
+
+
+def test_all_caches_are_listed_whoever_is_asked(stubs: list[Stub]) -> None:
+    mine = {new_cache(stub) for stub in stubs for _ in range(3)}
+    for stub in stubs:
+        token, found = "", []
+        while True:
+            page = stub.ListCaches(executor_pb2.ListCachesRequest(page_size=2, page_token=token))
+            found += [cache.cache_id for cache in page.kv_caches]
+            if not (token := page.next_page_token):
+                break
+        assert len(found) == len(set(found)) and mine <= set(found)
+
+
+def test_changes_of_one_gateway_are_refused(server: SeveralGateways) -> None:
+    admin = admin_pb2_grpc.AdminServiceStub(server.connect())
+    with pytest.raises(grpc.RpcError) as refused:
+        admin.UnloadAdapter(admin_pb2.UnloadAdapterRequest(adapter_id="a"))
+    assert reason_of(refused.value) == "SEVERAL_GATEWAYS"
+
+
+class Caller:
+    """Decodes one cache, each token with a call of its own."""
+
+    def __init__(self, stub: Stub, prompt: list[int], home: Stub) -> None:
+        self.prompt = prompt
+        self.tokens: list[int] = []
+        self._stub = stub
+        self._cache = new_cache(home, prompt)
+
+    def decode(self, steps: int) -> None:
+        for _ in range(steps):
+            last = self.tokens[-1] if self.tokens else self.prompt[-1]
+            position = len(self.prompt) + len(self.tokens)
+            request = executor_pb2.DecodeRequest(cache_id=self._cache, token_id=last, position=position)
+            self.tokens.append(retrying(self._stub.Decode, request).output.token_id)  # type: ignore[attr-defined]
+
+    def decode_until(self, event: threading.Event, further: int) -> None:
+        while not event.is_set():
+            self.decode(1)
+        self.decode(further)
+
+
+def test_a_killed_gateway_comes_back_with_its_caches_and_its_worker(tmp_path: Path) -> None:
+    with SeveralGateways(2, tmp_path, ["--orphan-grace-s", "60"]) as server:
+        stubs = server.stubs()
+        # Half of them call the gateway that will be killed, and half have their caches there.
+        places = [(stubs[index % 2], stubs[index // 2 % 2]) for index in range(8)]
+        callers = [Caller(stub, [7 * i + 1, i + 2], home) for i, (stub, home) in enumerate(places)]
+        was_killed = threading.Event()
+        threads = [threading.Thread(target=one.decode_until, args=(was_killed, 30)) for one in callers]
+        for thread in threads:
+            thread.start()
+        victim = next(p for p in server.gateways() if has_open(p, tmp_path / "shards" / "0"))
+        server.wait_until(lambda: all(len(one.tokens) > 20 for one in callers))
+        victim.kill()
+        was_killed.set()
+        for thread in threads:
+            thread.join()
+        for one in callers:
+            undisturbed = Caller(stubs[1], one.prompt, stubs[1])
+            undisturbed.decode(len(one.tokens))
+            assert one.tokens == undisturbed.tokens
+        events = {record["event"] for record in server.records() if record.get("gateway") == 0}
+        assert {"recovered", "worker adopted"} <= events
+
+
+def has_open(process: object, directory: Path) -> bool:
+    return any(Path(file.path).is_relative_to(directory) for file in process.open_files())  # type: ignore[attr-defined]
+
+
+def test_the_number_of_gateways_is_that_of_the_data_directory(tmp_path: Path) -> None:
+    with SeveralGateways(2, tmp_path):
+        pass
+    for count in (1, 3):
+        again = SeveralGateways(count, tmp_path)
+        assert again.process.wait(60) == 2
+        assert "the caches in" in again.log() and "are of 2" in again.log()

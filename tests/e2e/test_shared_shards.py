@@ -1,0 +1,83 @@
+"""Gateways that share shards by leases in PostgreSQL: forwarding, takeover, a rolling upgrade."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+from quire.v1 import executor_pb2 as pb
+
+from tests.e2e.several_gateways import retrying
+from tests.e2e.test_remote_workers import PROMPT, Pool, free_address
+from tests.gateway_process import GatewayProcess
+from tests.postgres_server import PostgresServer
+
+FLAGS = ("--kv-pages", "256", "--orphan-grace-s", "60", "--shards", "2")
+
+
+class Text:
+    """A cache, whose tokens are decoded by any gateway."""
+
+    def __init__(self, home: GatewayProcess) -> None:
+        prefill = pb.PrefillRequest(token_ids=PROMPT)
+        self.cache_id = retrying(home.stub.Prefill, prefill).kv_cache.cache_id  # type: ignore[attr-defined]
+        self.tokens: list[int] = []
+        self.replayed = 0
+
+    def decode(self, gateway: GatewayProcess, count: int) -> None:
+        for _ in range(count):
+            last = self.tokens[-1] if self.tokens else PROMPT[-1]
+            at = len(PROMPT) + len(self.tokens)
+            request = pb.DecodeRequest(cache_id=self.cache_id, token_id=last, position=at)
+            answer: pb.DecodeResponse = retrying(gateway.stub.Decode, request)  # type: ignore[assignment]
+            assert answer.kv_cache.seq_len == at + 1, "applied once"
+            self.replayed += answer.replayed_tokens
+            self.tokens.append(answer.output.token_id)
+
+    def decode_until(self, gateway: GatewayProcess, event: threading.Event, further: int) -> None:
+        while not event.is_set():
+            self.decode(gateway, 1)
+        self.decode(gateway, further)
+
+
+def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -> None:
+    pool = Pool(tmp_path)
+    with PostgresServer() as database:
+        workers = ",".join(pool.listen() for _ in range(2))
+        own = ("--pool", str(pool.certificates), "--journal", database.url, "--workers-at", workers)
+
+        def new() -> GatewayProcess:
+            flags = [*FLAGS, *own, "--peer-listen", free_address()]
+            return GatewayProcess(model="paged-attention", workers=1, flags=flags)
+
+        try:
+            # The first one takes both shards, and leaves one to the second.
+            with new() as first, new() as second:
+                texts = [Text(first), Text(second)]
+                assert {text.cache_id[:4] for text in texts} == {"kv0_", "kv1_"}
+                was_killed = threading.Event()
+                threads = [
+                    threading.Thread(target=text.decode_until, args=(first, was_killed, 20)) for text in texts
+                ]
+                for thread in threads:
+                    thread.start()
+                first.wait_until(lambda: all(len(text.tokens) > 20 for text in texts))
+                second.process.send_signal(signal.SIGKILL)
+                was_killed.set()
+                for thread in threads:
+                    thread.join()
+                with new() as third:
+                    for text in texts:
+                        text.decode(third, 10)
+                    # It gives both to the third one, as in a rolling upgrade.
+                    assert first.stop() == 0
+                    for text in texts:
+                        text.decode(third, 10)
+                    undisturbed = Text(third)
+                    undisturbed.decode(third, max(len(text.tokens) for text in texts))
+            for text in texts:
+                assert text.tokens == undisturbed.tokens[: len(text.tokens)]
+                assert text.replayed == 0, "the workers have kept their KV"
+        finally:
+            pool.stop()
