@@ -5,6 +5,7 @@ None of it knows what is inside the gateway, so that a bug is still there when t
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -37,8 +38,9 @@ def plant(bug: Plant, patch: pytest.MonkeyPatch) -> None:
 def is_found(bug: Plant, patch: pytest.MonkeyPatch, schedules: int, kind: Kind = Simulation) -> None:
     """Asserts that one of so many schedules finds the bug, and by a broken promise."""
     plant(bug, patch)
+    first = getattr(bug, "first_seed", 0)
     with pytest.raises(ScheduleFailed) as failed:
-        run_schedules(range(schedules), kind)
+        run_schedules(itertools.chain(range(first, schedules), range(first)), kind)
     assert isinstance(failed.value.__cause__, BROKEN_PROMISES), failed.value
 
 

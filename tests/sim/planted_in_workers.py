@@ -167,6 +167,9 @@ class NobodyIsQuarantined(PlantedMachine):
 class AllAreQuarantined(PlantedMachine):
     """Whatever a worker computed when it died is never computed again."""
 
+    # One schedule in 1,600 shows it. Where to begin to look saves half a minute, and decides nothing.
+    first_seed = 2400
+
     def watch(self, *args: Any) -> None:
         super().watch(*args)
         self.quarantined: set[int] = set()
