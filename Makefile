@@ -85,7 +85,7 @@ serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="-
 # As on several hosts, but over loopback: each worker has half of the cores.
 cluster: $(SERVING) kernels ## Serve with two workers as if they were on other hosts (docs/hosts.md)
 	@test -d build/pool || $(BIN)/quire pool init build/pool >/dev/null
-	@trap 'kill $$workers' EXIT INT TERM; workers=; threads=$$(( ($$(nproc) + 1) / 2 )); \
+	@trap 'kill $$workers 2>/dev/null; wait' EXIT; trap exit INT TERM; workers=; threads=$$(( ($$(nproc) + 1) / 2 )); \
 	for port in 50061 50062; do \
 	  $(BIN)/quire worker --pool build/pool --listen 127.0.0.1:$$port --threads $$threads & workers="$$workers $$!"; \
 	done; \

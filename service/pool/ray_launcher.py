@@ -30,6 +30,8 @@ _log = get_logger(__name__)
 _NAME_BYTES = 8
 # Between two child processes.
 _BACKOFF_S = 2.0
+# By then workers have taken the actors that were left; further ones would keep what others need.
+_TAKE_LEFT_S = 5.0
 # How long the exit status of a worker may take after its stream has ended.
 _STATUS_DELAY_S = 0.5
 
@@ -86,6 +88,10 @@ class RayLauncher(RemoteLauncher):
         """Frees what an actor has taken, and kills its worker if it still runs."""
         if self._placements.pop(name, None) is not None:
             self._send("remove", name)
+
+    def _remove_left(self) -> None:
+        while self._left:
+            self._send("remove", self._left.pop())
 
     def close(self) -> None:
         """See `RemoteLauncher.close`. The child process ends after what it was told."""
@@ -145,6 +151,7 @@ class RayLauncher(RemoteLauncher):
             _log.info("ray: connected", actors=len(event["actors"]))
             self._connected.set()
             self._left = [name for name in event["actors"] if name not in self._placements]
+            asyncio.get_running_loop().call_later(_TAKE_LEFT_S, self._remove_left)
             for name, placement in self._placements.items():
                 self._send("watch" if placement.placed.done() else "place", name)
         elif kind == "room":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import json
 import random
@@ -23,7 +24,7 @@ from benchmarks import machine
 from tests.ray_cluster import RayCluster
 from tests.soak.__main__ import soak
 from tests.soak.faults import Injector
-from tests.soak.server import Server
+from tests.soak.server import Server, runs
 
 _DRIVER = "service.pool.ray_placement"
 _LEAVE_TIMEOUT_S = 60.0
@@ -46,8 +47,11 @@ class RayServer(Server):
 
     def pids_on(self, node: str) -> list[int]:
         """The workers of a node."""
-        holders = [holder for holder, its in self._running() if its == node]
-        return [child.pid for holder in holders for child in holder.children()]
+        found = []
+        for holder, its in self._running():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [child.pid for child in holder.children() if its == node]
+        return found
 
     def driver_pids(self) -> list[int]:
         """What speaks with Ray."""
@@ -63,17 +67,15 @@ class RayServer(Server):
                 self._seen_bytes += len(line)
                 if b'"ray: worker placed"' in line:
                     self._note(json.loads(line))
-        self._holders = {pid: found for pid, found in self._holders.items() if found[0].is_running()}
+        self._holders = {pid: found for pid, found in self._holders.items() if runs(found[0])}
         return list(self._holders.values())
 
     def _note(self, record: dict[str, Any]) -> None:
-        try:
+        with contextlib.suppress(psutil.Error):
             process = psutil.Process(record["pid"])
-        except psutil.NoSuchProcess:
-            return
-        # A number may have been used again.
-        if "service.pool.ray_worker" in process.cmdline():
-            self._holders[process.pid] = process, record["node"]
+            # A number may have been used again.
+            if "service.pool.ray_worker" in process.cmdline():
+                self._holders[process.pid] = process, record["node"]
 
 
 class RayInjector(Injector):

@@ -89,7 +89,7 @@ class Server:
             for child in psutil.Process(self.pid).children():
                 if child.pid not in self._workers and "worker" in " ".join(_command_line(child)):
                     self._workers[child.pid] = child
-        self._workers = {pid: p for pid, p in self._workers.items() if _runs(p)}
+        self._workers = {pid: p for pid, p in self._workers.items() if runs(p)}
         return list(self._workers)
 
     def rank_pids(self) -> list[int]:
@@ -133,7 +133,8 @@ def _free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended, even if nobody has asked for its exit status."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

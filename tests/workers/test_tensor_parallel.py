@@ -112,10 +112,11 @@ def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: s
     assert_same_bits(split_model(directory, 4, dtype), random_texts(1, 40, 90), name)
 
 
-def test_adapters(made: tuple[str, Path]) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_adapters(made: tuple[str, Path], ranks: int) -> None:
     """Each rank has the rows or columns of A and B that belong to its part of a projection."""
     _, directory = made
-    alone, split = load_decoder(directory, pack=True), split_model(directory, 4)
+    alone, split = load_decoder(directory, pack=True), split_model(directory, ranks)
     modules = alone.lora_modules()
     assert split.models[0].lora_modules() == modules
     weights = random_lora(modules)
