@@ -32,16 +32,20 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
 
     The pages for their tokens must be reserved.
     """
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    wanted_rows: list[int] = []
-    query_starts = [0]
-    query_lens: list[int] = []
-    context_lens: list[int] = []
-    is_tree: list[bool] = []
+    plain = plain_decodes(chunks)
+    token_ids = [forward.token_ids[0] for forward in plain]
+    positions = [forward.position for forward in plain]
+    slots = [
+        forward.kv.pages[at // page_size] * page_size + at % page_size
+        for forward, at in zip(plain, positions, strict=True)
+    ]
+    wanted_rows = list(range(len(plain)))
+    query_starts = list(range(len(plain) + 1))
+    query_lens = [1] * len(plain)
+    context_lens = [at + 1 for at in positions]
+    is_tree = [False] * len(plain)
     has_adapter = has_experts = False
-    for chunk in chunks:
+    for chunk in chunks[len(plain) :]:
         forward, first_row = chunk.forward, len(token_ids)
         start, pages = forward.position + chunk.start, forward.kv.pages
         end = start + chunk.count
@@ -71,6 +75,16 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
             trees=_trees(chunks, context_lens, is_tree) if any(is_tree) else None,
         ),
     )
+
+
+def plain_decodes(chunks: Sequence[Chunk]) -> list[Forward]:
+    """The plain decodes among the first chunks, before any other."""
+    forwards: list[Forward] = []
+    for chunk in chunks:
+        if not chunk.forward.is_plain:
+            break
+        forwards.append(chunk.forward)
+    return forwards
 
 
 def _lora_slots(chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -137,7 +151,12 @@ def sampling_rows(chunks: Sequence[Chunk]) -> list[SamplingRow]:
     rows: list[SamplingRow] = []
     for chunk in chunks:
         forward = chunk.forward
-        if forward.output.sampling is None and forward.output.mask is None and not forward.choices:
+        sampling = forward.output.sampling
+        if forward.is_plain:
+            position = forward.position + 1
+            rows.append(_GREEDY_ROW if sampling is None else SamplingRow(sampling, None, position))
+            continue
+        if sampling is None and forward.output.mask is None and not forward.choices:
             rows += [_GREEDY_ROW] * chunk.rows
             continue
         # The rows before those with an output only score the next token.
@@ -212,7 +231,9 @@ def output_specs(chunks: Sequence[Chunk]) -> list[OutputSpec]:
     """The requested outputs of each wanted row; R entries in the order of `ForwardInputs.wanted_rows`."""
     specs: list[OutputSpec] = []
     for chunk in chunks:
-        specs += [GREEDY] * (chunk.rows - chunk.output_rows) + [chunk.forward.output] * chunk.output_rows
+        if chunk.rows > chunk.output_rows:
+            specs += [GREEDY] * (chunk.rows - chunk.output_rows)
+        specs += [chunk.forward.output] * chunk.output_rows
     return specs
 
 

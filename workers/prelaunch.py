@@ -96,7 +96,10 @@ class Prelauncher:
             # The next step is full already. Its request would arrive first, and the caller pay for both.
             return False
         self._queued[op.sequence] = prelaunched
-        self._scheduler.add(prelaunched)
+        if prelaunched.is_plain:
+            self._scheduler.add_plain(prelaunched)
+        else:
+            self._scheduler.add(prelaunched)
         return True
 
     def next_step(self) -> None:
@@ -109,11 +112,21 @@ class Prelauncher:
             self._begun[prelaunched.sequence] = prelaunched
         return not self._is_paused
 
-    def mark_ready(self, prelaunched: Forward) -> None:
-        """Keep a prelaunched forward that was computed."""
-        del self._queued[prelaunched.sequence]
-        del self._begun[prelaunched.sequence]
-        self.ready[prelaunched.sequence] = prelaunched, time.monotonic_ns()
+    def allowed(self, forwards: list[Forward]) -> list[Forward]:
+        """Those that may take pages now: without prelaunched ones while these are paused."""
+        return [one for one in forwards if not one.is_prelaunched] if self._is_paused else forwards
+
+    def note_begun(self, forwards: Iterable[Forward]) -> None:
+        """Note which forwards have begun, prelaunched ones and others."""
+        self._begun.update({one.sequence: one for one in forwards if one.is_prelaunched})
+
+    def mark_ready(self, prelaunched: Iterable[Forward]) -> None:
+        """Keep prelaunched forwards that were computed."""
+        now_ns = time.monotonic_ns()
+        for forward in prelaunched:
+            sequence = forward.sequence
+            del self._queued[sequence], self._begun[sequence]
+            self.ready[sequence] = forward, now_ns
 
     def forget(self, prelaunched: Forward) -> None:
         """Forget a prelaunched forward that has left the scheduler and holds nothing."""
