@@ -313,7 +313,9 @@ class Forward:
             self.row_weight += len(self.sample_seeds) // (_DRAWS_PER_ROW * max(1, self.wanted_rows))
         elif self.kind is Kind.DECODE and len(self.token_ids) == 1 == self.wanted_rows:
             has_more = self.adapter or self.choices or self.parents or self.experts is not None
-            self.is_plain = self.output.is_plain and not has_more and not self.ephemeral
+            self.is_plain = (
+                self.output.is_plain and not has_more and not self.ephemeral and self.accept is Accept.ALL
+            )
 
     @property
     def remaining(self) -> int:
