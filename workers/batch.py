@@ -6,6 +6,7 @@ Dimension letters: T tokens of all chunks; N chunks; R wanted rows; P pages in t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,16 +33,20 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
 
     The pages for their tokens must be reserved.
     """
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    wanted_rows: list[int] = []
-    query_starts = [0]
-    query_lens: list[int] = []
-    context_lens: list[int] = []
-    is_tree: list[bool] = []
+    plain = plain_decodes(chunks)
+    token_ids = [forward.token_ids[0] for forward in plain]
+    positions = [forward.position for forward in plain]
+    slots = [
+        forward.kv.pages[at // page_size] * page_size + at % page_size
+        for forward, at in zip(plain, positions, strict=True)
+    ]
+    wanted_rows = list(range(len(plain)))
+    query_starts = list(range(len(plain) + 1))
+    query_lens = [1] * len(plain)
+    context_lens = [at + 1 for at in positions]
+    is_tree = [False] * len(plain)
     has_adapter = has_experts = False
-    for chunk in chunks:
+    for chunk in chunks[len(plain) :]:
         forward, first_row = chunk.forward, len(token_ids)
         start, pages = forward.position + chunk.start, forward.kv.pages
         end = start + chunk.count
@@ -56,21 +61,36 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
         has_adapter |= forward.lora_slot >= 0
         has_experts |= forward.experts is not None
     return ForwardInputs(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),  # [T]
-        positions=torch.tensor(positions, dtype=torch.int64),  # [T]
-        slots=torch.tensor(slots, dtype=torch.int64),  # [T]
-        wanted_rows=torch.tensor(wanted_rows, dtype=torch.int64),  # [R]
+        token_ids=_column(token_ids, np.int64),  # [T]
+        positions=_column(positions, np.int64),  # [T]
+        slots=_column(slots, np.int64),  # [T]
+        wanted_rows=_column(wanted_rows, np.int64),  # [R]
         lora_slots=_lora_slots(chunks) if has_adapter else None,  # [T]
         experts=_given_experts(chunks) if has_experts else None,  # [T, L, E]
         attention=AttentionBatch(
             page_tables=_page_tables(chunks, context_lens, page_size),  # [N, P]
-            query_starts=torch.tensor(query_starts, dtype=torch.int32),  # [N + 1]
-            context_lens=torch.tensor(context_lens, dtype=torch.int32),  # [N]
+            query_starts=_column(query_starts, np.int32),  # [N + 1]
+            context_lens=_column(context_lens, np.int32),  # [N]
             query_lens=query_lens,
             context_lens_host=context_lens,
             trees=_trees(chunks, context_lens, is_tree) if any(is_tree) else None,
         ),
     )
+
+
+def _column(values: list[int], dtype: type[np.integer[Any]]) -> torch.Tensor:
+    # Half as long as torch.tensor takes.
+    return torch.from_numpy(np.array(values, dtype))
+
+
+def plain_decodes(chunks: Sequence[Chunk]) -> list[Forward]:
+    """The plain decodes among the first chunks, before any other."""
+    forwards: list[Forward] = []
+    for chunk in chunks:
+        if not chunk.forward.is_plain:
+            break
+        forwards.append(chunk.forward)
+    return forwards
 
 
 def _lora_slots(chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -137,7 +157,12 @@ def sampling_rows(chunks: Sequence[Chunk]) -> list[SamplingRow]:
     rows: list[SamplingRow] = []
     for chunk in chunks:
         forward = chunk.forward
-        if forward.output.sampling is None and forward.output.mask is None and not forward.choices:
+        sampling = forward.output.sampling
+        if forward.is_plain:
+            position = forward.position + 1
+            rows.append(_GREEDY_ROW if sampling is None else SamplingRow(sampling, None, position))
+            continue
+        if sampling is None and forward.output.mask is None and not forward.choices:
             rows += [_GREEDY_ROW] * chunk.rows
             continue
         # The rows before those with an output only score the next token.
@@ -212,7 +237,9 @@ def output_specs(chunks: Sequence[Chunk]) -> list[OutputSpec]:
     """The requested outputs of each wanted row; R entries in the order of `ForwardInputs.wanted_rows`."""
     specs: list[OutputSpec] = []
     for chunk in chunks:
-        specs += [GREEDY] * (chunk.rows - chunk.output_rows) + [chunk.forward.output] * chunk.output_rows
+        if chunk.rows > chunk.output_rows:
+            specs += [GREEDY] * (chunk.rows - chunk.output_rows)
+        specs += [chunk.forward.output] * chunk.output_rows
     return specs
 
 

@@ -16,10 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from workers.scheduler import Flow
 
 # A caller counts as present for so many steps after its last forward.
 _REMEMBERED_STEPS = 8
@@ -99,30 +95,30 @@ class CallerLimits:
         self._fixed_prompt_tokens = fixed_prompt_tokens
         self._max_batch_tokens = max_batch_tokens
         # For each of the last steps, by caller: the cost that callers below the free cost wanted.
-        self._undemanding: deque[dict[int, int]] = deque(maxlen=_REMEMBERED_STEPS)
+        self._undemanding: deque[Mapping[int, int]] = deque(maxlen=_REMEMBERED_STEPS)
         # For each of the last steps, by caller: the cost of its decodes.
         self._decoded: deque[Mapping[int, int]] = deque(
             maxlen=_REMEMBERED_STEPS if fixed_prompt_tokens is None else 2
         )
         self._steps = 0
 
-    def shares(self, cost: int, flows: Mapping[int, Flow]) -> dict[int, int]:
+    def shares(self, wanted: Mapping[int, int]) -> dict[int, int]:
         """The cost that each limited caller may have of the next step's short forwards.
 
-        `cost`, `flows`: of all short forwards, and by caller.
+        `wanted`: the cost of these, by caller. Kept.
         """
-        if not cost:
+        if not wanted:
             return {}
         self._steps += 1
         free = self.times.free_cost
-        wanted = {caller: flow.cost for caller, flow in flows.items() if flow.forwards}
         greedy: dict[int, int] = {}
-        if cost > free:
+        if max(wanted.values()) > free:
             greedy = {caller: cost for caller, cost in wanted.items() if cost > free}
         # A caller that is alone delays no other, also not itself when it comes back under another number.
-        self._undemanding.append(
-            {caller: wanted[caller] for caller in wanted.keys() - greedy} if len(wanted) > 1 else {}
-        )
+        undemanding = wanted
+        if greedy or len(wanted) == 1:
+            undemanding = {caller: wanted[caller] for caller in wanted.keys() - greedy if len(wanted) > 1}
+        self._undemanding.append(undemanding)
         return self._shares_of(greedy, free) if greedy else {}
 
     def _shares_of(self, greedy: dict[int, int], free: int) -> dict[int, int]:

@@ -156,41 +156,48 @@ class OutputSpec:
     hidden: HiddenSpec | None = None
     experts: bool = False
 
-    @property
-    def row_weight(self) -> int:
-        """How many plain rows this row costs, by the data that is read, copied and sent.
+    # How many plain rows this row costs, by the data that is read, copied and sent. Logits of a vocabulary
+    # take hundreds of kilobytes, a hidden state tens. Short lists are free.
+    row_weight: int = field(init=False, repr=False, compare=False)
+    # Whether the row of logits and the position are all that it needs: see `Forward.is_plain`.
+    is_plain: bool = field(init=False, repr=False, compare=False)
 
-        Logits of a vocabulary take hundreds of kilobytes, a hidden state tens. Short lists are free.
-        """
+    def __post_init__(self) -> None:
         lists = (self.top_logprobs + len(self.logprob_token_ids)) // _LISTED_PER_ROW
         layers = 0 if self.hidden is None else -(-len(self.hidden.layers) // _LAYERS_PER_ROW)
-        return 1 + lists + layers + (0 if self.logits is None else _LOGITS_WEIGHT)
+        weight = 1 + lists + layers + (0 if self.logits is None else _LOGITS_WEIGHT)
+        object.__setattr__(self, "row_weight", weight)
+        needs_more = self.mask is not None or self.hidden is not None or self.experts
+        needs_history = self.sampling is not None and self.sampling.has_penalty
+        object.__setattr__(self, "is_plain", not needs_more and not needs_history)
 
 
 GREEDY = OutputSpec()
 
 
-@dataclass(slots=True)
+# Without slots: fields that are not arguments then cost nothing until they are set.
+@dataclass
 class RowOutput:
     """The results of one row of logits: the token chosen there, and what else was requested."""
 
     token_id: int
-    logprob: float | None = None
-    sampled_logprob: float | None = None
-    top_ids: Sequence[int] = ()
-    top_logprobs: Sequence[float] = ()
-    chosen_logprobs: Sequence[float] = ()
+    logprob: float | None = field(default=None, init=False)
+    sampled_logprob: float | None = field(default=None, init=False)
+    top_ids: Sequence[int] = field(default=(), init=False)
+    top_logprobs: Sequence[float] = field(default=(), init=False)
+    chosen_logprobs: Sequence[float] = field(default=(), init=False)
     # One row, little-endian, in the requested format.
-    logits: bytes | None = None
-    logits_format: LogitsFormat | None = None
+    logits: bytes | None = field(default=None, init=False)
+    logits_format: LogitsFormat | None = field(default=None, init=False)
     # One row for each requested layer, in the requested order and format.
-    hidden: Sequence[bytes] = ()
-    hidden_format: LogitsFormat | None = None
+    hidden: Sequence[bytes] = field(default=(), init=False)
+    hidden_format: LogitsFormat | None = field(default=None, init=False)
     # See StepOutput in types.proto.
-    experts: bytes = b""
+    experts: bytes = field(default=b"", init=False)
 
 
-@dataclass(slots=True, eq=False)
+# Without slots, as RowOutput.
+@dataclass(eq=False)
 class Forward:
     """Append `token_ids` to `sequence` at `position`: the one primitive, from the command to its answer.
 
@@ -243,6 +250,8 @@ class Forward:
     # How many plain rows each of its rows costs. An extra sample costs a fraction of a row. All are from the
     # last row, but their cost is divided among the rows.
     row_weight: int = field(init=False)
+    # A decode of one token that needs nothing but its row of logits: steps take all of these together.
+    is_plain: bool = field(default=False, init=False)
 
     # Scheduling. Valid from `Scheduler.add` on.
 
@@ -284,14 +293,14 @@ class Forward:
 
     # The answer. Complete after `Engine.complete`.
 
-    outputs: list[RowOutput] = field(default_factory=list, init=False)
+    outputs: Sequence[RowOutput] = field(default=(), init=False)
     # For each scored token: its log-probability, and whether no other token was more likely.
-    token_logprobs: list[float] = field(default_factory=list, init=False)
-    token_is_argmax: list[bool] = field(default_factory=list, init=False)
+    token_logprobs: Sequence[float] = field(default=(), init=False)
+    token_is_argmax: Sequence[bool] = field(default=(), init=False)
     # One for each of `sample_seeds`, without lists and logits.
-    samples: list[RowOutput] = field(default_factory=list, init=False)
+    samples: Sequence[RowOutput] = field(default=(), init=False)
     # For a tree: the indexes of the kept tokens. Only these are appended to the sequence.
-    kept_path: list[int] = field(default_factory=list, init=False)
+    kept_path: Sequence[int] = field(default=(), init=False)
     # The number of tokens that are kept in the sequence.
     kept: int = field(default=0, init=False)
     queue_ns: int = field(default=0, init=False)
@@ -302,6 +311,11 @@ class Forward:
         self.row_weight = self.output.row_weight
         if self.sample_seeds:
             self.row_weight += len(self.sample_seeds) // (_DRAWS_PER_ROW * max(1, self.wanted_rows))
+        elif self.kind is Kind.DECODE and len(self.token_ids) == 1 == self.wanted_rows:
+            has_more = self.adapter or self.choices or self.parents or self.experts is not None
+            self.is_plain = (
+                self.output.is_plain and not has_more and not self.ephemeral and self.accept is Accept.ALL
+            )
 
     @property
     def remaining(self) -> int:
@@ -312,11 +326,15 @@ class Forward:
         self, indexes: Sequence[int], logprobs: Sequence[float], is_argmax: Sequence[bool]
     ) -> None:
         """Store the scores of the request's tokens with these indexes."""
-        if not self.token_logprobs:
-            self.token_logprobs, self.token_is_argmax = [0.0] * self.scored, [False] * self.scored
+        all_logprobs = list(self.token_logprobs) or [0.0] * self.scored
+        all_best = list(self.token_is_argmax) or [False] * self.scored
         first = len(self.token_ids) - self.scored
         for index, logprob, best in zip(indexes, logprobs, is_argmax, strict=True):
-            self.token_logprobs[index - first], self.token_is_argmax[index - first] = logprob, best
+            all_logprobs[index - first], all_best[index - first] = logprob, best
+        self.token_logprobs, self.token_is_argmax = all_logprobs, all_best
+
+
+_ONLY = range(1)
 
 
 class Chunk:
@@ -338,6 +356,12 @@ class Chunk:
     )  # fmt: skip
 
     def __init__(self, forward: Forward, start: int, count: int) -> None:
+        if forward.is_plain:
+            self.forward, self.start, self.count = forward, 0, 1
+            self.is_last, self.has_many, self.token_ids, self.wanted = True, False, forward.token_ids, _ONLY
+            self.rows = self.output_rows = 1
+            self.cost = 1 + forward.row_weight
+            return
         end, size = start + count, len(forward.token_ids)
         self.forward, self.start, self.count = forward, start, count
         self.is_last, self.has_many = end == size, count > 1

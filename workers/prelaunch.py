@@ -30,7 +30,7 @@ HOLD_TIMEOUT_S = 1.0
 _REPEATS_BEFORE_PRELAUNCH = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Expected:
     """The expected next forward of a sequence, and how many expected ones have come in a row."""
 
@@ -65,17 +65,17 @@ class Prelauncher:
 
     def prelaunch_next(self, op: Forward) -> bool:
         """Queue the forward that is expected after an answer. Returns whether there is one."""
-        before = self.expected.pop(op.sequence, None)
-        if before is not None:
+        sequence, end = op.sequence, op.position + len(op.token_ids)
+        before = self.expected.pop(sequence, None)
+        if sequence in self._queued or sequence in self.ready:
             # It continues an earlier state of the sequence: `op` was queued meanwhile.
-            self._cancel(op.sequence)
+            self._cancel(sequence)
         is_wanted = op.prelaunch or self.prelaunch_unrequested
-        end = op.position + len(op.token_ids)
         if not is_wanted or not _may_be_continued(op) or end >= self._max_seq_tokens:
             return False
         prelaunched = Forward(
             op_id=self._next_id,
-            sequence=op.sequence,
+            sequence=sequence,
             position=end,
             token_ids=(op.outputs[-1].token_id,),
             output=op.output,
@@ -89,14 +89,17 @@ class Prelauncher:
         )
         self._next_id -= 1
         repeats = 0 if before is None else before.repeats
-        self.expected[op.sequence] = _Expected(prelaunched, repeats)
+        self.expected[sequence] = _Expected(prelaunched, repeats)
         if not op.prelaunch and not (self.prelaunch_unrequested and repeats >= _REPEATS_BEFORE_PRELAUNCH):
             return False
         if len(self._scheduler) >= self._scheduler.max_batch_items:
             # The next step is full already. Its request would arrive first, and the caller pay for both.
             return False
-        self._queued[op.sequence] = prelaunched
-        self._scheduler.add(prelaunched)
+        self._queued[sequence] = prelaunched
+        if prelaunched.is_plain:
+            self._scheduler.add_plain(prelaunched)
+        else:
+            self._scheduler.add(prelaunched)
         return True
 
     def next_step(self) -> None:
@@ -109,11 +112,21 @@ class Prelauncher:
             self._begun[prelaunched.sequence] = prelaunched
         return not self._is_paused
 
-    def mark_ready(self, prelaunched: Forward) -> None:
-        """Keep a prelaunched forward that was computed."""
-        del self._queued[prelaunched.sequence]
-        del self._begun[prelaunched.sequence]
-        self.ready[prelaunched.sequence] = prelaunched, time.monotonic_ns()
+    def allowed(self, forwards: list[Forward]) -> list[Forward]:
+        """Those that may take pages now: without prelaunched ones while these are paused."""
+        return [one for one in forwards if not one.is_prelaunched] if self._is_paused else forwards
+
+    def note_begun(self, forwards: Iterable[Forward]) -> None:
+        """Note which forwards have begun, prelaunched ones and others."""
+        self._begun.update({one.sequence: one for one in forwards if one.is_prelaunched})
+
+    def mark_ready(self, prelaunched: Iterable[Forward]) -> None:
+        """Keep prelaunched forwards that were computed."""
+        now_ns = time.monotonic_ns()
+        for forward in prelaunched:
+            sequence = forward.sequence
+            del self._queued[sequence], self._begun[sequence]
+            self.ready[sequence] = forward, now_ns
 
     def forget(self, prelaunched: Forward) -> None:
         """Forget a prelaunched forward that has left the scheduler and holds nothing."""
@@ -131,7 +144,7 @@ class Prelauncher:
         if not _matches(expected.next, op):
             self.drop([op.sequence])
             return False
-        self.expected[op.sequence] = _Expected(expected.next, expected.repeats + 1)
+        expected.repeats += 1
         prelaunched, since_ns = self.ready.pop(op.sequence, (None, 0))
         if prelaunched is None:
             self._cancel(op.sequence)
@@ -195,14 +208,16 @@ def _may_be_continued(op: Forward) -> bool:
 
     Not if it asks for logits or hidden states: such a caller chooses tokens itself, and rows are large.
     """
-    return (
-        op.kind in (Kind.PREFILL, Kind.DECODE)
-        and op.wanted_rows == 1
-        and op.accept is Accept.ALL
-        and not op.ephemeral
-        and not op.choices
-        and not op.sample_seeds
-        and op.output.row_weight == 1
+    return op.output.row_weight == 1 and (
+        op.is_plain
+        or (
+            op.kind in (Kind.PREFILL, Kind.DECODE)
+            and op.wanted_rows == 1
+            and op.accept is Accept.ALL
+            and not op.ephemeral
+            and not op.choices
+            and not op.sample_seeds
+        )
     )
 
 
@@ -212,7 +227,7 @@ def _matches(prelaunched: Forward, op: Forward) -> bool:
         op.position == prelaunched.position
         and tuple(op.token_ids) == prelaunched.token_ids
         and op.kind is Kind.DECODE
-        and op.output == prelaunched.output
+        and (op.output is prelaunched.output or op.output == prelaunched.output)
         and op.prompt_len == prelaunched.prompt_len
         and _may_be_continued(op)
     )

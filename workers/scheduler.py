@@ -16,6 +16,9 @@ class can starve the other:
 - If a step is too small to be divided (a quarter of it is zero), the classes alternate: a long forward that
   got nothing goes first in the next step.
 
+*Plain* decodes (`Forward.is_plain`) are in no queue unless there is something to choose: a step that has room
+for all short forwards, and limits no caller, takes all of them at once (ADR 31).
+
 No pages, tensors or clocks here.
 """
 
@@ -24,7 +27,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -34,6 +37,9 @@ from workers.operations import Chunk, Forward, Kind, Priority
 # Begins a forward and returns whether it has begun. If not, it either waits (`waits_for` is set), or it has
 # failed and is answered already.
 Begin = Callable[[Forward], bool]
+# Begins those of some plain decodes that it can without further ado, and returns them. The others wait in the
+# queue, and are begun one by one.
+BeginAll = Callable[[list[Forward]], list[Forward]]
 
 # A forward with at most so many tokens to go is short.
 SHORT_TOKENS = 16
@@ -110,6 +116,12 @@ class ServiceClass:
         """The callers that have a forward here. O(callers)."""
         return {caller for caller, flow in self.flows.items() if flow.forwards}
 
+    def wanted(self) -> dict[int, int]:
+        """By caller, the cost of its forwards here. O(callers)."""
+        if not self.cost:
+            return {}
+        return {caller: flow.cost for caller, flow in self.flows.items() if flow.forwards}
+
     def add(self, forward: Forward) -> None:
         """Count a forward and set its virtual start, behind the others of its caller. See `enqueue`."""
         flow = self._add_to_flow(forward)
@@ -142,6 +154,9 @@ class ServiceClass:
         flow.cost -= forward.cost
         self.cost -= forward.cost
         self._num_callers -= flow.forwards == 0
+        self._sweep()
+
+    def _sweep(self) -> None:
         if len(self.flows) > self._sweep_at:
             self.flows = {
                 caller: flow
@@ -152,9 +167,25 @@ class ServiceClass:
 
     def dispatch(self, forward: Forward) -> None:
         """Note that a forward is scheduled for the first time. Advances virtual time."""
-        virtual_time = forward.virtual_start
-        self._dispatched += forward.cost
-        self._total += forward.cost
+        self._dispatch(forward.virtual_start, forward.cost)
+
+    def dispatch_all(self, costs: Mapping[int, int]) -> None:
+        """Note that decodes were scheduled that were in no queue: by caller, their cost."""
+        last = self.virtual_time
+        for caller, cost in costs.items():
+            flow = self.flows.get(caller)
+            if flow is None:
+                flow = self.flows[caller] = Flow(self.virtual_time)
+            end = max(flow.next_start, self.virtual_time) + cost
+            flow.next_start, last = end, max(last, end - _DECODE_COST)
+        self._max_callers = max(self._max_callers, self._num_callers + len(costs))
+        self._dispatch(last, sum(costs.values()))
+        self._sweep()
+
+    def _dispatch(self, virtual_time: int, cost: int) -> None:
+        """Note that `cost` was dispatched, of forwards that start at `virtual_time` at the latest."""
+        self._dispatched += cost
+        self._total += cost
         if self._low_priority:
             self._promote_overdue()
         if virtual_time <= self.virtual_time:
@@ -258,6 +289,10 @@ class Scheduler:
         # By op_id, in order of arrival.
         self._forwards: dict[int, Forward] = {}
         self._by_sequence: dict[int, OrderedDict[int, Forward]] = {}
+        # Plain decodes that are in no queue, by sequence; of those of the step the cost by caller.
+        self._plain: dict[int, Forward] = {}
+        self._plain_costs: dict[int, int] = {}
+        self._num_plain = 0
         # A heap of (deadline_ns, arrival, op_id). Obsolete entries are removed lazily, so it must not refer
         # to the forwards themselves, whose answers may be large.
         self._deadlines: list[tuple[int, int, int]] = []
@@ -296,15 +331,39 @@ class Scheduler:
         rows, tokens = forward.wanted_rows, len(forward.token_ids)
         if not tokens or not 0 <= rows <= tokens:
             raise ValueError(f"operation {forward.op_id} wants {rows} rows of {tokens} tokens")
-        forward.row_budget = min(forward.row_weight, self._max_row_budget)
+        if forward.sequence in self._plain:
+            self._queue(self._plain.pop(forward.sequence))
+        self._hold(forward)
+        self._queue(forward)
+
+    def add_plain(self, forward: Forward) -> None:
+        """As `add`, for a plain decode: it is in no queue until there is something to choose."""
+        sequence = forward.sequence
+        if (
+            forward.priority is not Priority.NORMAL
+            or sequence in self._by_sequence
+            or sequence in self._plain
+            or forward.op_id in self._forwards
+        ):
+            self.add(forward)
+            return
+        self._hold(forward)
+        self._plain[sequence] = forward
+
+    def _hold(self, forward: Forward) -> None:
         forward.arrival = self._arrivals
         self._arrivals += 1
         forward.flow = forward.caller or -1 - forward.arrival
+        self._forwards[forward.op_id] = forward
+
+    def _queue(self, forward: Forward) -> None:
+        """Put a forward into the queues of its sequence and its class."""
+        tokens = len(forward.token_ids)
+        forward.row_budget = min(forward.row_weight, self._max_row_budget)
         forward.is_long = tokens > SHORT_TOKENS
         forward.cost = cost_of(forward, tokens)
         service_class = self._long if forward.is_long else self._short
         service_class.add(forward)
-        self._forwards[forward.op_id] = forward
         queue = self._by_sequence.setdefault(forward.sequence, OrderedDict())
         queue[forward.op_id] = forward
         if len(queue) == 1:
@@ -323,6 +382,9 @@ class Scheduler:
         forward = self._forwards.pop(op_id, None)
         if forward is None:
             return None
+        if self._plain.get(forward.sequence) is forward:
+            del self._plain[forward.sequence]
+            return forward
         (self._long if forward.is_long else self._short).remove(forward)
         queue = self._by_sequence[forward.sequence]
         del queue[op_id]
@@ -343,12 +405,17 @@ class Scheduler:
 
     def expire(self, now_ns: int) -> list[Forward]:
         """Drop and return the forwards that have not begun by their deadline, earliest deadline first."""
+        late = [
+            one for one in self._plain.values() if one.deadline_ns is not None and one.deadline_ns < now_ns
+        ]
+        for forward in late:
+            self._queue(self._plain.pop(forward.sequence))
         expired = []
         while self._deadlines and self._deadlines[0][0] < now_ns:
-            forward = self._if_expirable(heapq.heappop(self._deadlines))
-            if forward is not None:
-                self.remove(forward.op_id)
-                expired.append(forward)
+            waiting = self._if_expirable(heapq.heappop(self._deadlines))
+            if waiting is not None:
+                self.remove(waiting.op_id)
+                expired.append(waiting)
         return expired
 
     def _if_expirable(self, deadline: tuple[int, int, int]) -> Forward | None:
@@ -358,10 +425,10 @@ class Scheduler:
         is_waiting = forward is not None and forward.arrival == arrival and not forward.has_begun
         return forward if is_waiting else None
 
-    def next_batch(self, begin: Begin) -> list[Chunk]:
+    def next_batch(self, begin: Begin, begin_all: BeginAll = list) -> list[Chunk]:
         """Choose the next step. Empty if there are no forwards, or if they failed to begin.
 
-        Short forwards come first, and among them those of a single token, for which a GPU has its own kernel.
+        Short forwards come first: plain decodes, and other single tokens, for which a GPU has its own kernel.
         Otherwise in order of arrival.
 
         `begin(forward)` is called once for each forward, when there is budget for its first token. It must
@@ -370,8 +437,16 @@ class Scheduler:
         """
         self._steps += 1
         short, long = self._short, self._long
-        self._shares = self._limits.shares(short.cost, short.flows)
-        left = _Budget(self.max_batch_tokens, self.max_batch_items, self.max_rows)
+        plain = self._take_plain(begin_all)
+        if len(self._forwards) == len(plain):
+            self._limits.record_decodes(self._plain_costs)
+            self._long_first = False
+            return plain
+        left = _Budget(
+            self.max_batch_tokens - len(plain),
+            self.max_batch_items - len(plain),
+            self.max_rows - sum(self._plain_costs.values()) + len(plain),
+        )
         chunks: list[Chunk] = []
         reserved = self._reserve_for_long(left)
         long_had_turn = self._long_first and self._fill(long, reserved, begin, chunks)
@@ -380,7 +455,7 @@ class Scheduler:
         left.items += reserved.items
         left.rows += reserved.rows
         # The limit also holds for the steps after decodes: their callers' next requests would wait for them.
-        self._limits.record_decodes(_cost_of_decodes(chunks))
+        self._limits.record_decodes(_cost_of_decodes(chunks, self._plain_costs))
         if long.queue:
             spare_tokens = max(0, left.tokens - self._limits.max_prompt_tokens(long.active_callers))
             left.tokens -= spare_tokens
@@ -390,7 +465,55 @@ class Scheduler:
         self._fill(short, left, begin, chunks)
         self._long_first = bool(long.queue) and not long_had_turn
         chunks.sort(key=_in_order)
-        return chunks
+        return plain + chunks
+
+    def _take_plain(self, begin_all: BeginAll) -> list[Chunk]:
+        """Begin all plain decodes that are in no queue, and set the shares of the step.
+
+        Queues those that do not begin so: all, if there is no room for all short forwards, or a caller is
+        limited. A decode that is begun here goes before none that waits.
+        """
+        forwards, costs = list(self._plain.values()), dict[int, int]()
+        for forward in forwards:
+            costs[forward.flow] = costs.get(forward.flow, 0) + 1 + forward.row_weight
+        wanted = self._short.wanted()
+        for caller, cost in costs.items():
+            wanted[caller] = wanted.get(caller, 0) + cost
+        self._shares = self._limits.shares(wanted)
+        begun: list[Forward] = []
+        if forwards and not self._shares and self._has_room(len(forwards), sum(costs.values())):
+            begun = begin_all(forwards)
+        if len(begun) < len(forwards):
+            self._plain = {forward.sequence: forward for forward in begun}
+            for forward in forwards:
+                if forward.sequence not in self._plain:
+                    costs[forward.flow] -= 1 + forward.row_weight
+                    self._queue(forward)
+        self._plain_costs, self._num_plain = costs, len(begun)
+        if begun:
+            self._short.dispatch_all(costs)
+        return [Chunk(forward, 0, 1) for forward in begun]
+
+    def _has_room(self, plain: int, cost: int) -> bool:
+        """Whether so many plain decodes of that cost fit, beside all short forwards and the reserved part."""
+        short, share = self._short, LONG_SHARE if self._long.queue else 0
+        tokens, rows = self.max_batch_tokens, self.max_rows
+        if share:
+            tokens, rows = tokens - tokens // share, rows - rows // share
+        items = self.max_batch_items - bool(share)
+        return (
+            plain + len(short.queue) <= items
+            and plain + short.cost <= tokens
+            and cost - plain + short.cost <= rows
+        )
+
+    def finish_plain(self, forwards: Sequence[Forward]) -> None:
+        """As `advance`, for plain decodes that have run."""
+        for forward in forwards:
+            if self._plain.pop(forward.sequence, None) is None:
+                self.remove(forward.op_id)
+            else:
+                del self._forwards[forward.op_id]
 
     def advance(self, chunk: Chunk) -> bool:
         """Note that a chunk has run, and is counted in `computed`. Return whether the forward is done.
@@ -418,9 +541,9 @@ class Scheduler:
 
     def record_step(self, chunks: Sequence[Chunk], took_ns: int) -> None:
         """Note how long a step took. The limits of callers are learned from that."""
-        decodes_cost = prompts_cost = prompt_tokens = 0
+        decodes_cost, prompts_cost, prompt_tokens = sum(self._plain_costs.values()), 0, 0
         has_long_prompt = False
-        for chunk in chunks:
+        for chunk in chunks[self._num_plain :]:
             if chunk.forward.kind in _DECODES:
                 decodes_cost += chunk.cost
             else:
@@ -534,9 +657,9 @@ def _still_waits(forward: Forward, first: Forward) -> bool:
     return False
 
 
-def _cost_of_decodes(chunks: Sequence[Chunk]) -> dict[int, int]:
-    """By caller, the cost of its decodes in a step."""
-    costs: dict[int, int] = {}
+def _cost_of_decodes(chunks: Sequence[Chunk], plain: Mapping[int, int]) -> dict[int, int]:
+    """By caller, the cost of its decodes in a step: of these chunks, and of plain ones."""
+    costs = dict(plain)
     for chunk in chunks:
         if chunk.forward.kind in _DECODES:
             costs[chunk.forward.flow] = costs.get(chunk.forward.flow, 0) + chunk.cost

@@ -22,6 +22,7 @@ import structlog
 from workers.adapters.errors import AdapterError
 from workers.adapters.table import AdapterTable
 from workers.adoption import keep_confirmed, report_sequences
+from workers.batch import plain_decodes
 from workers.coalescing import CoalescingWindow
 from workers.executors.engine import Engine
 from workers.executors.errors import KvMissing, NoTrees
@@ -160,14 +161,10 @@ class StepLoop:
         while True:
             commands, arrived_ns = taken or ((), 0)
             for command in commands:
-                if isinstance(command, _Internal):
-                    self._take_internal(command)
-                elif isinstance(command, ReplaceWeights) and command.step is ReplaceStep.APPLY:
-                    self._apply_weights()
-                elif isinstance(command, ChangeAdapters | ReplaceWeights):
-                    self._change_model(command)
+                if isinstance(command, Forward):
+                    self._take_forward(command, arrived_ns)
                 else:
-                    self._carry_out(command, arrived_ns)
+                    self._take_other(command)
             wait_ns = 0
             if self._scheduler.may_delay_step:
                 wait_ns = self._window.remaining_ns(time.monotonic_ns(), len(self._scheduler))
@@ -240,17 +237,34 @@ class StepLoop:
         if self._adapters is not None:
             self._adapters.drop_forwards()
 
-    def _carry_out(self, command: Command, arrived_ns: int) -> None:
+    def _take_forward(self, forward: Forward, arrived_ns: int) -> None:
+        sequence, prelauncher = forward.sequence, self._prelauncher
+        self._window.request_arrived(sequence, arrived_ns)
+        try:
+            if forward.adapter:
+                self._adapter_table.count(forward)
+            if sequence in prelauncher.expected and prelauncher.consume(forward):
+                self._answer(forward)
+            elif forward.is_plain:
+                self._scheduler.add_plain(forward)
+            elif not forward.adapter or self._adapter_table.admit(forward):
+                self._scheduler.add(forward)
+        except Exception as error:
+            self._results.append(_failure(forward.op_id, error, "a forward could not be queued"))
+
+    def _take_other(self, command: Command | _Internal) -> None:
+        if isinstance(command, _Internal):
+            self._take_internal(command)
+        elif isinstance(command, ReplaceWeights) and command.step is ReplaceStep.APPLY:
+            self._apply_weights()
+        elif isinstance(command, ChangeAdapters | ReplaceWeights):
+            self._change_model(command)
+        else:
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
         try:
             match command:
-                case Forward():
-                    self._window.request_arrived(command.sequence, arrived_ns)
-                    if command.adapter:
-                        self._adapter_table.count(command)
-                    if command.sequence in self._prelauncher.expected and self._prelauncher.consume(command):
-                        self._answer(command)
-                    elif not command.adapter or self._adapter_table.admit(command):
-                        self._scheduler.add(command)
                 case Abort():
                     self._abort(command)
                 case CheckIntegrity():
@@ -357,7 +371,7 @@ class StepLoop:
         began_ns = time.monotonic_ns()
         for forward in self._scheduler.expire(began_ns):
             self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
-        chunks = self._scheduler.next_batch(self._begin)
+        chunks = self._scheduler.next_batch(self._begin, self._begin_plain)
         if chunks:
             began_ns = time.monotonic_ns()
             self._run(chunks)
@@ -397,6 +411,12 @@ class StepLoop:
             self._fail(forward, _failure(forward.op_id, error, "an operation could not begin"))
             return False
 
+    def _begin_plain(self, forwards: list[Forward]) -> list[Forward]:
+        """As `_begin`, for plain decodes. See `scheduler.BeginAll`."""
+        begun = self._engine.begin_plain(self._prelauncher.allowed(forwards))
+        self._prelauncher.note_begun(begun)
+        return begun
+
     def _fail(self, forward: Forward, failure: Failed) -> None:
         """Answers a failed forward that has left the scheduler. A prelaunched one gets no answer."""
         if forward.is_prelaunched:
@@ -419,7 +439,7 @@ class StepLoop:
             for chunk in chunks:
                 self._run([chunk])
             return
-        for chunk in chunks:
+        for chunk in self._finish_plain(chunks):
             forward = chunk.forward
             if forward.failure is not None:
                 self._fail_running(forward, forward.failure)
@@ -427,13 +447,30 @@ class StepLoop:
                 continue
             elif forward.is_prelaunched:
                 # Its caller was answered when it was queued, so its next request may arrive soon.
-                self._prelauncher.mark_ready(forward)
+                self._prelauncher.mark_ready([forward])
                 self._answered.append(forward.sequence)
             elif forward.sample_seeds:
                 self._drawing.append(forward)
             else:
                 self._engine.complete(forward)
                 self._answer(forward)
+
+    def _finish_plain(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """Answers the plain decodes at the start, unless one has failed. Returns the other chunks."""
+        forwards = plain_decodes(chunks)
+        if any([forward.failure is not None for forward in forwards]):  # noqa: C419 - faster
+            return chunks
+        self._scheduler.finish_plain(forwards)
+        requested = [forward for forward in forwards if not forward.is_prelaunched]
+        if len(requested) < len(forwards):
+            prelaunched = [forward for forward in forwards if forward.is_prelaunched]
+            self._prelauncher.mark_ready(prelaunched)
+            # Their callers were answered when they were queued, so their next requests may arrive soon.
+            self._answered += [forward.sequence for forward in prelaunched]
+        self._engine.complete_plain(requested)
+        for forward in requested:
+            self._answer(forward)
+        return chunks[len(forwards) :]
 
     def _fail_running(self, forward: Forward, error: Exception) -> None:
         """Rolls back and answers a forward that has failed."""

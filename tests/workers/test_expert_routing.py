@@ -246,7 +246,7 @@ def test_a_prelaunched_decode_has_its_experts(
     executor: LlmExecutor, directory: Path, *, prelaunch: bool
 ) -> None:
     worker = Worker(executor.engine, limits=(64, 8, 8), max_seq_tokens=200)
-    text, rows = text_of(13, 5), []
+    text, rows = text_of(13, 5), list[RowOutput]()
     for turn in range(8):
         start = len(text) - 1 if turn else 0
         op = Forward(

@@ -17,7 +17,7 @@ from tests.workers.scheduling import Callers, check_invariants, run_step
 from workers import caller_limits
 from workers.caller_limits import MIN_FREE_COST, CallerLimits
 from workers.operations import Forward, HiddenSpec, LogitsFormat, OutputSpec
-from workers.scheduler import Flow, Scheduler, cost_of
+from workers.scheduler import Scheduler, cost_of
 
 GREEDY, OTHER = 1, 2
 DECODE_COST = 2
@@ -154,7 +154,7 @@ def test_a_row_that_weighs_more_than_a_step_still_runs() -> None:
         assert len(scheduler) == 0
 
 
-def bound_nobody(limits: CallerLimits, cost: int, flows: Mapping[int, Flow]) -> dict[int, int]:
+def bound_nobody(limits: CallerLimits, wanted: Mapping[int, int]) -> dict[int, int]:
     return {}
 
 

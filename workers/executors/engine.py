@@ -19,7 +19,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.batch import captured_rows, output_specs, pack, sampling_rows, score_targets
+from workers.batch import (
+    captured_rows,
+    output_specs,
+    pack,
+    plain_decodes,
+    sampling_rows,
+    score_targets,
+)
 from workers.distribution import apply_drafts, sampled_logprobs
 from workers.executors.errors import ExecutorError, KvMissing, NoTrees
 from workers.executors.info import ExecutorStatus, StepCounts
@@ -102,6 +109,20 @@ class Engine:
         if tokens - reused >= table.page_size:
             self.prefix_waits.progressed(forward)
 
+    def begin_plain(self, forwards: Sequence[Forward]) -> list[Forward]:
+        """As `begin`, for plain decodes of sequences of just their positions, whose next slot is free.
+
+        Returns the forwards that have begun. It has no effect on the others.
+        """
+        now_ns, begun = time.monotonic_ns(), []
+        reserve = self._kv_table.reserve_next
+        for forward in forwards:
+            sequence = reserve(forward.sequence, forward.position)
+            if sequence is not None:
+                forward.has_begun, forward.kv, forward.started_ns = True, sequence, now_ns
+                begun.append(forward)
+        return begun
+
     def _copy_pages(self, sequence: KvSequence, copies: Sequence[tuple[int, int]]) -> None:
         try:
             self.kv.copy_pages(copies)
@@ -143,29 +164,20 @@ class Engine:
             tokens = [output.token_id for output in outputs]
             for row, logprob in sampled_logprobs(result.logits, tokens, rows, specs).items():
                 outputs[row].sampled_logprob = logprob
-            scores = _scores(chunks, result.logits)
-            draws = _draws(chunks, result.logits, rows)
+            plain = plain_decodes(chunks)
+            is_plain = len(plain) == len(chunks)
+            scores = {} if is_plain else _scores(chunks, result.logits)
+            draws = {} if is_plain else _draws(chunks, result.logits, rows)
             # The last operation that may fail: it overwrites KV that a second attempt would need.
             paths = {} if inputs.attention.trees is None else self._keep_paths(chunks, outputs)
         except Exception as error:
             raise_if_lost(error)
             raise
-        first = 0
-        for chunk in chunks:
+        self._append_plain(plain, outputs, items)
+        first = len(plain)
+        for chunk in chunks[first:]:
             forward, last = chunk.forward, first + chunk.rows
-            if not forward.parents:
-                self._kv_table.append(forward.kv, chunk.token_ids)
-            elif chunk.is_last:
-                forward.kept_path = paths[forward]
-                self._kv_table.append(forward.kv, [forward.token_ids[i] for i in forward.kept_path])
-            forward.computed += chunk.count
-            forward.steps += 1
-            forward.batch_items = items
-            if forward.filling_digest is not None or forward.computed + self.kv.page_size <= len(
-                forward.token_ids
-            ):
-                self.prefix_waits.progressed(forward)
-            forward.outputs += outputs[last - chunk.output_rows : last]
+            self._append(chunk, outputs[last - chunk.output_rows : last], items, paths)
             if forward in scores:
                 indexes, found = scores[forward]
                 forward.add_scores(indexes, found.logprobs, found.is_argmax)
@@ -174,6 +186,33 @@ class Engine:
         self._counts.steps += 1
         self._counts.batch_items += len(chunks)
         self._counts.step_tokens += self._step_tokens
+
+    def _append_plain(self, forwards: Sequence[Forward], outputs: Sequence[RowOutput], items: int) -> None:
+        """Commits the tokens of plain decodes, and sets their outputs: the first ones of the step."""
+        tokens = [forward.token_ids[0] for forward in forwards]
+        self._kv_table.append_next([forward.kv for forward in forwards], tokens)
+        for forward, output in zip(forwards, outputs, strict=False):
+            forward.outputs = (output,)
+            forward.computed, forward.steps, forward.batch_items = 1, 1, items
+
+    def _append(
+        self, chunk: Chunk, outputs: Sequence[RowOutput], items: int, paths: dict[Forward, list[int]]
+    ) -> None:
+        """Commits the tokens of a chunk, and adds its outputs."""
+        forward = chunk.forward
+        if not forward.parents:
+            self._kv_table.append(forward.kv, chunk.token_ids)
+        elif chunk.is_last:
+            forward.kept_path = paths[forward]
+            self._kv_table.append(forward.kv, [forward.token_ids[i] for i in forward.kept_path])
+        forward.computed += chunk.count
+        forward.steps += 1
+        forward.batch_items = items
+        if forward.filling_digest is not None or forward.computed + self.kv.page_size <= len(
+            forward.token_ids
+        ):
+            self.prefix_waits.progressed(forward)
+        forward.outputs = (*forward.outputs, *outputs)
 
     def _keep_paths(self, chunks: Sequence[Chunk], outputs: Sequence[RowOutput]) -> dict[Forward, list[int]]:
         """The kept paths of trees that are complete now. Moves their KV to consecutive slots."""
@@ -211,8 +250,19 @@ class Engine:
         except Exception as error:
             raise_if_lost(error)
             raise
-        forward.samples += samples
+        forward.samples = (*forward.samples, *samples)
         return cost
+
+    def complete_plain(self, forwards: Sequence[Forward]) -> None:
+        """As `complete`, for plain decodes, whose tokens are all kept."""
+        now_ns, total_ns = time.monotonic_ns(), 0
+        for forward in forwards:
+            started_ns = forward.started_ns
+            forward.kept, forward.compute_ns = 1, now_ns - started_ns
+            total_ns += now_ns - started_ns
+            if forward.arrived_ns:
+                forward.queue_ns = max(0, started_ns - forward.arrived_ns)
+        self._counts.add_operation(Kind.DECODE, total_ns, len(forwards))
 
     def complete(self, forward: Forward) -> None:
         """Completes the answer of a forward whose tokens are all computed. Truncates rejected drafts."""

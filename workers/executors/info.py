@@ -49,14 +49,14 @@ class StepCounts:
     step_tokens: int = 0
     batch_items: int = 0
 
-    def add_operation(self, kind: Kind, took_ns: int) -> None:
-        """Count a completed operation."""
+    def add_operation(self, kind: Kind, took_ns: int, operations: int = 1) -> None:
+        """Count completed operations, which took so long in all."""
         match kind:
             case Kind.PREFILL:
                 self.prefill_operations += 1
                 self.prefill_ns += took_ns
             case Kind.DECODE:
-                self.decode_operations += 1
+                self.decode_operations += operations
                 self.decode_ns += took_ns
             case Kind.VERIFY:
                 self.verify_operations += 1

@@ -97,6 +97,10 @@ class PagePool:
         """Return how many references `page` has."""
         return self._refcounts[page]
 
+    def is_private(self, page: int) -> bool:
+        """Whether `page` may be written to: it has one reference, and is not indexed."""
+        return self._refcounts[page] == 1 and page not in self._digest_of
+
     def digest_of(self, page: int) -> bytes | None:
         """Return the digest `page` can be found by, if any."""
         return self._digest_of.get(page)

@@ -78,7 +78,11 @@ class SharedList(Sequence[T]):
 
     def append(self, item: T) -> None:
         """Add an item."""
-        self.extend((item,))
+        self._tail.append(item)
+        self.length += 1
+        if len(self._tail) == SEGMENT_ITEMS:
+            self._full.append(self._tail)
+            self._tail = self._empty()
 
     def extend(self, items: Iterable[T]) -> None:
         """Add items."""

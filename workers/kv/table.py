@@ -220,6 +220,26 @@ class KvTable:
         seq.reserved_len_tokens = end
         return copies
 
+    def reserve_next(self, key: int, position: int) -> KvSequence | None:
+        """Reserve a slot for the token at `position`, the next one of a sequence; return the sequence.
+
+        None, without an effect: it is not known, has another length, needs a copy of a page, or there is no
+        page. `reserve` is for these.
+        """
+        seq = self._sequences.get(key)
+        if seq is None or seq.token_ids.length != position:
+            return None
+        if position % self.page_size:
+            if not self._pool.is_private(seq.pages[position // self.page_size]):
+                return None
+            if seq.reserved_len_tokens == position:
+                seq.reserved_len_tokens = position + 1
+        elif self._pool.available or seq.reserved_len_tokens > position:
+            self.reserve(seq, 1)
+        else:
+            return None
+        return seq
+
     def take_back(self, seq: KvSequence, copies: Sequence[tuple[int, int]]) -> None:
         """Undo what `reserve` did to shared pages, because its copies could not be made."""
         self._check_owned(seq)
@@ -243,6 +263,18 @@ class KvTable:
             )
         seq.token_ids.extend(tokens)
         self._tokens += len(tokens)
+        self._index_pages(seq, end)
+
+    def append_next(self, sequences: Sequence[KvSequence], tokens: Sequence[int]) -> None:
+        """As `append` of one token to each of these sequences, after `reserve_next`."""
+        page_size = self.page_size
+        for seq, token in zip(sequences, tokens, strict=True):
+            seq.token_ids.append(token)
+            if not seq.token_ids.length % page_size:
+                self._index_pages(seq, seq.token_ids.length)
+        self._tokens += len(sequences)
+
+    def _index_pages(self, seq: KvSequence, end: int) -> None:
         for i in range(seq.digests.length, end // self.page_size):
             page_tokens = seq.token_ids[i * self.page_size : (i + 1) * self.page_size]
             digest = page_digest(_last_digest(seq), page_tokens)
