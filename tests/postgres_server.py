@@ -1,0 +1,169 @@
+"""A PostgreSQL of the test's own, with the settings of production, on a free port of the loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import asyncpg
+import psutil
+import pytest
+
+_START_S = 60.0
+_USERS = ("postgres", "nobody")
+
+
+def programs() -> Path | None:
+    """Where initdb and postgres are, of the newest version. None: nowhere."""
+    if found := shutil.which("initdb"):
+        return Path(found).resolve().parent
+    # Debian's are not in PATH.
+    installed = Path("/usr/lib/postgresql").glob("*/bin/initdb")
+    return max((path.parent for path in installed), key=lambda path: int(path.parts[-2]), default=None)
+
+
+class PostgresServer:
+    """Use as a context manager. Its only user needs no password."""
+
+    def __init__(self) -> None:
+        """Skips the test where PostgreSQL is missing, by its name."""
+        found = programs()
+        if found is None:
+            pytest.skip("needs initdb of PostgreSQL")
+        self._programs = found
+        self._process: subprocess.Popen[bytes] | None = None
+        # PostgreSQL refuses to run as root.
+        self._user = (
+            next(user for user in _USERS if _exists(user)) if os.geteuid() == 0 else getpass.getuser()
+        )
+
+    def __enter__(self) -> Self:
+        self._directory = Path(tempfile.mkdtemp(prefix="quire-postgres-"))
+        # Of the user that runs it.
+        self._directory.chmod(0o755)
+        data = self._directory / "data"
+        data.mkdir()
+        shutil.chown(data, self._user)
+        options = ["--username=quire", "--auth=trust", "--encoding=UTF8", "--locale=C", "--no-sync"]
+        initdb = self._run("initdb", "-D", str(data), *options)
+        output, _ = initdb.communicate(timeout=_START_S)
+        assert initdb.returncode == 0, output
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        shutil.rmtree(self._directory)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return self.url_at(self.address)
+
+    def url_at(self, address: str) -> str:
+        """As `url`, through a proxy at an address."""
+        return f"postgresql://quire@{address}/postgres"
+
+    def start(self) -> None:
+        """Starts it, after a crash, too."""
+        data = self._directory / "data"
+        settings = {"port": self.port, "unix_socket_directories": "", "shared_buffers": "16MB"}
+        options = [f"-c{name}={value}" for name, value in settings.items()]
+        self._process = self._run("postgres", "-D", str(data), *options)
+        assert self._process.stdout is not None
+        said = b""
+        for line in self._process.stdout:
+            if b"ready to accept connections" in line:
+                return
+            said += line
+        raise AssertionError(said)
+
+    def reset(self) -> None:
+        """Ends all connections, and removes all tables. Starts it if a test has left it killed."""
+        if self._process is None:
+            self.start()
+        asyncio.run(self._reset())
+
+    async def _reset(self) -> None:
+        connection = await asyncpg.connect(self.url)
+        await connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'quire'"
+        )
+        await connection.execute("SET client_min_messages = error; DROP SCHEMA IF EXISTS quire CASCADE")
+        await connection.close()
+
+    def kill(self) -> None:
+        """As a crash of the machine, but for the page cache."""
+        if self._process is not None:
+            processes = self._processes()
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            # Who has their shared memory prevents the next start.
+            for process in processes:
+                while _runs(process):
+                    time.sleep(0.01)
+            self._process.communicate()
+            self._process = None
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Nothing answers meanwhile."""
+        processes = self._processes()
+        try:
+            for process in processes:
+                process.send_signal(signal.SIGSTOP)
+            yield
+        finally:
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGCONT)
+
+    def _processes(self) -> list[psutil.Process]:
+        assert self._process is not None
+        main = psutil.Process(self._process.pid)
+        return [main, *main.children()]
+
+    def _run(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
+        is_root = os.geteuid() == 0
+        return subprocess.Popen(
+            [str(self._programs / program), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd="/",
+            env={"LC_ALL": "C", "PATH": os.environ["PATH"]},
+            user=self._user if is_root else None,
+            group=pwd.getpwnam(self._user).pw_gid if is_root else None,
+            extra_groups=[] if is_root else None,
+        )
+
+
+def _runs(process: psutil.Process) -> bool:
+    # Nobody may reap it where there is no init.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _exists(user: str) -> bool:
+    with contextlib.suppress(KeyError):
+        pwd.getpwnam(user)
+        return True
+    return False
