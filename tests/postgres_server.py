@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -87,13 +88,17 @@ class PostgresServer:
         options = [f"-c{name}={value}" for name, value in settings.items()]
         self._process = self._run("postgres", "-D", str(data), *options)
         assert self._process.stdout is not None
+        said = b""
         for line in self._process.stdout:
             if b"ready to accept connections" in line:
                 return
-        raise AssertionError("it has not started")
+            said += line
+        raise AssertionError(said)
 
     def reset(self) -> None:
-        """Ends all connections, and removes all tables."""
+        """Ends all connections, and removes all tables. Starts it if a test has left it killed."""
+        if self._process is None:
+            self.start()
         asyncio.run(self._reset())
 
     async def _reset(self) -> None:
@@ -112,7 +117,9 @@ class PostgresServer:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             # Who has their shared memory prevents the next start.
-            psutil.wait_procs(processes)
+            for process in processes:
+                while _runs(process):
+                    time.sleep(0.01)
             self._process.communicate()
             self._process = None
 
@@ -146,6 +153,13 @@ class PostgresServer:
             group=pwd.getpwnam(self._user).pw_gid if is_root else None,
             extra_groups=[] if is_root else None,
         )
+
+
+def _runs(process: psutil.Process) -> bool:
+    # Nobody may reap it where there is no init.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _exists(user: str) -> bool:

@@ -50,6 +50,9 @@ class SessionCallContext:
         """The metadata of the stream."""
         return self._stream.invocation_metadata()
 
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        """Does nothing: a call of a Session has none."""
+
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """`callback` is called when the call has ended."""
         self._callbacks.append(callback)

@@ -75,6 +75,7 @@ async def _open_postgres(url: str, directory: Path | None, apply: Apply, apply_r
         finally:
             await table.close()
             await leases_table.close()
+        stack.callback(leases_table.terminate)
         journal.on_close = stack.pop_all().close
         return journal
 

@@ -30,7 +30,7 @@ _CLOSE_S: Final = 5.0
 
 
 class PostgresJournal(StoredJournal):
-    """Owner of the connection `table`, and of the lease from `run` on."""
+    """Owner of the connection `table`, and of the lease. `leases` can have those of other shards, too."""
 
     def __init__(
         self, table: Table, leases: Leases, lease: Lease, compaction_bytes: int = COMPACTION_BYTES
@@ -106,8 +106,8 @@ class PostgresJournal(StoredJournal):
                 await asyncio.wait_for(self._end(), _CLOSE_S)
             except (TimeoutError, DatabaseFailed) as error:
                 _log.error("the rest of the journal could not be written", error=str(error) or "timeout")
+            await self._table.close()
             self.close()
-            await self._leases.close()
 
     async def _end(self) -> None:
         if not self._lease.loss:

@@ -29,8 +29,8 @@ _SETTINGS: Final = {
     "statement_timeout": f"{STATEMENT_S:.0f}s",
     "idle_in_transaction_session_timeout": f"{STATEMENT_S:.0f}s",
 }
-# All that the driver raises. TimeoutError is an OSError.
-_FAILURES: Final = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, EOFError)
+# All that the driver raises; ValueError for an address. TimeoutError is an OSError.
+_FAILURES: Final = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, EOFError, ValueError)
 
 
 class Database:
@@ -63,7 +63,7 @@ class Database:
                 await connection.close(timeout=_CLOSE_S)
 
     def terminate(self) -> None:
-        """Closes the connection without waiting."""
+        """Closes the connection without waiting. A statement that is running may or may not take place."""
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(*_FAILURES, RuntimeError):  # its event loop is closed

@@ -7,7 +7,7 @@ A call is forwarded once at most: if ownership has just changed, the caller retr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.v1 import executor_pb2
@@ -42,10 +42,15 @@ class CallContext(Protocol):
     def invocation_metadata(self) -> Metadata:
         """The caller's metadata."""
 
+    def set_trailing_metadata(self, metadata: Sequence[tuple[str, str]]) -> None:
+        """What the caller gets with the answer."""
+
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """`callback` is called when the answer is sent."""
 
 
+# In the trailing metadata of a forwarded call: the address of the gateway that has its cache.
+GATEWAY_METADATA = "quire-gateway"
 # The ids in a request, by call. All others have one `cache_id`.
 _IDS: dict[str, Callable[[Any], Iterable[str]]] = {
     "Forward": lambda _: (),
@@ -101,7 +106,11 @@ class Forwarding:
             return await self._answer_batch(method, request, context, here, shards)
         if len(named) > 1:
             raise SeveralShards
-        return await self._ask(named.pop(), method, request, context)
+        (shard,) = named
+        answer = await self._ask(shard, method, request, context)
+        if name := self._table.public_address_of(shard):
+            context.set_trailing_metadata(((GATEWAY_METADATA, name),))
+        return answer
 
     def _shard_of(self, cache_id: str) -> int | None:
         shard = shard_of(cache_id)

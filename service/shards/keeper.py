@@ -67,7 +67,9 @@ class Keeper:
         self._leases = self._new_leases()
         self._membership: Lease
         self._owners: Sequence[Owned] = ()
+        # For gateways, and for clients, by shard.
         self._addresses: dict[int, str] = {}
+        self._public: dict[int, str] = {}
         self._changed = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._draining: dict[int, asyncio.Event] = {}
@@ -80,6 +82,10 @@ class Keeper:
     def address_of(self, shard: int) -> str | None:
         """See `ShardTable.address_of`."""
         return self._addresses.get(shard)
+
+    def public_address_of(self, shard: int) -> str:
+        """See `ShardTable.public_address_of`."""
+        return self._public.get(shard, "")
 
     async def join(self) -> tuple[Shard, Lease, Leases]:
         """Waits for a first shard. Raises DatabaseFailed or ConfigError."""
@@ -119,9 +125,10 @@ class Keeper:
 
     def _on_owners(self, owners: Sequence[Owned]) -> None:
         self._owners = owners
-        self._addresses = {
-            row.shard: row.address.split(" ")[0] for row in owners if row.owner and row.owner != self.owner
-        }
+        self._addresses, self._public = {}, {}
+        for row in owners:
+            if row.owner and row.owner != self.owner:
+                self._addresses[row.shard], _, self._public[row.shard] = row.address.partition(" ")
         self._changed.set()
 
     async def run(self, open_core: OpenCore) -> None:

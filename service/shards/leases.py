@@ -22,8 +22,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from service.logging import get_logger
 from service.postgres.errors import DatabaseFailed
@@ -83,8 +82,7 @@ class Table(Protocol):
         """Closes the connection without waiting."""
 
 
-@dataclass(frozen=True, slots=True)
-class Owned:
+class Owned(NamedTuple):
     """A shard in the table.
 
     Attributes:
@@ -220,10 +218,6 @@ class Leases:
             except DatabaseFailed as error:
                 self._warn(error)
             await asyncio.sleep(WATCH_S)
-
-    async def close(self) -> None:
-        """Closes the connection."""
-        await self._table.close()
 
     def _warn(self, error: DatabaseFailed) -> None:
         now_s = time.monotonic()

@@ -12,6 +12,9 @@ class ShardTable(Protocol):
     def address_of(self, shard: int) -> str | None:
         """The gRPC address of the owner, for gateways. None: nobody has it now."""
 
+    def public_address_of(self, shard: int) -> str:
+        """The address at which clients reach the owner and no other. Empty: there is none."""
+
 
 class FixedTable:
     """The gateways of one host: each has one shard for ever, and a Unix socket that never changes."""
@@ -23,3 +26,7 @@ class FixedTable:
     def address_of(self, shard: int) -> str | None:
         """See `ShardTable.address_of`."""
         return self._addresses[shard]
+
+    def public_address_of(self, shard: int) -> str:  # noqa: ARG002
+        """See `ShardTable.public_address_of`: they share a port."""
+        return ""

@@ -6,6 +6,7 @@ import signal
 import threading
 from pathlib import Path
 
+from quire import Client
 from quire.v1 import executor_pb2 as pb
 
 from tests.e2e.several_gateways import retrying
@@ -41,6 +42,14 @@ class Text:
         self.decode(gateway, further)
 
 
+def decoded_by_a_client(client: Client, found: list[int], event: threading.Event, further: int) -> None:
+    """The same with the client, which finds a gateway by itself."""
+    cache = client.prefill(PROMPT)
+    while not event.is_set() or further > 0:
+        further -= event.is_set()
+        found.append(cache.decode(found[-1] if found else PROMPT[-1]).token_id)
+
+
 def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -> None:
     pool = Pool(tmp_path)
     with PostgresServer() as database:
@@ -49,6 +58,8 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
 
         def new() -> GatewayProcess:
             flags = [*FLAGS, *own, "--peer-listen", free_address()]
+            # For the client, which gets the addresses of both.
+            flags += ["--listen", (address := free_address()), "--advertise", address]
             return GatewayProcess(model="paged-attention", workers=1, flags=flags)
 
         try:
@@ -60,13 +71,23 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
                 threads = [
                     threading.Thread(target=text.decode_until, args=(first, was_killed, 20)) for text in texts
                 ]
+                client = Client([second.address, first.address], timeout_s=60)
+                # Its new caches take turns, so one of two is the killed gateway's.
+                by_client: list[list[int]] = [[], []]
+                threads += [
+                    threading.Thread(target=decoded_by_a_client, args=(client, found, was_killed, 20))
+                    for found in by_client
+                ]
                 for thread in threads:
                     thread.start()
-                first.wait_until(lambda: all(len(text.tokens) > 20 for text in texts))
+                first.wait_until(
+                    lambda: all(len(text.tokens) > 20 for text in texts) and all(map(len, by_client))
+                )
                 second.process.send_signal(signal.SIGKILL)
                 was_killed.set()
                 for thread in threads:
                     thread.join()
+                client.close()
                 with new() as third:
                     for text in texts:
                         text.decode(third, 10)
@@ -75,9 +96,11 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
                     for text in texts:
                         text.decode(third, 10)
                     undisturbed = Text(third)
-                    undisturbed.decode(third, max(len(text.tokens) for text in texts))
+                    both = [*by_client, *(text.tokens for text in texts)]
+                    undisturbed.decode(third, max(map(len, both)))
+            for tokens in both:
+                assert tokens == undisturbed.tokens[: len(tokens)]
             for text in texts:
-                assert text.tokens == undisturbed.tokens[: len(text.tokens)]
                 assert text.replayed == 0, "the workers have kept their KV"
         finally:
             pool.stop()

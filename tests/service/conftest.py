@@ -1,4 +1,4 @@
-"""Logging is the process's: tests of what configures it leave it as it was."""
+"""Logging is the process's: tests of what configures it leave it as it was. A database, for a session."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+
+from tests.postgres_server import PostgresServer
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture
+def postgres(postgres_server: PostgresServer) -> PostgresServer:
+    """Without tables."""
+    postgres_server.reset()
+    return postgres_server
 
 
 @pytest.fixture

@@ -45,6 +45,9 @@ class Context:
     def invocation_metadata(self) -> Metadata:
         return self.metadata
 
+    def set_trailing_metadata(self, metadata: object) -> None:
+        self.trailing = metadata
+
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         callback(self)
 
@@ -77,6 +80,9 @@ class Gateway:
     def address_of(self, shard: int) -> str | None:
         owner = self.known[shard]
         return None if owner is None else str(owner)
+
+    def public_address_of(self, shard: int) -> str:
+        return f"public:{shard}"
 
     async def call(
         self, address: str, method: str, request: Any, _kind: object, _timeout_s: object, metadata: Metadata

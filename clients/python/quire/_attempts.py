@@ -10,6 +10,8 @@ from quire._methods import Method
 from quire.errors import QuireError, Unavailable
 
 MAX_ATTEMPTS = 4
+# With several gateways: until another one has taken over.
+_MAX_ATTEMPTS_OF_SEVERAL = 16
 _INITIAL_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 # If the server asks for a longer delay, the call fails at once.
@@ -23,10 +25,17 @@ class Attempts:
     __slots__ = ("_backoff_s", "_deadline_s", "_left")
 
     def __init__(
-        self, method: Method[Any, Any], request: Any, timeout_s: float | None, *, retries: bool = True
+        self,
+        method: Method[Any, Any],
+        request: Any,
+        timeout_s: float | None,
+        *,
+        retries: bool = True,
+        several: bool = False,
     ) -> None:
-        """`timeout_s` limits all attempts together. None: no limit."""
-        self._left = MAX_ATTEMPTS if retries and method.can_retry(request) else 1
+        """`timeout_s` limits all attempts together. None: no limit. `several`: there are several gateways."""
+        most = _MAX_ATTEMPTS_OF_SEVERAL if several else MAX_ATTEMPTS
+        self._left = most if retries and method.can_retry(request) else 1
         self._backoff_s = _INITIAL_BACKOFF_S
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
 

@@ -22,6 +22,7 @@ from quire._connection import (
     Tls,
     connection,
 )
+from quire._gateways import AsyncAnswer, Gateways, targets_of
 from quire._items import Prompt, items_of
 from quire._methods import Method
 from quire._uploads import AsyncUpload
@@ -49,12 +50,21 @@ _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
 
 
+class _Stubs:
+    """The generated stubs of one gateway."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+        self.runner_stub = runner_pb2_grpc.ModelRunnerServiceStub(channel)
+        self.admin_stub = admin_pb2_grpc.AdminServiceStub(channel)
+
+
 class AsyncClient(AsyncCaller):
     """A connection to a Quire server, for one event loop. Close it, or use `async with`."""
 
     def __init__(  # noqa: PLR0913 - the settings of a connection
         self,
-        target: str = DEFAULT_TARGET,
+        target: str | Sequence[str] = DEFAULT_TARGET,
         *,
         timeout_s: float | None = None,
         tls: Tls | grpc.ChannelCredentials | bool = False,
@@ -68,7 +78,9 @@ class AsyncClient(AsyncCaller):
         """Connects when first used. Raises ValueError for invalid settings.
 
         Args:
-            target: A gRPC target, such as `host:port` or `unix:/path`.
+            target: A gRPC target, such as `host:port` or `unix:/path`. Several gateways of one server as a
+                list, or as `host:port,host:port`: a call goes to the one that has its cache, and its next
+                attempt to another one.
             timeout_s: The timeout of each call, including retries. None: no timeout.
             tls: True: TLS with the public certificate authorities. `Tls`: with other authorities or a client
                 certificate. Any other gRPC channel credentials are also accepted.
@@ -79,8 +91,9 @@ class AsyncClient(AsyncCaller):
             max_response_bytes: Larger responses are refused.
             retries: False: failed calls are never retried, even if that is safe.
         """
+        targets = targets_of(target)
         link = connection(
-            target,
+            ",".join(targets),
             tls=tls,
             token=token,
             token_in_plain_view=token_in_plain_view,
@@ -88,20 +101,25 @@ class AsyncClient(AsyncCaller):
             max_response_bytes=max_response_bytes,
             retries=retries,
         )
-        if link.credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=link.options)
-        else:
-            self._channel = grpc.aio.secure_channel(target, link.credentials, options=link.options)
+        self._channels = {
+            target: grpc.aio.insecure_channel(target, options=link.options)
+            if link.credentials is None
+            else grpc.aio.secure_channel(target, link.credentials, options=link.options)
+            for target in targets
+        }
+        self._stubs = {target: _Stubs(channel) for target, channel in self._channels.items()}
+        self._gateways = Gateways(targets) if len(targets) > 1 else None
         self._is_closed = False
         self._timeout_s = timeout_s
         self._priority = priority
         self._max_request_bytes = max_request_bytes
         self._retries = retries
         # The generated stub of ModelExecutorService. Its calls raise grpc.RpcError and are not retried.
-        self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
+        # Of several gateways it is the first one's.
+        self.stub = self._stubs[targets[0]].stub
         # The generated stubs of ModelRunnerService and AdminService, likewise.
-        self.runner_stub = runner_pb2_grpc.ModelRunnerServiceStub(self._channel)
-        self.admin_stub = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self.runner_stub = self._stubs[targets[0]].runner_stub
+        self.admin_stub = self._stubs[targets[0]].admin_stub
         # The metadata of every call. Pass it to the calls of the stubs.
         self.metadata = link.metadata
 
@@ -119,7 +137,7 @@ class AsyncClient(AsyncCaller):
         limit: see GetCapabilities. Closing waits up to `close_timeout_s` for pending calls.
         """
         stream = AsyncSessionStream(
-            self.stub.Session,
+            self._next_stubs().stub.Session,
             metadata=self.metadata,
             timeout_s=self._timeout_s,
             max_in_flight=max_in_flight,
@@ -167,7 +185,9 @@ class AsyncClient(AsyncCaller):
             priority=self._priority,
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        start_call = functools.partial(self.runner_stub.Execute, timeout=limit_s, metadata=self.metadata)
+        start_call = functools.partial(
+            self._next_stubs().runner_stub.Execute, timeout=limit_s, metadata=self.metadata
+        )
         return AsyncExecution(start_call, request, self.cancel_execution)
 
     async def cancel_execution(self, request_id: str) -> bool:
@@ -323,7 +343,8 @@ class AsyncClient(AsyncCaller):
     async def close(self) -> None:
         """Closes the connection and cancels its calls. Caches are kept until their leases expire."""
         self._is_closed = True
-        await self._channel.close()
+        for channel in self._channels.values():
+            await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -334,6 +355,8 @@ class AsyncClient(AsyncCaller):
         await self.close()
 
     async def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
+        if self._gateways is not None:
+            return await self._call_one_of(self._gateways, method, request)
         _calls.set_priority(request, self._priority)
         call = getattr(getattr(self, method.stub), method.rpc)
         attempts = Attempts(method, request, self._timeout_s, retries=self._retries)
@@ -343,6 +366,32 @@ class AsyncClient(AsyncCaller):
                 return response
             except grpc.aio.AioRpcError as error:
                 failed = from_rpc_error(error)
+            backoff_s = attempts.backoff_s(failed)
+            await asyncio.sleep(backoff_s)
+            if self._is_closed:
+                raise failed
+
+    def _next_stubs(self) -> _Stubs:
+        return self._stubs[next(iter(self._stubs)) if self._gateways is None else self._gateways.next()]
+
+    async def _call_one_of(
+        self, gateways: Gateways, method: Method[_Request, _Response], request: _Request
+    ) -> _Response:
+        _calls.set_priority(request, self._priority)
+        attempts = Attempts(method, request, self._timeout_s, retries=self._retries, several=True)
+        while True:
+            target = gateways.target(request)
+            call = getattr(getattr(self._stubs[target], method.stub), method.rpc)
+            try:
+                response: _Response
+                response, trailing = await AsyncAnswer.get(
+                    call, request, timeout=attempts.left_s(), metadata=self.metadata
+                )
+                gateways.answered(target, request, response, trailing)
+                return response
+            except grpc.aio.AioRpcError as error:
+                failed = from_rpc_error(error)
+            gateways.failed(target)
             backoff_s = attempts.backoff_s(failed)
             await asyncio.sleep(backoff_s)
             if self._is_closed:

@@ -1,0 +1,275 @@
+"""The journal in PostgreSQL: what was reported as durable is recovered, and nothing else, whatever breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from service.caches.records import CacheReleased
+from service.journal.base import JournalUnusable
+from service.postgres import database
+from service.postgres.database import Database
+from service.postgres.errors import DatabaseFailed
+from service.shards.leases import OwnershipLost
+from tests.postgres_server import PostgresServer
+from tests.service.journal_traffic import Traffic, appended, created, facts
+from tests.service.owners import Owner, locked, operator, until_waiting
+from tests.tcp_proxy import TcpProxy
+
+
+async def recovered(url: str) -> dict[int, object]:
+    async with Owner(url, "test") as owner:
+        return facts(owner.ledger)
+
+
+async def test_commits_are_recovered(postgres: PostgresServer) -> None:
+    """As with SQLite: three gateways, one after the other, while the journal is compacted all the time."""
+    expected: dict[int, object] = {}
+    first_seqs = []
+    for seed in range(3):
+        async with Owner(postgres.url, f"gateway {seed}", compaction_bytes=-1 << 30) as owner:
+            assert facts(owner.ledger) == expected
+            traffic = Traffic(seed, owner.ledger, prompt_tokens=20)
+            for _ in range(100):
+                assert await owner.commit(*traffic.next())
+                owner.compactor.step()
+            expected = facts(owner.ledger)
+        async with operator(postgres.url) as connection:
+            query = "SELECT first_seq, min(seq) FROM quire.shards JOIN quire.log USING (shard) GROUP BY 1"
+            first_seq, kept = await connection.fetchrow(query)
+            first_seqs.append(first_seq)
+            assert first_seq == kept
+    assert 1 < first_seqs[0] < first_seqs[1] < first_seqs[2], "each has compacted it"
+    assert await recovered(postgres.url) == expected
+
+
+async def test_commits_of_one_turn_are_one_row_and_told_in_order(postgres: PostgresServer) -> None:
+    async with Owner(postgres.url, "a") as owner:
+        told: list[tuple[int, bool]] = []
+        for number in range(500):
+            owner.journal.commit(
+                [CacheReleased(number)],
+                lambda ok, number=number: told.append((number, ok)),  # type: ignore[misc]
+            )
+        assert not told and owner.journal.oldest_waiting_s > 0
+        while len(told) < 500:
+            await asyncio.sleep(0.001)
+        assert told == [(number, True) for number in range(500)]
+        async with operator(postgres.url) as connection:
+            assert await connection.fetchval("SELECT count(*) FROM quire.log") == 1
+
+
+async def test_the_model_tag_is_stored_with_the_next_commit(postgres: PostgresServer) -> None:
+    async with Owner(postgres.url, "a") as owner:
+        assert owner.journal.model_fingerprint is None
+        owner.journal.bind_model("sha256:1")
+        assert await owner.commit(created(1)) and await owner.commit(created(2))
+    async with Owner(postgres.url, "b") as owner:
+        assert owner.journal.model_fingerprint == "sha256:1"
+        assert len(owner.ledger) == 2
+
+
+@pytest.mark.parametrize(
+    ("statement", "refusal"),
+    [
+        ("UPDATE quire.log SET data = substr(data, 1, length(data) - 5) WHERE seq = 3", "row 3: .*backup"),
+        ("UPDATE quire.log SET data = substr(data, 1, length(data) - 5) WHERE seq = 6", "row 6: .*backup"),
+        ("UPDATE quire.log SET wall_ns = wall_ns + 1 WHERE seq = 3", "row 3: .*backup"),
+        ("DELETE FROM quire.log WHERE seq = 3", "row 3: it is missing.*backup"),
+        ("DELETE FROM quire.log WHERE seq = 1", "row 1: it is missing.*backup"),
+        ("UPDATE quire.shards SET first_seq = 2", "row 6: .*conflict"),
+    ],
+)
+async def test_a_journal_that_was_changed_is_refused(
+    postgres: PostgresServer, statement: str, refusal: str
+) -> None:
+    async with Owner(postgres.url, "a") as owner:
+        assert await owner.commit(created(1))
+        for position in range(5):
+            assert await owner.commit(appended(1, position, 7))
+    async with operator(postgres.url) as connection:
+        await connection.execute(statement)
+    with pytest.raises(JournalUnusable, match=refusal):
+        await recovered(postgres.url)
+
+
+async def test_programs_that_start_together_create_the_tables_once(postgres: PostgresServer) -> None:
+    databases = [Database(postgres.url) for _ in range(6)]
+    await asyncio.gather(*(each.prepare() for each in databases))
+    async with operator(postgres.url) as connection:
+        await connection.execute("UPDATE quire.version SET version = 99")
+    with pytest.raises(DatabaseFailed, match=r"version 99.*knows 1"):
+        await databases[0].prepare()
+    for each in databases:
+        await each.close()
+
+
+async def test_a_crash_of_the_database_loses_nothing(postgres: PostgresServer) -> None:
+    """What was under way is durable, or not, as is told."""
+    rng = random.Random(5)
+    async with Owner(postgres.url, "a") as owner:
+        traffic = Traffic(1, owner.ledger, prompt_tokens=50)
+        for _ in range(3):
+            for _ in range(rng.randint(5, 30)):
+                assert await owner.commit(*traffic.next())
+            under_way = asyncio.create_task(owner.commit(*traffic.next()))
+            await asyncio.sleep(rng.uniform(0, 0.002))
+            postgres.kill()
+            postgres.start()
+            await under_way
+            while not await owner.commit():
+                await asyncio.sleep(0.05)
+        expected = facts(owner.ledger)
+    assert await recovered(postgres.url) == expected
+
+
+async def test_commits_are_refused_while_the_database_is_away(postgres: PostgresServer) -> None:
+    async with Owner(postgres.url, "a") as owner:
+        assert await owner.commit(created(1))
+        postgres.kill()
+        # The connections' ends are known in the next turn of the event loop.
+        await asyncio.sleep(0.05)
+        for number in (2, 3):
+            assert not await owner.commit(created(number))
+        postgres.start()
+        while not await owner.commit(created(4)):
+            await asyncio.sleep(0.05)
+        expected = facts(owner.ledger)
+    assert await recovered(postgres.url) == expected
+
+
+async def test_commits_wait_for_a_database_that_stands_still(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the gateway meanwhile gives up its connection."""
+    async with Owner(postgres.url, "a") as owner:
+        assert await owner.commit(created(1))
+        for answer_s in (database.ANSWER_S, 0.2):
+            monkeypatch.setattr(database, "ANSWER_S", answer_s)
+            with postgres.stopped():
+                under_way = asyncio.create_task(owner.commit(appended(1, _length(owner), 7)))
+                await asyncio.sleep(0.5)
+                assert not under_way.done() and owner.journal.oldest_waiting_s > 0.4
+            stored = await under_way
+            assert stored or answer_s == 0.2
+            while not await owner.commit(appended(1, _length(owner), 8)):
+                await asyncio.sleep(0.05)
+        expected = facts(owner.ledger)
+    assert await recovered(postgres.url) == expected
+
+
+def _length(owner: Owner) -> int:
+    state = owner.ledger.get(1)
+    assert state is not None
+    return state.length
+
+
+async def _end_backends(postgres: PostgresServer, _proxy: TcpProxy) -> None:
+    async with operator(postgres.url) as connection:
+        await connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE application_name = 'quire' AND wait_event_type = 'Lock'"
+        )
+
+
+async def _break_connections(_postgres: PostgresServer, proxy: TcpProxy) -> None:
+    proxy.break_connections()
+
+
+@pytest.mark.parametrize(("cut", "stored"), [(_end_backends, False), (_break_connections, True)])
+async def test_the_outcome_of_a_commit_whose_connection_broke_is_found_out(
+    postgres: PostgresServer, cut: Callable[[PostgresServer, TcpProxy], Any], stored: bool
+) -> None:
+    """The database has ended the transaction; or goes on with it, and only the gateway does not know."""
+    with TcpProxy(postgres.address) as proxy:
+        async with Owner(postgres.url_at(proxy.address), "a") as owner:
+            assert await owner.commit(created(1))
+            async with locked(postgres.url):
+                under_way = asyncio.create_task(owner.commit(appended(1, 0, 7)))
+                await until_waiting(postgres.url)
+                later = asyncio.create_task(owner.commit(created(2)))
+                await cut(postgres, proxy)
+                await until_waiting(postgres.url, 1 + stored)
+                assert not under_way.done() and not later.done()
+            assert await under_way is stored
+            assert await later
+            assert await owner.commit(created(3))
+            expected = facts(owner.ledger)
+    assert await recovered(postgres.url) == expected
+
+
+async def test_a_commit_that_waits_for_a_standby_is_not_reported_before(postgres: PostgresServer) -> None:
+    """It is durable here, but would be lost with this machine: also when the connection breaks."""
+    with TcpProxy(postgres.address) as proxy:
+        async with Owner(postgres.url_at(proxy.address), "a") as owner, operator(postgres.url) as connection:
+            assert await owner.commit(created(1))
+            await connection.execute("ALTER SYSTEM SET synchronous_standby_names = 'standby'")
+            await connection.execute("SELECT pg_reload_conf()")
+            try:
+                while await connection.fetchval("SHOW synchronous_standby_names") != "standby":
+                    await asyncio.sleep(0.01)
+                under_way = asyncio.create_task(owner.commit(appended(1, 0, 7)))
+                await until_waiting(postgres.url)
+                proxy.break_connections()
+                await until_waiting(postgres.url, 2)
+                assert not under_way.done()
+            finally:
+                await connection.execute("ALTER SYSTEM RESET synchronous_standby_names")
+                await connection.execute("SELECT pg_reload_conf()")
+            assert await under_way
+            assert await owner.commit(appended(1, 1, 7))
+
+
+async def test_a_broken_connection_between_commits_costs_nothing(postgres: PostgresServer) -> None:
+    with TcpProxy(postgres.address) as proxy:
+        async with Owner(postgres.url_at(proxy.address), "a") as owner:
+            for number in range(1, 6):
+                assert await owner.commit(created(number))
+                proxy.break_connections()
+                await asyncio.sleep(0.02)
+        assert len(await recovered(postgres.url)) == 5
+
+
+async def test_a_database_that_has_lost_rows_ends_the_ownership(postgres: PostgresServer) -> None:
+    """As after the promotion of a standby that was behind: what the gateway knows is not what is stored."""
+    with TcpProxy(postgres.address) as proxy:
+        async with Owner(postgres.url_at(proxy.address), "a") as owner:
+            assert await owner.commit(created(1)) and await owner.commit(created(2))
+            async with locked(postgres.url):
+                lost = asyncio.create_task(owner.commit(created(3)))
+                await until_waiting(postgres.url)
+                await _end_backends(postgres, proxy)
+                async with operator(postgres.url) as connection:
+                    await connection.execute("DELETE FROM quire.log WHERE seq = 2")
+            with pytest.raises(OwnershipLost, match="lost rows"):
+                await owner.running
+            assert not lost.done(), "whether it is stored is not known"
+            lost.cancel()
+
+
+async def test_a_database_that_refuses_writes_refuses_commits(postgres: PostgresServer) -> None:
+    async with Owner(postgres.url, "a") as owner, operator(postgres.url) as connection:
+        await connection.execute("ALTER TABLE quire.log ADD CONSTRAINT full_disk CHECK (seq < 2)")
+        assert await owner.commit(created(1))
+        assert not await owner.commit(created(2))
+        await connection.execute("ALTER TABLE quire.log DROP CONSTRAINT full_disk")
+        await asyncio.sleep(0.3)
+        assert await owner.commit(created(3))
+        expected = facts(owner.ledger)
+    assert await recovered(postgres.url) == expected
+
+
+async def test_no_message_has_a_password(postgres: PostgresServer) -> None:
+    for url in (
+        f"postgresql://quire:secret@{postgres.address}/nothing",
+        "postgresql://quire:secret@127.0.0.1:1/nothing",
+        "postgresql://quire:secret@[/nothing",
+        "postgresql://quire:secret@host:port/nothing?sslmode=secret",
+    ):
+        with pytest.raises(DatabaseFailed) as failed:
+            await Database(url).fetch("SELECT 1")
+        assert failed.value.is_certain and str(failed.value) and "secret" not in str(failed.value)

@@ -1,0 +1,149 @@
+"""Ownership of shards in PostgreSQL: one owner at a time can append, and others find out who it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from service.postgres.database import Database
+from service.shards.leases import Leases, Owned, OwnershipLost
+from tests.postgres_server import PostgresServer
+from tests.service.journal_traffic import appended, created, facts
+from tests.service.owners import Owner, locked, until_waiting
+
+
+async def leases_of(postgres: PostgresServer, name: str, lease_s: float = 60.0) -> Leases:
+    database = Database(postgres.url)
+    await database.prepare()
+    return Leases(database, name, f"{name}:1", lease_s)
+
+
+async def expire(postgres: PostgresServer) -> None:
+    database = Database(postgres.url)
+    await database.fetch("UPDATE quire.shards SET expires_at = clock_timestamp()")
+    await database.close()
+
+
+async def test_a_shard_has_one_owner_at_a_time(postgres: PostgresServer) -> None:
+    first, second = await leases_of(postgres, "first"), await leases_of(postgres, "second")
+    lease = await first.acquire(3)
+    assert lease is not None and lease.is_valid
+    assert await second.acquire(3) is None
+    (owned,) = await second.owners()
+    assert owned[:4] == (3, lease.fence, "first", "first:1") and 0 < owned.left_s <= 60
+    await expire(postgres)
+    (owned,) = await second.owners()
+    assert owned == (3, lease.fence, "", "", 0.0)
+    taken = await second.acquire(3)
+    assert taken is not None and taken.fence > lease.fence and taken.lease_id == lease.lease_id
+    assert taken.first_epoch > lease.first_epoch + 1_000_000
+    await first.renew(lease)
+    with pytest.raises(OwnershipLost, match="shard 3: another gateway"):
+        await first.keep(lease)
+    await first._table.close()
+    await second._table.close()
+
+
+async def test_of_many_that_want_a_shard_one_gets_it(postgres: PostgresServer) -> None:
+    rivals = [await leases_of(postgres, f"gateway {index}") for index in range(8)]
+    taken = await asyncio.gather(*(rival.acquire(0) for rival in rivals))
+    assert sum(lease is not None for lease in taken) == 1
+    for rival in rivals:
+        await rival._table.close()
+
+
+async def test_a_shard_that_was_given_back_is_free_at_once(postgres: PostgresServer) -> None:
+    async with Owner(postgres.url, "first") as first:
+        assert await first.commit(created(1))
+    async with Owner(postgres.url, "second") as second:
+        assert facts(second.ledger) == facts(first.ledger)
+
+
+async def test_the_next_process_of_the_same_name_need_not_wait(postgres: PostgresServer) -> None:
+    async with Owner(postgres.url, "first") as killed, Owner(postgres.url, "first") as again:
+        assert again.lease.fence > killed.lease.fence
+        assert not await killed.commit(created(1)) and await again.commit(created(2))
+
+
+async def test_a_lease_is_renewed_until_another_has_taken_it(postgres: PostgresServer) -> None:
+    leases, rival = await leases_of(postgres, "first", 0.3), await leases_of(postgres, "rival", 0.3)
+    lease = await leases.acquire(0)
+    assert lease is not None
+    keeping = asyncio.create_task(leases.keep(lease))
+    until_s = lease.valid_until_s
+    while lease.valid_until_s < until_s + 1:
+        await asyncio.sleep(0.05)
+    keeping.cancel()
+    while await rival.acquire(0) is None:
+        await asyncio.sleep(0.05)
+    assert not lease.is_valid
+    with pytest.raises(OwnershipLost):
+        await leases.keep(lease)
+    await leases._table.close()
+    await rival._table.close()
+
+
+async def test_an_owner_that_lost_its_shard_cannot_append(postgres: PostgresServer) -> None:
+    """Whatever its clock says: it learns it by its next append. The next owner has all that was durable."""
+    async with Owner(postgres.url, "first") as first:
+        assert await first.commit(created(1), appended(1, 0, 7))
+        await expire(postgres)
+        assert await first.commit(appended(1, 1, 8)), "nobody else has it yet"
+        async with Owner(postgres.url, "second") as second:
+            assert facts(second.ledger) == facts(first.ledger)
+            first.journal.begin_compaction()
+            first.journal.end_compaction()
+            assert not await first.commit(appended(1, 2, 9))
+            assert not await first.commit(created(2))
+            with pytest.raises(OwnershipLost, match="another gateway"):
+                await first.running
+            assert await second.commit(appended(1, 2, 10))
+            expected = facts(second.ledger)
+    async with Owner(postgres.url, "third") as third:
+        assert facts(third.ledger) == expected
+
+
+async def test_an_append_that_is_under_way_is_before_the_takeover_or_refused(
+    postgres: PostgresServer,
+) -> None:
+    """The next owner waits for an append that was first, and shuts out one that is later."""
+    async with Owner(postgres.url, "first") as first:
+        assert await first.commit(created(1))
+        await expire(postgres)
+        second = Owner(postgres.url, "second")
+        async with locked(postgres.url):
+            append = asyncio.create_task(first.commit(appended(1, 0, 7)))
+            await until_waiting(postgres.url)
+            taking = asyncio.create_task(second.__aenter__())
+            await until_waiting(postgres.url, 2)
+        stored = await append
+        await taking
+        try:
+            assert facts(second.ledger) == facts(first.ledger)
+            assert stored == (_length(second) == 1)
+        finally:
+            await second.__aexit__(None, None, None)
+
+
+def _length(owner: Owner) -> int:
+    state = owner.ledger.get(1)
+    assert state is not None
+    return state.length
+
+
+async def test_who_watches_sees_changes_of_owners(postgres: PostgresServer) -> None:
+    leases, other = await leases_of(postgres, "first"), await leases_of(postgres, "other")
+    seen: asyncio.Queue[Sequence[Owned]] = asyncio.Queue()
+    watching = asyncio.create_task(other.watch(seen.put_nowait))
+    assert await seen.get() == []
+    lease = await leases.acquire(1)
+    assert lease is not None
+    assert [owned.address for owned in await seen.get()] == ["first:1"]
+    await leases.renew(lease)
+    await leases.give_back(lease)
+    assert [owned.address for owned in await seen.get()] == [""]
+    watching.cancel()
+    await leases._table.close()
+    await other._table.close()
