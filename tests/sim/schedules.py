@@ -11,10 +11,11 @@ from typing import TypeAlias
 
 import structlog
 
+from tests.sim.shards import ShardSimulation
 from tests.sim.shell import ShellSimulation
 from tests.sim.simulation import Simulation
 
-Kind: TypeAlias = type[Simulation] | type[ShellSimulation]
+Kind: TypeAlias = type[Simulation] | type[ShellSimulation] | type[ShardSimulation]
 
 
 class ScheduleFailed(Exception):

@@ -1,0 +1,169 @@
+"""A model of the tables of shards and their rows: what PostgreSQL does with the statements of gateways.
+
+A statement arrives late, and goes on when its connection breaks. An append holds the lock of the shard's row
+from its check until its commit; who changes the row waits for it. Connections break at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from service.journal import postgres, postgres_writer
+from service.postgres.errors import Conflict, DatabaseFailed
+from service.shards import leases
+
+_LATE_S = 2.0
+_COMMIT_S = 0.05
+
+
+class ModelDatabase:
+    """One shard. Times are those of the event loop."""
+
+    def __init__(self, rng: random.Random, seen: Counter[str]) -> None:
+        self.rng = rng
+        self.seen = seen
+        # Nobody can connect.
+        self.is_away = False
+        self.rows: dict[int, tuple[int, bytes]] = {}
+        self.owner = self.lease_id = ""
+        self.model: str | None = None
+        self.fence = self.writer = 0
+        self.first_seq = 1
+        self.expires_at_s = -1.0
+        # What must not have happened.
+        self.broken = ""
+        # Appends that were checked and are not committed.
+        self._appending = 0
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def start(self, query: str, values: Sequence[Any]) -> asyncio.Task[list[Sequence[Any]]]:
+        """Runs a statement, whether or not somebody waits for it."""
+        task = asyncio.get_running_loop().create_task(self._execute(query, values))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            # Nobody may be there to hear of it.
+            task.exception()
+
+    def crash(self) -> None:
+        """What is not committed has not happened."""
+        self.is_away = True
+        for task in self._running:
+            task.cancel()
+
+    async def _execute(self, query: str, values: Sequence[Any]) -> list[Sequence[Any]]:
+        if self.rng.random() < 0.1:
+            await asyncio.sleep(self.rng.uniform(0, _LATE_S))
+        if query == postgres_writer.APPEND:
+            return await self._append(*values)
+        if query in (postgres_writer.LAST, postgres.HEAD, postgres.ROWS):
+            return self._read(query, values)
+        await self.wait_unlocked()
+        return self._change(query, values)
+
+    async def wait_unlocked(self) -> None:
+        while self._appending:
+            await asyncio.sleep(0.01)
+
+    def is_owner(self, fence: int, writer: int) -> bool:
+        return (fence, writer) == (self.fence, self.writer)
+
+    async def _append(
+        self, _shard: int, fence: int, writer: int, seq: int, wall_ns: int, row: bytes
+    ) -> list[Sequence[Any]]:
+        if not self.is_owner(fence, writer):
+            self.seen["append refused"] += 1
+            return []
+        self._appending += 1
+        try:
+            await asyncio.sleep(self.rng.uniform(0, _COMMIT_S))
+            if seq in self.rows:
+                raise Conflict("")
+            if fence != self.fence:
+                self.broken = f"row {seq} is of owner {fence}, and {self.fence} has the shard"
+            self.rows[seq] = wall_ns, row
+        finally:
+            self._appending -= 1
+        return [(seq,)]
+
+    def _read(self, query: str, values: Sequence[Any]) -> list[Sequence[Any]]:
+        if query == postgres_writer.LAST:
+            return [(max(self.rows, default=0),)]
+        if query == postgres.HEAD:
+            return [(self.first_seq, self.model)] if values[1] == self.fence else []
+        found: list[Sequence[Any]] = [(seq, *self.rows[seq]) for seq in sorted(self.rows) if seq >= values[1]]
+        return found[: values[2]]
+
+    def _change(self, query: str, values: Sequence[Any]) -> list[Sequence[Any]]:  # noqa: PLR0911
+        now_s = asyncio.get_running_loop().time()
+        if query == leases._ADD:
+            self.lease_id = self.lease_id or values[1]
+            return []
+        if query == leases._ACQUIRE:
+            _, lease_s, owner, _ = values
+            if now_s < self.expires_at_s and self.owner != owner:
+                return []
+            self.seen["taken over"] += self.owner not in ("", owner)
+            self.fence, self.writer, self.owner, self.expires_at_s = self.fence + 1, 0, owner, now_s + lease_s
+            return [(self.fence, self.lease_id)]
+        if query == leases._RENEW:
+            if values[2] != self.fence:
+                return []
+            self.expires_at_s = now_s + values[1]
+        elif query == leases._GIVE_BACK:
+            if values[1] != self.fence:
+                return []
+            self.fence, self.owner, self.expires_at_s = self.fence + 1, "", -1.0
+        elif query == postgres_writer.NEXT_WRITER:
+            if values[1] != self.fence or values[2] <= self.writer:
+                return []
+            self.writer = values[2]
+        else:
+            assert query == postgres_writer.DROP, query
+            return []
+        return [(1,)]
+
+
+class ModelTable:
+    """The connection of a gateway: see `service.shards.leases.Table`."""
+
+    def __init__(self, database: ModelDatabase, breaks: float) -> None:
+        """`breaks`: how often a connection breaks during a statement."""
+        self.is_cut = False
+        self._database = database
+        self.breaks = breaks
+
+    async def fetch(self, query: str, *values: object) -> list[Sequence[Any]]:
+        database = self._database
+        rng, seen = database.rng, database.seen
+        await asyncio.sleep(rng.uniform(0, 0.01))
+        if self.is_cut or database.is_away:
+            raise DatabaseFailed("cut", is_certain=True)
+        task = database.start(query, values)
+        patience_s = rng.uniform(0, 0.1) if rng.random() < self.breaks else 3 * _LATE_S
+        await asyncio.wait({task}, timeout=patience_s)
+        if self._breaks_off(task):
+            seen["broken in the middle"] += query == postgres_writer.APPEND
+            seen["stored, but not answered"] += query == postgres_writer.APPEND and task.done()
+            raise DatabaseFailed("broken", is_certain=False)
+        if rng.random() < 0.25:
+            await asyncio.sleep(rng.uniform(0, _LATE_S))
+        return task.result()
+
+    def _breaks_off(self, task: asyncio.Task[Any]) -> bool:
+        is_lost = not task.done() or task.cancelled() or self.is_cut
+        return is_lost or self._database.rng.random() < self.breaks
+
+    async def close(self) -> None:
+        pass
+
+    def terminate(self) -> None:
+        pass
