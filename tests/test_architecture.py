@@ -133,7 +133,8 @@ SERVICE_ROOMS = {
         "service.adapters.loader", "service.api", "service.auth", "service.config", "service.core",
         "service.data_directory", "service.listening", "service.logging", "service.memory",
         "service.metrics", "service.model_names", "service.openai", "service.pool.gpus",
-        "service.pool.model_versions", "service.pool.pool_files", "service.runtimes", "service.shards", "service.text", "service.tracing",
+        "service.pool.model_versions", "service.pool.pool_files", "service.runtimes", "service.shards",
+        "service.text", "service.tracing",
     ),
     "service.server": (
         "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.core",
@@ -145,7 +146,7 @@ SERVICE_ROOMS = {
         "service.config", "service.config_sources", "service.data_directory", "service.errors",
         "service.journal", "service.listening", "service.logging", "service.openai.front",
         "service.pool.gpus", "service.pool.model_versions", "service.pool.pool_files",
-        "service.pool.process", "service.printable", "service.runtimes.runtimes_file",
+        "service.pool.process", "service.postgres", "service.printable", "service.runtimes.runtimes_file",
         "service.server", "service.shards", "service.uploads",
         "service.model_names",
     ),
