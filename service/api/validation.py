@@ -55,6 +55,8 @@ _SAMPLE_BYTES = 24
 _SCORE_BYTES = 5
 # The rest of an answer: its handle, timing and framing; or the error of a batch's item instead.
 ANSWER_BYTES = 512
+# An answer with one row and without further options.
+ROW_ANSWER_BYTES = ANSWER_BYTES + _ROW_BYTES
 # A handle in a list.
 HANDLE_BYTES = 128
 _LONGEST_TIMEOUT_S = 365 * 86_400.0

@@ -45,32 +45,26 @@ class _LatencyModel:
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
-    # Answers with the same time that are not in the fit yet: their number and sums.
-    _now_s: float = -math.inf
-    _answers: int = 0
-    _ahead: int = 0
-    _took_s: float = 0.0
-
-    def answered(self, ahead: int, took_s: float, now_s: float) -> None:
-        """Adds an answer. Those with the same time were computed together and count as one, their mean."""
-        if now_s != self._now_s:
-            self._take_in()
-            self._now_s = now_s
-        self._answers += 1
-        self._ahead += ahead
-        self._took_s += took_s
+    # Answers with the same time that are not in the fit yet: their number and sums. They were computed
+    # together, and count as one, their mean.
+    now_s: float = -math.inf
+    answers: int = 0
+    ahead: int = 0
+    took_s: float = 0.0
 
     def late(self, ahead: int, took_s: float) -> None:
         """Adds a forward that was not answered by its deadline, if that is longer than the estimate."""
-        self._take_in()
+        self.take_in(self.now_s)
         if took_s > self.expected_s(ahead):
             self._add(ahead, took_s)
 
-    def _take_in(self) -> None:
-        if self._answers:
-            self._add(self._ahead / self._answers, self._took_s / self._answers)
-            self._answers = self._ahead = 0
-            self._took_s = 0.0
+    def take_in(self, now_s: float) -> None:
+        """The answers so far become part of the fit. The next ones have the time `now_s`."""
+        self.now_s = now_s
+        if self.answers:
+            self._add(self.ahead / self.answers, self.took_s / self.answers)
+            self.answers = self.ahead = 0
+            self.took_s = 0.0
 
     def _add(self, ahead: float, took_s: float) -> None:
         if self.weight >= _MIN_WEIGHT:
@@ -90,8 +84,8 @@ class _LatencyModel:
     @property
     def unit_s(self) -> float:
         """The time for a unit of cost: the mean if it was always about as much. 0: nothing was answered."""
-        cost = self.x + self._ahead
-        return self.slope_s or ((self.y + self._took_s) / cost if cost else 0.0)
+        cost = self.x + self.ahead
+        return self.slope_s or ((self.y + self.took_s) / cost if cost else 0.0)
 
     def expected_s(self, ahead: float) -> float:
         """The estimated time. If unsure, rather too short than too long."""
@@ -185,7 +179,9 @@ class WorkerLoad:
             before += normal if priority else normal + low
         own = ahead.by_caller.get(caller)
         callers = len(ahead.by_caller) + (own is None)
-        return Work(caller, priority, is_long, cost, min(cost + before, (cost + (own or 0)) * callers))
+        total = min(cost + before, (cost + (own or 0)) * callers)
+        # Without the call of a Python function that `Work()` is.
+        return tuple.__new__(Work, (caller, priority, is_long, cost, total))
 
     def expected_s(self, work: Work) -> float:
         """The estimated time to the answer. 0: unknown, or nothing is ahead."""
@@ -232,7 +228,12 @@ class WorkerLoad:
         else:
             del queue.by_caller[work.caller]
         if end is End.ANSWERED:
-            queue.times[work.priority].answered(work.total, took_s, now_s)
+            times = queue.times[work.priority]
+            if times.now_s != now_s:
+                times.take_in(now_s)
+            times.answers += 1
+            times.ahead += work.total
+            times.took_s += took_s
         elif end is End.LATE:
             queue.times[work.priority].late(work.total, took_s)
 

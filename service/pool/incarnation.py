@@ -133,7 +133,7 @@ class Incarnation:
         command.op_id = next(self._op_ids)
         answer: asyncio.Future[worker_pb2.WorkerEvent] = asyncio.get_running_loop().create_future()
         self._waiters[command.op_id] = answer
-        self.link.send(command)
+        self.link.send(worker_pb2.ConnectRequest(commands=[command]))
         try:
             return await answer
         finally:
@@ -142,7 +142,7 @@ class Incarnation:
     def send(self, command: worker_pb2.WorkerCommand) -> None:
         """Sends a command whose answer does not matter."""
         command.op_id = next(self._op_ids)
-        self.link.send(command)
+        self.link.send(worker_pb2.ConnectRequest(commands=[command]))
 
     def send_adapters(self, command: worker_pb2.AdapterCommand) -> None:
         """Tells the worker of changes, if it serves and can use adapters. The answer says nothing new."""
@@ -209,22 +209,26 @@ class Incarnation:
         if slot.suspect:
             self._publish_suspect()
         for event in response.events:
-            match event.WhichOneof("event"):
-                case "snapshot":
-                    self.slot.snapshot = event.snapshot
-                    self._liveness.on_snapshot(event.snapshot)
-                case "progress":
-                    _on_progress(slot, event.progress)
-                case "ready":
-                    self._on_ready(event.ready)
-                case "adopted":
-                    self._on_adopted(event)
-            waiter = self._waiters.get(event.op_id) if event.op_id >= _FIRST_OP_ID else None
-            if waiter is not None and not waiter.done():
-                waiter.set_result(event)
+            if event.WhichOneof("event") != "forward":
+                self._on_event(event)
         if slot.ready is not None:
             events = wire.to_events(response)
             self._dispatcher.worker_answered(slot.worker_id, self.epoch, events, response.pages_available)
+
+    def _on_event(self, event: worker_pb2.WorkerEvent) -> None:
+        match event.WhichOneof("event"):
+            case "snapshot":
+                self.slot.snapshot = event.snapshot
+                self._liveness.on_snapshot(event.snapshot)
+            case "progress":
+                _on_progress(self.slot, event.progress)
+            case "ready":
+                self._on_ready(event.ready)
+            case "adopted":
+                self._on_adopted(event)
+        waiter = self._waiters.get(event.op_id) if event.op_id >= _FIRST_OP_ID else None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(event)
 
     # From ready to serving.
 
@@ -275,7 +279,8 @@ class Incarnation:
             lengths[claim.number] = claim.length
         self._adoption = op_id, ready, lengths
         self._liveness.on_adopt_sent()
-        self.link.send(worker_pb2.WorkerCommand(op_id=op_id, adopt=command))
+        sent = worker_pb2.WorkerCommand(op_id=op_id, adopt=command)
+        self.link.send(worker_pb2.ConnectRequest(commands=[sent]))
 
     def _on_adopted(self, event: worker_pb2.WorkerEvent) -> None:
         if self._adoption is None or self._adoption[0] != event.op_id:

@@ -49,10 +49,10 @@ class WorkerLink:
         self.refusal = ""
         self._endpoint = endpoint
         self._on_response = on_response
-        self._queue: deque[worker_pb2.WorkerCommand] = deque()
-        self._wake = asyncio.Event()
+        self._queue: deque[worker_pb2.ConnectRequest] = deque()
+        # Done when the queue has something for the task that writes. Faster than an Event.
+        self._wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
-        self._is_given_back = False
         self._options = [
             ("grpc.max_send_message_length", config.max_request_bytes + _HOP_SLACK_BYTES),
             ("grpc.max_receive_message_length", config.max_response_bytes + _HOP_SLACK_BYTES),
@@ -65,11 +65,15 @@ class WorkerLink:
         """Starts to connect, without a timeout, and then opens the stream."""
         self._task = asyncio.create_task(self._run(), name="worker-link")
 
-    def send(self, *commands: worker_pb2.WorkerCommand) -> None:
-        """Queues commands. Drops them if the stream is closed: loss of the worker fails its operations."""
+    def send(self, request: worker_pb2.ConnectRequest) -> None:
+        """Queues commands, and owns the message. Drops them if the stream is closed.
+
+        The loss of the worker fails its operations.
+        """
         if not self.closed.is_set():
-            self._queue.extend(commands)
-            self._wake.set()
+            self._queue.append(request)
+            if not self._wake.done():
+                self._wake.set_result(None)
 
     async def close(self, *, give_back: bool) -> None:
         """Closes the stream. `give_back`: no gateway will continue with what the worker holds."""
@@ -77,8 +81,9 @@ class WorkerLink:
         if self._task is not None:
             if give_back and self._endpoint.is_leased:
                 self._queue.clear()
-                self._is_given_back = True
-                self._wake.set()
+                self._queue.append(worker_pb2.ConnectRequest(give_back=True))
+                if not self._wake.done():
+                    self._wake.set_result(None)
                 await asyncio.wait({self._task}, timeout=_GIVE_BACK_TIMEOUT_S)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -106,25 +111,30 @@ class WorkerLink:
     async def _write(self, stream: Stream) -> None:
         try:
             while True:
-                await self._wake.wait()
-                self._wake.clear()
+                await self._wake
+                self._wake = asyncio.get_running_loop().create_future()
                 while self._queue:
-                    await stream.write(self._next_message())
-                if self._is_given_back:
-                    await stream.write(worker_pb2.ConnectRequest(give_back=True))
-                    return
+                    request = self._queue.popleft()
+                    if self._queue or request.ByteSize() > _TARGET_MESSAGE_BYTES:
+                        request = self._fitted(request)
+                    await stream.write(request)
+                    if request.give_back:
+                        return
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             _log.debug("worker stream ended while writing", error=type(error).__name__)
         finally:
             self.closed.set()
 
-    def _next_message(self) -> worker_pb2.ConnectRequest:
-        message = worker_pb2.ConnectRequest()
-        size = 0
-        while self._queue and len(message.commands) < _MAX_COMMANDS_PER_MESSAGE:
-            command_bytes = self._queue[0].ByteSize()
-            if size and size + command_bytes > _TARGET_MESSAGE_BYTES:
-                break
-            message.commands.append(self._queue.popleft())
-            size += command_bytes
-        return message
+    def _fitted(self, request: worker_pb2.ConnectRequest) -> worker_pb2.ConnectRequest:
+        """A message with what was queued after it, as far as it has room. Large ones are cut."""
+        while self._queue and not _is_full(request):
+            request.MergeFrom(self._queue.popleft())
+        while _is_full(request) and len(request.commands) > 1:
+            half = len(request.commands) // 2
+            self._queue.appendleft(worker_pb2.ConnectRequest(commands=request.commands[half:]))
+            del request.commands[half:]
+        return request
+
+
+def _is_full(request: worker_pb2.ConnectRequest) -> bool:
+    return len(request.commands) > _MAX_COMMANDS_PER_MESSAGE or request.ByteSize() > _TARGET_MESSAGE_BYTES

@@ -31,42 +31,57 @@ _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priorit
 
 def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects.Send]) -> None:
     """Sends commands to incarnations. Drops those to an incarnation that has ended."""
-    messages: dict[WorkerLink, list[worker_pb2.WorkerCommand]] = {}
+    requests: dict[WorkerLink, worker_pb2.ConnectRequest] = {}
     for worker_id, epoch, command in commands:
         link = links.get((worker_id, epoch))
         if link is not None:
+            if link not in requests:
+                requests[link] = worker_pb2.ConnectRequest()
+            messages = requests[link].commands
             try:
-                messages.setdefault(link, []).append(to_message(command))
+                # In place: a message that is appended is copied.
+                write_command(command, messages.add())
             except Exception:
                 # A bug, which must not keep the others from being sent.
                 _log.exception("a command could not be encoded", worker_id=worker_id)
-    for link, its in messages.items():
-        link.send(*its)
+                del messages[-1]
+    for link, request in requests.items():
+        link.send(request)
 
 
-def to_message(command: effects.Command) -> worker_pb2.WorkerCommand:
+def write_command(command: effects.Command, message: worker_pb2.WorkerCommand) -> None:
     """Encodes a command."""
-    message = worker_pb2.WorkerCommand(op_id=command.op_id)
+    message.op_id = command.op_id
+    if not isinstance(command, effects.Attempt):
+        _write_control(command, message)
+        return
+    append, body = command.append, message.forward
+    body.sequence = command.number
+    body.position = command.position
+    body.token_ids.extend(append.token_ids)
+    body.options = append.options
+    body.default_seed = command.seed
+    body.kind = _KINDS[append.kind]  # type: ignore[assignment]  # an enum to the stubs
+    body.caller = command.caller
+    body.prompt_len = command.prompt_len
+    body.priority = _PRIORITIES[append.priority]  # type: ignore[assignment]
+    # To set a field to its default takes time, too.
+    if command.position == 0:
+        body.salt = command.salt
+    if command.keep_all:
+        body.keep_all = True
+    if command.ephemeral:
+        body.ephemeral = True
+    if append.prelaunch:
+        body.prelaunch = True
+    if command.adapter:
+        body.adapter = command.adapter
+    if command.timeout_s is not None:
+        body.timeout_ns = max(1, int(command.timeout_s * 1e9))
+
+
+def _write_control(command: effects.Command, message: worker_pb2.WorkerCommand) -> None:
     match command:
-        case effects.Attempt():
-            append, body = command.append, message.forward
-            body.sequence = command.number
-            body.position = command.position
-            body.token_ids.extend(append.token_ids)
-            body.options = append.options
-            body.default_seed = command.seed
-            body.keep_all = command.keep_all
-            body.kind = _KINDS[append.kind]  # type: ignore[assignment]  # an enum to the stubs
-            body.caller = command.caller
-            body.prompt_len = command.prompt_len
-            body.ephemeral = command.ephemeral
-            if command.position == 0:
-                body.salt = command.salt
-            body.prelaunch = append.prelaunch
-            body.adapter = command.adapter
-            body.priority = _PRIORITIES[append.priority]  # type: ignore[assignment]
-            if command.timeout_s is not None:
-                body.timeout_ns = max(1, int(command.timeout_s * 1e9))
         case effects.ForkSequence():
             message.fork.sequence = command.number
             message.fork.children.extend(command.children)
@@ -86,7 +101,6 @@ def to_message(command: effects.Command) -> worker_pb2.WorkerCommand:
             message.import_kv.token_ids.extend(command.token_ids)
             assert isinstance(command.pages, worker_pb2.KvPages)
             message.import_kv.pages.CopyFrom(command.pages)
-    return message
 
 
 def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:

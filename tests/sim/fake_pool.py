@@ -141,13 +141,13 @@ class FakeLink:
     def open(self) -> None:
         self._processes.link = self
 
-    def send(self, *commands: worker_pb2.WorkerCommand) -> None:
+    def send(self, request: worker_pb2.ConnectRequest) -> None:
         if self.closed.is_set():
             return
         if self._processes.is_cut:
-            self.under_way.extend(commands)
+            self.under_way.extend(request.commands)
             return
-        for command in commands:
+        for command in request.commands:
             self.arrive(command)
 
     def arrive(self, command: worker_pb2.WorkerCommand) -> None:

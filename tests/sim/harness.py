@@ -23,7 +23,7 @@ from service.journal.base import Journal, OnCommitted
 from service.pool import wire
 from tests.sim.appends import append
 from tests.sim.invariants import check_invariants
-from tests.sim.model_worker import Faults, ModelWorker, Pool
+from tests.sim.model_worker import Faults, ModelWorker, Pool, message_of
 
 MAX_SEQ_LEN = 64
 
@@ -215,7 +215,7 @@ class Gateway:
 
     def _send(self, commands: Sequence[Send]) -> None:
         for worker_id, _, command in commands:
-            message = wire.to_message(command)
+            message = message_of(command)
             self.sent.append(message)
             self.workers[worker_id].inbox.append(message)
 

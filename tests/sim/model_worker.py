@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from quire.v1 import worker_pb2
 
-from service.caches.effects import Claim
+from service.caches.effects import Claim, Command
 from service.caches.workers import WorkerView
+from service.pool import wire
 from tests.sim import moves
 from tests.sim.toy_model import accepted_path, line_to, next_token, output_of
 
@@ -28,6 +29,13 @@ KV_EXHAUSTED = worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED
 TIMEOUT = worker_pb2.WORKER_ERROR_REASON_TIMEOUT
 # A token of no vocabulary, which a schedule may have workers die of.
 POISON = 255
+
+
+def message_of(command: Command) -> worker_pb2.WorkerCommand:
+    """A command as it arrives."""
+    message = worker_pb2.WorkerCommand()
+    wire.write_command(command, message)
+    return message
 
 
 class ProtocolError(Exception):

@@ -25,7 +25,7 @@ from tests.sim.callers import Callers
 from tests.sim.disk import Disk, DiskJournal
 from tests.sim.invariants import check_invariants
 from tests.sim.machine import SEGMENT_TOKENS, WatchedMachine
-from tests.sim.model_worker import Faults, ModelWorker, Pool
+from tests.sim.model_worker import Faults, ModelWorker, Pool, message_of
 from tests.sim.moves import any_move
 from tests.sim.oracle import Oracle
 from tests.sim.rest import check_end, check_rest
@@ -548,7 +548,7 @@ class Simulation:
             worker = self.workers[worker_id]
             assert worker.epoch == epoch
             self.dispatcher.expect(worker, command)
-            worker.inbox.append(wire.to_message(command))
+            worker.inbox.append(message_of(command))
 
     # The end.
 

@@ -24,7 +24,7 @@ from service.caches.requests import Append, AppendKind
 from service.errors import KvExhausted
 from service.pool import wire as gateway_wire
 from tests.sim.appends import append, with_options
-from tests.sim.model_worker import Faults, ModelWorker, Pool
+from tests.sim.model_worker import Faults, ModelWorker, Pool, message_of
 from tests.sim.schedules import quietly
 from tests.sim.toy_model import line_to, next_token
 from tests.token_trees import random_tree
@@ -157,7 +157,7 @@ class Pair:
     # One round of both.
 
     def round(self, commands: Sequence[effects.Command]) -> None:
-        messages = [gateway_wire.to_message(command) for command in commands]
+        messages = [message_of(command) for command in commands]
         real = self.real.round(messages)
         self.model.inbox.extend(messages)
         self.model.take(len(messages))
