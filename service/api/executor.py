@@ -6,9 +6,10 @@ Errors are raised as QuireError. The call interceptor turns them into a status.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
+from functools import partialmethod
 from importlib import metadata
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import grpc
 from quire.v1 import executor_pb2 as pb
@@ -16,7 +17,7 @@ from quire.v1 import executor_pb2 as pb
 from service.adapters.registry import Adapters
 from service.api import validation
 from service.api.append_codec import held_bytes, write_handle
-from service.api.calls import CALLS
+from service.api.calls import CALLS, Call
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
 from service.api.validation import RequestLimits
@@ -30,8 +31,6 @@ from service.pool.supervisor import Supervisor
 
 _LIMITS = pb.GatewayLimits.DESCRIPTOR.fields
 Context = grpc.aio.ServicerContext[Any, Any]
-_Response = TypeVar("_Response")
-_Answer: TypeAlias = Coroutine[Any, Any, _Response]
 
 
 class ExecutorApi:
@@ -47,59 +46,7 @@ class ExecutorApi:
         self._sessions: set[Session] = set()
         self._version = metadata.version("quire-llm-server")
 
-    def Prefill(self, request: pb.PrefillRequest, context: Context) -> _Answer[pb.PrefillResponse]:
-        return self._run("Prefill", request, context)
-
-    def Decode(self, request: pb.DecodeRequest, context: Context) -> _Answer[pb.DecodeResponse]:
-        return self._run("Decode", request, context)
-
-    def ForwardVerify(
-        self, request: pb.ForwardVerifyRequest, context: Context
-    ) -> _Answer[pb.ForwardVerifyResponse]:
-        return self._run("ForwardVerify", request, context)
-
-    def Forward(self, request: pb.ForwardRequest, context: Context) -> _Answer[pb.ForwardResponse]:
-        return self._run("Forward", request, context)
-
-    def BatchForward(
-        self, request: pb.BatchForwardRequest, context: Context
-    ) -> _Answer[pb.BatchForwardResponse]:
-        return self._run_batch("BatchForward", request, context)
-
-    def BatchPrefill(
-        self, request: pb.BatchPrefillRequest, context: Context
-    ) -> _Answer[pb.BatchPrefillResponse]:
-        return self._run_batch("BatchPrefill", request, context)
-
-    def BatchDecode(
-        self, request: pb.BatchDecodeRequest, context: Context
-    ) -> _Answer[pb.BatchDecodeResponse]:
-        return self._run_batch("BatchDecode", request, context)
-
-    def UnifiedForward(
-        self, request: pb.UnifiedForwardRequest, context: Context
-    ) -> _Answer[pb.UnifiedForwardResponse]:
-        return self._run_batch("UnifiedForward", request, context)
-
-    def ForkCache(self, request: pb.ForkCacheRequest, context: Context) -> _Answer[pb.ForkCacheResponse]:
-        return self._run("ForkCache", request, context)
-
-    def ForkCaches(self, request: pb.ForkCachesRequest, context: Context) -> _Answer[pb.ForkCachesResponse]:
-        return self._run("ForkCaches", request, context)
-
-    def TruncateKV(self, request: pb.TruncateKVRequest, context: Context) -> _Answer[pb.TruncateKVResponse]:
-        return self._run("TruncateKV", request, context)
-
-    def ReleaseCache(
-        self, request: pb.ReleaseCacheRequest, context: Context
-    ) -> _Answer[pb.ReleaseCacheResponse]:
-        return self._run("ReleaseCache", request, context)
-
-    def RenewCache(self, request: pb.RenewCacheRequest, context: Context) -> _Answer[pb.RenewCacheResponse]:
-        return self._run("RenewCache", request, context)
-
-    async def _run(self, method: str, request: Any, context: Context) -> Any:
-        call = CALLS[method]
+    async def _run(self, call: Call, request: Any, context: Context) -> Any:
         limits, timeout_s = await self._begin(context)
         checked = call.check(request, limits, timeout_s)
         self._state.answers.take_until_done(held_bytes((checked,)), context)
@@ -110,8 +57,7 @@ class ExecutorApi:
         call.write(checked, outcome, response)
         return response
 
-    async def _run_batch(self, method: str, request: Any, context: Context) -> Any:
-        call = CALLS[method]
+    async def _run_batch(self, call: Call, request: Any, context: Context) -> Any:
         limits, timeout_s = await self._begin(context)
         checked = await call.check_items(request, limits, timeout_s)
         self._state.answers.take_until_done(held_bytes(checked), context)
@@ -123,8 +69,24 @@ class ExecutorApi:
 
     async def _begin(self, context: Context) -> tuple[RequestLimits, float | None]:
         """The limits that a request is checked against, and the time until its deadline."""
-        await self._state.first_worker(context.time_remaining())
-        return self._state.limits, validation.timeout_seconds(context.time_remaining())
+        limits = await self._state.limits_when_ready(context.time_remaining())
+        # None, without a deadline.
+        left_s = context.time_remaining()
+        return limits, left_s and validation.timeout_seconds(left_s)
+
+    Prefill = partialmethod(_run, CALLS["Prefill"])
+    Decode = partialmethod(_run, CALLS["Decode"])
+    ForwardVerify = partialmethod(_run, CALLS["ForwardVerify"])
+    Forward = partialmethod(_run, CALLS["Forward"])
+    BatchForward = partialmethod(_run_batch, CALLS["BatchForward"])
+    BatchPrefill = partialmethod(_run_batch, CALLS["BatchPrefill"])
+    BatchDecode = partialmethod(_run_batch, CALLS["BatchDecode"])
+    UnifiedForward = partialmethod(_run_batch, CALLS["UnifiedForward"])
+    ForkCache = partialmethod(_run, CALLS["ForkCache"])
+    ForkCaches = partialmethod(_run, CALLS["ForkCaches"])
+    TruncateKV = partialmethod(_run, CALLS["TruncateKV"])
+    ReleaseCache = partialmethod(_run, CALLS["ReleaseCache"])
+    RenewCache = partialmethod(_run, CALLS["RenewCache"])
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: SessionContext

@@ -119,6 +119,14 @@ class ServerState:
         """The number of the version that is served."""
         return self._versions.serving.number
 
+    async def limits_when_ready(self, timeout_s: float | None) -> RequestLimits:
+        """`limits`, after `first_worker`. Raises as these do."""
+        limits = self._limits.get(self._versions.serving.number)
+        if limits is None:
+            await self.first_worker(timeout_s)
+            limits = self.limits
+        return limits
+
     async def first_worker(self, timeout_s: float | None) -> None:
         """After a recovery of caches, waits until the first worker has loaded the model, or the timeout.
 

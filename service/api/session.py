@@ -187,8 +187,8 @@ class Session:
             raise InvalidArgument("EMPTY_CALL", "calls.call", "the call has no request")
         call_timeout = message.timeout if message.HasField("timeout") else None
         timeout_s = validation.timeout_seconds(self._context.time_remaining(), call_timeout)
-        await self._state.first_worker(timeout_s)
-        call, request, limits = _CALLS[kind], getattr(message, kind), self._state.limits
+        limits = await self._state.limits_when_ready(timeout_s)
+        call, request = _CALLS[kind], getattr(message, kind)
         requests: Sequence[Request | QuireError]
         if call.is_batch:
             requests = await call.check_items(request, limits, timeout_s)

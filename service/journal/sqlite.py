@@ -198,8 +198,11 @@ class SqliteJournal(Journal):
 
     def _on_written(self, commits: int, durable: bool) -> None:
         """Called on the writer's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        try:
             self._loop.call_soon_threadsafe(self._finish, commits, durable)
+        except RuntimeError:
+            # The loop is closed. `contextlib.suppress` would be three calls for each commit.
+            return
 
     def _finish(self, commits: int, durable: bool) -> None:
         is_running = bool(self._finished)

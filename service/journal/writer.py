@@ -67,23 +67,20 @@ class Writer:
         self._wal_bytes = 0
         self._warned_at = -_WARN_S
 
-    def append(self, frames: bytes) -> None:
-        """Queues the frames of a commit."""
-        self._put(frames)
-
     def drop(self, first_seq: int) -> None:
         """Drops the rows before `first_seq`. To be called only when earlier rows are dropped."""
         self.first_seq, self.is_dropping = first_seq, True
-        self._put(self._drop_rows)
+        self.append(self._drop_rows)
 
     def stop(self, timeout_s: float) -> bool:
         """Writes all queued commits and closes the database. False after the timeout."""
-        self._put(self._end)
+        self.append(self._end)
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
 
-    def _put(self, item: _Item) -> None:
+    def append(self, item: _Item) -> None:
+        """Queues the frames of a commit; or what runs on the thread after them."""
         self._queue.put(item)
         if self._thread is None:
             # A daemon thread, because a blocked write must not keep the process alive.
@@ -148,7 +145,14 @@ class Writer:
         try:
             if self._db is None:
                 self._reopen()
-            self._insert_where_there_is_room(row, wall_ns)
+            try:
+                self._insert(row, wall_ns)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorname != "SQLITE_FULL":
+                    raise
+                # The write-ahead log may fill the disk. After a checkpoint it is written from its start.
+                self._checkpoint()
+                self._insert(row, wall_ns)
             # If a file was removed, the row is lost.
             self._files.require_names()
         except FAILURES as error:
@@ -157,18 +161,12 @@ class Writer:
             if getattr(error, "sqlite_errorname", "") not in ("SQLITE_FULL", "SQLITE_BUSY"):
                 self._take_back(lost=isinstance(error, NotOwner))
             return False
-        self._raise_high_water_mark()
-        return True
-
-    def _insert_where_there_is_room(self, row: bytes, wall_ns: int) -> None:
         try:
-            self._insert(row, wall_ns)
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorname != "SQLITE_FULL":
-                raise
-            # The write-ahead log may fill the disk. After a checkpoint it is written from its start again.
-            self._checkpoint()
-            self._insert(row, wall_ns)
+            self._files.high_water_mark.write(self.next_seq)
+        except OSError as error:
+            # A lower mark than possible is still correct.
+            self._warn("the journal's high-water mark could not be written", error)
+        return True
 
     def _insert(self, row: bytes, wall_ns: int) -> None:
         assert self._db is not None
@@ -217,13 +215,6 @@ class Writer:
             except FAILURES as error:
                 self._warn("the journal's file could not be closed", error)
             self._db = None
-
-    def _raise_high_water_mark(self) -> None:
-        try:
-            self._files.high_water_mark.write(self.next_seq)
-        except OSError as error:
-            # A lower mark than possible is still correct.
-            self._warn("the journal's high-water mark could not be written", error)
 
     def _run_maintenance(self) -> None:
         if self.is_dropping:
