@@ -39,7 +39,7 @@ from service.caches.restore import Restores
 from service.caches.tenants import Tenant
 from service.caches.weights import operations_with
 from service.caches.workers import WorkerView
-from service.errors import JournalUnavailable, QuireError, WeightsChanged, WorkerLost
+from service.errors import JournalUnavailable, WeightsChanged, WorkerLost
 
 
 def _new_cache_id() -> str:
@@ -75,16 +75,15 @@ class CacheMachine:
         self._attempts = parts.attempts
         self._restores = Restores(parts)
         self._moves = Moves(parts)
-        releases = Releases(parts)
-        self._queues = OperationQueues(parts, self._restores, releases)
-        self._kinds: dict[type[Request], OperationKind[Any]] = {
+        kinds: dict[type[Request], OperationKind[Any]] = {
             Append: Appends(parts),
             Fork: Forks(parts),
             Truncate: Truncations(parts),
-            Release: releases,
+            Release: Releases(parts),
             Renew: Renewals(parts),
             Move: self._moves,
         }
+        self._queues = OperationQueues(parts, kinds, self._restores)
         # During recovery: when the last record of each cache was written.
         self._written_s: dict[int, float] = {}
 
@@ -288,40 +287,7 @@ class CacheMachine:
         tenant: only its caches are found. None: the anonymous tenant.
         """
         self._context.now_s = now_s
-        tenant = tenant or self.index.anonymous
-        context, queues = self._context, self._queues
-        tickets = []
-        for request in requests:
-            kind, ticket = self._kinds[type(request)], context.number()
-            tickets.append(ticket)
-            try:
-                at_once = kind.answer_at_once(request, tenant) if kind.may_answer_at_once else None
-                if at_once is not None:
-                    context.effects.replies.append((ticket, at_once))
-                    continue
-                entries, size_bytes = self.admission.admit(kind, request, tenant, len(queues.operations))
-            except QuireError as error:
-                context.effects.replies.append((ticket, error.without_traceback()))
-                continue
-            timeout_s = request.timeout_s if isinstance(request, Append) else None
-            operation = Operation(
-                ticket,
-                request,
-                kind,
-                entries[0],
-                entries,
-                caller,
-                context.now_s,
-                None if timeout_s is None else context.now_s + timeout_s,
-                size_bytes,
-                turns_left=len(entries),
-            )
-            for entry in entries:
-                if not isinstance(request, Append):
-                    queues.preempt_restore(entry)
-                entry.touch(context.now_s)
-            queues.enter(operation)
-        return tickets
+        return self._queues.submit(requests, caller, tenant or self.index.anonymous)
 
     def cancel(self, ticket: int, now_s: float) -> None:
         """Cancels an operation and undoes its effects. No reply follows.

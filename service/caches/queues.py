@@ -8,7 +8,7 @@ the caller is answered. If they cannot be written, the operation changes nothing
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from service.caches.attempts import failure_of
@@ -17,15 +17,18 @@ from service.caches.entries import CacheEntry, Operation
 from service.caches.kind import OperationKind, Parts
 from service.caches.ledger import RecordConflict
 from service.caches.records import CacheReleased, Record
-from service.caches.requests import Append, Release, Restore, Result, undelivered
+from service.caches.requests import Append, Release, Request, Restore, Result, undelivered
 from service.caches.restore import Restores
+from service.caches.tenants import Tenant
 from service.errors import QuireError
 
 
 class OperationQueues:
     """Owns all operations and their order."""
 
-    def __init__(self, parts: Parts, restores: Restores, releases: OperationKind[Release]) -> None:
+    def __init__(
+        self, parts: Parts, kinds: Mapping[type[Request], OperationKind[Any]], restores: Restores
+    ) -> None:
         self._context = parts.context
         self._ledger = parts.ledger
         self._index = parts.index
@@ -33,35 +36,67 @@ class OperationQueues:
         self._workers = parts.workers
         self._kv = parts.kv
         self._attempts = parts.attempts
+        self._kinds = kinds
         self._restores = restores
-        self._releases = releases
+        self._releases = kinds[Release]
         # By ticket.
         self.operations: dict[int, Operation] = {}
 
     # An operation begins.
 
-    def enter(self, operation: Operation) -> None:
-        """Queues an operation on its caches. Begins it if nothing is ahead."""
-        self.operations[operation.ticket] = operation
-        # On all of its caches at once: two operations have the same order on each cache that they share.
-        # So the oldest never waits for a younger one, and there is no deadlock.
-        for entry in operation.entries:
-            entry.waiting.append(operation)
-        self.advance(operation.entries)
+    def submit(self, requests: Iterable[Request], caller: int, tenant: Tenant) -> list[int]:
+        """Queues requests on their caches, then begins those with nothing ahead. See `submit_many`."""
+        now_s, replies = self._context.now_s, self._context.effects.replies
+        tickets: list[int] = []
+        touched: list[CacheEntry] = []
+        for request in requests:
+            kind, ticket = self._kinds[type(request)], self._context.number()
+            tickets.append(ticket)
+            try:
+                at_once = kind.answer_at_once(request, tenant) if kind.may_answer_at_once else None
+                if at_once is not None:
+                    replies.append((ticket, at_once))
+                    continue
+                entries, size_bytes = self._admission.admit(kind, request, tenant, len(self.operations))
+            except QuireError as error:
+                replies.append((ticket, error.without_traceback()))
+                continue
+            timeout_s = request.timeout_s if isinstance(request, Append) else None
+            deadline_s = None if timeout_s is None else now_s + timeout_s
+            operation = self.operations[ticket] = Operation(
+                ticket,
+                request,
+                kind,
+                entries[0],
+                entries,
+                caller,
+                now_s,
+                deadline_s,
+                size_bytes,
+                turns_left=len(entries),
+            )
+            # On all of its caches at once: two operations have the same order on each cache that they share.
+            # So the oldest never waits for a younger one, and there is no deadlock.
+            for entry in entries:
+                if not isinstance(request, Append):
+                    self._preempt_restore(entry)
+                entry.touch(now_s)
+                entry.waiting.append(operation)
+            touched += entries
+        self.advance(touched)
+        return tickets
 
     def release(self, entry: CacheEntry) -> None:
         """Releases a cache without a request: its lease expired, or its id was never delivered."""
-        self.enter(self._internal(entry, Release(entry.state.cache_id), self._releases))
+        self._enter(entry, Release(entry.state.cache_id), self._releases)
 
     def restore(self, entry: CacheEntry) -> None:
         """Replays the KV of a cache before it is requested."""
-        operation = self._internal(entry, Restore(entry.state.cache_id), self._restores)
-        self._restores.under_way.add(operation)
-        self.enter(operation)
+        self._enter(entry, Restore(entry.state.cache_id), self._restores)
 
-    def _internal(self, entry: CacheEntry, request: Release | Restore, kind: OperationKind[Any]) -> Operation:
-        """An operation without a caller."""
-        return Operation(
+    def _enter(self, entry: CacheEntry, request: Release | Restore, kind: OperationKind[Any]) -> None:
+        """Queues an operation without a caller."""
+        operation = Operation(
             self._context.number(),
             request,
             kind,
@@ -72,8 +107,13 @@ class OperationQueues:
             is_internal=True,
             is_answered=False,
         )
+        if kind is self._restores:
+            self._restores.under_way.add(operation)
+        self.operations[operation.ticket] = operation
+        entry.waiting.append(operation)
+        self.advance((entry,))
 
-    def preempt_restore(self, entry: CacheEntry) -> None:
+    def _preempt_restore(self, entry: CacheEntry) -> None:
         """Stops a restore that runs: an operation that needs no KV does not wait for it."""
         if entry.running is not None and entry.running.kind is self._restores:
             self.finish(entry.running, None)
@@ -122,7 +162,9 @@ class OperationQueues:
         else:
             computed = operation.kind.computed(operation, operation.request, outcome)
             if isinstance(computed, list):
-                self._commit(operation, computed)
+                # `_commit`, without a call for each token. What is computed releases nothing.
+                operation.records = computed
+                self._context.effects.writes.append((operation.ticket, computed))
                 return
             answer = computed
         self.finish(operation, answer)

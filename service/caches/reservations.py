@@ -100,7 +100,9 @@ class Admission:
                 if entry.state.weights != serving or (append is not None and append.weights != serving):
                     # Rare. Saves a call otherwise.
                     self._weights.require(kind, entry, append)
-                if len(entry.waiting) >= MAX_WAITING_PER_CACHE and not kind.is_always_admitted:
+                # One of them begins at once if none runs.
+                most_waiting = MAX_WAITING_PER_CACHE + (entry.running is None)
+                if len(entry.waiting) >= most_waiting and not kind.is_always_admitted:
                     raise QueueFull(MAX_WAITING_PER_CACHE, self._rate.retry_after_s(len(entry.waiting)))
             except QuireError as error:
                 raise error.with_index(index, len(known)) from None
