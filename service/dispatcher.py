@@ -37,8 +37,10 @@ SendCommands = Callable[[Sequence[Send]], None]
 Outcome = Result | QuireError
 
 
-# Called with the index of a request and its outcome. It must not call the dispatcher.
-OnOutcome = Callable[[int, Outcome], None]
+# Outcomes of requests that were started together, each with the index of its request.
+Found = Sequence[tuple[int, Outcome]]
+# Called with those that are there at the same time. It must not call the dispatcher.
+OnOutcomes = Callable[[Found], None]
 
 
 class Dispatcher:
@@ -57,7 +59,7 @@ class Dispatcher:
         self._journal = journal
         self._compactor = Compactor(caches.ledger, journal)
         self._send = send
-        self._waiting: dict[int, tuple[OnOutcome, int]] = {}
+        self._waiting: dict[int, tuple[OnOutcomes, int]] = {}
         self._callers = itertools.count(1)
         self._carrying_out = False
         # There was an input since effects were taken.
@@ -80,14 +82,15 @@ class Dispatcher:
         missing = len(requests)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def on_outcome(index: int, outcome: Outcome) -> None:
+        def on_outcomes(found: Found) -> None:
             nonlocal missing
-            outcomes[index] = outcome
-            missing -= 1
+            for index, outcome in found:
+                outcomes[index] = outcome
+            missing -= len(found)
             if missing == 0 and not done.done():
                 done.set_result(None)
 
-        tickets = self.start(requests, on_outcome, next(self._callers), tenant)
+        tickets = self.start(requests, on_outcomes, next(self._callers), tenant)
         try:
             await done
         except asyncio.CancelledError:
@@ -98,15 +101,15 @@ class Dispatcher:
         return outcomes
 
     def start(
-        self, requests: Sequence[Request], on_outcome: OnOutcome, caller: int, tenant: Tenant | None = None
+        self, requests: Sequence[Request], on_outcomes: OnOutcomes, caller: int, tenant: Tenant | None = None
     ) -> list[int]:
-        """Starts requests together. `on_outcome` is called once for each, maybe before this returns.
+        """Starts requests together. `on_outcomes` gets each outcome once, maybe before this returns.
 
         `caller` is from `new_caller`. Returns the tickets, for `cancel`.
         """
         tickets = self.caches.submit_many(requests, self._clock_s(), caller, tenant)
         for index, ticket in enumerate(tickets):
-            self._waiting[ticket] = (on_outcome, index)
+            self._waiting[ticket] = (on_outcomes, index)
         self._carry_out()
         return tickets
 
@@ -281,15 +284,20 @@ class Dispatcher:
         journal.commit(records, functools.partial(self._on_committed, tickets))
 
     def _answer(self, replies: Sequence[Reply]) -> None:
+        # In the order of the replies: the operations of a cache end one after the other.
+        found: list[tuple[OnOutcomes, list[tuple[int, Outcome]]]] = []
         for ticket, outcome in replies:
             if isinstance(outcome, InternalError) and outcome.__cause__ is not None:
                 _log.error("a request could not be started", exc_info=outcome.__cause__)
             waiting = self._waiting.pop(ticket, None)
-            if waiting is None:
-                continue
-            on_outcome, index = waiting
+            if waiting is not None:
+                on_outcomes, index = waiting
+                if not found or found[-1][0] is not on_outcomes:
+                    found.append((on_outcomes, []))
+                found[-1][1].append((index, outcome))
+        for on_outcomes, its in found:
             try:
-                on_outcome(index, outcome)
+                on_outcomes(its)
             except BaseException as error:
                 self._failed(error)
 

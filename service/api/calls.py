@@ -1,6 +1,6 @@
 """Describes each data call once: its request, its check, and how its result is written.
 
-`ExecutorApi` (one method per call) and `Session` (all calls on one stream) use this table. The names of the
+`ExecutorApi` (one line per call) and `Session` (all calls on one stream) use this table. The names of the
 messages follow from the call's name, as everywhere in the protos (`DecodeRequest`, `DecodeResponse`;
 `BatchDecodeResult`).
 """

@@ -32,7 +32,7 @@ from service.api.time_slice import TimeSlice
 from service.auth.authenticator import current_tenant
 from service.caches.requests import Request
 from service.config import Config
-from service.dispatcher import Dispatcher
+from service.dispatcher import Dispatcher, Found
 from service.errors import Draining, InternalError, InvalidArgument, QuireError, SlowConsumer, too_many
 from service.logging import current_request_id, get_logger
 
@@ -261,14 +261,15 @@ class Session:
                     call.missing += 1
             call.outcomes = [None] * call.missing
 
-        def on_outcome(at: int, outcome: Outcome) -> None:
-            call, index = owners[at]
-            call.outcomes[index] = outcome
-            call.missing -= 1
-            if call.missing == 0:
-                self._complete(call)
+        def on_outcomes(found: Found) -> None:
+            for at, outcome in found:
+                call, index = owners[at]
+                call.outcomes[index] = outcome
+                call.missing -= 1
+                if call.missing == 0:
+                    self._complete(call)
 
-        tickets = self._dispatcher.start(requests, on_outcome, self._caller, self._tenant)
+        tickets = self._dispatcher.start(requests, on_outcomes, self._caller, self._tenant)
         for (call, _), ticket in zip(owners, tickets, strict=True):
             call.tickets.append(ticket)
         for call in calls:

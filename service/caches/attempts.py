@@ -164,7 +164,7 @@ class Attempts:
             entry.has_computed(operation.base)
             operation.replayed_tokens += len(attempt.append.token_ids)
             self.replayed_tokens += len(attempt.append.token_ids)
-            return self._go_on(operation)
+            return self.begin_again(operation)
         if entry.crash_score:
             clear(entry)
         return operation, answer
@@ -187,11 +187,7 @@ class Attempts:
         operation.failures += 1
         if operation.failures > _MOST_FAILURES:
             return operation, final_error
-        return self._go_on(operation)
-
-    def begin_again(self, operation: Operation) -> AttemptResult | None:
-        """Retries after an attempt that was taken back on purpose."""
-        return self._go_on(operation)
+        return self.begin_again(operation)
 
     # Parked operations.
 
@@ -203,7 +199,7 @@ class Attempts:
             operation = self.parked.get(ticket)
             if operation is not None and self._can_go_on(operation, full):
                 del self.parked[ticket]
-                result = self._go_on(operation)
+                result = self.begin_again(operation)
                 if result is not None:
                     yield result
 
@@ -440,13 +436,13 @@ class Attempts:
             # A restore must not preempt other caches.
             return operation, error
         if self._kv.preempt(worker, missing, operation):
-            return self._go_on(operation)
+            return self.begin_again(operation)
         whole = worker.pages_for(entry.length) + error.pages_needed
         others = [w for w in self._workers.open_workers(worker.weights) if w is not worker]
         if any(w.headroom >= whole for w in others) and operation.failures < _MOST_FAILURES:
             operation.failures += 1
             self._kv.drop(entry)
-            return self._go_on(operation)
+            return self.begin_again(operation)
         if self._can_others_free_pages(worker):
             self._park(operation, Need.PAGES)
             return None
@@ -461,7 +457,8 @@ class Attempts:
         waited_s = now_s - operation.submitted_s
         return Overloaded(waited_s, waited_s, retry_after_s(waited_s))
 
-    def _go_on(self, operation: Operation) -> AttemptResult | None:
+    def begin_again(self, operation: Operation) -> AttemptResult | None:
+        """Begins with the same arguments as before."""
         again = operation.base, operation.prompt_len, operation.append, operation.copy_number
         try:
             return (operation, None) if self.begin(operation, *again) else None

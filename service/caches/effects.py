@@ -134,10 +134,6 @@ class Effects:
     writes: list[Write] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        """Whether anything has to be done."""
-        return bool(self.commands or self.writes or self.replies)
-
 
 class Context:
     """The time of the current input, the effects so far, and the numbers of tickets, commands and caches."""

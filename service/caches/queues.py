@@ -63,18 +63,11 @@ class OperationQueues:
                 continue
             timeout_s = request.timeout_s if isinstance(request, Append) else None
             deadline_s = None if timeout_s is None else now_s + timeout_s
-            operation = self.operations[ticket] = Operation(
-                ticket,
-                request,
-                kind,
-                entries[0],
-                entries,
-                caller,
-                now_s,
-                deadline_s,
-                size_bytes,
-                turns_left=len(entries),
+            operation = Operation(
+                ticket, request, kind, entries[0], entries, caller, now_s, deadline_s, size_bytes
             )
+            operation.turns_left = len(entries)
+            self.operations[ticket] = operation
             # On all of its caches at once: two operations have the same order on each cache that they share.
             # So the oldest never waits for a younger one, and there is no deadlock.
             for entry in entries:

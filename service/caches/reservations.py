@@ -79,12 +79,8 @@ class Admission:
         size_bytes = 0
         if not kind.is_always_admitted:
             most = self._limits.max_queued_operations
-            if (
-                self.draining
-                or not self.journal_works
-                or tenant.quota is not UNBOUNDED
-                or queued >= (most if append is None else most / 2)
-            ):
+            is_open = self.journal_works and not self.draining and tenant.quota is UNBOUNDED
+            if not is_open or queued >= (most if append is None else most / 2):
                 # Rare. Saves a call otherwise.
                 self._require_admission(append, tenant, queued)
             size_bytes = kind.journal_bytes(request, tenant)

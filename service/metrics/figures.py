@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily
 from quire.v1 import admin_pb2, executor_pb2, runner_pb2
 
 from service.caches.requests import Append, Appended, AppendKind, Request
-from service.dispatcher import Dispatcher, OnOutcome, Outcome
+from service.dispatcher import Dispatcher, Found, OnOutcomes, Outcome
 from service.errors import QuireError
 
 # Upper bounds in seconds: about vLLM's, with finer ones for small models; go-grpc-prometheus's; of pauses.
@@ -82,36 +82,40 @@ class Appends:
         # What a prompt waited in its worker.
         self.queue = Distribution(TIMES_S)
 
-    def observing(self, requests: Sequence[Request], on_outcome: OnOutcome) -> OnOutcome:
-        """Returns an `on_outcome` that also counts."""
+    def observing(self, requests: Sequence[Request], on_outcomes: OnOutcomes) -> OnOutcomes:
+        """Returns an `on_outcomes` that also counts."""
         begun_s = time.monotonic()
 
-        def observe(index: int, outcome: Outcome) -> None:
-            on_outcome(index, outcome)
-            append = requests[index]
-            if type(append) is not Append:
-                return
-            if type(outcome) is not Appended:
-                if isinstance(outcome, QuireError):
-                    self.failed[outcome.reason] += 1
-                return
-            kind, took_s = append.kind, time.monotonic() - begun_s
-            self.answered[kind] += 1
-            if kind is _DECODE:
-                self.generated_tokens += 1
-                self.token.add(took_s)
-            elif kind is _VERIFY:
-                self.generated_tokens += outcome.kept
-                self.token.add(took_s / outcome.kept)
-            else:
-                self.prompt_tokens += len(append.token_ids)
-                if kind is _PREFILL and append.rows:
-                    self.generated_tokens += 1
-                    self.first_token.add(took_s)
-                    # A ForwardDone, which is opaque to the caches.
-                    self.queue.add(outcome.answer.timing.queue_ns / 1e9)  # type: ignore[attr-defined]
+        def observe(found: Found) -> None:
+            on_outcomes(found)
+            took_s = time.monotonic() - begun_s
+            for index, outcome in found:
+                append = requests[index]
+                if type(append) is Append:
+                    self._count(append, outcome, took_s)
 
         return observe
+
+    def _count(self, append: Append, outcome: Outcome, took_s: float) -> None:
+        if type(outcome) is not Appended:
+            if isinstance(outcome, QuireError):
+                self.failed[outcome.reason] += 1
+            return
+        kind = append.kind
+        self.answered[kind] += 1
+        if kind is _DECODE:
+            self.generated_tokens += 1
+            self.token.add(took_s)
+        elif kind is _VERIFY:
+            self.generated_tokens += outcome.kept
+            self.token.add(took_s / outcome.kept)
+        else:
+            self.prompt_tokens += len(append.token_ids)
+            if kind is _PREFILL and append.rows:
+                self.generated_tokens += 1
+                self.first_token.add(took_s)
+                # A ForwardDone, which is opaque to the caches.
+                self.queue.add(outcome.answer.timing.queue_ns / 1e9)  # type: ignore[attr-defined]
 
 
 class ObservedDispatcher(Dispatcher):
@@ -122,9 +126,9 @@ class ObservedDispatcher(Dispatcher):
         super().__init__(*parts)
         self._appends = appends
 
-    def start(self, requests: Sequence[Request], on_outcome: OnOutcome, *caller: Any) -> list[int]:
+    def start(self, requests: Sequence[Request], on_outcomes: OnOutcomes, *caller: Any) -> list[int]:
         """See `Dispatcher`."""
-        return super().start(requests, self._appends.observing(requests, on_outcome), *caller)
+        return super().start(requests, self._appends.observing(requests, on_outcomes), *caller)
 
 
 class Calls:

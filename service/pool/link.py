@@ -20,8 +20,7 @@ from service.printable import escaped
 
 _log = get_logger(__name__)
 
-# Limits of one message. A longer queue is sent in several messages.
-_MAX_COMMANDS_PER_MESSAGE = 1024
+# What is longer is sent in several messages.
 _TARGET_MESSAGE_BYTES = 4 << 20
 # Added to the size limits of clients' messages, so that a client never meets the limit of this stream.
 _HOP_SLACK_BYTES = 16 << 20
@@ -66,10 +65,7 @@ class WorkerLink:
         self._task = asyncio.create_task(self._run(), name="worker-link")
 
     def send(self, request: worker_pb2.ConnectRequest) -> None:
-        """Queues commands, and owns the message. Drops them if the stream is closed.
-
-        The loss of the worker fails its operations.
-        """
+        """Queues commands, and owns them. With the stream closed, the worker's loss fails its operations."""
         if not self.closed.is_set():
             self._queue.append(request)
             if not self._wake.done():
@@ -80,8 +76,7 @@ class WorkerLink:
         self.closed.set()
         if self._task is not None:
             if give_back and self._endpoint.is_leased:
-                self._queue.clear()
-                self._queue.append(worker_pb2.ConnectRequest(give_back=True))
+                self._queue = deque([worker_pb2.ConnectRequest(give_back=True)])
                 if not self._wake.done():
                     self._wake.set_result(None)
                 await asyncio.wait({self._task}, timeout=_GIVE_BACK_TIMEOUT_S)
@@ -127,14 +122,10 @@ class WorkerLink:
 
     def _fitted(self, request: worker_pb2.ConnectRequest) -> worker_pb2.ConnectRequest:
         """A message with what was queued after it, as far as it has room. Large ones are cut."""
-        while self._queue and not _is_full(request):
+        while self._queue and request.ByteSize() <= _TARGET_MESSAGE_BYTES:
             request.MergeFrom(self._queue.popleft())
-        while _is_full(request) and len(request.commands) > 1:
+        while request.ByteSize() > _TARGET_MESSAGE_BYTES and len(request.commands) > 1:
             half = len(request.commands) // 2
             self._queue.appendleft(worker_pb2.ConnectRequest(commands=request.commands[half:]))
             del request.commands[half:]
         return request
-
-
-def _is_full(request: worker_pb2.ConnectRequest) -> bool:
-    return len(request.commands) > _MAX_COMMANDS_PER_MESSAGE or request.ByteSize() > _TARGET_MESSAGE_BYTES

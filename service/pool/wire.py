@@ -5,6 +5,7 @@ The counterpart is `workers/wire.py`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from quire.v1 import types_pb2, worker_pb2
@@ -31,12 +32,10 @@ _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priorit
 
 def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects.Send]) -> None:
     """Sends commands to incarnations. Drops those to an incarnation that has ended."""
-    requests: dict[WorkerLink, worker_pb2.ConnectRequest] = {}
+    requests: defaultdict[WorkerLink, worker_pb2.ConnectRequest] = defaultdict(worker_pb2.ConnectRequest)
     for worker_id, epoch, command in commands:
         link = links.get((worker_id, epoch))
         if link is not None:
-            if link not in requests:
-                requests[link] = worker_pb2.ConnectRequest()
             messages = requests[link].commands
             try:
                 # In place: a message that is appended is copied.

@@ -33,7 +33,7 @@ from service.caches.requests import (
     Request,
     cache_ids,
 )
-from service.dispatcher import Dispatcher, Outcome
+from service.dispatcher import Dispatcher, Found
 from service.errors import (
     DeadlinePassed,
     Draining,
@@ -134,13 +134,14 @@ class LocalRun:
             return
         sent, self._unsent = self._unsent, []
 
-        def on_outcome(index: int, outcome: Outcome) -> None:
-            for cache_id in cache_ids(outcome):
-                self._caches.add(cache_id)
-            self._continue(sent[index][1], outcome)
+        def on_outcomes(found: Found) -> None:
+            for index, outcome in found:
+                for cache_id in cache_ids(outcome):
+                    self._caches.add(cache_id)
+                self._continue(sent[index][1], outcome)
 
         requests = [request for request, _ in sent]
-        tickets = self._dispatcher.start(requests, on_outcome, self._caller, self._batch.tenant)
+        tickets = self._dispatcher.start(requests, on_outcomes, self._caller, self._batch.tenant)
         self._tickets.update(zip((future for _, future in sent), tickets, strict=True))
 
     def _continue(self, future: _Future, result: object) -> None:

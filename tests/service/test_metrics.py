@@ -89,7 +89,8 @@ def appended(kept: int) -> Appended:
 
 
 def test_appends_are_counted_by_what_they_answer() -> None:
-    appends, told = Appends(), []
+    appends = Appends()
+    told: list[tuple[int, Any]] = []
     requests: list[Request] = [
         Append(AppendKind.PREFILL, "", [1, 2, 3]),
         Append(AppendKind.PREFILL, "", [1, 2], rows=0),
@@ -98,10 +99,9 @@ def test_appends_are_counted_by_what_they_answer() -> None:
         Append(AppendKind.SCORE, "", [1, 2, 3, 4, 5]),
         Append(AppendKind.DECODE, "c", [1]),
     ]
-    observe = appends.observing(requests, lambda index, outcome: told.append((index, outcome)))
+    observe = appends.observing(requests, told.extend)
     outcomes: list[Any] = [*(appended(kept) for kept in (3, 2, 1, 2, 5)), QueueFull(1, 1.0)]
-    for index, outcome in enumerate(outcomes):
-        observe(index, outcome)
+    observe(list(enumerate(outcomes)))
     assert told == list(enumerate(outcomes)), "the caller learns everything"
     assert [appends.answered[kind] for kind in AppendKind] == [2, 1, 1, 1]
     assert appends.prompt_tokens == 3 + 2 + 5
@@ -113,7 +113,7 @@ def test_appends_are_counted_by_what_they_answer() -> None:
 
 def test_other_requests_are_not_appends() -> None:
     appends = Appends()
-    appends.observing([Release("c")], lambda *_: None)(0, Released(released=True))
+    appends.observing([Release("c")], lambda _: None)([(0, Released(released=True))])
     assert not any(appends.answered) and not appends.failed
 
 

@@ -31,7 +31,7 @@ class Shared(Gateway):
     def ask_as(self, tenant: Tenant | None, *requests: Request) -> list[Outcome]:
         """The outcomes of requests that come together."""
         outcomes: dict[int, Outcome] = {}
-        self.dispatcher.start(requests, outcomes.__setitem__, 1, tenant)
+        self.dispatcher.start(requests, outcomes.update, 1, tenant)
         self.work()
         check_invariants(self.machine)
         return [outcomes[index] for index in range(len(requests))]

@@ -17,7 +17,7 @@ from service.caches.machine import CacheMachine
 from service.caches.records import Record
 from service.caches.requests import Append, Appended, AppendKind, Handles, Release, Released, Request
 from service.caches.reservations import Limits
-from service.dispatcher import Dispatcher, Outcome
+from service.dispatcher import Dispatcher, Found, Outcome
 from service.errors import QuireError
 from service.journal.base import Journal, OnCommitted
 from service.pool import wire
@@ -122,14 +122,15 @@ class Gateway:
         early: dict[int, Outcome] = {}
         tickets: list[int] = []
 
-        def on_outcome(index: int, outcome: Outcome) -> None:
-            if tickets:
-                assert tickets[index] not in self.replies
-                self.replies[tickets[index]] = outcome
-            else:
-                early[index] = outcome
+        def on_outcomes(found: Found) -> None:
+            for index, outcome in found:
+                if tickets:
+                    assert tickets[index] not in self.replies
+                    self.replies[tickets[index]] = outcome
+                else:
+                    early[index] = outcome
 
-        tickets = self.dispatcher.start(requests, on_outcome, caller=1)
+        tickets = self.dispatcher.start(requests, on_outcomes, caller=1)
         self.replies.update((tickets[index], outcome) for index, outcome in early.items())
         check_invariants(self.machine)
         return tickets

@@ -13,7 +13,7 @@ from service.caches.effects import AbortForward, Attempt, Command, Effects, Rele
 from service.caches.ledger import Ledger, fingerprint
 from service.caches.records import CacheCreated, CacheForked, Child, Record, TokensAppended, numbers_of
 from service.caches.requests import Append, Appended, Fork, Release, Request, Result, Truncate
-from service.dispatcher import Dispatcher, OnOutcome
+from service.dispatcher import Dispatcher, OnOutcomes
 from service.errors import CacheNotFound, QuireError
 from service.journal import encoding
 from service.journal.base import OnCommitted
@@ -308,7 +308,7 @@ def _in_another_order(patch: pytest.MonkeyPatch, key: Callable[[tuple[int, Reque
     start = Dispatcher.start
 
     def reordered(
-        dispatcher: WatchedDispatcher, requests: Sequence[Request], on_outcome: OnOutcome, *whose: Any
+        dispatcher: WatchedDispatcher, requests: Sequence[Request], on_outcomes: OnOutcomes, *whose: Any
     ) -> list[int]:
         order = [index for index, _ in sorted(enumerate(requests), key=key)]
         upcoming = dispatcher.machine.upcoming
@@ -318,7 +318,7 @@ def _in_another_order(patch: pytest.MonkeyPatch, key: Callable[[tuple[int, Reque
         tickets = start(
             dispatcher,
             [requests[index] for index in order],
-            lambda place, outcome: on_outcome(order[place], outcome),
+            lambda found: on_outcomes([(order[place], outcome) for place, outcome in found]),
             *whose,
         )
         return [ticket for _, ticket in sorted(zip(order, tickets, strict=True))]

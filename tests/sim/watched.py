@@ -13,7 +13,7 @@ from service.caches.ledger import Ledger
 from service.caches.requests import Append, Release, Renew, Request
 from service.caches.tenants import Tenant
 from service.caches.workers import WorkerView
-from service.dispatcher import Dispatcher, OnOutcome, Outcome, SendCommands
+from service.dispatcher import Dispatcher, Found, OnOutcomes, SendCommands
 from tests.sim.disk import DiskJournal
 from tests.sim.invariants import check_invariants
 from tests.sim.journal_bytes import NeededBytes
@@ -64,7 +64,7 @@ class WatchedDispatcher(Dispatcher):
     # What comes in.
 
     def start(
-        self, requests: Sequence[Request], on_outcome: OnOutcome, caller: int, tenant: Tenant | None = None
+        self, requests: Sequence[Request], on_outcomes: OnOutcomes, caller: int, tenant: Tenant | None = None
     ) -> list[int]:
         oracle, machine = self.oracle, self.machine
         whose = tenant or oracle.anonymous
@@ -74,12 +74,13 @@ class WatchedDispatcher(Dispatcher):
             self.callers.update((a.number, caller) for a in asked)
             machine.upcoming.extend(asked)
 
-            def replied(index: int, outcome: Outcome) -> None:
-                self.trace.append(("->", asked[index].number, outcome))
-                self.effects += 1
+            def replied(found: Found) -> None:
+                self.effects += len(found)
                 with self._noted():
-                    oracle.replied(asked[index], outcome)
-                    on_outcome(index, outcome)
+                    for index, outcome in found:
+                        self.trace.append(("->", asked[index].number, outcome))
+                        oracle.replied(asked[index], outcome)
+                    on_outcomes(found)
 
             self.trace.extend((a.number, a.request) for a in asked)
             tickets = super().start(requests, replied, caller, whose if whose.name else None)

@@ -8,7 +8,7 @@ from quire.v1 import executor_pb2, types_pb2, worker_pb2
 from service.api import append_codec
 from service.api.validation import RequestLimits
 from service.caches.effects import Attempt
-from service.pool.wire import write_command
+from tests.sim.model_worker import message_of
 from tests.workers.scheduling import Bench
 from workers.operations import Forward, Priority
 from workers.scheduler import HEAD_START_STEPS, SHORT_TOKENS
@@ -121,7 +121,5 @@ def test_what_a_caller_asks_for_reaches_the_queue(asked: types_pb2.Priority, pri
         op_id=1, number=2, position=0, append=append, seed=3, prompt_len=2, caller=4, keep_all=False,
         ephemeral=False,
     )  # fmt: skip
-    message = worker_pb2.WorkerCommand()
-    write_command(command, message)
-    forward = to_command(message)
+    forward = to_command(message_of(command))
     assert isinstance(forward, Forward) and forward.priority is priority

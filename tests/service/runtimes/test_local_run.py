@@ -20,7 +20,7 @@ from quire.v1 import runner_pb2, types_pb2, worker_pb2
 
 from service.caches.records import Record
 from service.caches.requests import Append, Appended, Fork, Handle, Handles, Release, Request
-from service.dispatcher import Dispatcher, OnOutcome, Outcome
+from service.dispatcher import Dispatcher, OnOutcomes, Outcome
 from service.errors import QuotaExceeded
 from service.journal.base import Journal, OnCommitted
 from service.runtimes.base import Batch
@@ -288,10 +288,9 @@ class FakeDispatcher:
     def new_caller(self) -> int:
         return 1
 
-    def start(self, requests: Sequence[Request], on_outcome: OnOutcome, *_: object) -> list[int]:
+    def start(self, requests: Sequence[Request], on_outcomes: OnOutcomes, *_: object) -> list[int]:
         self.requests += requests
-        for index, request in enumerate(requests):
-            on_outcome(index, self._outcome(index, request))
+        on_outcomes([(index, self._outcome(index, request)) for index, request in enumerate(requests)])
         return [0] * len(requests)
 
     def release(self, cache_ids: Sequence[str], *_: object) -> None:

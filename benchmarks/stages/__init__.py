@@ -1,0 +1,1 @@
+"""Where the time of a token goes: `python -m benchmarks.stages`."""
