@@ -61,10 +61,10 @@ class Keeper:
 
         self.owner = secrets.token_hex(_OWNER_BYTES)
         self._config = config
-        self._address = address
-        self._database = Database
-        self._table = Database(config.journal)
-        self._leases = self._new_leases()
+        # Two connections, so that a renewal never waits for a look at the owners.
+        self._table, self._renewals = Database(config.journal), Database(config.journal)
+        self._leases = Leases(self._renewals, self.owner, address)
+        self._lookups = Leases(self._table, self.owner, address)
         self._membership: Lease
         self._owners: Sequence[Owned] = ()
         # For gateways, and for clients, by shard.
@@ -75,9 +75,6 @@ class Keeper:
         self._draining: dict[int, asyncio.Event] = {}
         self._home: int | None = None
         self._stopping = False
-
-    def _new_leases(self) -> Leases:
-        return Leases(self._database(self._config.journal), self.owner, self._address)
 
     def address_of(self, shard: int) -> str | None:
         """See `ShardTable.address_of`."""
@@ -102,12 +99,10 @@ class Keeper:
         while True:
             self._on_owners(await self._leases.owners())
             for shard in decide(self._owners, self.owner).take:
-                leases = self._new_leases()
-                lease = await leases.acquire(shard)
+                lease = await self._leases.acquire(shard)
                 if lease is not None:
                     self._home = shard
-                    return Shard(shard, count), lease, leases
-                await leases.close()
+                    return Shard(shard, count), lease, self._leases
             if not waits:
                 waits = True
                 _log.info("waiting for a shard: others have all of them")
@@ -136,7 +131,7 @@ class Keeper:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._keep_membership())
-                group.create_task(self._table_leases().watch(self._on_owners))
+                group.create_task(self._lookups.watch(self._on_owners))
                 while True:
                     self._act(group, open_core)
                     self._changed.clear()
@@ -146,7 +141,7 @@ class Keeper:
         finally:
             with contextlib.suppress(DatabaseFailed):
                 await self._leases.give_back(self._membership)
-            await self._leases.close()
+            await self._renewals.close()
             await self._table.close()
 
     async def _keep_membership(self) -> None:
@@ -167,10 +162,6 @@ class Keeper:
         if self._tasks:
             await asyncio.wait(self._tasks.values())
 
-    def _table_leases(self) -> Leases:
-        """With the other connection, so that a renewal never waits for a look at the owners."""
-        return Leases(self._table, self.owner, self._address)
-
     def _act(self, group: asyncio.TaskGroup, open_core: OpenCore) -> None:
         if self._stopping:
             return
@@ -187,13 +178,12 @@ class Keeper:
 
     async def _serve(self, shard: int, open_core: OpenCore) -> None:
         """Runs the core of a shard as long as this gateway has it. Raises nothing."""
-        leases = self._new_leases()
         try:
-            lease = await leases.acquire(shard)
+            lease = await self._leases.acquire(shard)
             if lease is None:
                 return
             _log.info("a shard is taken", shard=shard)
-            core = await open_core(Shard(shard, self._config.shards), lease, leases)
+            core = await open_core(Shard(shard, self._config.shards), lease, self._leases)
             try:
                 await self._run_core(shard, core)
             finally:
@@ -206,7 +196,6 @@ class Keeper:
             _log.exception("the core of a shard failed", shard=shard)
             await asyncio.sleep(_FAILED_S)
         finally:
-            await leases.close()
             del self._tasks[shard]
 
     async def _run_core(self, shard: int, core: RunningCore) -> None:
