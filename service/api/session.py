@@ -10,6 +10,7 @@ cancelled.
 from __future__ import annotations
 
 import asyncio
+import functools
 import contextlib
 import contextvars
 import time
@@ -261,14 +262,7 @@ class Session:
                     call.missing += 1
             call.outcomes = [None] * call.missing
 
-        def on_outcomes(found: Found) -> None:
-            for at, outcome in found:
-                call, index = owners[at]
-                call.outcomes[index] = outcome
-                call.missing -= 1
-                if call.missing == 0:
-                    self._complete(call)
-
+        on_outcomes = functools.partial(self._take_outcomes, owners)
         tickets = self._dispatcher.start(requests, on_outcomes, self._caller, self._tenant)
         for (call, _), ticket in zip(owners, tickets, strict=True):
             call.tickets.append(ticket)
@@ -277,6 +271,14 @@ class Session:
                 self._run_elsewhere(call)
             elif not call.outcomes:
                 # A batch without a valid item.
+                self._complete(call)
+
+    def _take_outcomes(self, owners: Sequence[tuple[_OpenCall, int]], found: Found) -> None:
+        for at, outcome in found:
+            call, index = owners[at]
+            call.outcomes[index] = outcome
+            call.missing -= 1
+            if call.missing == 0:
                 self._complete(call)
 
     def _run_elsewhere(self, call: _OpenCall) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from quire.v1 import executor_pb2, types_pb2, worker_pb2
+from quire.v1 import executor_pb2, types_pb2
 
 from service.api import append_codec
 from service.api.validation import RequestLimits
