@@ -1,15 +1,16 @@
-"""The cost of the journal: `python -m benchmarks.journal [--directory DIR] [--tokens N]`.
+"""The cost of the journal: `python -m benchmarks.journal [--directory DIR] [--postgres URL]`.
 
 Prints JSON: how long a turn of 32 decodes waits for its commit, with an event loop that has nothing else to
 do and with one that is busy, and what it takes of the CPU; how many turns a second can be written; how large
 the file becomes; and how long N tokens take to be recovered, as they were decoded, as prompts, and mixed.
-Files lie in DIR, whose disk decides much.
+Files lie in DIR, whose disk decides much. `--postgres` also measures commits in an empty database.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import shutil
@@ -18,17 +19,20 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
 from service.caches.ledger import Ledger
 from service.caches.records import CacheCreated, CacheReleased, Record, TokensAppended
+from service.journal.base import Journal
 from service.journal.compactor import Compactor
 from service.journal.encoding import decode, encode, seal
 from service.journal.files import DATABASE, HIGH_WATER_MARK, Sync
+from service.journal.opening import open_configured
 from service.journal.sqlite import SqliteJournal, open_journal
+from service.journal.stored import StoredJournal
 
 _CALLERS = 32
 _TURNS = 2000
@@ -76,46 +80,61 @@ def encoding() -> dict[str, float]:
     }
 
 
+@contextlib.asynccontextmanager
+async def _opened(place: Path | str, sync: Sync = "normal") -> AsyncIterator[StoredJournal]:
+    """A journal in a directory, or in the database of this address."""
+    if isinstance(place, Path):
+        with contextlib.closing(open_journal(place, sync)) as journal:
+            yield journal
+        return
+    opened = open_configured(place, sync, None, lambda *_: None, lambda *_: None)
+    assert isinstance(opened, StoredJournal)
+    running = asyncio.create_task(opened.run())
+    yield opened
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
 async def commits(
-    directory: Path, sync: Sync, *, busy: bool = False, switch_s: float = 0.005
+    place: Path | str, sync: Sync, *, busy: bool = False, switch_s: float = 0.005
 ) -> dict[str, Any]:
     """Turns, each of which waits for its commit, with a pause before the next.
 
     `switch_s`: for how long a thread that is busy keeps the interpreter from others.
     """
     sys.setswitchinterval(switch_s)
-    journal = open_journal(directory, sync)
     waits: list[float] = []
-    work = asyncio.create_task(_work()) if busy else None
-    await _commit(journal, [_created(1 + i) for i in range(_CALLERS)])
-    for position in range(_TURNS if sync == "normal" else _TURNS // 10):
-        records = turn(1, position)
-        start = time.perf_counter()
-        await _commit(journal, records)
-        waits.append(time.perf_counter() - start)
-        await asyncio.sleep(_STEP_S)
-    if work is not None:
-        work.cancel()
-    journal.close()
+    async with _opened(place, sync) as journal:
+        work = asyncio.create_task(_work()) if busy else None
+        await _commit(journal, [_created(1 + i) for i in range(_CALLERS)])
+        for position in range(_TURNS if sync == "normal" else _TURNS // 10):
+            records = turn(1, position)
+            start = time.perf_counter()
+            await _commit(journal, records)
+            waits.append(time.perf_counter() - start)
+            await asyncio.sleep(_STEP_S)
+        if work is not None:
+            work.cancel()
     return {"turns": len(waits), "wait_us": _percentiles_us(waits)}
 
 
-async def throughput(directory: Path) -> dict[str, float]:
+async def throughput(place: Path | str, sync: Sync = "normal") -> dict[str, float]:
     """The throughput of commits one by one, and queued."""
-    journal = open_journal(directory)
-    await _commit(journal, [_created(1 + i) for i in range(_CALLERS)])
-    turns = [turn(1, position) for position in range(2 * _TURNS)]
-    start, cpu_start = time.perf_counter(), time.process_time()
-    for records in turns[:_TURNS]:
-        await _commit(journal, records)
-    one_by_one_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-    start = time.perf_counter()
-    await asyncio.gather(*(_commit(journal, records) for records in turns[_TURNS:]))
-    at_once_s = time.perf_counter() - start
-    journal.close()
+    async with _opened(place, sync) as journal:
+        await _commit(journal, [_created(1 + i) for i in range(_CALLERS)])
+        turns = [turn(1, position) for position in range(2 * _TURNS)]
+        start, cpu_start = time.perf_counter(), time.process_time()
+        for records in turns[:_TURNS]:
+            await _commit(journal, records)
+        one_by_one_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+        start = time.perf_counter()
+        await asyncio.gather(*(_commit(journal, records) for records in turns[_TURNS:]))
+        at_once_s = time.perf_counter() - start
     return {
         "cpu_us_per_commit": round(1e6 * cpu_s / _TURNS, 1),
         "turns_per_s_one_by_one": round(_TURNS / one_by_one_s),
+        "tokens_per_s_one_by_one": round(_CALLERS * _TURNS / one_by_one_s),
         "turns_per_s_at_once": round(_TURNS / at_once_s),
     }
 
@@ -210,7 +229,7 @@ def _recover(journal: SqliteJournal, ledger: Ledger) -> None:
     journal.recover(lambda record, _: ledger.apply(record), lambda run, _: ledger.apply_run(run))
 
 
-async def _commit(journal: SqliteJournal, records: list[Record]) -> None:
+async def _commit(journal: Journal, records: list[Record]) -> None:
     outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     journal.commit(records, outcome.set_result)
     assert await outcome
@@ -229,12 +248,21 @@ def main() -> None:
     """Runs the command line and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--postgres", default="", metavar="URL")
+    parser.add_argument("--commits-only", action="store_true")
     parser.add_argument("--tokens", type=int, default=10_000_000)
     options = parser.parse_args()
     base = Path(tempfile.mkdtemp(prefix="journal-", dir=options.directory))
     before = machine.times_s()
     found: dict[str, Any] = {"machine": machine.describe(), "turn": _CALLERS, "encoding": encoding()}
     try:
+        if options.postgres:
+            url = options.postgres
+            # Beside SQLite with the same durability.
+            for name, place in (("postgres", url), ("sqlite_sync_full", base / "same")):
+                found[f"commit_{name}"] = asyncio.run(commits(place, "full"))
+                found[f"commit_{name}_busy_loop"] = asyncio.run(commits(place, "full", busy=True))
+                found[f"throughput_{name}"] = asyncio.run(throughput(place, "full"))
         found["commit"] = asyncio.run(commits(base / "idle", "normal"))
         found["commit_busy_loop"] = asyncio.run(commits(base / "busy", "normal", busy=True))
         found["commit_busy_loop_switch_500us"] = asyncio.run(
@@ -242,9 +270,10 @@ def main() -> None:
         )
         found["commit_sync_full"] = asyncio.run(commits(base / "full", "full"))
         found["throughput"] = asyncio.run(throughput(base / "throughput"))
-        found["compaction"] = asyncio.run(compaction(base / "compaction"))
-        for name, rows in (("decoded", decoded), ("prompts", prompts), ("mixed", mixed)):
-            found[f"recovery_{name}"] = recovery(base / name, rows(options.tokens), options.tokens)
+        if not options.commits_only:
+            found["compaction"] = asyncio.run(compaction(base / "compaction"))
+            for name, rows in (("decoded", decoded), ("prompts", prompts), ("mixed", mixed)):
+                found[f"recovery_{name}"] = recovery(base / name, rows(options.tokens), options.tokens)
     finally:
         shutil.rmtree(base)
     found["disturbance"] = machine.disturbance(before, machine.times_s())

@@ -143,8 +143,9 @@ def _without_password(value: object) -> object:
     """The value as it may be shown: addresses without passwords."""
     if not isinstance(value, str) or "://" not in value:
         return value
-    value = re.sub(r"://([^/?#]*?):.*@", r"://\1:***@", value, flags=re.DOTALL)
-    return re.sub(r"(password=)[^&#]*", r"\1***", value, flags=re.IGNORECASE)
+    value = re.sub(r"://([^/?#@]*?):.*@", r"://\1:***@", value, flags=re.DOTALL)
+    # Its name may be written in another way.
+    return re.sub(r"(assword=)[^&#]*", r"\1***", value, flags=re.IGNORECASE)
 
 
 def _is_revision(value: str) -> bool:

@@ -137,7 +137,7 @@ SERVICE_ROOMS = {
         "service.adapters.store", "service.auth", "service.caches.ledger", "service.caches.records",
         "service.config", "service.config_sources", "service.data_directory", "service.errors",
         "service.journal", "service.listening", "service.logging", "service.openai.front",
-        "service.pool.model_versions", "service.pool.pool_files", "service.printable",
+        "service.pool.model_versions", "service.pool.pool_files", "service.postgres", "service.printable",
         "service.runtimes.runtimes_file",
         "service.server", "service.uploads",
         "service.model_names",

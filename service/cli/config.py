@@ -7,12 +7,14 @@ directory that is not there is not made, and a journal is read from a copy.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from service.cli.state import unused
 from service.config import ADDRESSES, Config, ConfigError
@@ -20,9 +22,14 @@ from service.config_sources import Settings, json_schema, line_of, read_settings
 from service.data_directory import data_directory
 from service.journal.base import JournalUnusable
 from service.journal.files import DATABASE
+from service.journal.opening import POSTGRES
 from service.logging import configure_logging
 from service.model_names import is_hub_id
+from service.postgres.errors import DatabaseFailed
 from service.printable import escaped
+
+if TYPE_CHECKING:
+    from service.postgres.database import Database
 
 
 def check(options: argparse.Namespace) -> int:
@@ -87,7 +94,7 @@ def _problems_at_start(settings: Settings, *, is_running: bool) -> Iterator[str]
     """Why a start would fail. A setting that is refused has its default, of which nothing is said."""
     config = settings.config
     refused = {error.setting for error in settings.errors}
-    checks = [_model, _descriptors, _access, _runtimes, _state]
+    checks = [_model, _descriptors, _access, _runtimes, _state, _database]
     for check_one in checks if is_running else (*checks, _addresses, _not_in_use):
         for error in check_one(config):
             source = settings.sources.get(error.setting, "default")
@@ -167,6 +174,25 @@ def _addresses(config: Config) -> Iterator[ConfigError]:
             yield ConfigError("openai_listen", "", config.openai_listen, needed)
 
 
+def _database(config: Config) -> Iterator[ConfigError]:
+    """Checks that the database of the journal can be reached, if it is in one."""
+    if not config.journal.startswith(POSTGRES):
+        return
+    try:
+        from service.postgres.database import Database  # its driver is an extra
+
+        asyncio.run(_ask(Database(config.journal)))
+    except ModuleNotFoundError as error:
+        yield ConfigError("journal", "", config.journal, f"needs {error.name}, of the extra postgres")
+    except DatabaseFailed as error:
+        yield ConfigError("journal", "", config.journal, f"the database cannot be used: {error}")
+
+
+async def _ask(database: Database) -> None:
+    await database.fetch("SELECT 1")
+    await database.close()
+
+
 def _state(config: Config) -> Iterator[ConfigError]:
     """Checks that the data directory can be written to, and that what a start reads in it can be read."""
     from service.cli.journal import read_journal
@@ -184,7 +210,7 @@ def _state(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("data_dir", "", str(directory), f"{there} cannot be written to")
     else:
         model_tag = None
-        if config.journal != "memory" and (directory / DATABASE).exists():
+        if config.journal in ("auto", "sqlite") and (directory / DATABASE).exists():
             try:
                 model_tag = read_journal(directory).model_tag
             except JournalUnusable as error:

@@ -27,6 +27,7 @@ from service.cli.state import unused
 from service.data_directory import state_dir
 from service.journal.base import JournalUnusable
 from service.journal.files import DATABASE, HIGH_WATER_MARK, first_seq, translate_errors
+from service.journal.opening import POSTGRES
 from service.journal.sqlite import open_journal
 from service.logging import configure_logging
 from service.printable import escaped
@@ -197,7 +198,11 @@ def _refused(error: JournalUnusable) -> int:
 
 
 def _directory(name: str) -> Path:
-    """A data directory by its path, or by its name in the list of `quire state list`."""
+    """A data directory by its path, or by its name in `quire state list`. Raises JournalUnusable."""
+    if name.startswith(POSTGRES):
+        raise JournalUnusable(
+            "a journal in PostgreSQL is not read by this command: use psql, or pg_dump for a copy"
+        )
     named = state_dir() / name
     return named if not Path(name).exists() and named.is_dir() else Path(name)
 

@@ -302,3 +302,29 @@ def test_tls_by_halves_is_refused(tmp_path: Path) -> None:
             load_config(parse(flag, str(file)), {})
     with pytest.raises(ConfigError, match="must be a file"):
         load_config(parse("--tokens", str(tmp_path / "nothing")), {})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:secret@host/quire",
+        "postgres://me:se@cret/?#@host/quire",
+        "postgresql://me@host/quire?sslmode=require&password=secret",
+        "postgresql://me@host/quire?PASSWORD=x&%70assword=secret",
+    ],
+)
+def test_a_password_in_the_address_of_the_journal_is_refused_and_never_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match="without a password") as refused:
+        load_config(parse("--journal", url), {})
+    assert "cret" not in str(refused.value) + str(refused.value.value)
+
+
+def test_a_journal_in_postgresql_is_named_by_its_address() -> None:
+    for url in (
+        "postgresql://me@host:5432/quire?sslmode=verify-full",
+        "postgres:///quire?host=/run/postgresql",
+    ):
+        assert load_config(parse("--journal", url), {}).journal == url
+    for wrong in ("mysql://host/quire", "postgresql", "sqlite:///file"):
+        with pytest.raises(ConfigError, match="must be auto, sqlite, memory, or postgresql"):
+            load_config(parse("--journal", wrong), {})
