@@ -10,9 +10,9 @@ cancelled.
 from __future__ import annotations
 
 import asyncio
-import functools
 import contextlib
 import contextvars
+import functools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
