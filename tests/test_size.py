@@ -14,8 +14,8 @@ from benchmarks.size.lines import PRODUCT, length, longest_file, most_methods
 from benchmarks.size.way import TYPES, Way, way_of
 
 SERVICE_LINES = 29_160
-PRODUCT_LINES = 67_560
-LONGEST_FILE_LINES = 550
+PRODUCT_LINES = 67_850
+LONGEST_FILE_LINES = 575
 MOST_METHODS = 34
 FILES_ON_THE_WAY = 18
 TYPES_ON_THE_WAY = 15
@@ -23,7 +23,7 @@ TYPES_AROUND = 4
 # Counted with Python 3.11. Others count a little differently: 3.12, for one, calls no function for a
 # comprehension.
 CALLS: dict[str, dict[str, float]] = {
-    f"item of a BatchDecode of {ITEMS}": {"gateway": 60.2, "worker": 47.2},
+    f"item of a BatchDecode of {ITEMS}": {"gateway": 60.2, "worker": 22.4},
     "unary Decode": {"gateway": 206, "worker": 171},
     "Decode on a Session": {"gateway": 206, "worker": 170},
 }
