@@ -22,6 +22,7 @@ WORKER_LAYERS = (
     {"step_loop"},
     {
         "scheduler",
+        "service_class",
         "caller_limits",
         "coalescing",
         "prelaunch",

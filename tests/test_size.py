@@ -15,7 +15,7 @@ from benchmarks.size.way import TYPES, Way, way_of
 
 SERVICE_LINES = 29_600
 PRODUCT_LINES = 68_000
-LONGEST_FILE_LINES = 565
+LONGEST_FILE_LINES = 595
 MOST_METHODS = 34
 FILES_ON_THE_WAY = 18
 TYPES_ON_THE_WAY = 15
@@ -23,7 +23,7 @@ TYPES_AROUND = 4
 # Counted with Python 3.11. Others count a little differently: 3.12, for one, calls no function for a
 # comprehension.
 CALLS: dict[str, dict[str, float]] = {
-    f"item of a BatchDecode of {ITEMS}": {"gateway": 36, "worker": 47.2},
+    f"item of a BatchDecode of {ITEMS}": {"gateway": 36, "worker": 22.4},
     "unary Decode": {"gateway": 152, "worker": 171},
     "Decode on a Session": {"gateway": 156, "worker": 170},
 }

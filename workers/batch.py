@@ -5,6 +5,7 @@ Dimension letters: T tokens of all chunks; N chunks; R wanted rows; P pages in t
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -146,9 +147,16 @@ def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int], is_tree: list[b
 
 def _page_tables(chunks: Sequence[Chunk], context_lens: Sequence[int], page_size: int) -> torch.Tensor:
     counts = [-(-length // page_size) for length in context_lens]
-    tables = np.zeros((len(chunks), max(counts)), np.int32)
-    for row, chunk, count in zip(tables, chunks, counts, strict=True):
-        row[:count] = np.frombuffer(chunk.forward.kv.pages, np.int32, count)
+    width = max(counts)
+    padding = array("i", [0]) * width
+    parts: list[array[int]] = []
+    for chunk, count in zip(chunks, counts, strict=True):
+        pages = chunk.forward.kv.pages
+        parts.append(pages if len(pages) == count else pages[:count])
+        if count < width:
+            parts.append(padding[count:])
+    # One copy of all of them: numpy takes longer to copy each row into a table.
+    tables = np.frombuffer(bytearray().join(parts), np.int32).reshape(len(chunks), width)
     return torch.from_numpy(tables)  # [N, P]
 
 

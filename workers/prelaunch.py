@@ -102,6 +102,11 @@ class Prelauncher:
             self._scheduler.add(prelaunched)
         return True
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is prelaunched, unless a forward asks for it."""
+        return not self.expected and not self.prelaunch_unrequested
+
     def next_step(self) -> None:
         """Note that a step begins."""
         self._is_paused, self._pauses_next_step = self._pauses_next_step, False

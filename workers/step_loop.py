@@ -413,6 +413,8 @@ class StepLoop:
 
     def _begin_plain(self, forwards: list[Forward]) -> list[Forward]:
         """As `_begin`, for plain decodes. See `scheduler.BeginAll`."""
+        if self._prelauncher.is_idle:
+            return self._engine.begin_plain(forwards)
         begun = self._engine.begin_plain(self._prelauncher.allowed(forwards))
         self._prelauncher.note_begun(begun)
         return begun
@@ -468,8 +470,12 @@ class StepLoop:
             # Their callers were answered when they were queued, so their next requests may arrive soon.
             self._answered += [forward.sequence for forward in prelaunched]
         self._engine.complete_plain(requested)
-        for forward in requested:
-            self._answer(forward)
+        if self._prelauncher.is_idle and not any([forward.prelaunch for forward in requested]):  # noqa: C419
+            self._results += requested
+            self._answered += [forward.sequence for forward in requested]
+        else:
+            for forward in requested:
+                self._answer(forward)
         return chunks[len(forwards) :]
 
     def _fail_running(self, forward: Forward, error: Exception) -> None:

@@ -14,7 +14,8 @@ from itertools import count, pairwise
 from operator import attrgetter
 
 from workers.operations import Chunk, Forward, Kind, Priority
-from workers.scheduler import SHORT_TOKENS, Scheduler, ServiceClass
+from workers.scheduler import SHORT_TOKENS, Scheduler
+from workers.service_class import ServiceClass
 
 _by_arrival = attrgetter("arrival")
 

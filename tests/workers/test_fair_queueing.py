@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from tests.workers import scheduling
 from tests.workers.scheduling import Bench, accept
-from workers import scheduler as scheduler_module
+from workers import service_class as service_class_module
 from workers.operations import Forward
-from workers.scheduler import SHORT_TOKENS, ServiceClass
+from workers.scheduler import SHORT_TOKENS
+from workers.service_class import ServiceClass
 
 FLOOD, OTHER, THIRD = 1, 2, 3
 LONG = SHORT_TOKENS + 1
@@ -137,7 +138,7 @@ def test_callers_are_forgotten_when_they_have_nothing_queued() -> None:
         bench.step()
         bench.step()
     classes = bench.scheduler._short, bench.scheduler._long
-    assert max(len(service_class.flows) for service_class in classes) <= 2 * scheduler_module._FEW_FLOWS
+    assert max(len(service_class.flows) for service_class in classes) <= 2 * service_class_module._FEW_FLOWS
 
 
 def never_move(service_class: ServiceClass, forward: Forward) -> None:
