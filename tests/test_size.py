@@ -13,10 +13,10 @@ from benchmarks.size.calls import ITEMS, ROLES, CountedServer, decodes, most_cal
 from benchmarks.size.lines import PRODUCT, length, longest_file, most_methods
 from benchmarks.size.way import TYPES, Way, way_of
 
-SERVICE_LINES = 29_600
-PRODUCT_LINES = 68_000
-LONGEST_FILE_LINES = 595
-MOST_METHODS = 34
+SERVICE_LINES = 32_230
+PRODUCT_LINES = 71_120
+LONGEST_FILE_LINES = 610
+MOST_METHODS = 33
 FILES_ON_THE_WAY = 18
 TYPES_ON_THE_WAY = 15
 TYPES_AROUND = 4
