@@ -12,16 +12,43 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import ipaddress
-import os
 import re
 import types
 import typing
-import urllib.parse
-from collections.abc import Callable
 from typing import Any
 
-from service.model_names import MAX_HUB_ID, MODELS, SHIPPED_MODEL
+from service.model_names import MODELS, SHIPPED_MODEL
+from service.setting_rules import (
+    AUTO,
+    COUNT,
+    DAY_S,
+    DTYPES,
+    FILE,
+    GRACE_S,
+    HOST_PORT,
+    HTTP_ADDRESS,
+    LOGGED_CALLS,
+    MAX_SOCKET_PATH_BYTES,
+    MAX_WORKERS,
+    MEMORY_BYTES,
+    MESSAGE_BYTES,
+    MIB,
+    SWITCH,
+    TIMEOUT_S,
+    YEAR_S,
+    Range,
+    Rule,
+    Text,
+    are_addresses,
+    are_devices,
+    are_resources,
+    is_collector,
+    is_directory,
+    is_file,
+    is_journal,
+    is_listen_address,
+    is_revision,
+)
 
 ENV_PREFIX = "QUIRE_"
 # The settings that name an address to listen on.
@@ -32,16 +59,6 @@ ADDRESSES = ("listen", "openai_listen", "metrics_listen", "pool_listen", "peer_l
 OTHER_ENV = (
     "QUIRE_CONFIG", "QUIRE_TARGET", "QUIRE_TOKEN", "QUIRE_CA", "QUIRE_CERT", "QUIRE_KEY", "QUIRE_CPU_ISA",
 )  # fmt: skip
-_AUTO = "auto"
-_DTYPES = (_AUTO, "bfloat16", "float16", "float32")
-_KIB, _MIB = 1 << 10, 1 << 20
-# Longest path of a Unix socket on Linux, without the final zero.
-_MAX_SOCKET_PATH_BYTES = 107
-_REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.))\w[\w./-]*[\w-]|\w", re.ASCII)
-MAX_WORKERS = 256
-_RESOURCE = re.compile(r"[\w.:/-]+=\d+(\.\d+)?", re.ASCII)
-_DAY_S = 86_400
-_YEAR_S = 365 * _DAY_S
 
 
 class ConfigError(Exception):
@@ -58,90 +75,9 @@ class ConfigError(Exception):
         self.allowed = allowed
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Range:
-    """The valid numbers, inclusive. NaN is not in it."""
-
-    minimum: float
-    maximum: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Text:
-    """Whether a text is valid, and the valid texts in words."""
-
-    accepts: Callable[[str], bool]
-    allowed: str
-    # Describes the problem of an invalid text, if more can be said than `allowed`.
-    problem: Callable[[str], str] | None = None
-    # For editors: what all valid texts match.
-    pattern: str = ""
-
-
-# The last ones are the valid texts themselves.
-_Rule = _Range | _Text | tuple[str, ...]
-
-
-def _setting(default: Any, help_text: str, rule: _Rule, *, group: str = "") -> Any:
+def _setting(default: Any, help_text: str, rule: Rule, *, group: str = "") -> Any:
     """A field. `group`, in the help, is that of this setting and of those up to the next with a group."""
     return dataclasses.field(default=default, metadata={"help": help_text, "rule": rule, "group": group})
-
-
-def _is_file(value: str) -> bool:
-    # Path.is_file raises if a directory of the path cannot be read.
-    return not value or os.path.isfile(value)  # noqa: PTH113
-
-
-def is_private(listen: str) -> bool:
-    """Whether only this machine can reach the address. Any host name but localhost may be remote."""
-    host = listen.rpartition(":")[0].strip("[]")
-    try:
-        return listen.startswith("unix:") or host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _is_listen_address(value: str) -> bool:
-    if value.startswith("unix:"):
-        path = value.removeprefix("unix:")
-        return path.startswith("/") and len(path.encode()) <= _MAX_SOCKET_PATH_BYTES
-    host, colon, port = value.rpartition(":")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
-        return False
-    # An IPv6 address contains colons, so it needs brackets.
-    return ":" not in host or (host.startswith("[") and host.endswith("]"))
-
-
-def _is_directory(value: str) -> bool:
-    return not value or os.path.isdir(value)  # noqa: PTH112 - see _is_file
-
-
-def _is_http_address(value: str) -> bool:
-    return not value or (_is_listen_address(value) and not value.startswith("unix:"))
-
-
-def _are_addresses(value: str) -> bool:
-    return not value or all(_is_http_address(address) and address for address in value.split(","))
-
-
-def _are_resources(value: str) -> bool:
-    return not value or all(_RESOURCE.fullmatch(part) for part in value.split(","))
-
-
-def _are_devices(value: str) -> bool:
-    return not value or bool(re.fullmatch(r"(\d+|GPU-[0-9a-f-]+)(,(\d+|GPU-[0-9a-f-]+))*", value, re.ASCII))
-
-
-def _is_collector(value: str) -> bool:
-    return not value or bool(re.fullmatch(r"https?://[^/?#@\s]+/?", value))
-
-
-def _is_journal(value: str) -> bool:
-    if not value.startswith(("postgresql://", "postgres://")):
-        return value in (_AUTO, "sqlite", "memory")
-    address = urllib.parse.urlsplit(value)
-    asked = urllib.parse.parse_qs(address.query, keep_blank_values=True)
-    return ":" not in address.netloc.rpartition("@")[0] and not {"password", "sslpassword"} & asked.keys()
 
 
 def _without_password(value: object) -> object:
@@ -153,23 +89,6 @@ def _without_password(value: object) -> object:
     return re.sub(r"(assword=)[^&#]*", r"\1***", value, flags=re.IGNORECASE)
 
 
-def _is_revision(value: str) -> bool:
-    return len(value) <= MAX_HUB_ID and bool(_REVISION.fullmatch(value))
-
-
-_FILE = _Text(_is_file, "must be a file")
-_HOST_PORT = r"([^:]+|\[.*\]):[0-9]+"
-_HTTP_ADDRESS = _Text(_is_http_address, "must be host:port or [ipv6]:port", pattern=f"^({_HOST_PORT})?$")
-_SWITCH = ("off", "on")
-_LOGGED_CALLS = ("off", "errors", "all")
-_COUNT = _Range(1, 1 << 20)
-_TIMEOUT_S = _Range(0.1, _DAY_S)
-_GRACE_S = _Range(0, _DAY_S)
-_MEMORY_BYTES = _Range(_KIB, 1 << 50)
-# The size of a gRPC message is a signed 32-bit number.
-_MESSAGE_BYTES = _Range(_KIB, (1 << 31) - 1)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Every setting of `quire serve`. Units are in the names. `load_config` builds and checks it."""
@@ -179,49 +98,49 @@ class Config:
         "the model to serve: adder (shipped), paged-attention (without weights), a Hugging Face model"
         " directory, or ORG/NAME on the Hugging Face hub, from the local cache or downloaded",
         # Checked in `conflicts`: on other hosts it can be a directory that this one does not have.
-        _Text(lambda _: True, f"must be {MODELS}"),
+        Text(lambda _: True, f"must be {MODELS}"),
         group="model",
     )
     model_revision: str | None = _setting(
         None,
         "commit, branch or tag of a model on the hub; auto is its main branch",
-        _Text(_is_revision, f"must be the name of a commit, branch or tag, or {_AUTO}"),
+        Text(is_revision, f"must be the name of a commit, branch or tag, or {AUTO}"),
     )
     model_download: str = _setting(
-        "on", "download a model of the hub if it is not in the local cache", _SWITCH
+        "on", "download a model of the hub if it is not in the local cache", SWITCH
     )
     dtype: str = _setting(
-        _AUTO,
+        AUTO,
         "data type of weights and KV cache; auto is the model's, but float32 for float16 on a CPU",
-        _DTYPES,
+        DTYPES,
     )
     model_backend: str = _setting(
-        _AUTO,
+        AUTO,
         "implementation of the model: native, or the transformers library with this server's paged KV cache;"
         " auto is native if it supports everything in the model's config",
-        (_AUTO, "native", "transformers"),
+        (AUTO, "native", "transformers"),
     )
     no_self_check: str = _setting(
-        "off", "skip the comparison of the model with the transformers library at start", _SWITCH
+        "off", "skip the comparison of the model with the transformers library at start", SWITCH
     )
-    runtimes: str = _setting("", "TOML file of routing and further runtimes, such as providers", _FILE)
+    runtimes: str = _setting("", "TOML file of routing and further runtimes, such as providers", FILE)
     listen: str = _setting(
         "127.0.0.1:50051",
         "the address to listen on; port 0 is a free port",
-        _Text(
-            _is_listen_address,
-            f"must be host:port, [ipv6]:port, or unix:/path of at most {_MAX_SOCKET_PATH_BYTES} bytes",
-            pattern=f"^(unix:/|{_HOST_PORT}$)",
+        Text(
+            is_listen_address,
+            f"must be host:port, [ipv6]:port, or unix:/path of at most {MAX_SOCKET_PATH_BYTES} bytes",
+            pattern=f"^(unix:/|{HOST_PORT}$)",
         ),
         group="addresses and access",
     )
     openai_listen: str = _setting(
         "",
         "also serve OpenAI's API over HTTP on this address; port 0 is a free port",
-        _HTTP_ADDRESS,
+        HTTP_ADDRESS,
     )
     metrics_listen: str = _setting(
-        "", "also serve metrics and health checks over HTTP on this address, without TLS", _HTTP_ADDRESS
+        "", "also serve metrics and health checks over HTTP on this address, without TLS", HTTP_ADDRESS
     )
     openai_logprobs_mode: str = _setting(
         "raw_logprobs",
@@ -230,65 +149,65 @@ class Config:
         ("raw_logprobs", "processed_logprobs"),
     )
     insecure: str = _setting(
-        "off", "allow remote clients without TLS: the network can read and change all traffic", _SWITCH
+        "off", "allow remote clients without TLS: the network can read and change all traffic", SWITCH
     )
-    tls_cert: str = _setting("", "PEM file of the server's certificate and its chain; enables TLS", _FILE)
-    tls_key: str = _setting("", "PEM file of the certificate's key", _FILE)
+    tls_cert: str = _setting("", "PEM file of the server's certificate and its chain; enables TLS", FILE)
+    tls_key: str = _setting("", "PEM file of the certificate's key", FILE)
     tls_client_ca: str = _setting(
-        "", "PEM file of CAs; clients must have a certificate that one of them signed", _FILE
+        "", "PEM file of CAs; clients must have a certificate that one of them signed", FILE
     )
-    tokens: str = _setting("", "TOML file of bearer tokens and tenants, see `quire token`", _FILE)
-    reflection: str = _setting("on", "offer gRPC server reflection", _SWITCH)
+    tokens: str = _setting("", "TOML file of bearer tokens and tenants, see `quire token`", FILE)
+    reflection: str = _setting("on", "offer gRPC server reflection", SWITCH)
     gateways: int = _setting(
         1,
         "number of gateway processes behind one port, each with a part of the caches and of the workers; the"
         " caches of a data directory are of one number",
-        _Range(1, 64),
+        Range(1, 64),
     )
     shards: int = _setting(
         1,
         "number of parts of the caches that gateways of several hosts share among them; fixed for a database",
-        _Range(1, 1024),
+        Range(1, 1024),
     )
     peer_listen: str = _setting(
         "",
         "be one of several gateways with one journal in PostgreSQL: the others call this one here, by TLS"
         " with the certificates of `pool`",
-        _HTTP_ADDRESS,
+        HTTP_ADDRESS,
     )
     advertise: str = _setting(
         "",
         "the address at which clients reach this gateway and no other; answers name that of their cache's",
-        _HTTP_ADDRESS,
+        HTTP_ADDRESS,
     )
     workers: int | None = _setting(
         1,
         "number of workers; each loads the weights and serves a part of the sequences; auto is one per GPU,"
         " one on the CPU, or as many as fit on the nodes of Ray",
-        _Range(1, MAX_WORKERS),
+        Range(1, MAX_WORKERS),
         group="workers and their memory",
     )
     workers_at: str = _setting(
         "",
         "use these workers, which `quire worker` has started, in place of own ones: host:port,host:port",
-        _Text(_are_addresses, "must be host:port, or several separated by commas"),
+        Text(are_addresses, "must be host:port, or several separated by commas"),
     )
     pool_listen: str = _setting(
         "",
         "let workers call this gateway here, in place of own ones: `quire worker --gateway`; as many as"
         " `workers` says are used",
-        _HTTP_ADDRESS,
+        HTTP_ADDRESS,
     )
     pool: str = _setting(
         "",
         "directory of the certificates by which gateways and workers of other hosts know each other, made by"
         " `quire pool init`",
-        _Text(_is_directory, "must be a directory"),
+        Text(is_directory, "must be a directory"),
     )
     tensor_parallel: int = _setting(
         1,
         "ranks that split the model in each worker: processes, each with its own GPU or share of the cores",
-        _Range(1, 64),
+        Range(1, 64),
     )
     launcher: str = _setting(
         "local",
@@ -297,161 +216,161 @@ class Config:
         ("local", "ray"),
     )
     ray_address: str = _setting(
-        _AUTO,
+        AUTO,
         "the Ray cluster: host:port or auto on one of its nodes, ray://host:port elsewhere",
-        _Text(bool, "must be an address as ray.init has it"),
+        Text(bool, "must be an address as ray.init has it"),
     )
     ray_resources: str = _setting(
         "",
         "what a worker takes of a Ray node, such as GPU=1,CPU=4; the default is GPU=1, or CPU=1 if the"
         " cluster has no GPU or device is cpu",
-        _Text(_are_resources, "must be NAME=NUMBER, or several separated by commas"),
+        Text(are_resources, "must be NAME=NUMBER, or several separated by commas"),
     )
-    ray_runtime_env: str = _setting("", "JSON file of the runtime environment of workers on Ray", _FILE)
+    ray_runtime_env: str = _setting("", "JSON file of the runtime environment of workers on Ray", FILE)
     threads_per_worker: int | None = _setting(
-        None, "compute threads in each worker on the CPU; auto is usable cores / workers", _Range(1, 4096)
+        None, "compute threads in each worker on the CPU; auto is usable cores / workers", Range(1, 4096)
     )
     device: str = _setting(
-        _AUTO, "device of the workers; auto is a GPU if there is one", (_AUTO, "cpu", "cuda")
+        AUTO, "device of the workers; auto is a GPU if there is one", (AUTO, "cpu", "cuda")
     )
     devices: str = _setting(
         "",
         "GPUs for the workers, in this order: 0,2 or GPU-UUID,GPU-UUID; the default is all",
-        _Text(_are_devices, "must be numbers or UUIDs as nvidia-smi lists them, separated by commas"),
+        Text(are_devices, "must be numbers or UUIDs as nvidia-smi lists them, separated by commas"),
     )
     kv_pages: int | None = _setting(
-        None, "KV pages of 16 tokens in each worker; auto depends on memory", _Range(1, 1 << 30)
+        None, "KV pages of 16 tokens in each worker; auto depends on memory", Range(1, 1 << 30)
     )
     gpu_memory_utilization: float = _setting(
         0.9,
         "fraction of a GPU's memory to use in total; it determines the number of KV pages",
-        _Range(0.05, 1),
+        Range(0.05, 1),
     )
     batch_invariant: str = _setting(
         "off",
         "the bits of a result depend on its own text only, not on the rest of a batch; models that cannot are"
         " refused; on a GPU this takes slower kernels, on the CPU it is always so for native models",
-        _SWITCH,
+        SWITCH,
     )
     cuda_graphs: str = _setting(
-        _AUTO, "CUDA graphs for decode steps on a GPU; off launches every kernel separately", (_AUTO, "off")
+        AUTO, "CUDA graphs for decode steps on a GPU; off launches every kernel separately", (AUTO, "off")
     )
     adapters: str = _setting(
         "",
         "directory of LoRA adapters for all tenants: each subdirectory in PEFT's layout is one, by its name",
-        _Text(_is_directory, "must be a directory"),
+        Text(is_directory, "must be a directory"),
         group="LoRA adapters",
     )
     max_lora_adapters: int = _setting(
-        64, "maximum adapters in the memory of a worker; others are loaded when needed", _Range(1, 4096)
+        64, "maximum adapters in the memory of a worker; others are loaded when needed", Range(1, 4096)
     )
     max_lora_rank: int | None = _setting(
         None,
         "maximum rank of an adapter; on a GPU all take the memory of this one; auto is 256, and 64 on a GPU",
-        _Range(1, 256),
+        Range(1, 256),
     )
     max_lora_bytes: int = _setting(
         2 << 30,
         "maximum memory of a worker for adapters, and maximum size of an adapter's file",
-        _MEMORY_BYTES,
+        MEMORY_BYTES,
     )
-    max_adapters: int = _setting(4096, "maximum versions of adapters that are in use", _COUNT)
+    max_adapters: int = _setting(4096, "maximum versions of adapters that are in use", COUNT)
     max_batch_tokens: int = _setting(
         512,
         "maximum tokens in one step of a worker; longer prompts are split into chunks",
-        _COUNT,
+        COUNT,
         group="steps",
     )
     max_mixed_prefill_tokens: int | None = _setting(
         None,
         "maximum prompt tokens in a step that also decodes; auto is as many as double the step's time",
-        _COUNT,
+        COUNT,
     )
-    max_batch_items: int = _setting(256, "maximum items in one step of a worker", _Range(1, 65_536))
+    max_batch_items: int = _setting(256, "maximum items in one step of a worker", Range(1, 65_536))
     max_queued_operations: int = _setting(
         4096,
         "maximum operations that wait or run; further calls are refused",
-        _Range(1, 1 << 24),
+        Range(1, 1 << 24),
         group="limits",
     )
     max_wait_s: float = _setting(
         300.0,
         "maximum time in the queue; calls that would wait longer, or have, are refused",
-        _Range(0.01, _DAY_S),
+        Range(0.01, DAY_S),
     )
     default_lease_s: float = _setting(
-        1800.0, "lease of a cache if the call does not give one", _Range(1, _YEAR_S)
+        1800.0, "lease of a cache if the call does not give one", Range(1, YEAR_S)
     )
-    max_lease_s: float = _setting(float(_DAY_S), "longest lease of a cache", _Range(1, _YEAR_S))
-    max_request_bytes: int = _setting(16 * _MIB, "maximum size of a request", _MESSAGE_BYTES)
-    max_response_bytes: int = _setting(64 * _MIB, "maximum size of a response", _MESSAGE_BYTES)
+    max_lease_s: float = _setting(float(DAY_S), "longest lease of a cache", Range(1, YEAR_S))
+    max_request_bytes: int = _setting(16 * MIB, "maximum size of a request", MESSAGE_BYTES)
+    max_response_bytes: int = _setting(64 * MIB, "maximum size of a response", MESSAGE_BYTES)
     max_session_calls: int = _setting(
-        1024, "maximum unanswered calls of one Session; the server then stops reading from it", _COUNT
+        1024, "maximum unanswered calls of one Session; the server then stops reading from it", COUNT
     )
-    max_calls_per_message: int = _setting(4096, "maximum calls in one message of a Session", _COUNT)
-    max_items_per_call: int = _setting(1024, "maximum items in one batch", _COUNT)
-    max_caches: int = _setting(65_536, "maximum caches in total", _Range(1, 1 << 24))
+    max_calls_per_message: int = _setting(4096, "maximum calls in one message of a Session", COUNT)
+    max_items_per_call: int = _setting(1024, "maximum items in one batch", COUNT)
+    max_caches: int = _setting(65_536, "maximum caches in total", Range(1, 1 << 24))
     max_journal_bytes: int = _setting(
-        256 * _MIB,
+        256 * MIB,
         "maximum size of the journal's contents: 4 bytes per token, which forks share, and 664 per cache",
-        _MEMORY_BYTES,
+        MEMORY_BYTES,
     )
     max_unread_bytes: int = _setting(
-        512 * _MIB, "maximum size of all answers that are being computed or not yet read", _MEMORY_BYTES
+        512 * MIB, "maximum size of all answers that are being computed or not yet read", MEMORY_BYTES
     )
     max_arriving_bytes: int = _setting(
-        256 * _MIB,
+        256 * MIB,
         "maximum size of all requests that are slow to arrive, where each counts as max_request_bytes; over"
         " HTTP also of the bodies of all unanswered requests, half of it per tenant",
-        _MEMORY_BYTES,
+        MEMORY_BYTES,
     )
     message_timeout_s: float = _setting(
-        30.0, "timeout for a request to arrive, and for the handshake of a new connection", _TIMEOUT_S
+        30.0, "timeout for a request to arrive, and for the handshake of a new connection", TIMEOUT_S
     )
-    max_sessions: int = _setting(1024, "maximum open Sessions and other request streams", _COUNT)
+    max_sessions: int = _setting(1024, "maximum open Sessions and other request streams", COUNT)
     max_executions: int = _setting(
         4096,
         "maximum executions that run or are being read; as many finished ones may be stored besides",
-        _COUNT,
+        COUNT,
     )
     max_connections: int = _setting(
-        4096, "maximum gRPC connections, and as many over HTTP; further ones are closed", _COUNT
+        4096, "maximum gRPC connections, and as many over HTTP; further ones are closed", COUNT
     )
     session_stall_s: float = _setting(
-        30.0, "end a Session whose client reads no answer for this time", _TIMEOUT_S
+        30.0, "end a Session whose client reads no answer for this time", TIMEOUT_S
     )
     drain_grace_s: float = _setting(
-        30.0, "how long a stopping server waits for calls in flight", _GRACE_S, group="stopping"
+        30.0, "how long a stopping server waits for calls in flight", GRACE_S, group="stopping"
     )
     lame_duck_s: float = _setting(
-        0.0, "how long a stopping server still accepts calls after health checks return NOT_SERVING", _GRACE_S
+        0.0, "how long a stopping server still accepts calls after health checks return NOT_SERVING", GRACE_S
     )
     worker_start_timeout_s: float = _setting(
         600.0,
         "timeout for a worker to load the model and run its first forward",
-        _Range(1, _DAY_S),
+        Range(1, DAY_S),
         group="worker health",
     )
     suspect_after_s: float = _setting(
         0.5,
         "a worker that sends nothing for this time gets no new sequences if there is another one",
-        _Range(0.02, _DAY_S),
+        Range(0.02, DAY_S),
     )
     heartbeat_timeout_s: float = _setting(
-        10.0, "a worker that sends nothing for this time is killed and replaced", _TIMEOUT_S
+        10.0, "a worker that sends nothing for this time is killed and replaced", TIMEOUT_S
     )
     step_timeout_s: float = _setting(
         60.0,
         "a worker is killed and replaced if a step takes longer than this and 20 times the expected time",
-        _TIMEOUT_S,
+        TIMEOUT_S,
     )
     journal: str = _setting(
-        _AUTO,
+        AUTO,
         "storage of the journal of caches; auto is sqlite in data_dir if there is one, else memory;"
         " postgresql://... is a database of PostgreSQL",
-        _Text(
-            _is_journal,
-            f"must be {_AUTO}, sqlite, memory, or postgresql://USER@HOST/DATABASE without a password, which"
+        Text(
+            is_journal,
+            f"must be {AUTO}, sqlite, memory, or postgresql://USER@HOST/DATABASE without a password, which"
             " PGPASSWORD or a password file (PGPASSFILE) has",
             pattern="^(auto|sqlite|memory|postgres(ql)?://.*)$",
         ),
@@ -467,30 +386,30 @@ class Config:
         60.0,
         "how long workers keep running after the gateway was killed, for the next one with the same data_dir"
         " and settings to adopt; with 0 they end with the gateway",
-        _GRACE_S,
+        GRACE_S,
     )
     data_dir: str | None = _setting(
         None,
         "directory for the journal and for the adoption of workers; auto is one for each address and model in"
         " the user's state directory, and none with port 0",
-        _Text(bool, f"must be a directory, or {_AUTO}"),
+        Text(bool, f"must be a directory, or {AUTO}"),
     )
     log_level: str = _setting(
         "info", "minimum level of log records", ("debug", "info", "warning", "error"), group="log"
     )
     log_format: str = _setting(
-        _AUTO, "format of the log; auto is pretty on a terminal, else json", (_AUTO, "json", "pretty")
+        AUTO, "format of the log; auto is pretty on a terminal, else json", (AUTO, "json", "pretty")
     )
     log_calls: str = _setting(
-        "errors", "which calls have a line: off, those that fail or are cancelled, or all", _LOGGED_CALLS
+        "errors", "which calls have a line: off, those that fail or are cancelled, or all", LOGGED_CALLS
     )
     slow_call_ms: float = _setting(
-        0.0, "log calls that take longer, and where their time went; 0: none", _Range(0, 1000 * _DAY_S)
+        0.0, "log calls that take longer, and where their time went; 0: none", Range(0, 1000 * DAY_S)
     )
     otlp_endpoint: str = _setting(
         "",
         "send a span of each call to this OpenTelemetry collector, by OTLP over gRPC",
-        _Text(_is_collector, "must be http://host:port, or https:// for TLS", pattern="^(https?://.+)?$"),
+        Text(is_collector, "must be http://host:port, or https:// for TLS", pattern="^(https?://.+)?$"),
         group="traces",
     )
 
@@ -527,32 +446,32 @@ class Setting:
         self.default = field.default
         self.help: str = field.metadata["help"]
         self.group: str = field.metadata["group"]
-        self._rule: _Rule = field.metadata["rule"]
+        self._rule: Rule = field.metadata["rule"]
         self.choices = self._rule if isinstance(self._rule, tuple) else ()
 
     @property
     def allowed(self) -> str:
         """The valid values, in words."""
         match self._rule:
-            case _Range(minimum, maximum):
+            case Range(minimum, maximum):
                 number = "a whole number" if self.kind is int else "a number"
-                or_auto = f", or {_AUTO}" if self.is_optional else ""
+                or_auto = f", or {AUTO}" if self.is_optional else ""
                 return f"must be {number} from {plain(minimum)} to {plain(maximum)}{or_auto}"
-            case _Text(allowed=allowed):
+            case Text(allowed=allowed):
                 return allowed
         return "must be one of " + ", ".join(self.choices)
 
     def parse(self, value: object, source: str, *, text: bool) -> Any:
         """Converts and checks one value. `text`: the source has only strings, so numbers are parsed."""
-        if self.is_optional and value == _AUTO:
+        if self.is_optional and value == AUTO:
             return None
         allowed = self.allowed
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             parsed = self._convert(value, text=text)
             match self._rule:
-                case _Range(minimum, maximum):
+                case Range(minimum, maximum):
                     is_valid = minimum <= parsed <= maximum
-                case _Text(accepts, _, problem, _):
+                case Text(accepts, _, problem, _):
                     is_valid = accepts(parsed)
                     if problem is not None and not is_valid:
                         allowed = problem(parsed)
@@ -565,34 +484,34 @@ class Setting:
     @property
     def default_text(self) -> str:
         """The default, in the help."""
-        return _AUTO if self.default is None else f"{self.default}" or "none"
+        return AUTO if self.default is None else f"{self.default}" or "none"
 
     @property
     def is_switch(self) -> bool:
         """Whether it is off or on."""
-        return self.choices == _SWITCH
+        return self.choices == SWITCH
 
     @property
     def metavar(self) -> str:
         """What stands for the value in the help."""
-        if isinstance(self._rule, _Text) and self._rule.accepts in (_is_file, _is_directory):
-            return "FILE" if self._rule.accepts is _is_file else "DIRECTORY"
+        if isinstance(self._rule, Text) and self._rule.accepts in (is_file, is_directory):
+            return "FILE" if self._rule.accepts is is_file else "DIRECTORY"
         return "|".join(self.choices) or self.kind.__name__.upper()
 
     @property
     def schema(self) -> dict[str, Any]:
         """A JSON schema of the value in a file. `parse` refuses more: it also looks at the machine."""
         match self._rule:
-            case _Range(minimum, maximum):
+            case Range(minimum, maximum):
                 number = "integer" if self.kind is int else "number"
                 found: dict[str, Any] = {"type": number, "minimum": minimum, "maximum": maximum}
-            case _Text(pattern=pattern):
+            case Text(pattern=pattern):
                 found = {"type": "string"} | ({"pattern": pattern} if pattern else {})
             case choices:
                 found = {"enum": [*choices]}
         if self.is_optional:
-            found = {"anyOf": [{"const": _AUTO}, found]}
-        default = {"default": _AUTO if self.default is None else self.default}
+            found = {"anyOf": [{"const": AUTO}, found]}
+        default = {"default": AUTO if self.default is None else self.default}
         return {"description": f"{self.help} ({self.allowed})"} | default | found
 
     def _convert(self, value: object, *, text: bool) -> Any:

@@ -20,10 +20,10 @@ from service.config import (
     Config,
     ConfigError,
     Setting,
-    is_private,
     plain,
 )
 from service.model_names import is_hub_id, is_model, model_problem
+from service.setting_rules import is_private
 
 # Names of values that are not shown.
 _SECRET = re.compile("token|secret|passw|key|credential")

@@ -18,10 +18,11 @@ from service.api.parsing import parsed
 from service.api.server_state import ServerState
 from service.auth.authenticator import current_tenant, current_tenant_name
 from service.caches.requests import Move, Moved
-from service.config import Config, is_private
+from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument, QuireError, SeveralGateways
 from service.pool.rolling_restart import RollingRestart
+from service.setting_rules import is_private
 
 _POLL_S = 0.02
 Context = grpc.aio.ServicerContext[Any, Any]

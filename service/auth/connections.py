@@ -11,8 +11,9 @@ import socket
 import stat
 from pathlib import Path
 
-from service.config import MAX_WORKERS, Config
+from service.config import Config
 from service.logging import get_logger
+from service.setting_rules import MAX_WORKERS
 
 _log = get_logger(__name__)
 # Concurrent calls per connection. Further ones wait in the client.

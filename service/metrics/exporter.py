@@ -22,12 +22,12 @@ from quire.v1 import executor_pb2
 
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
-from service.config import is_private
 from service.listening import is_address, listening_socket
 from service.logging import get_logger
 from service.metrics.collector import QuireCollector, Sources, state_word
 from service.metrics.figures import Figures
 from service.metrics.status_page import PAGE, POLICY, status_json
+from service.setting_rules import is_private
 
 _log = get_logger(__name__)
 _MAX_REQUEST_BYTES = 1 << 14

@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.api.server_state import ServerState
 from service.api.validation import is_request_id
 from service.auth.authenticator import AUTHORIZATION, Authenticator
-from service.config import is_private
 from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError, SessionLimit
 from service.listening import is_address
 from service.logging import bind_request_id, get_logger
@@ -28,6 +27,7 @@ from service.openai import errors
 from service.openai.connection import connection_of
 from service.openai.generation import event
 from service.printable import escaped
+from service.setting_rules import is_private
 
 _log = get_logger(__name__)
 HEALTH = "/health"

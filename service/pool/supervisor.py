@@ -17,7 +17,7 @@ from contextvars import Context
 
 from quire.v1 import executor_pb2, worker_pb2
 
-from service.config import MAX_WORKERS, Config
+from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import NoWorker, Unsupported
 from service.logging import get_logger
@@ -25,6 +25,7 @@ from service.pool.incarnation import EXIT_CONFIG, Incarnation
 from service.pool.launcher import ElasticLauncher, Launcher, PoolFailed, WorkerProcesses
 from service.pool.link import WorkerLink
 from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
+from service.setting_rules import MAX_WORKERS
 
 _log = get_logger(__name__)
 

@@ -19,7 +19,7 @@ from quire.v1 import executor_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 from service.caches.effects import Claim, Event, ReleaseSequences
 from service.caches.workers import WorkerView
-from service.config import MAX_WORKERS, Config
+from service.config import Config
 from service.dispatcher import Dispatcher
 from service.pool import supervisor as supervisor_module
 from service.pool import wire
@@ -28,6 +28,7 @@ from service.pool.incarnation import EXIT_CONFIG
 from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.model_versions import ModelVersions
 from service.pool.supervisor import Supervisor
+from service.setting_rules import MAX_WORKERS
 from tests.service.served import become_ready
 
 Requests = AsyncIterator[worker_pb2.ConnectRequest]

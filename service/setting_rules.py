@@ -1,0 +1,130 @@
+"""What values a setting can have: the rules that fields of `Config` name, and how addresses are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import re
+import urllib.parse
+from collections.abc import Callable
+
+from service.model_names import MAX_HUB_ID
+
+AUTO = "auto"
+DTYPES = (AUTO, "bfloat16", "float16", "float32")
+_KIB, MIB = 1 << 10, 1 << 20
+# Longest path of a Unix socket on Linux, without the final zero.
+MAX_SOCKET_PATH_BYTES = 107
+_REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.))\w[\w./-]*[\w-]|\w", re.ASCII)
+MAX_WORKERS = 256
+_RESOURCE = re.compile(r"[\w.:/-]+=\d+(\.\d+)?", re.ASCII)
+DAY_S = 86_400
+YEAR_S = 365 * DAY_S
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """The valid numbers, inclusive. NaN is not in it."""
+
+    minimum: float
+    maximum: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Text:
+    """Whether a text is valid, and the valid texts in words."""
+
+    accepts: Callable[[str], bool]
+    allowed: str
+    # Describes the problem of an invalid text, if more can be said than `allowed`.
+    problem: Callable[[str], str] | None = None
+    # For editors: what all valid texts match.
+    pattern: str = ""
+
+
+# The last ones are the valid texts themselves.
+Rule = Range | Text | tuple[str, ...]
+
+
+def is_file(value: str) -> bool:
+    """Whether it names a file, or nothing."""
+    # Path.is_file raises if a directory of the path cannot be read.
+    return not value or os.path.isfile(value)  # noqa: PTH113
+
+
+def is_private(listen: str) -> bool:
+    """Whether only this machine can reach the address. Any host name but localhost may be remote."""
+    host = listen.rpartition(":")[0].strip("[]")
+    try:
+        return listen.startswith("unix:") or host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_listen_address(value: str) -> bool:
+    """Whether it is host:port, [ipv6]:port or unix:/path."""
+    if value.startswith("unix:"):
+        path = value.removeprefix("unix:")
+        return path.startswith("/") and len(path.encode()) <= MAX_SOCKET_PATH_BYTES
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
+        return False
+    # An IPv6 address contains colons, so it needs brackets.
+    return ":" not in host or (host.startswith("[") and host.endswith("]"))
+
+
+def is_directory(value: str) -> bool:
+    """Whether it names a directory, or nothing."""
+    return not value or os.path.isdir(value)  # noqa: PTH112 - see is_file
+
+
+def _is_http_address(value: str) -> bool:
+    return not value or (is_listen_address(value) and not value.startswith("unix:"))
+
+
+def are_addresses(value: str) -> bool:
+    """Whether it is a list of host:port with commas, or empty."""
+    return not value or all(_is_http_address(address) and address for address in value.split(","))
+
+
+def are_resources(value: str) -> bool:
+    """Whether it is a list of NAME=NUMBER with commas, or empty."""
+    return not value or all(_RESOURCE.fullmatch(part) for part in value.split(","))
+
+
+def are_devices(value: str) -> bool:
+    """Whether it is a list of GPUs, by number or UUID, or empty."""
+    return not value or bool(re.fullmatch(r"(\d+|GPU-[0-9a-f-]+)(,(\d+|GPU-[0-9a-f-]+))*", value, re.ASCII))
+
+
+def is_collector(value: str) -> bool:
+    """Whether it is the address of a collector of traces, or empty."""
+    return not value or bool(re.fullmatch(r"https?://[^/?#@\s]+/?", value))
+
+
+def is_journal(value: str) -> bool:
+    """Whether it is a kind of journal, or the address of a database, which has no password in it."""
+    if not value.startswith(("postgresql://", "postgres://")):
+        return value in (AUTO, "sqlite", "memory")
+    address = urllib.parse.urlsplit(value)
+    asked = urllib.parse.parse_qs(address.query, keep_blank_values=True)
+    return ":" not in address.netloc.rpartition("@")[0] and not {"password", "sslpassword"} & asked.keys()
+
+
+def is_revision(value: str) -> bool:
+    """Whether it can be a commit, branch or tag."""
+    return len(value) <= MAX_HUB_ID and bool(_REVISION.fullmatch(value))
+
+
+FILE = Text(is_file, "must be a file")
+HOST_PORT = r"([^:]+|\[.*\]):[0-9]+"
+HTTP_ADDRESS = Text(_is_http_address, "must be host:port or [ipv6]:port", pattern=f"^({HOST_PORT})?$")
+SWITCH = ("off", "on")
+LOGGED_CALLS = ("off", "errors", "all")
+COUNT = Range(1, 1 << 20)
+TIMEOUT_S = Range(0.1, DAY_S)
+GRACE_S = Range(0, DAY_S)
+MEMORY_BYTES = Range(_KIB, 1 << 50)
+# The size of a gRPC message is a signed 32-bit number.
+MESSAGE_BYTES = Range(_KIB, (1 << 31) - 1)
