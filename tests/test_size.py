@@ -14,7 +14,7 @@ from benchmarks.size.lines import PRODUCT, length, longest_file, most_methods
 from benchmarks.size.way import TYPES, Way, way_of
 
 SERVICE_LINES = 29_160
-PRODUCT_LINES = 67_560
+PRODUCT_LINES = 68_330
 LONGEST_FILE_LINES = 550
 MOST_METHODS = 34
 FILES_ON_THE_WAY = 18

@@ -1,7 +1,7 @@
 """The outputs of rows as plain data: log-probabilities, likely tokens, logits, hidden states and experts.
 
-Log-probabilities are those of the model's own distribution: the log-softmax of the logits before any sampling
-setting, as float32. Each row's numbers are bitwise independent of the other rows.
+Log-probabilities are those of the model's own distribution: the log-softmax, in float32, of the logits
+before any sampling setting. Each row's numbers are bitwise independent of the other rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu import sampling as compiled
 from workers.given_experts import ONE_BYTE_EXPERTS
 from workers.operations import LogitsFormat, OutputSpec, RowOutput
 from workers.sampling import BadLogitsError, best_k
@@ -174,12 +173,7 @@ def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
     Returns:
         [n, k] float32.
     """
-    logits = logits.float()
-    if logits.is_cuda or not compiled.available():
-        return _log_softmax(logits).gather(1, ids)
-    logits = logits.contiguous()
-    total = torch.from_numpy(compiled.log_sum_exp(logits))
-    return (logits.gather(1, ids).double() - total.unsqueeze(1)).float()
+    return _log_softmax(logits.float()).gather(1, ids)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

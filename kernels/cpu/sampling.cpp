@@ -302,17 +302,6 @@ void choose(RowArguments& a, int64_t vocab, Memory& memory) {
   if (a.drafts > 0) a.tokens[0] = choose_with_draft(a, tokens, softmax, total, memory);
 }
 
-// log(sum(exp(logits))). NaN where one is NaN or +inf, or all are -inf.
-double log_sum_exp(const float* logits, int64_t vocab) {
-  Longs unusable{};
-  for (int64_t i = 0; i < vocab; i += kDoubleLanes)
-    unusable |= __builtin_convertvector(!(load_four(logits + i, vocab - i) < -kHidden), Longs);
-  const float best = largest({logits, nullptr, vocab});
-  if ((unusable[0] | unusable[1] | unusable[2] | unusable[3]) != 0 || best == kHidden)
-    return std::numeric_limits<double>::quiet_NaN();
-  return best + std::log(Softmax{best, 1}.total(logits, vocab));
-}
-
 }  // namespace
 }  // namespace quire
 
@@ -322,13 +311,5 @@ extern "C" void quire_choose_tokens(quire::RowArguments* rows, int64_t count, in
   run_together(threads_for(count * vocab * 4, threads), [&](const Worker& worker) {
     thread_local Memory memory;
     worker.for_each(count, [&](int64_t row) { choose(rows[row], vocab, memory); });
-  });
-}
-
-extern "C" void quire_log_sum_exp(double* out, const float* logits, int64_t count, int64_t vocab, int64_t stride,
-                                  int64_t threads) {
-  using namespace quire;
-  run_together(threads_for(count * vocab * 4, threads), [&](const Worker& worker) {
-    worker.for_each(count, [&](int64_t row) { out[row] = log_sum_exp(logits + row * stride, vocab); });
   });
 }

@@ -1,4 +1,4 @@
-"""Calls the compiled choice of tokens, and sums of logits, in sampling.cpp. One call for all rows.
+"""Calls the compiled choice of tokens in sampling.cpp. One call for all rows.
 
 Dimension letters: R rows; V vocabulary; N draws of a row.
 """
@@ -119,19 +119,6 @@ def choose(logits: torch.Tensor, rows: Mapping[int, RowChoice]) -> None:
     run(ctypes.addressof(table), len(rows), vocab, torch.get_num_threads())
     for row, filled in zip(rows.values(), table, strict=True):
         row.candidates = filled.candidates
-
-
-def log_sum_exp(logits: torch.Tensor) -> Reals:
-    """[R] the logarithm of the sum of the exponentials of each row, which normalises its log-probabilities.
-
-    NaN for rows with NaN or +infinity, or nothing but -infinity. Arguments as for `choose`.
-    """
-    _check(logits)
-    out = np.empty(len(logits))
-    arguments = ctypes.c_void_p, ctypes.c_void_p, *(ctypes.c_int64,) * 4
-    run = library.function("quire_log_sum_exp", arguments)
-    run(out.ctypes.data, logits.data_ptr(), *logits.shape, logits.stride(0), torch.get_num_threads())
-    return out
 
 
 def _check(logits: torch.Tensor) -> None:

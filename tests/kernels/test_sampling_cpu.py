@@ -15,7 +15,6 @@ from kernels.cpu import sampling as compiled
 from tests.kernels.instruction_sets import need_compiled
 from workers.distribution import apply_drafts, sampled_logprobs
 from workers.operations import DraftProbabilities, OutputSpec, Sampling, TokenMask
-from workers.row_outputs import log_probabilities
 from workers.sampling import Draft, SamplingRow, choose_tokens
 
 _Number = TypeVar("_Number", int, float)
@@ -113,14 +112,6 @@ def test_they_agree_on_any_settings(seed: int, vocab: int) -> None:
     assert [apply_drafts(logits[i : i + 1], chosen[:1], drafted[i : i + 1]).item() for i in range(3)] == found
     alone = [sampled_logprobs(logits[i : i + 1], given[i : i + 1], [rows[i]], [WANTED])[0] for i in range(3)]
     assert alone == likely
-
-
-def test_log_probabilities_are_those_of_float64() -> None:
-    logits = torch.randn(9, 20_011, generator=torch.Generator().manual_seed(1)) * 10
-    ids = torch.arange(20_011).repeat(9, 1)
-    exact = torch.log_softmax(logits.double(), dim=-1)
-    # One rounding to float32, and far less before.
-    torch.testing.assert_close(log_probabilities(logits, ids).double(), exact, rtol=2.0**-23, atol=TOLERANCE)
 
 
 def test_what_does_not_fit_the_vocabulary_is_refused() -> None:
