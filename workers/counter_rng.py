@@ -137,15 +137,5 @@ def gumbel(key: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
     Returns:
         [N], finite, at most GUMBEL_MAX; a new array.
     """
-    return gumbel_of(uniform(key, token_ids))
-
-
-def gumbel_of(uniforms: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The noise for uniform numbers, [N] each. It decreases with the number."""
-    u = np.maximum(uniforms.astype(np.float64), _SMALLEST_UNIFORM)
+    u = np.maximum(uniform(key, token_ids).astype(np.float64), _SMALLEST_UNIFORM)
     return -np.log(-np.log1p(-u))
-
-
-def uniform_of(noise: float) -> float:
-    """The inverse of `gumbel_of`: tokens with at least this noise have at most this uniform number."""
-    return -math.expm1(-math.exp(-noise))

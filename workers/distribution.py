@@ -1,7 +1,7 @@
 """The distribution from which a token is drawn, and rejection sampling of drafts (speculative decoding).
 
-`sampling` draws without computing the whole distribution. Here it is computed, on the host and for single
-rows: for log-probabilities of drawn tokens, and for lossless speculative decoding.
+For log-probabilities of drawn tokens, and for lossless speculative decoding. On the host: one compiled call
+for all rows, and numpy, row by row, where nothing is compiled.
 
 A draft x, drawn from q, is kept with probability min(1, p(x) / q(x)). Otherwise the token is drawn from the
 residual max(0, p - q), normalised. So the token is distributed as p for any q (Leviathan et al., "Fast
@@ -19,13 +19,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 from torch import Tensor
 
+from kernels.cpu import sampling as compiled
+from workers import sampling
 from workers.counter_rng import gumbel, mix_key, uniform
 from workers.logit_settings import HistoryCounter, Ids, Masks
 from workers.operations import OutputSpec, Sampling
-from workers.sampling import Draft, Reals, Row, SamplingRow, adjusted, best_k
+from workers.sampling import CompiledRows, Draft, Reals, Row, SamplingRow, adjusted, candidates
 
 # They separate the streams from those of plain draws: any numbers but 0.
 _KEEP_STREAM = 0xD1B54A32D192ED03
@@ -49,6 +51,11 @@ class Distribution:
         at = int(np.searchsorted(self.ids, token_id))
         return float(self.probabilities[at]) if at < len(self.ids) and self.ids[at] == token_id else 0.0
 
+    def log_of(self, token_id: int) -> float:
+        """The log-probability of one token."""
+        probability = self.of(token_id)
+        return math.log(probability) if probability > 0 else -math.inf
+
     def residual(self, draft: Draft) -> Distribution | None:
         """The normalised max(0, p - q), where q is the draft's distribution. None: p and q are the same."""
         more = self.probabilities - draft.of(self.ids)
@@ -65,29 +72,10 @@ def distribution(logits: Row, row: SamplingRow, masks: Masks, counter: HistoryCo
         masks, counter: For this vocabulary; may be shared by rows of one step.
     """
     spec = row.spec or Sampling()
-    values = adjusted(logits, row, masks, counter)
-    if spec.temperature <= 0:
-        return Distribution(np.array([values.argmax()]), np.ones(1))
-    ids = np.flatnonzero(values > -np.inf)
-    if 0 < spec.top_k < len(values):
-        ids = np.sort(best_k(values, spec.top_k))
-    weights = np.exp((values[ids].astype(np.float64) - float(values.max())) / spec.temperature)
-    kept = weights > 0
-    if spec.top_p < 1.0:
-        kept &= _smallest_set(weights, spec.top_p)
-    if spec.min_p > 0.0:
-        kept &= weights >= spec.min_p
-    return Distribution(ids[kept], weights[kept] / weights[kept].sum())
-
-
-def _smallest_set(weights: Reals, top_p: float) -> NDArray[np.bool_]:
-    """[n] which tokens are in the top_p set: the most likely ones, the lower id first, that reach top_p."""
-    order = np.argsort(-weights, kind="stable")
-    before = np.cumsum(weights[order]) - weights[order]
-    kept = np.zeros(len(weights), dtype=np.bool_)
-    kept[order[before < top_p * weights.sum()]] = True
-    kept[order[0]] = True
-    return kept
+    ids, log_weights = candidates(adjusted(logits, row, masks, counter), spec)
+    weights = np.exp(log_weights)
+    likely = weights > 0
+    return Distribution(ids[likely], weights[likely] / weights[likely].sum())
 
 
 def choose_with_draft(target: Distribution, draft: Draft, seed: int, position: int) -> int:
@@ -125,17 +113,45 @@ def apply_drafts(logits: Tensor, chosen: Tensor, rows: Sequence[SamplingRow]) ->
     Returns:
         [R] int64 on the device of `chosen`.
     """
-    drafted = {index: row.draft for index, row in enumerate(rows) if row.draft is not None}
+    drafted = [(index, row, row.draft) for index, row in enumerate(rows) if row.draft is not None]
     if not drafted:
         return chosen
+    on_host, vocab = sampling.on_host(logits[[index for index, _, _ in drafted]]), logits.shape[1]
+    if compiled.available():
+        known, choices = CompiledRows(vocab), dict[int, compiled.RowChoice]()
+        for at, (_, row, draft) in enumerate(drafted):
+            choices[at] = choice = known.choice(row)
+            choice.tokens, choice.drafts = np.zeros(1, dtype=np.int64), _compiled_drafts(row, draft)
+        compiled.choose(on_host, choices)
+        tokens = [int(choice.tokens[0]) for choice in choices.values()]
+    else:
+        masks, counter = Masks(vocab), HistoryCounter(vocab)
+        targets = [
+            distribution(logits.numpy(), row, masks, counter)
+            for logits, (_, row, _) in zip(on_host, drafted, strict=True)
+        ]
+        tokens = [
+            choose_with_draft(target, draft, _seed(row), row.position)
+            for target, (_, row, draft) in zip(targets, drafted, strict=True)
+        ]
     chosen = chosen.clone()
-    masks, counter = Masks(logits.shape[1]), HistoryCounter(logits.shape[1])
-    for index, draft in drafted.items():
-        row = rows[index]
-        target = distribution(logits[index].float().cpu().numpy(), row, masks, counter)
-        seed = 0 if row.spec is None else row.spec.seed
-        chosen[index] = choose_with_draft(target, draft, seed, row.position)
+    chosen[[index for index, _, _ in drafted]] = torch.tensor(tokens, device=chosen.device)
     return chosen
+
+
+def _seed(row: SamplingRow) -> int:
+    return 0 if row.spec is None else row.spec.seed
+
+
+def _compiled_drafts(row: SamplingRow, draft: Draft) -> compiled.Drafts:
+    seed, position, drawn_from = _seed(row), row.position, draft.drawn_from
+    return compiled.Drafts(
+        token_ids=np.array(draft.token_ids, dtype=np.int64),
+        ids=drawn_from.ids,
+        probabilities=drawn_from.probabilities,
+        keep_key=mix_key(seed ^ _KEEP_STREAM, position),
+        residual_key=mix_key(seed ^ _RESIDUAL_STREAM, position),
+    )
 
 
 def sampled_logprobs(
@@ -149,10 +165,16 @@ def sampled_logprobs(
     wanted = [index for index, spec in enumerate(specs) if spec.sampled_logprob]
     if not wanted:
         return {}
-    masks, counter = Masks(logits.shape[1]), HistoryCounter(logits.shape[1])
-    found = {}
-    for index in wanted:
-        drawn_from = distribution(logits[index].float().cpu().numpy(), rows[index], masks, counter)
-        probability = drawn_from.of(chosen[index])
-        found[index] = math.log(probability) if probability > 0 else -math.inf
+    some = logits if len(wanted) == len(logits) else logits[wanted]
+    on_host, vocab, found = sampling.on_host(some), logits.shape[1], dict[int, float]()
+    if compiled.available():
+        known, choices = CompiledRows(vocab), dict[int, compiled.RowChoice]()
+        for at, index in enumerate(wanted):
+            choices[at] = choice = known.choice(rows[index])
+            choice.tokens, choice.wants_logprobs = np.array([chosen[index]]), True
+        compiled.choose(on_host, choices)
+        return {index: float(choices[at].logprobs[0]) for at, index in enumerate(wanted)}
+    masks, counter = Masks(vocab), HistoryCounter(vocab)
+    for row, index in zip(on_host, wanted, strict=True):
+        found[index] = distribution(row.numpy(), rows[index], masks, counter).log_of(chosen[index])
     return found

@@ -6,17 +6,19 @@ tokens. Runs on the host, for rows on any device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.counter_rng import mix_key
+from kernels.cpu import sampling as compiled
 from workers.distribution import distribution
 from workers.logit_settings import HistoryCounter, Masks
 from workers.operations import OutputSpec, RowOutput, Sampling
-from workers.sampling import GumbelSampler, SamplingRow, adjusted
+from workers.row_outputs import log_probabilities
+from workers.sampling import CompiledRows, SamplingRow, adjusted, candidates, keys_of, on_host
 
 # The fixed cost of a draw, in candidate tokens.
 _DRAW_COST = 1 << 13
@@ -30,8 +32,7 @@ def draw_extra_samples(
     """Yields one token for each seed, with the log-probabilities that `spec` requests and nothing else.
 
     Yields batches with their cost, in candidate tokens: a thousand draws from a flat distribution over a
-    large vocabulary take a second. Masks, penalties, top_k and min_p are applied once. Without a
-    temperature all tokens are the most likely one.
+    large vocabulary take a part of a second. Without a temperature all tokens are the most likely one.
 
     Args:
         logits: [V] float32, any device, accepted by `choose_tokens` with this row. Not modified; must not
@@ -40,28 +41,49 @@ def draw_extra_samples(
         seeds: One for each draw.
         spec: Of the row.
     """
-    on_host = logits.cpu().numpy()
-    masks, counter = Masks(len(on_host)), HistoryCounter(len(on_host))
-    sampling = row.spec or Sampling()
-    values = adjusted(on_host, row, masks, counter)
-    best = int(values.argmax())
-    sampler = None
-    if sampling.temperature > 0:
-        sampler = GumbelSampler(values, float(values[best]), sampling, len(seeds))
-    logprobs = torch.log_softmax(logits, dim=-1) if spec.logprob or spec.top_logprobs else None
-    drawn_from = distribution(on_host, row, masks, counter) if spec.sampled_logprob else None
-    cost = _DRAW_COST + (sampler.size if sampler is not None else 0)
+    draw = (_CompiledDraws if compiled.available() else _Draws)(logits, row, logprobs=spec.sampled_logprob)
+    cost = _DRAW_COST + draw.candidates
     count = max(1, _BATCH_COST // cost)
     for start in range(0, len(seeds), count):
-        keys = [mix_key(seed, row.position) for seed in seeds[start : start + count]]
-        tokens = [best] * len(keys) if sampler is None else sampler.draw(keys)
+        tokens, likely = draw(keys_of(seeds[start : start + count], row.position))
         samples = [RowOutput(token) for token in tokens]
-        if logprobs is not None:
-            found = logprobs[torch.tensor(tokens, device=logits.device)].tolist()
-            for sample, logprob in zip(samples, found, strict=True):
+        if spec.logprob or spec.top_logprobs:
+            found = log_probabilities(logits[None], torch.tensor([tokens], device=logits.device))
+            for sample, logprob in zip(samples, found[0].tolist(), strict=True):
                 sample.logprob = logprob
-        if drawn_from is not None:
-            for sample in samples:
-                probability = drawn_from.of(sample.token_id)
-                sample.sampled_logprob = math.log(probability) if probability > 0 else -math.inf
-        yield cost * len(keys) + (0 if start else len(on_host)), samples
+        if spec.sampled_logprob:
+            for sample, logprob in zip(samples, likely, strict=True):
+                sample.sampled_logprob = logprob
+        yield cost * len(samples) + (0 if start else len(logits)), samples
+
+
+class _CompiledDraws:
+    """Draws from one row, with their log-probabilities if they are wanted."""
+
+    def __init__(self, logits: Tensor, row: SamplingRow, *, logprobs: bool) -> None:
+        self._logits = on_host(logits[None])
+        self._choice = CompiledRows(len(logits)).choice(row)
+        self._choice.wants_logprobs = logprobs
+        self(keys_of([], 0))
+        self.candidates = self._choice.candidates
+
+    def __call__(self, keys: NDArray[np.uint64]) -> tuple[list[int], list[float]]:
+        self._choice.keys = keys
+        compiled.choose(self._logits, {0: self._choice})
+        return self._choice.tokens.tolist(), self._choice.logprobs.tolist()
+
+
+class _Draws:
+    """As `_CompiledDraws`, in numpy."""
+
+    def __init__(self, logits: Tensor, row: SamplingRow, *, logprobs: bool) -> None:
+        values, vocab, spec = on_host(logits[None])[0].numpy(), len(logits), row.spec or Sampling()
+        masks, counter = Masks(vocab), HistoryCounter(vocab)
+        self._left = candidates(adjusted(values, row, masks, counter), spec)
+        self._drawn_from = distribution(values, row, masks, counter) if logprobs else None
+        self.candidates = len(self._left.ids)
+
+    def __call__(self, keys: NDArray[np.uint64]) -> tuple[list[int], list[float]]:
+        tokens = [self._left.draw(key) for key in keys.tolist()]
+        drawn_from = self._drawn_from
+        return tokens, [] if drawn_from is None else [drawn_from.log_of(token) for token in tokens]

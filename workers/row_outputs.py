@@ -99,7 +99,7 @@ def score_tokens(logits: Tensor, targets: Tensor) -> TokenScores:
     for start in range(0, logits.shape[0], _ROWS_AT_A_TIME):
         end = start + _ROWS_AT_A_TIME
         group, wanted = logits[start:end].float(), targets[start:end].unsqueeze(1)
-        scores += _log_softmax(group).gather(1, wanted).flatten().tolist()
+        scores += log_probabilities(group, wanted).flatten().tolist()
         is_argmax += (group.gather(1, wanted).flatten() >= group.amax(dim=-1)).tolist()
     bad = [row for row, score in enumerate(scores) if math.isnan(score)]
     if bad:
@@ -161,6 +161,19 @@ def _some_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
     first, end = rows[0], rows[-1] + 1
     # Usually the rows are contiguous: slicing does not copy them.
     return logits[first:end] if end - first == len(rows) else logits[list(rows)]
+
+
+def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
+    """The log-probabilities of some tokens. NaN in rows with NaN or +infinity, or only -infinity.
+
+    Args:
+        logits: [n, V] floating point. Not modified.
+        ids: [n, k] int64, on the same device.
+
+    Returns:
+        [n, k] float32.
+    """
+    return _log_softmax(logits.float()).gather(1, ids)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -236,7 +249,7 @@ def _add_logprobs(
     ids = [[outputs[row].token_id, *outputs[row].top_ids, *listed.get(id(specs[row]), ())] for row in rows]
     width = max(map(len, ids))
     index = torch.tensor([own + [0] * (width - len(own)) for own in ids], device=logits.device)  # [n, width]
-    found = _log_softmax(_some_rows(logits, rows).float()).gather(1, index).tolist()
+    found = log_probabilities(_some_rows(logits, rows), index).tolist()
     for row, own, logprobs in zip(rows, ids, found, strict=True):
         output, spec, top = outputs[row], specs[row], 1 + len(outputs[row].top_ids)
         if spec.logprob or spec.top_logprobs:

@@ -4,6 +4,8 @@ Each row is chosen independently. Its token is a pure function of its logits, se
 does not depend on the rest of the batch or on earlier draws. Settings apply in the order of types.proto.
 Among equal logits the lowest id comes first, in the choice and in every "most likely".
 
+On the CPU one compiled call chooses for all rows; numpy does it, row by row, where nothing is compiled.
+
 Numbers: logits are float32. Bias, repetition penalty and frequency/presence penalty are each computed in
 float64 and rounded once to float32; finite values stay finite. All later steps use float64.
 
@@ -13,46 +15,24 @@ cannot make the batch fail with an index error.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.counter_rng import gumbel_of, mix_key, uniform, uniform_of
+from kernels.cpu import sampling as compiled
+from workers.counter_rng import gumbel, mix_key
 from workers.logit_settings import HistoryCounter, Ids, Masks, TokenCounts, in_vocabulary
 from workers.operations import DraftProbabilities, Sampling, TokenMask
-
-_Token = TypeVar("_Token", int, int | None)
 
 _NEG_INF = float("-inf")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _GREEDY = Sampling()
-
-# Distances below the best log-weight that are tried for a superset of the top_p set, smallest first.
-_TOP_P_CUTS = (3.0, 6.0, 9.0, 12.0)
-
-# For at least so many draws from one row, its tokens are sorted once to find the top_p set.
-_MANY_DRAWS = 16
-# Far more than the relative difference of sums in another order.
-_SUM_SLACK = 1e-9
-
-# With fewer candidates, pruning costs more than it saves.
-_MIN_PRUNED = 2048
-# Tokens within this distance of the best log-weight determine the score that others have to reach.
-_HEAD_WEIGHT = 4.0
-# Far more than the rounding error of a uniform number (float32).
-_UNIFORM_SLACK = 1e-6
-
-# The least logits for another thread: about a millisecond of work.
-_MIN_LOGITS_PER_THREAD = 1 << 17
 
 Row = NDArray[np.float32]  # [V] logits
 Reals = NDArray[np.float64]
@@ -171,42 +151,23 @@ def _is_greedy(row: SamplingRow) -> bool:
 
 
 def _choose_others(logits: Tensor, rows: Sequence[SamplingRow], indexes: Sequence[int]) -> list[int | None]:
-    """The tokens of rows that are not greedy, in the order of `indexes`. None: nothing is allowed.
-
-    A large vocabulary takes milliseconds for each row. numpy releases the GIL, so threads choose in parallel.
-    """
-    return _in_threads(lambda part: _choose_some(logits, rows, part), indexes, logits.shape[1])
-
-
-def _in_threads(
-    work: Callable[[Sequence[int]], list[_Token]], items: Sequence[int], size: int
-) -> list[_Token]:
-    """The results of `work` for items of `size` logits each, in order. Several threads may each do a part."""
-    # A single item stays in this thread, which may be one of the pool's: so nested calls cannot deadlock.
-    parts = min(torch.get_num_threads(), len(items), len(items) * size // _MIN_LOGITS_PER_THREAD)
-    if parts < 2:
-        return work(items)
-    # Contiguous parts: neighbours share masks and histories.
-    cuts = [len(items) * part // parts for part in range(parts + 1)]
-    some = [items[first:end] for first, end in itertools.pairwise(cuts)]
-    return list(itertools.chain.from_iterable(_threads(parts).map(work, some)))
-
-
-def _choose_some(logits: Tensor, rows: Sequence[SamplingRow], indexes: Sequence[int]) -> list[int | None]:
-    masks, counter = Masks(logits.shape[1]), HistoryCounter(logits.shape[1])
-    return [
-        _choose_one(
-            adjusted(logits[index].cpu().numpy(), rows[index], masks, counter),
-            rows[index],
-            rows[index].spec or _GREEDY,
-        )
-        for index in indexes
-    ]
-
-
-@functools.cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="sampling")
+    """The tokens of rows that are not greedy, in the order of `indexes`. None: nothing is allowed."""
+    vocab = logits.shape[1]
+    if not compiled.available():
+        masks, counter = Masks(vocab), HistoryCounter(vocab)
+        return [
+            _choose_one(adjusted(logits[index].cpu().numpy(), rows[index], masks, counter), rows[index])
+            for index in indexes
+        ]
+    known, choices = CompiledRows(vocab), dict[int, compiled.RowChoice]()
+    for index in indexes:
+        row, choice = rows[index], known.choice(rows[index])
+        choice.keys = keys_of([0 if row.spec is None else row.spec.seed], row.position)
+        if row.draft is not None:
+            choice.temperature = 0.0  # `distribution` chooses; here any allowed token will do
+        choices[index] = choice
+    compiled.choose(on_host(logits), choices)
+    return [int(choice.tokens[0]) if choice.candidates else None for choice in choices.values()]
 
 
 def adjusted(logits: Row, row: SamplingRow, masks: Masks, counter: HistoryCounter) -> Row:
@@ -252,16 +213,12 @@ def _argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.gather(1, ids.unsqueeze(1)).squeeze(1), ids
 
 
-def _choose_one(adjusted: Row, row: SamplingRow, spec: Sampling) -> int | None:
+def _choose_one(adjusted: Row, row: SamplingRow) -> int | None:
     """The token of one row after mask, bias and penalties. None: nothing is allowed."""
-    token = int(adjusted.argmax())
-    best = float(adjusted[token])
-    if not math.isfinite(best):
+    if not math.isfinite(adjusted.max()):
         return None
-    if spec.temperature <= 0:
-        return token
-    (token,) = GumbelSampler(adjusted, best, spec, 1).draw((mix_key(spec.seed, row.position),))
-    return token
+    spec = row.spec or _GREEDY
+    return candidates(adjusted, spec).draw(mix_key(spec.seed, row.position))
 
 
 def _adjusted(row: Row, spec: Sampling, history: TokenCounts | None) -> Row:
@@ -295,97 +252,86 @@ def _store(row: Row, ids: Ids, values: Reals) -> None:
     row[ids] = np.where(row[ids] == _NEG_INF, row[ids], finite)
 
 
-class _Candidates(NamedTuple):
-    """Tokens that may be drawn, and their log-weights relative to the best token's."""
+class Candidates(NamedTuple):
+    """Tokens that can be drawn, and their log-weights relative to the best token's."""
 
     ids: Ids  # [n], ascending
     log_weights: Reals  # [n]
 
-    def take(self, index: Ids) -> _Candidates:
-        return _Candidates(self.ids[index], self.log_weights[index])
+    def draw(self, key: int) -> int:
+        """The token with the largest log-weight + Gumbel noise."""
+        return int(self.ids[(self.log_weights + gumbel(key, self.ids)).argmax()])
 
 
-class GumbelSampler:
-    """Draws from the softmax of a row (largest value: `best`), restricted by top_k, top_p and min_p.
+def candidates(row: Row, spec: Sampling) -> Candidates:
+    """What is left of a row by temperature, top_k, top_p and min_p.
 
-    A draw is the argmax of log-weight + Gumbel noise. top_p needs no sorting: the argmax is taken over a
-    superset of the top_p set. If the more likely tokens weigh less than p, the argmax is in the set. If not,
-    no token from it down is in the set, and the argmax is taken again over the tokens above.
+    Args:
+        row: [V] float32 after mask, bias and penalties, of which one is finite. Not modified.
+        spec: Without a temperature only the most likely token is left.
     """
+    best = int(row.argmax())
+    if spec.temperature <= 0:
+        return Candidates(np.array([best]), np.zeros(1))
+    ids = np.flatnonzero(row > _NEG_INF)
+    if 0 < spec.top_k < len(ids):
+        ids = np.sort(best_k(row, spec.top_k))
+    log_weights = (row[ids].astype(np.float64) - float(row[best])) / spec.temperature
+    kept = np.ones(len(ids), dtype=np.bool_)
+    if spec.top_p < 1.0:
+        # The weight of the tokens before each: the set has those before which is less than top_p.
+        order = np.argsort(-row[ids], kind="stable")  # stable: ids stay ascending among equals
+        weights = np.exp(log_weights[order])
+        kept[order[1:]] = np.cumsum(weights)[:-1] < spec.top_p * weights.sum()
+    if spec.min_p > 0.0:
+        kept &= np.exp(log_weights) >= spec.min_p
+    return Candidates(ids[kept], log_weights[kept])
 
-    def __init__(self, row: Row, best: float, spec: Sampling, draws: int) -> None:
-        """`draws`: how many are expected. For many draws impossible tokens are removed first."""
-        top_k = 0 < spec.top_k < len(row)
-        ids = np.sort(best_k(row, spec.top_k)) if top_k else np.arange(len(row))
-        log_weights = row[ids].astype(np.float64) if top_k else row.astype(np.float64)
-        log_weights -= best
-        log_weights /= spec.temperature
-        candidates = _Candidates(ids, log_weights)
 
-        self._top_p_mass = math.inf
-        if spec.top_p < 1.0:
-            weights = np.exp(log_weights)
-            self._top_p_mass = spec.top_p * float(weights.sum())
-            for cut in _TOP_P_CUTS:
-                near = np.flatnonzero(log_weights >= -cut)
-                if weights[near].sum() >= self._top_p_mass:
-                    candidates = candidates.take(near)
-                    break
-        if spec.min_p > 0.0:
-            candidates = candidates.take(np.flatnonzero(np.exp(candidates.log_weights) >= spec.min_p))
-        if draws >= _MANY_DRAWS:
-            candidates = _drop_impossible(candidates, self._top_p_mass)
-        self._candidates = candidates
+class CompiledRows:
+    """Describes rows of one step to the compiled kernel. What rows share is decoded once."""
 
-    @property
-    def size(self) -> int:
-        """The number of candidates, which is the cost of a draw."""
-        return len(self._candidates.ids)
+    def __init__(self, vocab: int) -> None:
+        self._vocab = vocab
+        self._masks = Masks(vocab)
+        # By id, valid as long as the history is kept here.
+        self._histories: dict[int, tuple[object, Ids]] = {}
 
-    def draw(self, keys: Sequence[int]) -> list[int]:
-        """The token drawn with each key."""
-        return _in_threads(
-            lambda part: [_draw_one(self._candidates, self._top_p_mass, key) for key in part], keys, self.size
+    def choice(self, row: SamplingRow) -> compiled.RowChoice:
+        """The row's settings. The caller adds `keys` or `tokens`, drafts, and what it wants."""
+        spec = row.spec or _GREEDY
+        choice = compiled.RowChoice(
+            temperature=spec.temperature,
+            top_k=spec.top_k,
+            top_p=spec.top_p,
+            min_p=spec.min_p,
+            repetition_penalty=spec.repetition_penalty,
+            frequency_penalty=spec.frequency_penalty,
+            presence_penalty=spec.presence_penalty,
+            mask=None if row.mask is None else self._masks.packed(row.mask),
         )
+        if spec.logit_bias:
+            choice.biased = in_vocabulary(spec.logit_bias, self._vocab)
+            choice.bias = _column(spec.logit_bias, choice.biased)
+        if spec.has_penalty:
+            choice.history, choice.path = self._history(row.history), np.array(row.path, dtype=np.int64)
+            choice.history_len = len(row.history) if row.history_len is None else row.history_len
+            choice.prompt_len = row.prompt_len
+        return choice
+
+    def _history(self, history: Sequence[int] | Ids) -> Ids:
+        known = self._histories.get(id(history))
+        if known is None:
+            ids = np.ascontiguousarray(history, dtype=np.int64)
+            known = self._histories[id(history)] = history, ids
+        return known[1]
 
 
-def _drop_impossible(candidates: _Candidates, limit: float) -> _Candidates:
-    """The candidates that can be drawn: not forbidden, and, up to rounding, in the top_p set of `limit`."""
-    if limit == math.inf:
-        return candidates.take(np.flatnonzero(candidates.log_weights > _NEG_INF))
-    order = np.argsort(-candidates.log_weights, kind="stable")  # stable: ids stay ascending among equals
-    order = order[: np.count_nonzero(candidates.log_weights > _NEG_INF)]
-    # [n] the weight of a token and all before it. The set has the tokens before which is less than `limit`.
-    reached = np.cumsum(np.exp(candidates.log_weights[order]))
-    count = 1 + int(np.searchsorted(reached[:-1], limit * (1 + _SUM_SLACK)))
-    return candidates.take(np.sort(order[:count]))
+def on_host(logits: Tensor) -> Tensor:
+    """[R, V] as compiled code reads it. Copies only what is not so."""
+    return logits.float().cpu().contiguous()
 
 
-def _draw_one(candidates: _Candidates, limit: float, key: int) -> int:
-    """A draw from the most likely tokens that together reach the weight `limit`."""
-    while True:
-        token, log_weight = _gumbel_argmax(candidates, key)
-        if limit == math.inf:
-            return token
-        before = candidates.log_weights > log_weight
-        before |= (candidates.log_weights == log_weight) & (candidates.ids < token)
-        above = candidates.take(np.flatnonzero(before))
-        if len(above.ids) == 0 or np.exp(above.log_weights).sum() < limit:
-            return token
-        candidates = above
-
-
-def _gumbel_argmax(candidates: _Candidates, key: int) -> tuple[int, float]:
-    """The id and log-weight of the candidate with the largest log-weight + gumbel.
-
-    The logarithms of the noise take most of the time. No log-weight is above 0: so only tokens whose noise is
-    at least the best score so far can exceed it. Their uniform numbers show this without a logarithm.
-    """
-    uniforms = uniform(key, candidates.ids)
-    if len(candidates.ids) > _MIN_PRUNED:
-        head = np.flatnonzero(candidates.log_weights >= -_HEAD_WEIGHT)[:_MIN_PRUNED]
-        best_score = float((candidates.log_weights[head] + gumbel_of(uniforms[head])).max(initial=_NEG_INF))
-        near = np.flatnonzero(uniforms <= uniform_of(best_score) * (1 + _UNIFORM_SLACK))
-        candidates, uniforms = candidates.take(near), uniforms[near]
-    best = (candidates.log_weights + gumbel_of(uniforms)).argmax()
-    return int(candidates.ids[best]), float(candidates.log_weights[best])
+def keys_of(seeds: Iterable[int], position: int) -> NDArray[np.uint64]:
+    """The keys of draws with these seeds."""
+    return np.array([mix_key(seed, position) for seed in seeds], dtype=np.uint64)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from workers import extra_samples, sampling
-from workers.counter_rng import uniform
+from workers import extra_samples
 from workers.distribution import sampled_logprobs
 from workers.extra_samples import draw_extra_samples
 from workers.operations import OutputSpec, RowOutput, Sampling, TokenMask
@@ -72,27 +71,22 @@ def test_each_is_what_a_row_with_that_seed_chooses(seed: int, vocab: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("spec", "can_win"),
+    ("row", "can_win"),
     [
-        (Sampling(temperature=100.0, top_p=0.1), 0.11),
-        (Sampling(temperature=100.0, top_p=1e-30), 0.0),
-        (Sampling(temperature=1.0, logit_bias=dict.fromkeys(range(100, 20_000), -np.inf)), 0.01),
+        (SamplingRow(Sampling(temperature=100.0, top_p=0.1)), 0.11),
+        (SamplingRow(Sampling(temperature=100.0, top_p=1e-30)), 0.0),
+        (SamplingRow(Sampling(temperature=1.0), TokenMask(allowed=range(100))), 0.01),
     ],
 )
-def test_tokens_that_no_draw_can_choose_are_raced_by_none(
-    spec: Sampling, can_win: float, monkeypatch: pytest.MonkeyPatch
+def test_tokens_that_no_draw_can_choose_cost_nothing(
+    row: SamplingRow, can_win: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a flat distribution over a large vocabulary a part is left: no draw costs all of it."""
-    vocab, raced = 20_000, []
+    vocab = 20_000
+    monkeypatch.setattr(extra_samples, "_DRAW_COST", 0)
     logits = torch.from_numpy(np.random.default_rng(1).normal(size=vocab).astype(np.float32))
-
-    def counted(key: int, token_ids: np.ndarray) -> np.ndarray:
-        raced.append(len(token_ids))
-        return uniform(key, token_ids)
-
-    monkeypatch.setattr(sampling, "uniform", counted)
-    drawn_from(logits, SamplingRow(spec), OutputSpec())
-    assert sum(raced) <= len(SEEDS) * max(1, can_win * vocab)
+    cost = sum(cost for cost, _ in draw_extra_samples(logits, row, SEEDS, OutputSpec()))
+    assert cost <= vocab + len(SEEDS) * max(1, can_win * vocab)
 
 
 def test_draws_of_a_flat_distribution_come_in_parts_that_cost_the_same(

@@ -48,7 +48,6 @@ def reference(logits: list[float], row: SamplingRow) -> int | None:
     order = order[: spec.top_k or None]
     log_weight = {t: (adjusted[t] - adjusted[order[0]]) / spec.temperature for t in order}
     weight = {t: math.exp(log_weight[t]) for t in order}
-    order.sort(key=lambda t: (-log_weight[t], t))
     if spec.top_p < 1:
         limit = spec.top_p * math.fsum(weight.values())
         kept: list[int] = []

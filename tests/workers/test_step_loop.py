@@ -116,11 +116,17 @@ def test_few_forwards_draw_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extra_samples, "_BATCH_COST", 1)
     begun: list[int] = []
 
-    def counted(*of_one: Any) -> sampling.GumbelSampler:
+    def counted(*of_one: Any) -> sampling.CompiledRows:
         begun.append(1)
-        return sampling.GumbelSampler(*of_one)
+        return sampling.CompiledRows(*of_one)
 
-    monkeypatch.setattr(extra_samples, "GumbelSampler", counted)
+    def counted_in_numpy(*of_one: Any) -> sampling.Candidates:
+        begun.append(1)
+        return sampling.candidates(*of_one)
+
+    # One of them, for each forward.
+    monkeypatch.setattr(extra_samples, "CompiledRows", counted)
+    monkeypatch.setattr(extra_samples, "candidates", counted_in_numpy)
     worker = Worker(limits=(64, 16, 16))
     results = worker.round(*(prefill_with_samples(op_id, 3) for op_id in range(1, 31)))
     while len(results) < 30:
