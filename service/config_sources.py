@@ -23,7 +23,7 @@ from service.config import (
     plain,
 )
 from service.model_names import is_hub_id, is_model, model_problem
-from service.setting_rules import is_private
+from service.setting_rules import POSTGRES, is_private
 
 # Names of values that are not shown.
 _SECRET = re.compile("token|secret|passw|key|credential")
@@ -140,9 +140,7 @@ def conflicts(config: Config, sources: Mapping[str, str]) -> Iterator[tuple[tupl
         if value and not getattr(config, other):
             yield (name, other), ConfigError(name, sources[name], value, f"needs {other} too")
     yield from _pool_conflicts(config, sources)
-    if config.gateways > 1:
-        yield from _gateway_conflicts(config, sources)
-    yield from _peer_conflicts(config, sources)
+    yield from _gateway_conflicts(config, sources)
     for name in ("listen", "openai_listen"):
         value = getattr(config, name)
         if value and not (is_private(value) or config.tls_cert or config.insecure == "on"):
@@ -196,38 +194,31 @@ def needs_a_worker(config: Config) -> str:
 def _gateway_conflicts(
     config: Config, sources: Mapping[str, str]
 ) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
-    """As `conflicts`, for several gateways."""
+    """As `conflicts`, for several gateways, of this host or of several."""
     slots = "workers_at" if config.workers_at else "workers"
     # How many `auto` is, the machine tells at the start.
     is_known = config.workers_at or config.workers is not None
-    problems = (
+    on_one_host = (
         (slots, is_known and config.gateways > config.worker_slots, needs_a_worker(config)),
         ("listen", config.listen.startswith("unix:"), "several gateways share a port, not a Unix socket"),
         ("pool_listen", bool(config.pool_listen), "with several gateways only workers_at is possible"),
         ("launcher", config.launcher == "ray", "with several gateways only local is possible"),
     )
-    for name, is_wrong, problem in problems:
-        if is_wrong:
-            error = ConfigError(name, sources.get(name, "default"), getattr(config, name), problem)
-            yield (name, "gateways"), error
-
-
-def _peer_conflicts(
-    config: Config, sources: Mapping[str, str]
-) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
-    """As `conflicts`, for gateways of several hosts."""
-    problems = [("peer_listen", config.shards > 1 and not config.peer_listen, "shards needs peer_listen too")]
-    if config.peer_listen:
-        problems = [
-            ("peer_listen", not config.journal.startswith("postgres"), "needs journal = postgresql://..."),
-            ("peer_listen", not config.workers_at, "needs workers_at, the same ones for all gateways"),
-            ("workers_at", config.worker_slots < config.shards, f"each of {config.shards} shards needs one"),
-            ("gateways", config.gateways > 1, "must be 1 with peer_listen: start each gateway"),
-        ]
-    for name, is_wrong, problem in problems:
-        if is_wrong:
-            error = ConfigError(name, sources.get(name, "default"), getattr(config, name), problem)
-            yield (name, "shards", "peer_listen"), error
+    on_several = (
+        ("peer_listen", not config.journal.startswith(POSTGRES), "needs journal = postgresql://..."),
+        ("peer_listen", not config.workers_at, "needs workers_at, the same ones for all gateways"),
+        ("workers_at", config.worker_slots < config.shards, f"each of {config.shards} shards needs one"),
+        ("gateways", config.gateways > 1, "must be 1 with peer_listen: start each gateway"),
+    )
+    alone = (("peer_listen", config.shards > 1, "shards needs peer_listen too"),)
+    for others, problems in (
+        (("gateways",), on_one_host if config.gateways > 1 else ()),
+        (("shards", "peer_listen"), on_several if config.peer_listen else alone),
+    ):
+        for name, is_wrong, problem in problems:
+            if is_wrong:
+                error = ConfigError(name, sources.get(name, "default"), getattr(config, name), problem)
+                yield (name, *others), error
 
 
 def _overlap(one: str, other: str) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from service.model_names import MAX_HUB_ID
 
 AUTO = "auto"
+# What the address of a journal in PostgreSQL begins with.
+POSTGRES = ("postgresql://", "postgres://")
 DTYPES = (AUTO, "bfloat16", "float16", "float32")
 _KIB, MIB = 1 << 10, 1 << 20
 # Longest path of a Unix socket on Linux, without the final zero.
@@ -105,7 +107,7 @@ def is_collector(value: str) -> bool:
 
 def is_journal(value: str) -> bool:
     """Whether it is a kind of journal, or the address of a database, which has no password in it."""
-    if not value.startswith(("postgresql://", "postgres://")):
+    if not value.startswith(POSTGRES):
         return value in (AUTO, "sqlite", "memory")
     address = urllib.parse.urlsplit(value)
     asked = urllib.parse.parse_qs(address.query, keep_blank_values=True)

@@ -77,7 +77,8 @@ SERVICE_ROOMS = {
     "service.caches": ("service.errors", "service.token_bucket"),
     "service.journal": (
         "service.caches.records", "service.caches.ledger", "service.caches.segments", "service.caches.counts",
-        "service.durable_file", "service.logging", "service.postgres", "service.shards.leases",
+        "service.durable_file", "service.logging", "service.postgres", "service.setting_rules",
+        "service.shards.leases",
     ),
     "service.postgres": (),
     "service.dispatcher": (

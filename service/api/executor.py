@@ -84,8 +84,7 @@ class ExecutorApi:
     async def _begin(self, context: Context) -> tuple[RequestLimits, float | None]:
         """The limits that a request is checked against, and the time until its deadline."""
         limits = await self._state.limits_when_ready(context.time_remaining())
-        # None, without a deadline.
-        left_s = context.time_remaining()
+        left_s = context.time_remaining()  # None: no deadline.
         return limits, left_s and validation.timeout_seconds(left_s)
 
     Prefill = partialmethod(_run, CALLS["Prefill"])

@@ -22,11 +22,11 @@ from service.config_sources import Settings, json_schema, line_of, read_settings
 from service.data_directory import data_directory
 from service.journal.base import JournalUnusable
 from service.journal.files import DATABASE
-from service.journal.opening import POSTGRES
 from service.logging import configure_logging
 from service.model_names import is_hub_id
 from service.postgres.errors import DatabaseFailed
 from service.printable import escaped
+from service.setting_rules import POSTGRES
 
 if TYPE_CHECKING:
     from service.postgres.database import Database

@@ -27,10 +27,10 @@ from service.cli.state import unused
 from service.data_directory import state_dir
 from service.journal.base import JournalUnusable
 from service.journal.files import DATABASE, HIGH_WATER_MARK, first_seq, translate_errors
-from service.journal.opening import POSTGRES
 from service.journal.sqlite import open_journal
 from service.logging import configure_logging
 from service.printable import escaped
+from service.setting_rules import POSTGRES
 from service.uploads import sync_tree
 
 _NAMES_SHOWN = 20

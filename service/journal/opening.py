@@ -18,9 +18,9 @@ from service.journal.files import lock, translate_errors
 from service.journal.recovery import Apply, ApplyRun
 from service.journal.sqlite import open_journal
 from service.postgres.errors import DatabaseFailed
+from service.setting_rules import POSTGRES
 from service.shards.leases import LEASE_S, Leases
 
-POSTGRES: Final = ("postgresql://", "postgres://")
 # How this data directory is known in the database.
 _OWNER: Final = "owner"
 _ID_BYTES: Final = 16

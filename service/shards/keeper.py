@@ -21,15 +21,8 @@ from service.shards.sharing import decide
 
 _log = get_logger(__name__)
 _OWNER_BYTES: Final = 8
-_LEASE_ID_BYTES: Final = 16
 # How long a shard is left alone after its core has failed.
 _FAILED_S: Final = 5.0
-# All shards of a database are made at once, by whoever comes first.
-_CREATE: Final = """
-    INSERT INTO quire.shards (shard, lease_id) SELECT * FROM unnest($1::int[], $2::text[])
-    WHERE NOT EXISTS (SELECT 1 FROM quire.shards WHERE shard >= 0) ON CONFLICT DO NOTHING
-"""
-_COUNT: Final = "SELECT count(*) FROM quire.shards WHERE shard >= 0"
 
 
 class RunningCore(Protocol):
@@ -87,10 +80,7 @@ class Keeper:
     async def join(self) -> tuple[Shard, Lease, Leases]:
         """Waits for a first shard. Raises DatabaseFailed or ConfigError."""
         await self._table.prepare()
-        numbers = [*range(self._config.shards)]
-        names = [secrets.token_hex(_LEASE_ID_BYTES) for _ in numbers]
-        await self._table.fetch(_CREATE, numbers, names)
-        ((count,),) = await self._table.fetch(_COUNT)
+        count = await self._lookups.create(self._config.shards)
         if count != self._config.shards:
             allowed = f"the caches in the database are of {count}"
             raise ConfigError("shards", "a setting", self._config.shards, allowed)

@@ -40,6 +40,12 @@ _LEASE_ID_BYTES: Final = 16
 # Epochs of workers that an owner can use: a lease of a worker takes one.
 _EPOCHS_BITS: Final = 24
 
+# All shards of a database are made at once, by whoever comes first.
+_CREATE = """
+    INSERT INTO quire.shards (shard, lease_id) SELECT * FROM unnest($1::int[], $2::text[])
+    WHERE NOT EXISTS (SELECT 1 FROM quire.shards WHERE shard >= 0) ON CONFLICT DO NOTHING
+"""
+_COUNT = "SELECT count(*) FROM quire.shards WHERE shard >= 0"
 _ADD = "INSERT INTO quire.shards (shard, lease_id) VALUES ($1, $2) ON CONFLICT DO NOTHING"
 _ACQUIRE = """
     UPDATE quire.shards SET fence = fence + 1, writer = 0, owner = $3, address = $4,
@@ -160,6 +166,13 @@ class Leases:
             Owned(shard, fence, owner if left_s else "", address if left_s else "", left_s or 0.0)
             for shard, fence, owner, address, left_s in rows
         ]
+
+    async def create(self, shards: int) -> int:
+        """Makes so many shards, unless there are some. Returns how many there are."""
+        lease_ids = [secrets.token_hex(_LEASE_ID_BYTES) for _ in range(shards)]
+        await self._table.fetch(_CREATE, [*range(shards)], lease_ids)
+        ((count,),) = await self._table.fetch(_COUNT)
+        return int(count)
 
     async def acquire(self, shard: int) -> Lease | None:
         """Takes a shard that is free, has expired, or belongs to an earlier process of this name."""
