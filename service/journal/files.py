@@ -45,7 +45,7 @@ _MAGIC: Final = b"SQLite format 3\0"
 _OWNER: Final = "owner"
 _TAKEN: Final = "another gateway has opened the journal since, whose lock was removed"
 # How long to wait for a lock of another reader, such as an operator's shell.
-_BUSY_S: Final = 1.0
+BUSY_S: Final = 1.0
 # A larger write-ahead log is truncated to this size when SQLite starts it from the beginning again.
 _WAL_LIMIT_BYTES: Final = 64 << 20
 
@@ -69,7 +69,7 @@ class Files:
     def __init__(self, directory: Path, sync: Sync) -> None:
         """Creates missing files. Raises JournalUnusable."""
         self.path = directory / DATABASE
-        self._sync = sync
+        self.sync = sync
         self._lock = lock(directory)
         # The id of this gateway in table meta.
         self._owner = uuid.uuid4().hex
@@ -92,7 +92,7 @@ class Files:
         db = self._connect("rw")
         try:
             _fetch_one(db, "PRAGMA journal_mode = WAL")
-            db.execute(f"PRAGMA synchronous = {self._sync}")
+            db.execute(f"PRAGMA synchronous = {self.sync}")
             # The writer runs checkpoints itself, at idle times.
             db.execute("PRAGMA wal_autocheckpoint = 0")
             db.execute(f"PRAGMA journal_size_limit = {_WAL_LIMIT_BYTES}")
@@ -162,7 +162,7 @@ class Files:
         return sqlite3.connect(
             f"{self.path.resolve().as_uri()}?mode={mode}",
             uri=True,
-            timeout=_BUSY_S,
+            timeout=BUSY_S,
             # Autocommit, except in explicit transactions.
             isolation_level=None,
             check_same_thread=False,
