@@ -88,7 +88,8 @@ class Files:
 
     def connect(self) -> sqlite3.Connection:
         """Opens the database. Raises sqlite3.Error, or NotOwner if the file was replaced."""
-        self._require_names((self._name, self._identity))
+        if _identity(self._name) != self._identity:
+            raise _removed(self._name)
         db = self._connect("rw")
         try:
             _fetch_one(db, "PRAGMA journal_mode = WAL")
@@ -105,7 +106,14 @@ class Files:
 
     def require_names(self) -> None:
         """Raises NotOwner if the database or its log was removed or replaced."""
-        self._require_names((self._name, self._identity), (self._wal_name, self._wal_identity))
+        # Without `_identity` and Path, which would be function calls for each row.
+        for name, identity in ((self._name, self._identity), (self._wal_name, self._wal_identity)):
+            try:
+                found = os.stat(name)  # noqa: PTH116
+            except OSError:
+                raise _removed(name) from None
+            if (found.st_dev, found.st_ino) != identity:
+                raise _removed(name)
 
     def require_owner(self, db: sqlite3.Connection) -> None:
         """Raises NotOwner if another gateway owns the journal, or sqlite3.Error. Needs a transaction."""
@@ -118,12 +126,6 @@ class Files:
         insert = "INSERT INTO log SELECT ?, ?, ? FROM meta WHERE key = ? AND value = ?"
         if not db.execute(insert, (seq, wall_ns, row, _OWNER, self._stored_owner)).rowcount:
             raise NotOwner(errno.ESTALE, _TAKEN, str(self.path))
-
-    @staticmethod
-    def _require_names(*names: tuple[str, _Identity]) -> None:
-        for name, identity in names:
-            if _identity(name) != identity:
-                raise NotOwner(errno.ESTALE, "it was removed or replaced while it was in use", name)
 
     def close(self) -> None:
         """Closes the files and releases the lock."""
@@ -330,6 +332,10 @@ def _identity(name: str) -> _Identity:
     except OSError:
         return None
     return (found.st_dev, found.st_ino)
+
+
+def _removed(name: str) -> NotOwner:
+    return NotOwner(errno.ESTALE, "it was removed or replaced while it was in use", name)
 
 
 def _boot_id() -> bytes:

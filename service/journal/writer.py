@@ -127,7 +127,7 @@ class Writer:
             and len(frames) <= _SHORT_BYTES
             and self._using.acquire(blocking=False)
         ):
-            blocked = _times_blocked()
+            blocked = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
             try:
                 if self._is_patient:
                     self._set_patient(patient=False)
@@ -141,7 +141,10 @@ class Writer:
             finally:
                 self._using.release()
                 took_s = time.monotonic() - began_at
-                waited_for_disk = took_s > _SHORT_S and _times_blocked() > blocked
+                waited_for_disk = (
+                    # Unlike the clock, the system does not count that others had the CPU.
+                    took_s > _SHORT_S and resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw > blocked
+                )
                 self._at_once_from = began_at + took_s * (_PAUSE_FOR_DISK if waited_for_disk else _PAUSE)
         self.append(item)
         return False
@@ -232,7 +235,12 @@ class Writer:
         """Writes a row. If it raises, the row may have been written: see `_failed`."""
         wall_ns = time.time_ns()
         row = seal(commits, self.next_seq, wall_ns)
-        self._insert(row, wall_ns)
+        db = self._db
+        assert db is not None
+        if self.model is None:
+            self._files.insert(db, self.next_seq, wall_ns, row)
+        else:
+            self._insert_with_model(db, row, wall_ns)
         # If a file was removed, the row is lost.
         self._files.require_names()
         try:
@@ -245,15 +253,11 @@ class Writer:
         self._wal_bytes += _WAL_ROW_BYTES + len(row)
         self._checkpoint_at = time.monotonic() + _IDLE_S
 
-    def _insert(self, row: bytes, wall_ns: int) -> None:
-        assert self._db is not None
-        if self.model is None:
-            self._files.insert(self._db, self.next_seq, wall_ns, row)
-            return
-        self._db.execute("BEGIN IMMEDIATE")
-        with self._db:
-            write_meta(self._db, "model", self.model)
-            self._files.insert(self._db, self.next_seq, wall_ns, row)
+    def _insert_with_model(self, db: sqlite3.Connection, row: bytes, wall_ns: int) -> None:
+        db.execute("BEGIN IMMEDIATE")
+        with db:
+            write_meta(db, "model", self.model or "")
+            self._files.insert(db, self.next_seq, wall_ns, row)
         self.model = None
 
     def _take_back(self, *, lost: bool) -> None:
@@ -346,11 +350,6 @@ class Writer:
         if now - self._warned_at >= _WARN_S:
             self._warned_at = now
             _log.warning(event, file=str(self._files.path), error=None if error is None else str(error))
-
-
-def _times_blocked() -> int:
-    """How often this thread has waited. Unlike the clock, it does not count that others had the CPU."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def _is_unwritten(error: BaseException) -> bool:

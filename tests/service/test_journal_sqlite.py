@@ -16,6 +16,7 @@ import time
 import types
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,7 +106,7 @@ async def test_failing_callback_does_not_stop_others(journal: SqliteJournal) -> 
 
 
 @pytest.mark.parametrize("error", [MemoryError(), BaseException("a panic")], ids=["memory", "panic"])
-@pytest.mark.parametrize("step", ["writer.seal", "writer.Writer._insert", "files.Files.require_names"])
+@pytest.mark.parametrize("step", ["writer.seal", "files.Files.insert", "files.Files.require_names"])
 @pytest.mark.parametrize("sync", ["normal", "full"])
 async def test_failed_write_is_reported_and_the_next_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException, sync: files.Sync
@@ -151,23 +152,23 @@ async def test_a_slow_disk_stops_the_event_loop_for_a_thousandth_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread writes what follows. That others have the CPU is not the disk's fault."""
-    now_s, insert = 1000.0, writer.Writer._insert
+    now_s, insert = 1000.0, files.Files.insert
     on_loop: list[bool] = []
 
-    def insert_slowly(self: writer.Writer, row: bytes, wall_ns: int) -> None:
+    def insert_slowly(self: files.Files, *row: Any) -> None:
         nonlocal now_s
         on_loop.append(threading.current_thread() is threading.main_thread())
         now_s += took_s
         if waits:
             time.sleep(1e-6)
-        insert(self, row, wall_ns)
+        insert(self, *row)
 
     monkeypatch.setattr(
         writer, "time", types.SimpleNamespace(monotonic=lambda: now_s, time_ns=time.time_ns)
     )
     # No checkpoint in between.
     monkeypatch.setattr(writer, "_IDLE_S", 1e6)
-    monkeypatch.setattr(writer.Writer, "_insert", insert_slowly)
+    monkeypatch.setattr(files.Files, "insert", insert_slowly)
     # After which pause, how long it takes, whether it waits, whether the event loop writes it.
     schedule = [
         (0, 0, False, False),
@@ -571,23 +572,23 @@ async def test_checkpoint_frees_a_disk_that_the_log_has_filled(
 ) -> None:
     """The write-ahead log is many times as large as its records, and a checkpoint frees it."""
     room = 20
-    insert = writer.Writer._insert
+    insert = files.Files.insert
 
-    def insert_if_there_is_room(self: writer.Writer, row: bytes, wall_ns: int) -> None:
+    def insert_if_there_is_room(self: files.Files, *row: Any) -> None:
         nonlocal room
         if not room:
             error = sqlite3.OperationalError("database or disk is full")
             error.sqlite_errorname = "SQLITE_FULL"
             raise error
         room -= 1
-        insert(self, row, wall_ns)
+        insert(self, *row)
 
     def checkpoint_gives_room(db: sqlite3.Connection) -> bool:
         nonlocal room
         room = 20
         return files.checkpoint(db)
 
-    monkeypatch.setattr(writer.Writer, "_insert", insert_if_there_is_room)
+    monkeypatch.setattr(files.Files, "insert", insert_if_there_is_room)
     monkeypatch.setattr(writer, "checkpoint", checkpoint_gives_room)
     journal = open_journal(tmp_path)
     assert await commit(journal, created(1))
