@@ -22,7 +22,6 @@ from service.errors import InvalidArgument, WeightsChanged
 from service.runtimes import items
 from service.runtimes.sample import Sample, SampleSpec
 from service.text.constraints import Matcher
-from service.text.stops import StopTexts
 from service.text.text_model import TextModel
 
 _SEEDS = 1 << 64
@@ -116,7 +115,7 @@ class ItemPreparer:
                 prompt=prompt,
                 max_tokens=_max_tokens(item, len(prompt), limits),
                 end_ids=self._end_ids(item),
-                stops=StopTexts(item.stop),
+                stops=tuple(item.stop),
                 tokenizer=tokenizer,
                 with_logprobs=item.logprobs or item.sampled_logprobs or item.top_logprobs > 0,
             ),

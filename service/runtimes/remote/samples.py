@@ -12,7 +12,7 @@ from service.runtimes.base import ChunkSink
 from service.runtimes.remote.dialects.base import Delta, StreamUpdate, ToolCallDelta
 from service.runtimes.remote.failures import malformed
 from service.runtimes.remote.prices import Prices, tokens_of
-from service.text.stops import StopTexts
+from service.text.stops import StopMatcher
 
 _UNFINISHED = runner_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -24,8 +24,7 @@ class Samples:
         self, item: runner_pb2.ExecuteItem, indexes: Sequence[int], price: Prices | None, sink: ChunkSink
     ) -> None:
         """`indexes`: the index in the item of each of the request's samples, in order."""
-        stops = StopTexts(item.stop)
-        self._samples = [_Sample(item.item_id, index, stops) for index in indexes]
+        self._samples = [_Sample(item.item_id, index, item.stop) for index in indexes]
         self._price = price
         self._sink = sink
         # Whether a chunk was put out. A retry is not possible then.
@@ -87,10 +86,10 @@ class Samples:
 class _Sample:
     """One sample of the request."""
 
-    def __init__(self, item_id: str, index: int, stops: StopTexts) -> None:
+    def __init__(self, item_id: str, index: int, stops: Sequence[str]) -> None:
         self._item_id = item_id
         self._index = index
-        self._stops = stops.new_matcher()
+        self._stops = StopMatcher(stops)
         self._num_chunks = 0
         self._text = _SurrogateJoiner()
         # By the index of the call.
