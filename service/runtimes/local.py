@@ -19,7 +19,6 @@ from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import ItemPreparer, PreparedItem
-from service.runtimes.replacing import WeightsReplacer
 from service.runtimes.weight_uploads import WeightUploads
 from service.text.text_model import TextModel
 
@@ -36,13 +35,11 @@ class LocalRuntime:
         text: TextModel,
         restarts: RollingRestart,
         loader: WeightsLoader,
-        replacer: WeightsReplacer,
         uploads: WeightUploads,
     ) -> None:
         self._dispatcher = dispatcher
         self._restarts = restarts
         self._loader = loader
-        self._replacer = replacer
         self._uploads = uploads
         self._state = state
         self._preparer = ItemPreparer(state, text)
@@ -148,7 +145,7 @@ class LocalRuntime:
         """See `Runtime`."""
         if request.mode == runner_pb2.LOAD_WEIGHTS_MODE_REPLACE:
             recompute = request.previous_caches == runner_pb2.PREVIOUS_CACHES_RECOMPUTE
-            updates = self._replacer.replace(request.source, recompute=recompute)
+            updates = self._loader.replace(request.source, recompute=recompute)
         else:
             updates = self._loader.load(request.source, drain_s)
         with self._uploads.loading(request.source):

@@ -18,7 +18,9 @@ class StopMatcher:
     def push(self, text: str) -> str:
         """Adds text; returns what can be sent of it and of the text held back before."""
         pending = self._held + text
-        ends = [(begin + len(stop), begin, stop) for stop in self._stops if (begin := pending.find(stop)) >= 0]
+        ends = [
+            (begin + len(stop), begin, stop) for stop in self._stops if (begin := pending.find(stop)) >= 0
+        ]
         if ends:
             # The one that ends first; of several the longest, which begins first.
             _, begin, self.found = min(ends)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -386,7 +385,7 @@ class SimulatedLoader(WeightsLoader):
     def _require_memory(self, model: str) -> None:
         """There is enough."""
 
-    async def _persist(self, version: ModelVersion) -> None:
+    async def _persist(self, version: ModelVersion, continued_from: int | None = None) -> None:
         await asyncio.sleep(self._rng.choice((0.0, 0.05)))
         if self._rng.random() < 0.2:
-            raise OSError(errno.ENOSPC, "no space")
+            raise StorageUnavailable("no space")
