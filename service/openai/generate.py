@@ -178,7 +178,6 @@ class GenerateResponse(CompletionResponse):
         self._scored = scored
 
     def begin(self, started: runner_pb2.ExecutionStarted) -> None:
-        """See `CompletionResponse`."""
         request = self._generate_request
         self._head = {
             "request_id": request.request_id or started.request_id,
@@ -188,7 +187,6 @@ class GenerateResponse(CompletionResponse):
         }
 
     def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
-        """See `CompletionResponse`."""
         choice = self._update_choice(chunk)
         if chunk.token_ids or choice.finish:
             yield self._event(self._fields(choice.index, choice.finish, lambda: iter((chunk,))))

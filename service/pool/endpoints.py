@@ -61,7 +61,6 @@ class SocketEndpoint:
         self._channel: grpc.aio.Channel | None = None
 
     async def open(self, options: Options) -> Stream:
-        """See `Endpoint.open`."""
         self._channel = grpc.aio.insecure_channel(self.address, options=[*options, _LOCAL_CONNECT])
         metadata = ((_SECRET_KEY, self.secret),)
         return worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(
@@ -69,7 +68,6 @@ class SocketEndpoint:
         )
 
     async def close(self) -> None:
-        """See `Endpoint.close`."""
         if self._channel is not None:
             await self._channel.close(None)
 
@@ -86,7 +84,6 @@ class LeasedEndpoint:
         self._channel: grpc.aio.Channel | None = None
 
     async def open(self, options: Options) -> Stream:
-        """See `Endpoint.open`."""
         # Workers have one certificate, whatever their addresses are.
         options = [*options, _CONNECT, ("grpc.ssl_target_name_override", WORKER_NAME)]
         self._channel = grpc.aio.secure_channel(self.host_address, self._credentials, options=options)
@@ -95,7 +92,6 @@ class LeasedEndpoint:
         return call
 
     async def close(self) -> None:
-        """See `Endpoint.close`."""
         if self._channel is not None:
             await self._channel.close(None)
 
@@ -119,16 +115,13 @@ class AttachedEndpoint:
         self._context = context
 
     async def open(self, options: Options) -> Stream:  # noqa: ARG002 - the connection has those of the server
-        """See `Endpoint.open`."""
         await self.write(worker_pb2.ConnectRequest(lease=self.lease))
         return self
 
     async def close(self) -> None:
-        """See `Endpoint.close`."""
         self.ended.set()
 
     async def write(self, request: worker_pb2.ConnectRequest) -> None:
-        """See `Stream.write`."""
         await self._context.write(request)
 
     def __aiter__(self) -> AsyncIterator[worker_pb2.ConnectResponse]:

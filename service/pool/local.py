@@ -71,7 +71,6 @@ class LocalLauncher:
         self._stopping: list[asyncio.Task[int | None]] = []
 
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, LocalProcess]:
-        """See `Launcher.adopt`."""
         entries = await self._open()
         for wanted_config in configs:
             self.assign(wanted_config)

@@ -100,11 +100,9 @@ class LocalProcess:
         return None
 
     async def wait(self) -> int | None:
-        """See `WorkerProcesses.wait`."""
         return await asyncio.shield(self._exited)
 
     async def stop(self, *, grace_s: float) -> int | None:
-        """See `WorkerProcesses.stop`."""
         try:
             if grace_s:
                 self._signal(STOP_SIGNAL)
@@ -119,11 +117,10 @@ class LocalProcess:
         return status
 
     def kill(self) -> None:
-        """See `WorkerProcesses.kill`."""
         self._signal(signal.SIGKILL)
 
     def detach(self) -> None:
-        """See `WorkerProcesses.detach`. A worker that cannot outlive us exits when its stdin closes."""
+        """A worker that cannot outlive us exits when its stdin closes."""
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
         self._close_pidfd()

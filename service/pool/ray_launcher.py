@@ -40,7 +40,7 @@ class RayLauncher(RemoteLauncher):
     """Owner of the child process, and of the placements."""
 
     def __init__(self, data_dir: Path | None, config: Config, on_locked: Callable[[], None]) -> None:
-        """See `RemoteLauncher`. Raises ConfigError."""
+        """Raises ConfigError."""
         if importlib.util.find_spec("ray") is None:
             problem = "needs ray, of the extra ray: `make setup` installs it"
             raise ConfigError("launcher", "a setting", config.launcher, problem)
@@ -78,7 +78,7 @@ class RayLauncher(RemoteLauncher):
         return PlacedWorker(epoch, endpoint, placement, lambda: self.remove(name))
 
     async def room(self, known: int) -> int:
-        """See `ElasticLauncher.room`. What else runs on the nodes is not considered."""
+        """What else runs on the nodes is not considered."""
         while self._room == known:
             self._room_changed.clear()
             await self._room_changed.wait()
@@ -94,7 +94,7 @@ class RayLauncher(RemoteLauncher):
             self._send("remove", self._left.pop())
 
     def close(self) -> None:
-        """See `RemoteLauncher.close`. The child process ends after what it was told."""
+        """The child process ends after what it was told."""
         self._running.cancel()
         if self._child is not None and self._child.stdin is not None:
             self._child.stdin.close()
@@ -211,7 +211,7 @@ class PlacedWorker(LeasedWorker):
         self._remove = remove
 
     async def wait(self) -> int | None:
-        """See `WorkerProcesses.wait`. Never returns if Ray or the node is lost: its stream ends."""
+        """Never returns if Ray or the node is lost: its stream ends."""
         return await asyncio.shield(self._ended)
 
     async def stop(self, *, grace_s: float) -> int | None:
@@ -223,5 +223,4 @@ class PlacedWorker(LeasedWorker):
         return self._ended.result() if self._ended.done() else None
 
     def kill(self) -> None:
-        """See `WorkerProcesses.kill`."""
         self._remove()

@@ -165,7 +165,7 @@ class RemoteLauncher:
         )
 
     def close(self) -> None:
-        """See `Launcher.close`. Streams are closed already."""
+        """Streams are closed already."""
         if self._registry is not None:
             self._registry.close()
         if self._server is not None:

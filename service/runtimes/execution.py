@@ -104,7 +104,7 @@ class Execution:
     # For the runtime: a ChunkSink.
 
     def put(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
-        """See `ChunkSink`. Chunks of samples that have ended are dropped."""
+        """Chunks of samples that have ended are dropped."""
         self._has_chunks = True
         if self.state is State.CLOSED:
             return
@@ -126,14 +126,12 @@ class Execution:
 
     @property
     def is_full(self) -> bool:
-        """See `ChunkSink`."""
         limit = _MAX_UNREAD_BYTES if self._is_read else MAX_KEPT_BYTES - LAST_READ_BYTES
         if self._unread_budget.is_exceeded:
             limit = min(limit, _MIN_UNREAD_BYTES)
         return self._buffer.unread_bytes > limit
 
     async def wait_for_room(self) -> None:
-        """See `ChunkSink`."""
         while self.is_full:
             self._has_room.clear()
             with contextlib.suppress(TimeoutError):
@@ -141,7 +139,6 @@ class Execution:
                     await self._has_room.wait()
 
     def on_release(self, callback: Callable[[], None]) -> None:
-        """See `ChunkSink`."""
         self._release_callbacks.append(callback)
 
     async def _run(self, run: Run) -> None:

@@ -56,11 +56,9 @@ class RemoteRuntime:
 
     @property
     def name(self) -> str:
-        """See `Runtime`."""
         return self.config.name
 
     def describe(self) -> runner_pb2.Runtime:
-        """See `Runtime`."""
         provider, price = self._provider, self.config.price
         now_s = provider.clock.now_s()
         left_s = provider.breaker.left_s(now_s)
@@ -80,12 +78,10 @@ class RemoteRuntime:
 
     @property
     def wait_s(self) -> float:
-        """See `Runtime`."""
         provider = self._provider
         return max(provider.limiter.wait_s, provider.breaker.left_s(provider.clock.now_s()))
 
     async def execute(self, batch: Batch, sink: ChunkSink) -> None:
-        """See `Runtime`."""
         self._executions += 1
         try:
             time_slice = TimeSlice()
@@ -99,7 +95,7 @@ class RemoteRuntime:
             self._executions -= 1
 
     async def estimate(self, items: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
-        """See `Runtime`. Raises the error of the first item that cannot be run."""
+        """Raises the error of the first item that cannot be run."""
         estimate = runner_pb2.CostEstimate(runtime=self.name)
         price = self.config.price
         if price is not None:
@@ -120,7 +116,7 @@ class RemoteRuntime:
         request: runner_pb2.LoadWeightsRequest,  # noqa: ARG002
         drain_s: float,  # noqa: ARG002
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse, None]:
-        """See `Runtime`. The provider has loaded its model already."""
+        """The provider has loaded its model already."""
         phase = runner_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED
         yield runner_pb2.LoadWeightsResponse(phase=phase, progress=1.0, model_id=self.config.model)
 
