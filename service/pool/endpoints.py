@@ -48,7 +48,17 @@ class Endpoint(Protocol):
         """Closes stream and connection."""
 
 
-class SocketEndpoint:
+class _CalledEndpoint:
+    """A worker that this gateway calls."""
+
+    _channel: grpc.aio.Channel | None = None
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close(None)
+
+
+class SocketEndpoint(_CalledEndpoint):
     """The Unix socket of a process on this machine, which ends by a signal or with its gateway."""
 
     is_leased = False
@@ -58,7 +68,6 @@ class SocketEndpoint:
         """`address`: as gRPC writes it."""
         self.address = address
         self.secret = secret
-        self._channel: grpc.aio.Channel | None = None
 
     async def open(self, options: Options) -> Stream:
         self._channel = grpc.aio.insecure_channel(self.address, options=[*options, _LOCAL_CONNECT])
@@ -67,12 +76,8 @@ class SocketEndpoint:
             wait_for_ready=True, metadata=metadata
         )
 
-    async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close(None)
 
-
-class LeasedEndpoint:
+class LeasedEndpoint(_CalledEndpoint):
     """A worker that listens on an address, with mutual TLS."""
 
     is_leased = True
@@ -81,7 +86,6 @@ class LeasedEndpoint:
         self.host_address = address
         self._credentials = credentials
         self._lease = lease
-        self._channel: grpc.aio.Channel | None = None
 
     async def open(self, options: Options) -> Stream:
         # Workers have one certificate, whatever their addresses are.
@@ -90,10 +94,6 @@ class LeasedEndpoint:
         call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(wait_for_ready=True)
         await call.write(worker_pb2.ConnectRequest(lease=self._lease))
         return call
-
-    async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close(None)
 
 
 class AttachedEndpoint:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import os
 import secrets
 import shutil
@@ -16,17 +17,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 from google.protobuf import json_format
 from quire.v1 import worker_pb2
 
 from service.logging import get_logger
-from service.pool.epochs import Epochs
 from service.pool.gpus import Gpu
 from service.pool.process import LocalProcess, address_of, boot_id, can_watch, start_ticks
-from service.pool.registry import PROTOCOL, Registry, RegistryEntry, remove_socket
-from service.pool.worker_code import worker_code
+from service.pool.registry import PROTOCOL, Epochs, Registry, RegistryEntry, remove_socket
 
 _log = get_logger(__name__)
 
@@ -39,6 +39,11 @@ _TEMPORARY_PREFIX = "quire-workers-"
 _KILL_TIMEOUT_S = 5.0
 # Fields of a worker's config that do not affect what it computes.
 _NOT_COMPARED = ("log_level", "log_format", "model_was_proved")
+# What a new worker would run, in the repository or beside it.
+_ROOT = Path(__file__).parents[2]
+_CODE_DIRECTORIES = ("workers", "kernels")
+_CODE_SUFFIXES = frozenset((".py", ".cpp", ".h"))
+_CODE_LIBRARIES = ("torch", "transformers", "triton")
 
 
 class LocalLauncher:
@@ -239,3 +244,19 @@ def _environment(secret: str) -> dict[str, str]:
     # the gateway and its clients wait; see docs/performance.md.
     environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     return environment
+
+
+def worker_code(root: Path = _ROOT) -> str:
+    """Digest of the sources of workers and kernels and of their libraries. Raises OSError."""
+    digest = hashlib.blake2b(sys.version.encode(), digest_size=16)
+    for library in _CODE_LIBRARIES:
+        version = ""
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            version = metadata.version(library)
+        digest.update(f"{library} {version}\n".encode())
+    for path in sorted(path for name in _CODE_DIRECTORIES for path in (root / name).rglob("*")):
+        if path.suffix in _CODE_SUFFIXES:
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()
