@@ -13,8 +13,7 @@ from typing import Any
 from quire.v1 import types_pb2
 
 from service.printable import escaped
-from service.text.task_pool import TaskPool
-from service.text.task_process import ProcessLimits, TaskFailed, TaskProcess
+from service.text.task_process import ProcessLimits, TaskFailed, TaskPool, TaskProcess
 
 DEFAULT = "default"
 MAX_PROCESSES = 2
