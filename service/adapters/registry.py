@@ -101,7 +101,6 @@ class Adapters:
         return self._current.get((tenant, adapter_id))
 
     def get(self, number: int) -> AdapterVersion | None:
-        """The version of a number, if it is still known."""
         return self._versions.get(number)
 
 

@@ -40,7 +40,6 @@ class AdapterStore:
         self.directory = UploadDirectory(data_dir, _DIRECTORY)
 
     def path(self, number: int) -> Path:
-        """Where the copy of a version is."""
         return self.directory.path / str(number)
 
     def copy(self, source: Path, number: int) -> None:

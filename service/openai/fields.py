@@ -31,7 +31,6 @@ class Fields:
         self._read: set[str] = set()
 
     def path(self, name: str) -> str:
-        """The path of a field in the request."""
         return f"{self._path}.{name}" if self._path else name
 
     def raw(self, name: str) -> Any:

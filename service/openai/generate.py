@@ -18,6 +18,7 @@ from quire.v1 import executor_pb2, runner_pb2, types_pb2
 from starlette.types import Scope, Send
 
 from service.errors import InvalidArgument
+from service.openai.errors import renamed
 from service.openai.fields import Fields, array, bad_field, boolean, integer, string
 from service.openai.generation import CompletionHandler
 from service.openai.models import ResolvedModel
@@ -261,7 +262,7 @@ class GenerateHandler(CompletionHandler):
         try:
             await super()._handle(value, scope, send)
         except InvalidArgument as error:
-            raise InvalidArgument(error.reason, _param(error.field), error.message) from None
+            raise InvalidArgument(error.reason, renamed(error.field, _PARAMS), error.message) from None
 
     def _resolve(self, model: str) -> ResolvedModel:
         return self._models.resolve(model, needs_text=False)
@@ -291,11 +292,4 @@ class _ForwardContext(ExitStack):
         """There is no deadline."""
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None:
-        """Calls `callback` at the end."""
         self.callback(callback, self)
-
-
-def _param(field: str) -> str:
-    for pattern, name in _PARAMS:
-        field = pattern.sub(name, field)
-    return field

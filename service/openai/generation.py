@@ -157,7 +157,6 @@ class _ResponseBody:
                 await time_slice.yield_to_others()
 
     async def flush(self) -> None:
-        """Sends what was written."""
         if self._parts:
             await self._begin(self._headers)
             await self._send({"type": "http.response.body", "body": self._take(), "more_body": True})

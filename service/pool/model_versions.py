@@ -97,7 +97,6 @@ class ModelVersion:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether all ready workers compute on the CPU."""
         return all(slot.ready is None or slot.ready.executor.device.startswith("cpu") for slot in self.slots)
 
     async def loaded(self, timeout_s: float | None) -> bool:
@@ -115,7 +114,6 @@ class ModelVersion:
         self._loaded.set()
 
     def worker_ready(self, ready: worker_pb2.WorkerReady) -> None:
-        """Records that one of its workers is ready."""
         self.first_ready = self.first_ready or ready
         self.max_seq_tokens = max(self.max_seq_tokens, ready.executor.kv_capacity_tokens)
         if all(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots):
@@ -177,7 +175,6 @@ class ModelVersions:
 
     @property
     def all_slots(self) -> list[WorkerSlot]:
-        """The slots of all versions."""
         return [slot for version in self._versions for slot in version.slots]
 
     @property
@@ -195,7 +192,6 @@ class ModelVersions:
             on_change()
 
     def worker_ready(self, slot: WorkerSlot) -> None:
-        """A worker is ready: `slot.ready` describes it."""
         assert slot.ready is not None
         self.had_ready_worker = slot.was_ready = True
         slot.version.worker_ready(slot.ready)

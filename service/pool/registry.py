@@ -115,7 +115,6 @@ class Registry:
 
     @property
     def is_open(self) -> bool:
-        """Whether this gateway holds the lock."""
         return self._lock >= 0
 
     def _has_path(self) -> bool:
@@ -161,7 +160,6 @@ class Registry:
         return entries
 
     def write(self, entry: RegistryEntry) -> None:
-        """Writes an entry atomically."""
         content = {name: getattr(entry, name) for name in RegistryEntry.__slots__ if name != "config"}
         content["config"] = json_format.MessageToDict(entry.config)
         durable_file.write(self._path / f"{entry.name}.json", json.dumps(content), sync=False)

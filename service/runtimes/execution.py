@@ -80,7 +80,6 @@ class Execution:
         self._release_callbacks: list[Callable[[], None]] = []
 
     def start(self, run: Run) -> None:
-        """Starts `run` in a task."""
         self._task = asyncio.create_task(self._run(run), name="execution")
 
     @property
@@ -167,7 +166,6 @@ class Execution:
         self._end_unfinished(finish_reason=runner_pb2.FINISH_REASON_ERROR, error=status)
 
     def _end_unfinished(self, **end: Any) -> None:
-        """Puts a last chunk for each unfinished sample."""
         self.put(
             [
                 runner_pb2.SampleChunk(item_id=item_id, sample=sample, position=position, **end)
@@ -243,7 +241,6 @@ class Execution:
         self._release()
 
     def _release(self) -> None:
-        """Releases the runtime's resources of a kept batch."""
         for callback in self._release_callbacks:
             callback()
         self._release_callbacks.clear()

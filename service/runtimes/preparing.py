@@ -46,7 +46,6 @@ class PreparedItem:
 
     @property
     def is_late(self) -> bool:
-        """Whether its deadline has passed."""
         return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
     def sample(self, index: int) -> Sample:

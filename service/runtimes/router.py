@@ -84,7 +84,6 @@ class Router:
         self.runtimes, self._routing = list(runtimes), routing
 
     async def close(self) -> None:
-        """Closes all runtimes."""
         for runtime in self.runtimes:
             await runtime.close()
 

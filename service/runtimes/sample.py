@@ -57,7 +57,6 @@ class Sample:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has a token."""
         return self._num_tokens > 0
 
     def take(self, token_id: int, output: types_pb2.StepOutput | None = None) -> runner_pb2.SampleChunk:

@@ -101,7 +101,6 @@ def arguments_field(message: int, call: int) -> str:
 
 
 def _json_of(chat: runner_pb2.Chat) -> Iterator[tuple[str, bytes]]:
-    """Each field of a chat that is JSON."""
     yield "chat.tools_json", chat.tools_json.encode()
     for index, message in enumerate(chat.messages):
         for number, call in enumerate(message.tool_calls):

@@ -65,7 +65,6 @@ class ProviderCall:
     sink: ChunkSink
 
     def __post_init__(self) -> None:
-        """Nothing has been sent."""
         self._clock = self.provider.clock
         self._samples = self._new_samples()
         # The session of the last attempt.

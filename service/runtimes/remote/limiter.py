@@ -59,7 +59,6 @@ class Limiter:
         return wait_s
 
     def message(self) -> runner_pb2.RateLimits:
-        """The limits as clients see them."""
         now_s = self._clock.now_s()
         limits = runner_pb2.RateLimits(max_concurrent=self._config.max_concurrent, running=self.running)
         if self._requests is not None:
@@ -145,7 +144,6 @@ class Limiter:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether max_concurrent requests are running."""
         return self.running >= self._config.max_concurrent
 
     def _bucket_wait_s(self, tokens: int, now_s: float) -> float:
@@ -182,7 +180,6 @@ class Limiter:
         return wait_s
 
     async def _pause(self, wait_s: float, wake: asyncio.Event) -> None:
-        """Waits for `wait_s`, or until `wake` is set."""
         if math.isinf(wait_s):
             await wake.wait()
             return

@@ -99,7 +99,6 @@ class _Sample:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop text was found in the text so far."""
         return bool(self._stops.found)
 
     def take(self, delta: Delta) -> runner_pb2.SampleChunk | None:

@@ -133,7 +133,6 @@ class Fields:
 
     @classmethod
     def of_event(cls, data: str) -> Fields:
-        """Parses the data of an event."""
         try:
             return cls(json.loads(data))
         except (ValueError, RecursionError):
@@ -145,11 +144,9 @@ class Fields:
         return self._values.get(name) is not None
 
     def value(self, name: str) -> object:
-        """A field of any type."""
         return self._values.get(name)
 
     def text(self, name: str) -> str:
-        """A string."""
         return self._get(name, str, "")
 
     def count(self, name: str) -> int:
@@ -160,16 +157,13 @@ class Fields:
         return value
 
     def fields(self, name: str) -> Fields:
-        """A nested object."""
         value = self._values.get(name)
         return Fields({} if value is None else value)
 
     def items(self, name: str) -> list[object]:
-        """A list."""
         return self._get(name, list, [])
 
     def objects(self, name: str) -> list[Fields]:
-        """A list of objects."""
         return [Fields(value) for value in self.items(name)]
 
     def _get(self, name: str, kind: type[_T], nothing: _T) -> _T:

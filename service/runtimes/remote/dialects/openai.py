@@ -129,7 +129,6 @@ class _OpenAI(Dialect):
         return deltas
 
     def _delta(self, choice: Fields) -> Delta:
-        """The update of one choice of an event."""
         raise NotImplementedError
 
 
