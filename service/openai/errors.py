@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from google.rpc import code_pb2, error_details_pb2, status_pb2
-
 from service.errors import InvalidArgument, QuireError
 
 _STATUS = {
@@ -57,25 +55,6 @@ _PARAMS: Names = (
     (re.compile(r"^chat\b.*"), "messages"),
     (re.compile(r"\.arguments_json$"), ".function.arguments"),
 )
-
-
-def error_from_status(status: status_pb2.Status) -> QuireError:
-    """The error that a protobuf status describes."""
-    reason, field, retry_after_s = "", None, None
-    for detail in status.details:
-        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-        request = error_details_pb2.BadRequest()
-        if detail.Unpack(info):
-            reason = info.reason
-        elif detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
-        elif detail.Unpack(request) and request.field_violations:
-            field = request.field_violations[0].field
-    if field is not None:
-        return InvalidArgument(reason, field, status.message)
-    error = QuireError(status.message, retry_after_s=retry_after_s)
-    error.code, error.reason = code_pb2.Code.Name(status.code), reason or error.reason
-    return error
 
 
 def http_status(error: QuireError) -> int:

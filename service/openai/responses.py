@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.v1 import runner_pb2
 
-from service.openai.errors import error_from_status
+from service.api.status import from_status
 from service.openai.requests import CompletionRequest
 from service.openai.token_texts import TokenTexts
 from service.runtimes.base import SampleKey
@@ -164,7 +164,7 @@ class CompletionResponse:
         key = chunk.item_id, chunk.sample
         choice = self._choices[key]
         if chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR:
-            raise error_from_status(chunk.error)
+            raise from_status(chunk.error)
         if chunk.finish_reason:
             self._usage[key] = chunk.usage
         choice.finish = _FINISH.get(chunk.finish_reason)

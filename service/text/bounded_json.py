@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from quire.v1 import runner_pb2
@@ -22,6 +22,12 @@ MAX_VALUES = 1 << 18
 MAX_MESSAGES = 4096
 # What a string, list or object counts as.
 _COMPOUND_VALUES = 8
+_ROLES = {
+    runner_pb2.CHAT_ROLE_SYSTEM: "system",
+    runner_pb2.CHAT_ROLE_USER: "user",
+    runner_pb2.CHAT_ROLE_ASSISTANT: "assistant",
+    runner_pb2.CHAT_ROLE_TOOL: "tool",
+}
 # Counted at once, in well below a millisecond.
 _SLICE_BYTES = 1 << 16
 
@@ -93,6 +99,22 @@ async def check_chat(chat: runner_pb2.Chat) -> None:
             values += await count_values(text, limit - values)
         if size_bytes > MAX_BYTES or values > limit:
             raise _too_large("BAD_CHAT", field)
+
+
+def chat_role(message: runner_pb2.ChatMessage, index: int) -> str:
+    """A message's role as templates and providers spell it. Raises InvalidArgument."""
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise InvalidArgument("BAD_CHAT", f"chat.messages[{index}].role", "a role is needed")
+    return role
+
+
+def tools_of(chat: runner_pb2.Chat, parse_json: Callable[[str, str, str], Any] = parse) -> list[Any]:
+    """The tools of a chat. Raises InvalidArgument."""
+    tools = parse_json(chat.tools_json, "BAD_CHAT", "chat.tools_json") if chat.tools_json else []
+    if not isinstance(tools, list):
+        raise InvalidArgument("BAD_CHAT", "chat.tools_json", "tools_json is not a list in JSON")
+    return tools
 
 
 def arguments_field(message: int, call: int) -> str:

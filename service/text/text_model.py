@@ -24,7 +24,7 @@ from service.errors import (
 )
 from service.logging import get_logger
 from service.text.bounded_encoder import BoundedEncoder, check_loading
-from service.text.bounded_json import arguments_field, check_chat, parse
+from service.text.bounded_json import arguments_field, chat_role, check_chat, parse, tools_of
 from service.text.chat_template import DEFAULT, ChatTemplates, TemplateError
 from service.text.constraints import Constraints, Matcher
 from service.text.detokenizer import TokenDecoder
@@ -43,12 +43,6 @@ _SHORT_CHARACTERS = 512
 # No text has more characters per token on average. Encoding takes some 170 bytes for each character.
 _MAX_CHARACTERS_PER_TOKEN = 32
 _MANY_TOKENS = 1 << 20
-_ROLES = {
-    runner_pb2.CHAT_ROLE_SYSTEM: "system",
-    runner_pb2.CHAT_ROLE_USER: "user",
-    runner_pb2.CHAT_ROLE_ASSISTANT: "assistant",
-    runner_pb2.CHAT_ROLE_TOOL: "tool",
-}
 
 
 @dataclass(eq=False, slots=True)
@@ -133,7 +127,8 @@ class TextModel:
             text = "the model has no chat template: send text or tokens"
             raise InvalidArgument("NO_CHAT_TEMPLATE", "chat", text)
         await check_chat(chat)
-        messages, tools = _messages(chat), _tools(chat)
+        messages = _messages(chat)
+        tools = tools_of(chat) if chat.tools_json else None
         name = chat.template or DEFAULT
         try:
             text = await self._templates.render(template, messages, name=name, tools=tools)
@@ -236,10 +231,7 @@ def _messages(chat: runner_pb2.Chat) -> Sequence[Mapping[str, Any]]:
         raise InvalidArgument("EMPTY_PROMPT", "chat.messages", "at least one message is needed")
     messages = []
     for index, message in enumerate(chat.messages):
-        role = _ROLES.get(message.role)
-        if role is None:
-            raise InvalidArgument("BAD_CHAT", f"chat.messages[{index}].role", "a role is needed")
-        fields: dict[str, Any] = {"role": role, "content": message.content}
+        fields: dict[str, Any] = {"role": chat_role(message, index), "content": message.content}
         if message.tool_calls:
             fields["tool_calls"] = [
                 {
@@ -259,12 +251,3 @@ def _messages(chat: runner_pb2.Chat) -> Sequence[Mapping[str, Any]]:
             fields["tool_call_id"] = message.tool_call_id
         messages.append(fields)
     return messages
-
-
-def _tools(chat: runner_pb2.Chat) -> list[Any] | None:
-    if not chat.tools_json:
-        return None
-    tools = parse(chat.tools_json, "BAD_CHAT", "chat.tools_json")
-    if not isinstance(tools, list):
-        raise InvalidArgument("BAD_CHAT", "chat.tools_json", "tools_json is not a list in JSON")
-    return tools

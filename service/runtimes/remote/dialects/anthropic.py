@@ -14,12 +14,11 @@ from service.runtimes.remote.dialects.base import (
     Fields,
     StreamUpdate,
     ToolCallDelta,
-    chat_role,
     parsed_json,
-    tools_of,
     unsupported,
 )
 from service.runtimes.remote.failures import stream_error
+from service.text.bounded_json import chat_role, tools_of
 
 _VERSION = "2023-06-01"
 _FINISHES = {
@@ -71,7 +70,7 @@ class Messages(Dialect):
         stops = [stop for stop in item.stop if stop.strip()]
         if stops:
             body["stop_sequences"] = stops
-        tools = [_tool(tool) for tool in tools_of(item.chat)]
+        tools = [_tool(tool) for tool in tools_of(item.chat, parsed_json)]
         if tools:
             body["tools"] = tools
         return body

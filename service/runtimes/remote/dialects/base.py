@@ -20,12 +20,6 @@ from service.text import bounded_json
 
 _T = TypeVar("_T")
 _MAX_UINT32 = (1 << 32) - 1
-_ROLES = {
-    runner_pb2.CHAT_ROLE_SYSTEM: "system",
-    runner_pb2.CHAT_ROLE_USER: "user",
-    runner_pb2.CHAT_ROLE_ASSISTANT: "assistant",
-    runner_pb2.CHAT_ROLE_TOOL: "tool",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +85,6 @@ class Dialect(ABC):
 def unsupported(field: str) -> NoReturn:
     """Raises ProviderFailure: the dialect lacks the feature of this field of the item."""
     raise ProviderFailure("UNSUPPORTED", f"{field}: this runtime's provider cannot do it", field=field)
-
-
-def chat_role(message: runner_pb2.ChatMessage, index: int) -> str:
-    """A message's role as providers spell it. Raises InvalidArgument."""
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise InvalidArgument("BAD_CHAT", f"chat.messages[{index}].role", "a role is needed")
-    return role
-
-
-def tools_of(chat: runner_pb2.Chat) -> list[Any]:
-    """The tools of a chat. Raises InvalidArgument."""
-    tools = parsed_json(chat.tools_json, "BAD_CHAT", "chat.tools_json") if chat.tools_json else []
-    if not isinstance(tools, list):
-        raise InvalidArgument("BAD_CHAT", "chat.tools_json", "is not a list in JSON")
-    return tools
 
 
 def parsed_json(text: str, reason: str, field: str) -> Any:

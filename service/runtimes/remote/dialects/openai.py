@@ -16,13 +16,12 @@ from service.runtimes.remote.dialects.base import (
     Fields,
     StreamUpdate,
     ToolCallDelta,
-    chat_role,
     logprob,
     parsed_json,
-    tools_of,
     unsupported,
 )
 from service.runtimes.remote.failures import stream_error
+from service.text.bounded_json import chat_role, tools_of
 
 # OpenAI's limit. The gateway itself looks for all stop texts.
 MAX_STOPS = 4
@@ -150,7 +149,7 @@ class ChatCompletions(_OpenAI):
         body = _common_fields(item, samples, config)
         body["messages"] = _messages(item)
         body[config.max_tokens_field] = item.max_tokens or config.max_output_tokens
-        tools = tools_of(item.chat)
+        tools = tools_of(item.chat, parsed_json)
         if tools:
             body["tools"] = tools
         if item.logprobs:
