@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import json
 import threading
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -59,9 +58,10 @@ class Constraints:
     def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int]) -> None:
         """`tokens`: the bytes of each; empty: no text. Special ones have the names that grammars use."""
         self.num_tokens = len(tokens)
-        lengths = array("I", map(len, tokens)).tobytes()
-        request = {"method": "set_vocabulary", "special_ids": special_ids, "lengths_bytes": len(lengths)}
-        setup_task = b"".join((json.dumps(request).encode(), b"\n", lengths, *tokens))
+        # JSON has no bytes: a character stands for each.
+        texts = [token.decode("latin-1") for token in tokens]
+        vocabulary = {"method": "set_vocabulary", "special_ids": special_ids, "tokens": texts}
+        setup_task = json.dumps(vocabulary).encode()
         self._checks, self.masks = GrammarProcess(setup_task), GrammarProcess(setup_task)
         # One grammar is checked at a time.
         self._check_threads = ThreadPoolExecutor(1, "check")

@@ -88,10 +88,7 @@ class TextModel:
     ) -> Sequence[int]:
         """A text's tokens. `field`: the field of the request that has the text.
 
-        Raises:
-            InvalidArgument: The tokenizer fails on it.
-            NoTokenizer: The model has none.
-            SequenceTooLong: It is too long to have at most `max_tokens`.
+        Raises InvalidArgument if the tokenizer fails on it, NoTokenizer, or SequenceTooLong.
         """
         loaded = await self._load()
         tokenizer = loaded.tokenizer
@@ -146,17 +143,9 @@ class TextModel:
     async def constraint(
         self, constraint: runner_pb2.Constraint, end_ids: frozenset[int], vocab_size: int
     ) -> Callable[[], Matcher]:
-        """A function that makes a matcher for each sample. The constraint must not be a mask.
+        """A function that makes a matcher for each sample. `end_ids`: allowed where the constraint may end.
 
-        Args:
-            constraint: From the caller.
-            end_ids: Tokens that end a sample: allowed only where the constraint may end.
-            vocab_size: Of the model's logits; may be more than the tokenizer's tokens.
-
-        Raises:
-            InvalidArgument: The constraint cannot be used.
-            NoTokenizer: The model has none.
-            Unsupported: The text of its tokens differs from place to place.
+        Raises InvalidArgument, NoTokenizer, or Unsupported if the text of tokens differs from place to place.
         """
         loaded = await self._load()
         if loaded.tokenizer is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from service.runtimes.remote.failures import malformed
 from service.runtimes.remote.prices import Prices, tokens_of
 from service.text.stops import StopMatcher
 
+_DECODER = codecs.getincrementaldecoder("utf-16-le")
 _UNFINISHED = runner_pb2.FINISH_REASON_UNSPECIFIED
 
 
@@ -91,9 +93,10 @@ class _Sample:
         self._index = index
         self._stops = StopMatcher(stops)
         self._num_chunks = 0
-        self._text = _SurrogateJoiner()
+        self._text = _DECODER("replace")
         # By the index of the call.
-        self._arguments: defaultdict[int, _SurrogateJoiner] = defaultdict(_SurrogateJoiner)
+        self._arguments: defaultdict[int, codecs.IncrementalDecoder]
+        self._arguments = defaultdict(lambda: _DECODER("replace"))
         self._stop = ""
         self.finish: runner_pb2.FinishReason = _UNFINISHED
 
@@ -105,7 +108,7 @@ class _Sample:
         """The chunk for an update. None: nothing to show yet."""
         if self.finish:
             return None
-        text = self._stops.push(self._text.push(delta.text))
+        text = self._stops.push(_push(self._text, delta.text))
         if self.is_stopped:
             self.finish, self._stop = runner_pb2.FINISH_REASON_STOP, self._stops.found
         elif delta.finish:
@@ -143,7 +146,7 @@ class _Sample:
         )
 
     def _tool_call(self, delta: ToolCallDelta) -> runner_pb2.ToolCall | None:
-        arguments = self._arguments[delta.index].push(delta.arguments_json)
+        arguments = _push(self._arguments[delta.index], delta.arguments_json)
         if not (delta.id or delta.name or arguments):
             return None
         return runner_pb2.ToolCall(
@@ -151,23 +154,13 @@ class _Sample:
         )
 
 
-class _SurrogateJoiner:
-    """Joins text deltas: JSON may split a surrogate pair between two of them."""
+def _push(decoder: codecs.IncrementalDecoder, text: str, *, is_last: bool = False) -> str:
+    """The text that is complete now: JSON may split a surrogate pair between two deltas.
 
-    def __init__(self) -> None:
-        self._high_surrogate = ""
-
-    def push(self, text: str) -> str:
-        """The text without an unpaired high surrogate at its end."""
-        text = self._high_surrogate + text
-        self._high_surrogate = ""
-        if text and "\ud800" <= text[-1] <= "\udbff":
-            text, self._high_surrogate = text[:-1], text[-1]
-        return _whole(text)
+    An unpaired surrogate is replaced: a protobuf string cannot hold it.
+    """
+    return decoder.decode(text.encode("utf-16-le", "surrogatepass"), is_last)
 
 
 def _whole(text: str) -> str:
-    """Joins surrogate pairs, and replaces unpaired surrogates: a protobuf string cannot hold them."""
-    if text.isascii():
-        return text
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return _push(_DECODER("replace"), text, is_last=True)
