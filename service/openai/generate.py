@@ -10,7 +10,6 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -250,13 +249,11 @@ def _ranked(token_id: int, logprob: float, top: types_pb2.TopLogprobs) -> list[t
     return [(token_id, finite(logprob), rank), *others]
 
 
+@dataclass(frozen=True, eq=False)
 class GenerateHandler(CompletionHandler):
     """Handles requests for tokens. An ASGI application."""
 
-    def __init__(self, forward: Forward, is_processed: bool, *shared: Any) -> None:
-        """`is_processed`: see `generate`. `shared`: as in `CompletionHandler`, after `parse`."""
-        super().__init__(partial(generate, is_processed=is_processed), *shared)
-        self._forward = forward
+    forward: Forward
 
     async def _handle(self, value: object, scope: Scope, send: Send) -> None:
         try:
@@ -265,7 +262,7 @@ class GenerateHandler(CompletionHandler):
             raise InvalidArgument(error.reason, renamed(error.field, _PARAMS), error.message) from None
 
     def _resolve(self, model: str) -> ResolvedModel:
-        return self._models.resolve(model, needs_text=False)
+        return self.models.resolve(model, needs_text=False)
 
     @asynccontextmanager
     async def _response(self, request: CompletionRequest) -> AsyncIterator[CompletionResponse]:
@@ -281,7 +278,7 @@ class GenerateHandler(CompletionHandler):
                     adapter_id=request.model.adapter_id,
                     cache_salt=request.items[0].cache_salt,
                 )
-                scored = await self._forward(forward, cast("Any", context))
+                scored = await self.forward(forward, cast("Any", context))
             yield GenerateResponse(request, scored)
 
 
