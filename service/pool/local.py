@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import os
 import secrets
@@ -26,7 +25,7 @@ from quire.v1 import worker_pb2
 from service.logging import get_logger
 from service.pool.gpus import Gpu
 from service.pool.process import LocalProcess, address_of, boot_id, can_watch, start_ticks
-from service.pool.registry import PROTOCOL, Epochs, Registry, RegistryEntry, remove_socket
+from service.pool.registry import PROTOCOL, Epochs, Registry, RegistryEntry
 
 _log = get_logger(__name__)
 
@@ -83,7 +82,7 @@ class LocalLauncher:
         adopted: dict[str, LocalProcess] = {}
         code = await self._worker_code() if entries else ""
         for entry in sorted(entries, key=lambda entry: entry.epoch, reverse=True):
-            process = LocalProcess.attach(entry, functools.partial(self._registry.remove, entry))
+            process = LocalProcess.attach(entry, self._registry.remove)
             config = wanted.get(entry.worker_id)
             if process is None:
                 self._registry.remove(entry)
@@ -159,7 +158,6 @@ class LocalLauncher:
     def _start(self, config: worker_pb2.WorkerConfig, epoch: int, socket: str, code: str) -> LocalProcess:
         """Raises OSError."""
         secret = secrets.token_hex(_SECRET_BYTES)
-        on_stopped = functools.partial(remove_socket, socket)
         # Not asyncio's subprocess, which kills its processes when the event loop is closed.
         child = subprocess.Popen(  # noqa: S603 - our own program
             _command(socket, config),
@@ -172,21 +170,18 @@ class LocalLauncher:
             start_new_session=self._grace_s > 0,
         )
         try:
-            entry = None
-            if self._grace_s:
-                boot, ticks = boot_id(), start_ticks(child.pid)
-                entry = RegistryEntry(
-                    config.worker_id, epoch, child.pid, boot, ticks, socket, secret, config, code=code
-                )
+            boot, ticks = (boot_id(), start_ticks(child.pid)) if self._grace_s else ("", 0)
+            entry = RegistryEntry(
+                config.worker_id, epoch, child.pid, boot, ticks, socket, secret, config, code=code
+            )
             pidfd = os.pidfd_open(child.pid) if self._can_watch else -1
         except OSError:
             child.kill()
             child.communicate()
             raise
-        if entry is not None:
-            on_stopped = functools.partial(self._registry.remove, entry)
+        if self._grace_s:
             self._register(entry, child)
-        return LocalProcess(epoch, socket, child.pid, secret, on_stopped, pidfd=pidfd, child=child)
+        return LocalProcess(entry, self._registry.remove, pidfd=pidfd, child=child)
 
     def _register(self, entry: RegistryEntry, child: subprocess.Popen[bytes]) -> None:
         """Writes the entry and tells the worker that it can outlive this gateway."""

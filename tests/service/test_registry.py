@@ -188,7 +188,7 @@ def test_files_that_are_not_private_are_removed_and_not_followed(registry: Regis
     assert registry.read() == [] and not path.exists()
 
 
-def nothing() -> None:
+def nothing(_: RegistryEntry) -> None:
     """Callback that does nothing."""
 
 
