@@ -179,8 +179,9 @@ class WeightsLoader:
         recompute: bool,
     ) -> None:
         """Raises StorageUnavailable, as `_switch`."""
-        continued = self._dispatcher.caches.weights.continued_from if recompute else None
-        await self._persist(version, continued)
+        if recompute:
+            version.continued_from = self._dispatcher.caches.weights.continued_from
+        await self._persist(version)
         # Not those that have died since, whose slots may have others now.
         running = self._pool.serving_workers()
         ready = [worker for worker in running if worker in workers]
@@ -191,14 +192,14 @@ class WeightsLoader:
                 # It has become ready meanwhile, and has not read these weights.
                 self._dispatcher.worker_lost(worker.slot.worker_id, worker.epoch, crashed=False)
                 worker.terminate("it has the previous weights")
-        self._versions.replace(version, described, continued)
+        self._versions.replace(version, described)
         views = [worker.view() for worker in ready]
         self._dispatcher.weights_replaced(version.number, views, recompute=recompute)
         _log.info("weights replaced", model=version.model, weights=version.number, recompute=recompute)
 
-    async def _persist(self, version: ModelVersion, continued_from: int | None = None) -> None:
+    async def _persist(self, version: ModelVersion) -> None:
         try:
-            await asyncio.to_thread(self._versions.persist, version, continued_from)
+            await asyncio.to_thread(self._versions.persist, version)
         except OSError as error:
             raise StorageUnavailable(error.strerror) from None
 

@@ -385,7 +385,7 @@ class SimulatedLoader(WeightsLoader):
     def _require_memory(self, model: str) -> None:
         """There is enough."""
 
-    async def _persist(self, version: ModelVersion, continued_from: int | None = None) -> None:
+    async def _persist(self, version: ModelVersion) -> None:
         await asyncio.sleep(self._rng.choice((0.0, 0.05)))
         if self._rng.random() < 0.2:
             raise StorageUnavailable("no space")
