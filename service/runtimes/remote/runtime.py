@@ -19,7 +19,7 @@ from service.runtimes.remote.call import Provider, ProviderCall
 from service.runtimes.remote.clock import Clock
 from service.runtimes.remote.config import DialectName, ProviderConfig
 from service.runtimes.remote.dialects.anthropic import Messages
-from service.runtimes.remote.dialects.base import Dialect, unsupported
+from service.runtimes.remote.dialects.base import Dialect, refuse
 from service.runtimes.remote.dialects.openai import ChatCompletions, Completions
 from service.runtimes.remote.limiter import Limiter
 from service.runtimes.remote.sessions import SessionPool
@@ -31,6 +31,11 @@ DIALECTS: dict[DialectName, type[Dialect]] = {
     "openai-completions": Completions,
     "anthropic-messages": Messages,
 }
+# Of no dialect. Providers send text, but no token ids. They have models, but no adapters of ours.
+_UNSUPPORTED = (
+    "tokens_only", "top_logprobs", "sampled_logprobs", "adapter_id", "chat.template", "constraint.mask",
+    "constraint.regex", "constraint.lark",
+)  # fmt: skip
 # A provider's vocabulary is unknown here.
 _LIMITS = validation.RequestLimits(vocab_size=1 << 32, max_response_bytes=1 << 32)
 
@@ -155,7 +160,7 @@ class RemoteRuntime:
         self, item: runner_pb2.ExecuteItem
     ) -> tuple[Mapping[str, object], runner_pb2.Usage, runner_pb2.Usage]:
         """The body of each call for an item, and the most that one call and all use. Raises QuireError."""
-        await check(item)
+        await check(item, self._provider.dialect)
         calls = self._sample_groups(item)
         expected = prices.expected(item, len(calls[0]), self.config.max_output_tokens)
         total = runner_pb2.Usage(
@@ -184,25 +189,14 @@ class RemoteRuntime:
             raise ProviderFailure("BUDGET_EXCEEDED", text)
 
 
-async def check(item: runner_pb2.ExecuteItem) -> None:
-    """Checks all that does not depend on the provider.
-
-    Raises InvalidArgument, or ProviderFailure for features that no dialect has.
-    """
+async def check(item: runner_pb2.ExecuteItem, dialect: type[Dialect]) -> None:
+    """Raises InvalidArgument, or ProviderFailure for features that the dialect lacks."""
     items.check(item)
     if not (item.text or item.tokens.token_ids or item.chat.messages):
         raise InvalidArgument("EMPTY_PROMPT", str(item.WhichOneof("prompt")), "the prompt is empty")
     await bounded_json.check_chat(item.chat)
     _check_sampling(item)
-    for name in ("tokens_only", "top_logprobs", "sampled_logprobs", "adapter_id"):
-        if getattr(item, name):
-            # Providers send text, but no token ids. They have models, but no adapters of ours.
-            unsupported(name)
-    if item.chat.template:
-        unsupported("chat.template")
-    constraint = item.constraint.WhichOneof("kind")
-    if constraint not in (None, "json_schema"):
-        unsupported(f"constraint.{constraint}")
+    refuse(item, (*_UNSUPPORTED, *dialect.unsupported_fields))
 
 
 def _check_sampling(item: runner_pb2.ExecuteItem) -> None:

@@ -5,6 +5,7 @@ Responses are untrusted: a field with an unexpected type makes the response malf
 
 from __future__ import annotations
 
+import functools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,8 @@ class Dialect(ABC):
     path: ClassVar[str]
     # Whether one request can ask for several samples.
     takes_n: ClassVar[bool]
+    # The fields of an item for which it has none.
+    unsupported_fields: ClassVar[Sequence[str]]
 
     def __init__(self, runtime: str) -> None:
         """`runtime`: its name, for the log."""
@@ -74,7 +77,7 @@ class Dialect(ABC):
     def body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
         """The body of a request for a number of samples of a checked item.
 
-        Raises InvalidArgument, and ProviderFailure for features that the dialect lacks.
+        Raises InvalidArgument, and ProviderFailure for features that the provider lacks.
         """
 
     @abstractmethod
@@ -85,6 +88,16 @@ class Dialect(ABC):
 def unsupported(field: str) -> NoReturn:
     """Raises ProviderFailure: the dialect lacks the feature of this field of the item."""
     raise ProviderFailure("UNSUPPORTED", f"{field}: this runtime's provider cannot do it", field=field)
+
+
+def refuse(item: runner_pb2.ExecuteItem, fields: Sequence[str]) -> None:
+    """Raises ProviderFailure if one of these fields is set."""
+    for path in fields:
+        *parents, name = path.split(".")
+        message = functools.reduce(getattr, parents, item)
+        has_presence = message.DESCRIPTOR.fields_by_name[name].has_presence
+        if message.HasField(name) if has_presence else getattr(message, name):
+            unsupported(path)
 
 
 def parsed_json(text: str, reason: str, field: str) -> Any:

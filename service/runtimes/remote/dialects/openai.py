@@ -136,6 +136,7 @@ class ChatCompletions(_OpenAI):
 
     kind = runner_pb2.RUNTIME_KIND_OPENAI_CHAT
     path = "/chat/completions"
+    unsupported_fields = ("tokens",)
 
     def __init__(self, runtime: str) -> None:
         super().__init__(runtime)
@@ -144,8 +145,6 @@ class ChatCompletions(_OpenAI):
 
     @staticmethod
     def body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
-        if item.HasField("tokens"):
-            unsupported("tokens")
         body = _common_fields(item, samples, config)
         body["messages"] = _messages(item)
         body[config.max_tokens_field] = item.max_tokens or config.max_output_tokens
@@ -193,13 +192,10 @@ class Completions(_OpenAI):
 
     kind = runner_pb2.RUNTIME_KIND_OPENAI_COMPLETIONS
     path = "/completions"
+    unsupported_fields = ("chat", "constraint.json_schema")
 
     @staticmethod
     def body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
-        if item.HasField("chat"):
-            unsupported("chat")
-        if item.constraint.HasField("json_schema"):
-            unsupported("constraint.json_schema")
         body = _common_fields(item, samples, config)
         body["prompt"] = list(item.tokens.token_ids) if item.HasField("tokens") else item.text
         body["max_tokens"] = item.max_tokens or config.max_output_tokens
