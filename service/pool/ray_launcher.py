@@ -23,7 +23,6 @@ from quire.v1 import worker_pb2
 from service.config import Config, ConfigError
 from service.logging import get_logger
 from service.pool import pool_files
-from service.pool.endpoints import Endpoint
 from service.pool.remote import LeasedWorker, RemoteLauncher
 
 _log = get_logger(__name__)
@@ -47,7 +46,7 @@ class RayLauncher(RemoteLauncher):
         self._runtime_env = _read_runtime_env(config.ray_runtime_env)
         self._pool = Path(config.pool) if config.pool else pool_files.own_pool(data_dir)
         super().__init__(data_dir, config, on_locked, self._pool)
-        self._placements: dict[str, _Placement] = {}
+        self._placements: dict[str, PlacedWorker] = {}
         # Names of actors that an earlier gateway has left.
         self._left: list[str] = []
         self._connected = asyncio.Event()
@@ -66,16 +65,16 @@ class RayLauncher(RemoteLauncher):
         """Leases a worker that an earlier gateway has left, or places one. Waits for resources."""
         await self._connected.wait()
         name = self._left.pop() if self._left else secrets.token_hex(_NAME_BYTES)
-        placement = self._placements[name] = _Placement()
+        worker = self._placements[name] = PlacedWorker(lambda: self.remove(name))
         self._send("place", name)
         try:
-            placed = await placement.placed
+            placed = await worker.placed
             _log.info("ray: worker placed", worker_id=config.worker_id, **placed)
-            epoch, endpoint = await self._lease_at(placed["address"], config)
+            worker.epoch, worker.endpoint = await self._lease_at(placed["address"], config)
         except BaseException:
             self.remove(name)
             raise
-        return PlacedWorker(epoch, endpoint, placement, lambda: self.remove(name))
+        return worker
 
     async def room(self, known: int) -> int:
         """What else runs on the nodes is not considered."""
@@ -171,15 +170,20 @@ def _read_runtime_env(file: str) -> Any:
         raise ConfigError("ray_runtime_env", "a setting", file, "must be a file of JSON") from None
 
 
-class _Placement:
-    """What is known of an actor: where its worker runs and listens, for how long, and how it has ended."""
+class PlacedWorker(LeasedWorker):
+    """An actor and its worker: where that runs and listens, for how long, and how it has ended.
 
-    def __init__(self) -> None:
+    It has an epoch and an endpoint once it is leased.
+    """
+
+    def __init__(self, remove: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         self.placed: asyncio.Future[dict[str, Any]] = loop.create_future()
         # After so many seconds the node may be gone.
         self.leaving: asyncio.Future[float] = loop.create_future()
-        self.ended: asyncio.Future[int | None] = loop.create_future()
+        # The exit status, if the actor has seen it: one of a lost node has not.
+        self._ended: asyncio.Future[int | None] = loop.create_future()
+        self._remove = remove
 
     def on_event(self, kind: str, event: dict[str, Any]) -> None:
         if kind == "placed":
@@ -189,26 +193,13 @@ class _Placement:
             return
         _log.warning(f"ray: actor {kind}", **event)
         if kind == "ended":
-            self.ended.set_result(event["status"])
+            self._ended.set_result(event["status"])
         elif kind == "leaving":
             if not self.leaving.done():
                 within_s = event["within_s"]
                 self.leaving.set_result(math.inf if within_s is None else within_s)
         elif not self.placed.done():
             self.placed.set_exception(OSError(0, event["why"], f"actor {event['name']}"))
-
-
-class PlacedWorker(LeasedWorker):
-    """A worker that Ray has started. See `WorkerProcesses`."""
-
-    def __init__(
-        self, epoch: int, endpoint: Endpoint, placement: _Placement, remove: Callable[[], None]
-    ) -> None:
-        super().__init__(epoch, endpoint)
-        self.leaving = placement.leaving
-        # The exit status, if the actor has seen it: one of a lost node has not.
-        self._ended = placement.ended
-        self._remove = remove
 
     async def wait(self) -> int | None:
         """Never returns if Ray or the node is lost: its stream ends."""
