@@ -2,7 +2,8 @@
 
 Python's parser blocks all other threads, and makes objects of sixty bytes from two bytes of JSON. Its time
 depends on the number of values more than on bytes: a string, list or object costs as much as eight numbers,
-so it counts as 8. Counting creates no objects and stops at a limit.
+so it counts as 8. Counting creates no objects and stops at a limit. Also what templates and providers read of
+a chat in the same way.
 """
 
 from __future__ import annotations

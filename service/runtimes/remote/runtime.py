@@ -31,7 +31,7 @@ DIALECTS: dict[DialectName, type[Dialect]] = {
     "openai-completions": Completions,
     "anthropic-messages": Messages,
 }
-# Of no dialect. Providers send text, but no token ids. They have models, but no adapters of ours.
+# Fields that no dialect has: providers send no token ids, and their models have no adapters of ours.
 _UNSUPPORTED = (
     "tokens_only", "top_logprobs", "sampled_logprobs", "adapter_id", "chat.template", "constraint.mask",
     "constraint.regex", "constraint.lark",
