@@ -13,7 +13,7 @@ from kernels.few_rows import (
     few_rows_product_reference,
     tiles_for,
 )
-from kernels.gated_activation import ACTIVATIONS, Activation, gated_activation_reference
+from kernels.gated_activation import Activation, gated_activation_reference
 from kernels.linear import linear_reference
 from tests.kernels.cuda.poison import assert_same_roundings, same_bits, surrounded
 from tests.kernels.references import activated64, rms_norm64
@@ -80,7 +80,7 @@ def test_as_in_float64(
 
 
 @pytest.mark.parametrize(("dtype", "tiles"), GATED, ids=name)
-@pytest.mark.parametrize(("activation", "biased"), zip(ACTIVATIONS, (False, True, True), strict=True))
+@pytest.mark.parametrize(("activation", "biased"), [("silu", False), ("gelu_tanh", True), ("gelu", True)])
 def test_a_gate(biased: bool, activation: Activation, dtype: torch.dtype, tiles: Tiles, device: str) -> None:
     outputs, inputs = 50, 600
     x, weight, bias = random((5, inputs), (2 * outputs, inputs), (2 * outputs,), dtype=dtype)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from kernels.cuda.few_rows import Tiles
-from kernels.few_rows import MOST_ROWS, tiles_for
+from kernels.few_rows import MOST_ROWS, few_rows_product, tiles_for
 from kernels.paged_attention import CUDA_WIDTHS
 from tests.families import MODELS, settings_of
 from tests.kernels.cuda.test_decode_runner import SETTINGS, random_decoder
 from tests.workers.packing import HandPacker, HandSequence, Item, poison
 from workers.kv.tensors import KvTensors
 from workers.models import few_rows
+from workers.models.capture import RowCapture
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.few_rows import Measure
@@ -54,11 +56,10 @@ def preferring(way: int) -> Measure:
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each product that was fused, outside of measurements."""
     rows: list[int] = []
-    product = few_rows.few_rows_product
 
-    def note(x: torch.Tensor, *arguments: object, **others: object) -> object:
+    def note(x: torch.Tensor, *arguments: Any, **others: Any) -> object:
         rows.append(len(x))
-        return product(x, *arguments, **others)  # type: ignore[arg-type]
+        return few_rows_product(x, *arguments, **others)
 
     monkeypatch.setattr(few_rows, "few_rows_product", note)
     monkeypatch.setattr(few_rows.TilesOfPlaces, "_choose", _first_tiles)
@@ -157,16 +158,10 @@ def test_what_is_not_fused(reason: str, device: str, fused: list[int]) -> None:
     kv = Twins._new_kv(decoder)
     sequence = HandSequence(lora_slot=1 if reason == "adapters" else -1)
     inputs = HandPacker(16, range(40)).pack([Item(sequence, [1, 2])])
-    capture = few_rows_capture() if reason == "hidden states" else None
+    capture = RowCapture({0: [0]}, expert_rows=None) if reason == "hidden states" else None
     decoder.forward(inputs.to(kv.device), kv, capture)
     # With hidden states the last MLP has none behind it.
     assert len(fused) == (2 if reason == "hidden states" else 0)
-
-
-def few_rows_capture() -> object:
-    from workers.models.capture import RowCapture
-
-    return RowCapture({0: [0]}, expert_rows=None)
 
 
 @pytest.mark.parametrize("way", range(3))
