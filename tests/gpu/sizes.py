@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from kernels.few_rows import tiles_for
 from tests.kernels.conftest import INTERPRETED
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
-from workers.models.few_rows import Measure
+from workers.models.few_rows import Place, TilesOfPlaces
+
+if TYPE_CHECKING:
+    from kernels.cuda.few_rows import Tiles
 
 T = TypeVar("T")
 
@@ -106,19 +109,16 @@ def random_decoder(config: ModelConfig, device: torch.device) -> Decoder:
         scaled = 1 + 0.1 * values if name.endswith("norm.weight") else values * target.shape[-1] ** -0.5
         target.tensor.copy_(scaled)
     if INTERPRETED:
-        decoder.fuse_few_rows(_later_is_faster())
+        decoder.fuse_few_rows(FirstTiles(lambda _: 0.0))
     return decoder
 
 
-def _later_is_faster() -> Measure:
-    """In a rehearsal products are fused, as they may be on a GPU."""
-    times = itertools.count(-1, -1)
+class FirstTiles(TilesOfPlaces):
+    """Fuses each product, without measuring: for rehearsals."""
 
-    def measure(run: Callable[[], None]) -> float:
-        run()
-        return next(times)
-
-    return measure
+    def choose(self, place: Place, rows: int) -> Tiles | None:
+        """The first of them."""
+        return tiles_for(place.dtype, place.activation)[0]
 
 
 def nan_kv(config: ModelConfig, num_pages: int, device: torch.device) -> KvTensors:

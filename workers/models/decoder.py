@@ -23,7 +23,7 @@ from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture, routing_of
 from workers.models.compiled_layers import Stage, compiled
 from workers.models.config import ModelConfig
-from workers.models.few_rows import FewRows, Measure, TilesOfPlaces, device_ms
+from workers.models.few_rows import FewRows, TilesOfPlaces, device_ms
 from workers.models.inputs import ForwardInputs
 from workers.models.layers import ForwardContext, Norm, Sublayer
 from workers.models.linear import Linear, LoadTarget
@@ -83,7 +83,7 @@ class Decoder:
         self._before_last_mlp: Sequence[Stage] = self._sublayers()[:-1]
         self._last_mlp: Stage = self.layers[-1].mlp
         if self.device.type == "cuda":
-            self.fuse_few_rows(device_ms)
+            self.fuse_few_rows(TilesOfPlaces(device_ms))
         self.max_lora_slots = 0
         self._max_lora_rank = 0
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}  # each [positions of the pages in use, R]
@@ -127,10 +127,9 @@ class Decoder:
         # Attention of heads of other widths runs in torch.
         self.batch_invariant = is_packed and can_pack_width(self.config.head_dim)
 
-    def fuse_few_rows(self, measure: Measure) -> None:
+    def fuse_few_rows(self, tiles: TilesOfPlaces) -> None:
         """Run steps of few rows in fewer launches, where that is faster; see `workers.models.few_rows`."""
         *before, last = self._sublayers()
-        tiles = TilesOfPlaces(measure)
         self._before_last_mlp, self._last_mlp = [FewRows(before, tiles)], FewRows([last], tiles)
 
     def _compile(self) -> None:

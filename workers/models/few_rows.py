@@ -113,10 +113,10 @@ class TilesOfPlaces:
         if key not in self._fastest:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 return None
-            self._fastest[key] = self._choose(*key)
+            self._fastest[key] = self.choose(*key)
         return self._fastest[key]
 
-    def _choose(self, place: Place, rows: int) -> Tiles | None:
+    def choose(self, place: Place, rows: int) -> Tiles | None:
         """Measure each way with the weights of several layers, one after the other, as a step reads them."""
         products = self._products[place][:_LAYERS]
         weight = products[0].linear.weight

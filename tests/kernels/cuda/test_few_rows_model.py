@@ -13,6 +13,7 @@ from kernels.cuda.few_rows import Tiles
 from kernels.few_rows import MOST_ROWS, few_rows_product, tiles_for
 from kernels.paged_attention import CUDA_WIDTHS
 from tests.families import MODELS, settings_of
+from tests.gpu.sizes import FirstTiles
 from tests.kernels.cuda.test_decode_runner import SETTINGS, random_decoder
 from tests.workers.packing import HandPacker, HandSequence, Item, poison
 from workers.kv.tensors import KvTensors
@@ -62,12 +63,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return few_rows_product(x, *arguments, **others)
 
     monkeypatch.setattr(few_rows, "few_rows_product", note)
-    monkeypatch.setattr(few_rows.TilesOfPlaces, "_choose", _first_tiles)
     return rows
-
-
-def _first_tiles(_self: object, place: few_rows.Place, _rows: int) -> Tiles:
-    return tiles_for(place.dtype, place.activation)[0]
 
 
 def decoder_of(name: str, device: str) -> Decoder:
@@ -107,7 +103,7 @@ class Twins:
 def test_every_family(name: str, device: str, fused: list[int]) -> None:
     plain, other = decoder_of(name, device), decoder_of(name, device)
     plain._before_last_mlp, plain._last_mlp = plain._sublayers()[:-1], plain.layers[-1].mlp
-    other.fuse_few_rows(preferring(1))
+    other.fuse_few_rows(FirstTiles(lambda _: 0.0))
     twins, sequences = Twins(plain, other), [HandSequence() for _ in range(3)]
     twins.step(
         [Item(sequence, range(1, length)) for sequence, length in zip(sequences, (3, 6, 8), strict=True)]
@@ -121,7 +117,7 @@ def test_random_steps_with_any_number_of_rows(device: str, fused: list[int]) -> 
     """More rows than a product takes, and wanted rows that are few among many."""
     plain, other = (random_decoder(SETTINGS, device) for _ in range(2))
     plain._before_last_mlp, plain._last_mlp = plain._sublayers()[:-1], plain.layers[-1].mlp
-    other.fuse_few_rows(preferring(1))
+    other.fuse_few_rows(FirstTiles(lambda _: 0.0))
     dice, twins = random.Random(1), Twins(plain, other)
     sequences = [HandSequence() for _ in range(6)]
     for count in (1, 6, 4, 6, 2):
@@ -131,18 +127,16 @@ def test_random_steps_with_any_number_of_rows(device: str, fused: list[int]) -> 
 
 
 @pytest.mark.parametrize("place", ["qkv", "output", "gate_up", "down"])
-def test_places_that_are_faster_as_separate_operations(
-    place: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_places_that_are_faster_as_separate_operations(place: str, device: str) -> None:
     """Whichever one is not fused, the next one gets its norm."""
 
-    def choose(_: object, of: few_rows.Place, rows: int) -> Tiles | None:
-        return None if of.name == place else tiles_for(of.dtype, of.activation)[0]
+    class AllBut(FirstTiles):
+        def choose(self, of: few_rows.Place, rows: int) -> Tiles | None:
+            return None if of.name == place else super().choose(of, rows)
 
-    monkeypatch.setattr(few_rows.TilesOfPlaces, "_choose", choose)
     plain, other = (random_decoder(SETTINGS | {"num_hidden_layers": 3}, device) for _ in range(2))
     plain._before_last_mlp, plain._last_mlp = plain._sublayers()[:-1], plain.layers[-1].mlp
-    other.fuse_few_rows(preferring(1))
+    other.fuse_few_rows(AllBut(lambda _: 0.0))
     twins, sequence = Twins(plain, other), HandSequence()
     for tokens in ([1, 2, 3], [4], [5, 6]):
         twins.step([Item(sequence, tokens)])
@@ -153,7 +147,7 @@ def test_what_is_not_fused(reason: str, device: str, fused: list[int]) -> None:
     decoder = random_decoder(SETTINGS, device)
     if reason == "adapters":
         decoder.allocate_lora(2, 4)
-    decoder.fuse_few_rows(preferring(1))
+    decoder.fuse_few_rows(FirstTiles(lambda _: 0.0))
     decoder.batch_invariant = reason == "batch-invariant"
     kv = Twins._new_kv(decoder)
     sequence = HandSequence(lora_slot=1 if reason == "adapters" else -1)
