@@ -70,8 +70,9 @@ def healed(process: GatewayProcess) -> Iterator[GatewayProcess]:
 
 
 def socket_directory(gateway: GatewayProcess) -> Path:
-    (listen,) = (arg for arg in psutil.Process(gateway.status().workers[0].pid).cmdline() if "unix:" in arg)
-    return Path(listen.removeprefix("unix:")).parent
+    sockets = psutil.Process(gateway.status().workers[0].pid).net_connections("unix")
+    (path,) = {Path(each.laddr) for each in sockets if each.laddr}
+    return path.parent
 
 
 def cache_on_each_worker(gateway: GatewayProcess) -> dict[str, pb.PrefillResponse]:

@@ -26,9 +26,7 @@ def run(*groups: Group, seconds: float = SECONDS, **options: float) -> tuple[Gro
     return groups
 
 
-@pytest.mark.parametrize(
-    ("times", "timeout_s"), [(1.2, 1.0), (1.2, 0.25), (2, 0.25), (10, 1.0), (50, 0.25)]
-)
+@pytest.mark.parametrize(("times", "timeout_s"), [(1.2, 1.0), (1.2, 0.25), (2, 0.25), (10, 1.0), (50, 0.25)])
 def test_goodput_stays_whatever_is_asked(times: float, timeout_s: float) -> None:
     (group,) = run(Group(per_s=times * CAPACITY, timeout_s=timeout_s))
     assert group.per_s_in_time(SECONDS) > 0.9 * CAPACITY, group.answers
