@@ -6,8 +6,8 @@ socket forks for each message, with a worker's command, environment, directory a
 with the pid, and with the exit status once there is one.
 
 Not as in production are the command line, and the parent, whose end is the end of a worker that is stopped.
-So workers that outlive their gateway, which the next one knows by their command line, are started as programs,
-and so are all where `GatewayProcess` is told so.
+Workers that outlive their gateway, which the next one knows by their command line, are started as programs;
+so are all where `GatewayProcess` is told so.
 """
 
 from __future__ import annotations
