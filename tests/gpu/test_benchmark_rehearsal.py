@@ -37,6 +37,7 @@ def rehearse(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads(written.read_text()), written.with_suffix(".md").read_text()
 
 
+@pytest.mark.thorough
 def test_every_row_has_figures(tmp_path: Path) -> None:
     result, text = rehearse(tmp_path, "--commit", "abc")
     names = [workload["name"] for workload in result["workloads"]]

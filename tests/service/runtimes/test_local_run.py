@@ -34,6 +34,10 @@ from tests.sim.model_worker import Pool
 from tests.sim.toy_model import VOCAB, next_token
 
 END = 3
+# Those of one test.
+SEEDS = pytest.mark.parametrize(
+    "seeds", [range(40), pytest.param(range(40, 160), marks=pytest.mark.thorough)]
+)
 
 
 class Reader:
@@ -227,7 +231,7 @@ class World:
                     assert tokens == text
 
 
-@pytest.mark.parametrize("seeds", [range(part, part + 40) for part in range(0, 160, 40)])
+@SEEDS
 async def test_samples_are_complete_and_nothing_leaks_under_faults(seeds: range) -> None:
     assert MAX_SEQ_LEN >= 41
     for seed in seeds:
@@ -252,7 +256,7 @@ async def test_samples_are_complete_and_nothing_leaks_under_faults(seeds: range)
         assert not world.gateway.held()
 
 
-@pytest.mark.parametrize("seeds", [range(part, part + 40) for part in range(0, 160, 40)])
+@SEEDS
 async def test_a_cancelled_batch_releases_its_caches_at_any_point(seeds: range) -> None:
     for seed in seeds:
         world = World(seed)
