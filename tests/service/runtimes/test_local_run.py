@@ -28,7 +28,6 @@ from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import SampleSpec
 from service.text.constraints import Matcher
-from service.text.stops import StopTexts
 from tests.error_details import status_reason
 from tests.sim.harness import MAX_SEQ_LEN, Gateway
 from tests.sim.model_worker import Pool
@@ -77,7 +76,7 @@ class Reader:
 
 
 def prepared(item_id: str, prompt: Sequence[int], max_tokens: int, samples: int) -> PreparedItem:
-    spec = SampleSpec(item_id, prompt, max_tokens, frozenset([END]), StopTexts(()), None, with_logprobs=False)
+    spec = SampleSpec(item_id, prompt, max_tokens, frozenset([END]), (), None, with_logprobs=False)
     return PreparedItem(
         spec,
         samples,
