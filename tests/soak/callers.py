@@ -16,7 +16,7 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
 from tests.error_details import info_of
-from tests.soak.adapters import IDS, Adapters
+from tests.soak.adapters import Adapters
 from tests.soak.tally import Tally
 
 # Far more than healing takes: who waits longer hangs.
@@ -119,7 +119,7 @@ class Caller:
     async def _sequence(self, stop: asyncio.Event) -> None:
         prompt = self._rng.choice(self._texts.prompts)
         request = pb.PrefillRequest(token_ids=prompt, request_id=self._request_id(), position=0)
-        request.adapter_id = self._rng.choice(["", *IDS])
+        request.adapter_id = self._rng.choice(["", *self._adapters.ids])
         answer = await self._ask(self._stub.Prefill, request, 0)
         cache_id = answer.kv_cache.cache_id
         self._tally.adapted += request.adapter_id != ""
