@@ -156,7 +156,8 @@ class Gateway:
         """The core of a further shard, which answers from now on."""
         assert self._forwarding is not None
         opened = await open_leased(self.config, shard, lease, leases)
-        core = Core(self.config, opened, self._tenant_of, None, self._find_adapter)
+        figures = None if self.exporter is None else self.exporter.figures
+        core = Core(self.config, opened, self._tenant_of, figures, self._find_adapter)
         # The limit is of the process.
         core.state.answers = self.state.answers
         return AnsweringCore(core, self._forwarding)

@@ -150,9 +150,7 @@ class PostgresServer:
         main = psutil.Process(self._process.pid)
         return [main, *main.children()]
 
-    def _run(
-        self, program: str, *arguments: str, output: int = subprocess.PIPE
-    ) -> subprocess.Popen[bytes]:
+    def _run(self, program: str, *arguments: str, output: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
         become: list[str] = []
         if os.geteuid() == 0:
             # By a program, since the prefix may need to be root.

@@ -40,6 +40,10 @@ class Peers:
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.min_reconnect_backoff_ms", 3000),
             ("grpc.max_reconnect_backoff_ms", 1000),
+            # One that was paused or cut off ends its calls, which may have no deadline.
+            ("grpc.keepalive_time_ms", 2000),
+            ("grpc.keepalive_timeout_ms", 3000),
+            ("grpc.http2.ping_timeout_ms", 3000),
         ]
         if credentials is not None:
             # Gateways have one certificate, whatever their addresses are.

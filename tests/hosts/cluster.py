@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import asyncpg
 import grpc
@@ -25,6 +25,8 @@ from tests.postgres_server import PostgresServer
 
 _STOP_TIMEOUT_S = 60
 _QUERY_TIMEOUT_S = 2.0
+# No worker is stopped for good, and a busy machine is slow.
+_HANG_TIMEOUT_S = 30.0
 _PEER_PORT = 50053
 # How soon a supervisor starts a gateway again.
 _RESTART_S = (0.0, 2.0)
@@ -93,19 +95,24 @@ class Cluster:
             *("--model", model, "--device", "cpu", "--dtype", "float32", "--no-self-check"),
             *("--log-format", "json", "--pool", str(self._pool), "--shards", str(options.shards)),
             *("--workers-at", ",".join(f"{network.address(host)}:{PORT}" for host in self.worker_hosts)),
-            *("--heartbeat-timeout-s", "1.5", "--kv-pages", str(options.kv_pages), "--orphan-grace-s", "60"),
+            *("--heartbeat-timeout-s", "3", "--kv-pages", str(options.kv_pages), "--orphan-grace-s", "60"),
             *(*flags, *more_flags),
         ]
         self.gateways: list[Gateway] = []
         self._commands: dict[str, subprocess.Popen[bytes]] = {}
         self._seen_owners: dict[int, Gateway] = {}
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         self.database.__enter__()
         for host in self.worker_hosts:
             where = f"{self.network.address(host)}:{PORT}"
             self._commands[host] = start_worker(
-                self.network, host, self._pool, self._directory, "--listen", where
+                self.network,
+                host,
+                self._pool,
+                self._directory,
+                *("--listen", where),
+                hang_timeout_s=_HANG_TIMEOUT_S,
             )
         for host in gateway_hosts(2):
             address = self.network.address(host)
@@ -115,7 +122,9 @@ class Cluster:
                 *("--journal", self.database.url, "--listen", f"{address}:{PORT}"),
                 *("--peer-listen", f"{address}:{_PEER_PORT}", "--advertise", f"{address}:{PORT}"),
             ]
-            gateway = Gateway(host, f"{address}:{PORT}", command, self._directory, self.rng.randrange(1 << 31))
+            gateway = Gateway(
+                host, f"{address}:{PORT}", command, self._directory, self.rng.randrange(1 << 31)
+            )
             self.gateways.append(gateway)
             gateway.start({})
         return self

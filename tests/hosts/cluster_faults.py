@@ -29,7 +29,13 @@ class ClusterInjector(Injector):
     """Makes each kind of fault once before any is made at random."""
 
     def __init__(
-        self, cluster: Cluster, tally: Tally, takeovers: Takeovers, seed: int, interval_s: float, longest_s: float
+        self,
+        cluster: Cluster,
+        tally: Tally,
+        takeovers: Takeovers,
+        seed: int,
+        interval_s: float,
+        longest_s: float,
     ) -> None:
         """`longest_s`: how long a link is bad at most, and how long database and workers are away."""
         super().__init__(cluster, tally, seed, interval_s)  # type: ignore[arg-type]
@@ -40,11 +46,11 @@ class ClusterInjector(Injector):
         self._seen_marks: dict[str, int] = {}
         self._kinds = [
             (0.16, self._kill_gateway),
-            (0.03, self._kill_all),
+            (0.01, self._kill_all),
             (0.07, self._stop_gateway),
             (0.04, self._pause_gateway),
             (0.03, self._pause_gateway_past_its_leases),
-            (0.08, self._kill_worker),
+            (0.06, self._kill_worker),
             (0.04, self._pause_worker),
             (0.06, self._kill_database),
             (0.05, self._pause_database),
@@ -52,6 +58,10 @@ class ClusterInjector(Injector):
         ]
         self._first = [method for _, method in self._kinds]
         self._rng.shuffle(self._first)
+
+    async def _begin(self) -> None:
+        # Gateways that start later have marks.
+        pass
 
     def _next_kind(self) -> Fault:
         return self._first.pop() if self._first else super()._next_kind()

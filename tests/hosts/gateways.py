@@ -73,7 +73,9 @@ def main() -> int:
         return 2
     hosts = [*gateway_hosts(2), DATABASE, CALLER, *worker_hosts(options.workers)]
     with contextlib.ExitStack() as stack:
-        scratch = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-hosts-")))
+        scratch = options.keep or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-hosts-"))
+        )
         scratch.mkdir(parents=True, exist_ok=True)
         network = stack.enter_context(Network(hosts, options.seed))
         network.enter(CALLER)
@@ -114,7 +116,9 @@ async def soak(options: argparse.Namespace, cluster: Cluster, takeovers: Takeove
         stubs = [executor_pb2_grpc.ModelExecutorServiceStub(channel) for channel in channels.values()]
         for stub in stubs:
             await _wait_until_serving(stub, cluster)
-        texts = Texts.of(options.texts, _VOCAB if options.model == WEIGHTLESS else TinyModel().vocab_size, options.seed)
+        texts = Texts.of(
+            options.texts, _VOCAB if options.model == WEIGHTLESS else TinyModel().vocab_size, options.seed
+        )
         await texts.decode(stubs[0], "", _LONGEST_TEXT)
         client = await stack.enter_async_context(
             AsyncClient(
@@ -125,7 +129,9 @@ async def soak(options: argparse.Namespace, cluster: Cluster, takeovers: Takeove
             )
         )
         callers: list[Any] = [
-            Caller(n, Spread(channels, takeovers, learns=n % 2 == 0), texts, NoAdapters(), tally, options.seed)
+            Caller(
+                n, Spread(channels, takeovers, learns=n % 2 == 0), texts, NoAdapters(), tally, options.seed
+            )
             for n in range(options.callers)
         ]
         callers += [ClientCaller(1000 + n, client, texts, tally) for n in range(2)]
@@ -156,7 +162,7 @@ async def _wait_until_serving(stub: Any, cluster: Cluster) -> None:
     import grpc
     from quire.v1 import executor_pb2
 
-    for _ in range(600):
+    for _ in range(3000):
         with contextlib.suppress(grpc.RpcError):
             status = await stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=5)
             if status.state == executor_pb2.SERVER_STATE_SERVING:
@@ -183,7 +189,9 @@ async def _check_pools(stubs: list[Any], workers: int, tally: Tally) -> None:
                 if not page.page_token:
                     break
             request = pb.GetCacheMetricsRequest(check_integrity=True)
-            found = [each for stub in stubs for each in (await stub.GetCacheMetrics(request, timeout=15)).workers]
+            found = [
+                each for stub in stubs for each in (await stub.GetCacheMetrics(request, timeout=15)).workers
+            ]
             whole = {
                 one.worker_id
                 for one in found

@@ -41,11 +41,11 @@ def security(directory: Path, pool: Path) -> tuple[str, list[str]]:
 
 
 def start_worker(
-    network: Network, host: str, pool: Path, directory: Path, *flags: str
+    network: Network, host: str, pool: Path, directory: Path, *flags: str, hang_timeout_s: float
 ) -> subprocess.Popen[bytes]:
     """Starts `quire worker` on a host."""
     command = quire_command(ROOT, "worker", "--pool", str(pool), "--threads", "1", *flags)
-    command += ["--log-format", "json", "--hang-timeout-s", str(_HANG_TIMEOUT_S)]
+    command += ["--log-format", "json", "--hang-timeout-s", f"{hang_timeout_s:g}"]
     with (directory / f"{host}.log").open("wb") as output:
         return subprocess.Popen(
             [*network.command(host), *command], stdout=output, stderr=output, cwd="/", env=environment(ROOT)
@@ -87,7 +87,9 @@ class HostsServer(Server):
         self._commands: dict[str, subprocess.Popen[bytes]] = {}
         for host, address in addresses.items():
             flag = ["--gateway", pool_address] if calls else ["--listen", address]
-            self._commands[host] = start_worker(network, host, self._pool, directory, *flag)
+            self._commands[host] = start_worker(
+                network, host, self._pool, directory, *flag, hang_timeout_s=_HANG_TIMEOUT_S
+            )
 
     def connect(self, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
         """See `Server.connect`."""

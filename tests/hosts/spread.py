@@ -20,6 +20,8 @@ from tests.soak.tally import Tally
 
 # Then the next attempt goes to another gateway.
 _ATTEMPT_S = 5.0
+# Before each call: what is looked for are faults, not load.
+PAUSE_S = 0.05
 
 
 class NoAdapters:
@@ -37,7 +39,8 @@ class Spread:
     def __init__(self, channels: dict[str, grpc.aio.Channel], takeovers: Takeovers, *, learns: bool) -> None:
         """`learns`: a call goes where its cache is, as in our client. Otherwise where the last one went."""
         self._stubs = {
-            target: executor_pb2_grpc.ModelExecutorServiceStub(channel) for target, channel in channels.items()
+            target: executor_pb2_grpc.ModelExecutorServiceStub(channel)
+            for target, channel in channels.items()
         }
         self._takeovers = takeovers
         self._learns = learns
@@ -45,8 +48,9 @@ class Spread:
         self._target = self._gateways.next()
 
     def __getattr__(self, method: str) -> Any:
-        async def call(request: Any, timeout: float) -> Any:  # noqa: ARG001, ASYNC109 - as of a stub
+        async def call(request: Any, timeout: float) -> Any:  # noqa: ASYNC109 - as of a stub
             target = self._gateways.target(request) if self._learns else self._target
+            await asyncio.sleep(PAUSE_S)
             began_s = time.time()
             running = getattr(self._stubs[target], method)(request, timeout=_ATTEMPT_S)
             try:
@@ -93,7 +97,9 @@ class ClientCaller:
 
     async def _sequence(self, prompt: tuple[int, ...]) -> None:
         text = self._texts.whole("", prompt)
-        cache = await self._asked(self._client.prefill(list(prompt), request_id=f"client-{self._number}-{time.time()}"))
+        cache = await self._asked(
+            self._client.prefill(list(prompt), request_id=f"client-{self._number}-{time.time()}")
+        )
         for position in range(len(prompt), min(len(text) - 1, len(prompt) + 60)):
             found = (await self._asked(cache.decode(text[position]))).token_id
             if cache.seq_len != position + 1:
@@ -106,6 +112,7 @@ class ClientCaller:
         await self._asked(cache.release())
 
     async def _asked(self, call: Any) -> Any:
+        await asyncio.sleep(PAUSE_S)
         self._tally.calls += 1
         self._tally.call_began(self._number)
         try:

@@ -43,6 +43,7 @@ class Takeovers:
     def summary(self) -> dict[str, Any]:
         """For JSON. In seconds."""
         return {
-            kind: {"shards": len(found)} | {name: round(at(found, share), 2) for name, share in _SHARES.items()}
+            kind: {"shards": len(found)}
+            | {name: round(at(found, share), 2) for name, share in _SHARES.items()}
             for kind, found in sorted(self._waits.items())
         }
