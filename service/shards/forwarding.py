@@ -80,6 +80,8 @@ class Forwarding:
     ) -> None:
         """`home`: the shard whose calls need none of this. `answers`: counts what others answered."""
         self.home = home
+        # By which gateways know each other's calls.
+        self.secret = peers.secret
         self._config = config
         self._table = table
         self._peers = peers

@@ -30,8 +30,9 @@ _HANG_TIMEOUT_S = 30.0
 _PEER_PORT = 50053
 # How soon a supervisor starts a gateway again.
 _RESTART_S = (0.0, 2.0)
-# Exit statuses that a fault may lead to: told to end, another one has its home shard, an end at a mark.
-_EXPECTED = {0, 1, 86, -signal.SIGKILL}
+# Exit statuses that a fault may lead to: told to end, also while it starts; another one has its home shard;
+# an end at a mark.
+_EXPECTED = {0, -signal.SIGTERM, 1, 86, -signal.SIGKILL}
 _OWNERS = "SELECT shard, address FROM quire.shards WHERE shard >= 0 AND expires_at > clock_timestamp()"
 
 

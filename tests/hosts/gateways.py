@@ -102,9 +102,9 @@ async def soak(options: argparse.Namespace, cluster: Cluster, takeovers: Takeove
 
     from service.pool.pool_files import GATEWAY_NAME
     from tests.hosts.cluster_faults import ClusterInjector
-    from tests.hosts.spread import ClientCaller, NoAdapters, Spread
+    from tests.hosts.spread import ClientCaller, Spread
     from tests.model_factory import TinyModel
-    from tests.soak.callers import Caller, Stuck, Texts
+    from tests.soak.callers import Stuck, Texts
     from tests.soak.tally import Tally
 
     tally = Tally()

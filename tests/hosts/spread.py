@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 from quire import AsyncClient
 from quire._gateways import Gateways
-from quire.errors import QuireError
+from quire.errors import QuireError, Unavailable
 from quire.v1 import executor_pb2_grpc
 
 from service.shards.ids import shard_of
 from tests.hosts.takeovers import Takeovers
-from tests.soak.callers import Texts
+from tests.soak.callers import Caller, Stuck, Texts
 from tests.soak.tally import Tally
 
 # Then the next attempt goes to another gateway.
@@ -24,12 +25,26 @@ _ATTEMPT_S = 5.0
 PAUSE_S = 0.05
 
 
+# Gateways and workers of a busy machine start slowly.
+_PATIENCE_S = 300.0
+
+
+class PlainCaller(Caller):
+    """One that uses no adapters: several gateways cannot load any."""
+
+    patience_s = _PATIENCE_S
+
+    def __init__(self, number: int, stub: Spread, texts: Texts, tally: Tally, seed: int) -> None:
+        super().__init__(number, stub, texts, NoAdapters(), tally, seed)
+
+
 class NoAdapters:
-    """Several gateways cannot load any. See `tests.soak.adapters.Adapters`."""
+    """See `tests.soak.adapters.Adapters`."""
 
     ids: Sequence[str] = ()
 
     async def of_version(self, _version: int) -> str:
+        """Only the model itself is used."""
         return ""
 
 
@@ -101,7 +116,7 @@ class ClientCaller:
             self._client.prefill(list(prompt), request_id=f"client-{self._number}-{time.time()}")
         )
         for position in range(len(prompt), min(len(text) - 1, len(prompt) + 60)):
-            found = (await self._asked(cache.decode(text[position]))).token_id
+            found = (await self._asked(functools.partial(cache.decode, text[position]))).token_id
             if cache.seq_len != position + 1:
                 self._tally.lose("gaps", f"{cache.seq_len} tokens for {position + 1}")
                 return
@@ -109,13 +124,21 @@ class ClientCaller:
                 self._tally.lose("differing tokens", f"{found} for {text[position + 1]} at {position + 1}")
                 return
             self._tally.tokens += 1
-        await self._asked(cache.release())
+        await self._asked(cache.release)
 
-    async def _asked(self, call: Any) -> Any:
+    async def _asked(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Asks again when the client has given up: no gateway may be there for a while."""
         await asyncio.sleep(PAUSE_S)
         self._tally.calls += 1
         self._tally.call_began(self._number)
+        give_up_s = time.monotonic() + _PATIENCE_S
         try:
-            return await call
+            while True:
+                try:
+                    return await call()
+                except Unavailable as error:
+                    if time.monotonic() > give_up_s:
+                        raise Stuck(f"the client: {error}") from None
+                    self._tally.retries += 1
         finally:
             self._tally.call_ended(self._number)

@@ -16,11 +16,8 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
 from tests.error_details import info_of
-from tests.soak.adapters import Adapters
 from tests.soak.tally import Tally
 
-# Far more than healing takes: who waits longer hangs.
-_PATIENCE_S = 120.0
 _CALL_TIMEOUT_S = 60.0
 _RETRIED = {
     grpc.StatusCode.UNAVAILABLE,
@@ -96,9 +93,10 @@ async def _text_of(stub: Any, adapter: str, prompt: tuple[int, ...], most: int) 
 class Caller:
     """One loop over sequences."""
 
-    def __init__(
-        self, number: int, stub: Any, texts: Texts, adapters: Adapters, tally: Tally, seed: int
-    ) -> None:
+    # Far more than healing takes: who waits longer hangs.
+    patience_s = 120.0
+
+    def __init__(self, number: int, stub: Any, texts: Texts, adapters: Any, tally: Tally, seed: int) -> None:
         self._number = number
         self._adapters = adapters
         self._stub: executor_pb2_grpc.ModelExecutorServiceAsyncStub = stub
@@ -218,7 +216,7 @@ class Caller:
         """The answer to a request, which is sent until there is one."""
         self._tally.call_began(self._number)
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(self.patience_s):
                 while True:
                     self._tally.calls += 1
                     try:
@@ -228,7 +226,9 @@ class Caller:
                     self._tally.retries += 1
                     await asyncio.sleep(_RETRY_S)
         except TimeoutError:
-            raise Stuck(f"{type(request).__name__} at {length} was not answered in {_PATIENCE_S} s") from None
+            raise Stuck(
+                f"{type(request).__name__} at {length} was not answered in {self.patience_s} s"
+            ) from None
         finally:
             self._tally.call_ended(self._number)
 
