@@ -103,7 +103,7 @@ class Peers:
 
 
 class PeerInterceptor(CallInterceptor):
-    """Of the port for gateways. The certificates of workers open it, too, but only gateways know the secret."""
+    """Of the port for gateways. Certificates of workers open it, too, but only gateways know the secret."""
 
     def __init__(self, secret: str, *parts: Any) -> None:
         """`parts`: of a CallInterceptor."""

@@ -102,7 +102,7 @@ async def soak(options: argparse.Namespace, cluster: Cluster, takeovers: Takeove
 
     from service.pool.pool_files import GATEWAY_NAME
     from tests.hosts.cluster_faults import ClusterInjector
-    from tests.hosts.spread import ClientCaller, Spread
+    from tests.hosts.spread import ClientCaller, PlainCaller, Spread
     from tests.model_factory import TinyModel
     from tests.soak.callers import Stuck, Texts
     from tests.soak.tally import Tally
@@ -129,12 +129,10 @@ async def soak(options: argparse.Namespace, cluster: Cluster, takeovers: Takeove
             )
         )
         callers: list[Any] = [
-            Caller(
-                n, Spread(channels, takeovers, learns=n % 2 == 0), texts, NoAdapters(), tally, options.seed
-            )
+            PlainCaller(n, Spread(channels, takeovers, learns=n % 2 == 0), texts, tally, options.seed)
             for n in range(options.callers)
         ]
-        callers += [ClientCaller(1000 + n, client, texts, tally) for n in range(2)]
+        callers += [ClientCaller(1000, client, texts, tally)]
         stop, no_more = asyncio.Event(), asyncio.Event()
         injector = ClusterInjector(
             cluster, tally, takeovers, options.seed, options.interval_s, options.longest_s

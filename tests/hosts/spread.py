@@ -112,9 +112,8 @@ class ClientCaller:
 
     async def _sequence(self, prompt: tuple[int, ...]) -> None:
         text = self._texts.whole("", prompt)
-        cache = await self._asked(
-            self._client.prefill(list(prompt), request_id=f"client-{self._number}-{time.time()}")
-        )
+        request_id = f"client-{self._number}-{time.time()}"
+        cache = await self._asked(lambda: self._client.prefill(list(prompt), request_id=request_id))
         for position in range(len(prompt), min(len(text) - 1, len(prompt) + 60)):
             found = (await self._asked(functools.partial(cache.decode, text[position]))).token_id
             if cache.seq_len != position + 1:

@@ -1,4 +1,4 @@
-"""How long callers of a shard wait when its gateway is lost: until the first call that began later is answered."""
+"""How long callers wait when the gateway of a shard is lost: until a call that began later is answered."""
 
 from __future__ import annotations
 
