@@ -36,6 +36,8 @@ class ClusterInjector(Injector):
         seed: int,
         interval_s: float,
         longest_s: float,
+        *,
+        kills_workers: bool,
     ) -> None:
         """`longest_s`: how long a link is bad at most, and how long database and workers are away."""
         super().__init__(cluster, tally, seed, interval_s)  # type: ignore[arg-type]
@@ -46,16 +48,16 @@ class ClusterInjector(Injector):
         self._seen_marks: dict[str, int] = {}
         self._kinds = [
             (0.16, self._kill_gateway),
-            (0.01, self._kill_all),
             (0.07, self._stop_gateway),
             (0.04, self._pause_gateway),
             (0.03, self._pause_gateway_past_its_leases),
-            (0.06, self._kill_worker),
             (0.04, self._pause_worker),
             (0.06, self._kill_database),
             (0.05, self._pause_database),
             *((0.44 / 20, fault) for fault in self._link_faults()),
         ]
+        if kills_workers:
+            self._kinds += [(0.06, self._kill_worker), (0.01, self._kill_all)]
         self._first = [method for _, method in self._kinds]
         self._rng.shuffle(self._first)
 
@@ -123,16 +125,19 @@ class ClusterInjector(Injector):
 
     async def _pause_gateway(self) -> None:
         gateway = await self._hit_gateway("gateway paused", signal.SIGSTOP)
-        await asyncio.sleep(self._rng.uniform(0.05, 2.0))
-        if gateway is not None:
-            gateway.signal(signal.SIGCONT)
+        await self._paused(gateway, 0.05, 2.0)
 
     async def _pause_gateway_past_its_leases(self) -> None:
         """It goes on when others have its shards."""
         gateway = await self._hit_gateway("gateway paused past its leases", signal.SIGSTOP)
-        await asyncio.sleep(self._rng.uniform(*_PAST_A_LEASE_S))
-        if gateway is not None:
-            gateway.signal(signal.SIGCONT)
+        await self._paused(gateway, *_PAST_A_LEASE_S)
+
+    async def _paused(self, gateway: Gateway | None, shortest_s: float, longest_s: float) -> None:
+        try:
+            await asyncio.sleep(self._rng.uniform(shortest_s, longest_s))
+        finally:
+            if gateway is not None:
+                gateway.signal(signal.SIGCONT)
 
     async def _kill_worker(self) -> None:
         if pids := self._cluster.worker_pids():

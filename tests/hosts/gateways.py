@@ -61,6 +61,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--kv-pages", type=int, default=64, help="of each worker")
     made.add_argument("--interval-s", type=float, default=0.5, help="between two faults, on average")
     made.add_argument("--longest-s", type=float, default=4.0, help="how long something is away at most")
+    made.add_argument(
+        "--spare-workers", action="store_true", help="kill none: on a busy machine they start slowly"
+    )
     made.add_argument("--keep", type=Path, help="keep the logs in this directory")
     return made
 
@@ -135,7 +138,13 @@ async def soak(options: argparse.Namespace, cluster: Cluster, takeovers: Takeove
         callers += [ClientCaller(1000, client, texts, tally)]
         stop, no_more = asyncio.Event(), asyncio.Event()
         injector = ClusterInjector(
-            cluster, tally, takeovers, options.seed, options.interval_s, options.longest_s
+            cluster,
+            tally,
+            takeovers,
+            options.seed,
+            options.interval_s,
+            options.longest_s,
+            kills_workers=not options.spare_workers,
         )
         try:
             async with asyncio.TaskGroup() as group:

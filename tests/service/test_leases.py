@@ -55,6 +55,28 @@ async def test_of_many_that_want_a_shard_one_gets_it(postgres: PostgresServer) -
         await rival._table.close()
 
 
+async def test_a_lease_is_shortened_when_the_connection_of_its_last_renewal_ends(
+    postgres: PostgresServer,
+) -> None:
+    """Whoever was killed need not be waited for. One whose connection is there, may be paused."""
+    killed, other = await leases_of(postgres, "killed"), await leases_of(postgres, "other")
+    assert await killed.acquire(0) is not None
+    lease = await other.acquire(1)
+    assert lease is not None
+    assert all(owned.left_s > 50 for owned in await other.owners())
+    await killed._table.close()
+    while min(owned.left_s for owned in await other.owners()) > 18:
+        await asyncio.sleep(0.02)
+    gone, there = await other.owners()
+    assert gone.owner == "killed" and there.left_s > 50
+    assert lease.valid_until_s < time.monotonic() + 18, "its owner does not count on more either"
+    # It was not killed, and has another connection.
+    assert await killed.acquire(0) is not None
+    assert all(owned.left_s > 50 for owned in await other.owners())
+    await killed._table.close()
+    await other._table.close()
+
+
 async def test_a_shard_that_was_given_back_is_free_at_once(postgres: PostgresServer) -> None:
     async with Owner(postgres.url, "first") as first:
         assert await first.commit(created(1))
