@@ -85,28 +85,29 @@ def main() -> int:
         # Not before: gRPC opens connections on threads that it starts when it is imported.
         from tests.hosts.cluster import Cluster
         from tests.hosts.takeovers import Takeovers
-        from tests.model_factory import TinyModel, make_model
 
-        model = options.model
+        model, vocab = options.model, _VOCAB
         if model == TINY:
-            model = str(make_model(scratch / "model", TinyModel()))
+            # Libraries that take seconds.
+            from tests.model_factory import TinyModel, make_model
+
+            model, vocab = str(make_model(scratch / "model", TinyModel())), TinyModel().vocab_size
         takeovers = Takeovers()
         cluster = stack.enter_context(Cluster(network, scratch, options, model))
-        tally = asyncio.run(soak(options, cluster, takeovers))
+        tally = asyncio.run(soak(options, vocab, cluster, takeovers))
     described = {"seed": options.seed, "model": options.model, "machine": machine.describe()}
     print(json.dumps(described | tally.summary() | {"takeover_s": takeovers.summary()}, indent=2))
     return 0 if tally.is_clean() and tally.num_faults >= min(options.faults, 1) else 1
 
 
-async def soak(options: argparse.Namespace, cluster: Cluster, takeovers: Takeovers) -> Tally:
-    """Runs one."""
+async def soak(options: argparse.Namespace, vocab: int, cluster: Cluster, takeovers: Takeovers) -> Tally:
+    """Runs one. `vocab`: prompts have smaller tokens."""
     from quire import AsyncClient, Tls
     from quire.v1 import executor_pb2_grpc
 
     from service.pool.pool_files import GATEWAY_NAME
     from tests.hosts.cluster_faults import ClusterInjector
     from tests.hosts.spread import ClientCaller, PlainCaller, Spread
-    from tests.model_factory import TinyModel
     from tests.soak.callers import Stuck, Texts
     from tests.soak.tally import Tally
 
@@ -119,9 +120,7 @@ async def soak(options: argparse.Namespace, cluster: Cluster, takeovers: Takeove
         stubs = [executor_pb2_grpc.ModelExecutorServiceStub(channel) for channel in channels.values()]
         for stub in stubs:
             await _wait_until_serving(stub, cluster)
-        texts = Texts.of(
-            options.texts, _VOCAB if options.model == WEIGHTLESS else TinyModel().vocab_size, options.seed
-        )
+        texts = Texts.of(options.texts, vocab, options.seed)
         await texts.decode(stubs[0], "", _LONGEST_TEXT)
         client = await stack.enter_async_context(
             AsyncClient(
