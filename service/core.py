@@ -119,6 +119,8 @@ class Core:
         self.config = config
         self.shard, directory, lease = opened.shard, opened.directory, opened.lease
         self.caches, self.journal = opened.caches, opened.journal
+        if lease is not None:
+            self.caches.admission.lease = lease
         self._recovered(tenant_of)
         configured = config.model if config.has_remote_workers else model_argument(config.model)
         self.versions = versions = ModelVersions(

@@ -6,7 +6,7 @@ Errors are raised as QuireError. The call interceptor turns them into a status.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partialmethod
 from importlib import metadata
 from typing import Any
@@ -47,11 +47,18 @@ class ExecutorApi:
         self._version = metadata.version("quire-llm-server")
         # Set if there are several shards.
         self.elsewhere: Elsewhere | None = None
+        # What they answer for this shard alone.
+        self._readers: dict[str, Callable[[Any, Context], Awaitable[Any]]] = {
+            "ListCaches": self._list_here,
+            "GetStatus": self._status_here,
+            "GetCacheMetrics": self._cache_metrics_here,
+            "GetLoraMetrics": self._lora_metrics_here,
+        }
 
     def run_here(self, method: str, request: Any, context: Context) -> Awaitable[Any]:
         """The answer to a call for caches of this shard."""
-        if method == "ListCaches":
-            return self._list_here(request, context)
+        if method in self._readers:
+            return self._readers[method](request, context)
         call = CALLS[method]
         return (self._run_batch if call.is_batch else self._run)(call, request, context, is_here=True)
 
@@ -168,7 +175,27 @@ class ExecutorApi:
             max_top_logprobs=min(validation.MAX_TOP_LOGPROBS, ready.model.vocab_size),
         )
 
-    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+    async def _observe(self, method: str, request: Any, context: Context) -> Any:
+        """What all shards of this gateway say."""
+        response = await self._readers[method](request, context)
+        if self.elsewhere is not None:
+            await self.elsewhere.observe(method, request, context, response)
+        return response
+
+    def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> Awaitable[pb.GetStatusResponse]:
+        return self._observe("GetStatus", request, context)
+
+    def GetCacheMetrics(
+        self, request: pb.GetCacheMetricsRequest, context: Context
+    ) -> Awaitable[pb.GetCacheMetricsResponse]:
+        return self._observe("GetCacheMetrics", request, context)
+
+    def GetLoraMetrics(
+        self, request: pb.GetLoraMetricsRequest, context: Context
+    ) -> Awaitable[pb.GetLoraMetricsResponse]:
+        return self._observe("GetLoraMetrics", request, context)
+
+    async def _status_here(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         slots, caches = await self._pool.refresh_snapshots(), self._dispatcher.caches
         model = self._state.served_model
         return pb.GetStatusResponse(
@@ -192,7 +219,7 @@ class ExecutorApi:
             weights=self._state.model_version,
         )
 
-    async def GetCacheMetrics(
+    async def _cache_metrics_here(
         self, request: pb.GetCacheMetricsRequest, context: Context
     ) -> pb.GetCacheMetricsResponse:
         slots = await self._pool.refresh_snapshots(check_integrity=request.check_integrity)
@@ -203,7 +230,7 @@ class ExecutorApi:
                 worker.pool_intact = slot.snapshot.pool_intact
         return response
 
-    async def GetLoraMetrics(
+    async def _lora_metrics_here(
         self, request: pb.GetLoraMetricsRequest, context: Context
     ) -> pb.GetLoraMetricsResponse:
         response = pb.GetLoraMetricsResponse()

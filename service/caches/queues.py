@@ -20,7 +20,7 @@ from service.caches.records import CacheReleased, Record
 from service.caches.requests import Append, Release, Request, Restore, Result, undelivered
 from service.caches.restore import Restores
 from service.caches.tenants import Tenant
-from service.errors import QuireError
+from service.errors import JournalUnavailable, QuireError
 
 
 class OperationQueues:
@@ -49,10 +49,14 @@ class OperationQueues:
         now_s, replies = self._context.now_s, self._context.effects.replies
         tickets: list[int] = []
         touched: list[CacheEntry] = []
+        is_owner = now_s < self._admission.lease.valid_until_s
         for request in requests:
             kind, ticket = self._kinds[type(request)], self._context.number()
             tickets.append(ticket)
             try:
+                if not is_owner:
+                    # Another one may know better, and a write would be refused.
+                    raise JournalUnavailable
                 at_once = kind.answer_at_once(request, tenant) if kind.may_answer_at_once else None
                 if at_once is not None:
                     replies.append((ticket, at_once))

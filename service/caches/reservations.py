@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from service.caches.effects import Context
 from service.caches.entries import CacheEntry, Operation, touch
@@ -30,6 +30,17 @@ from service.errors import (
 
 if TYPE_CHECKING:
     from service.caches.kind import OperationKind
+
+
+class Lease(Protocol):
+    """Changed by who keeps it. See `service.shards.leases`."""
+
+    valid_until_s: float
+
+
+class _Forever:
+    valid_until_s = math.inf
+
 
 # The most operations that may wait for one another on one cache.
 MAX_WAITING_PER_CACHE = 64
@@ -65,6 +76,8 @@ class Admission:
         self.draining = False
         # False after a failed write: nothing is computed that could not be written.
         self.journal_works = True
+        # Where several gateways share the journal: until when it is certainly this one's.
+        self.lease: Lease = _Forever
 
     # Admission.
 
