@@ -5,7 +5,7 @@ The counterpart is `workers/wire.py`.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import struct
 from collections.abc import Mapping, Sequence
 
 from quire.v1 import types_pb2, worker_pb2
@@ -27,25 +27,79 @@ _log = get_logger(__name__)
 
 # The protocol uses the same names.
 _KINDS = {kind: worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}") for kind in AppendKind}
+# The rows of DecodesCommand and DecodesDone.
+_pack_decode = struct.Struct("<9Q").pack
+_DONE = struct.Struct("<5Q")
+_Request = tuple[worker_pb2.ConnectRequest, list[bytes], dict[bytes, int]]
+# Larger options are sent with each forward.
+_MAX_OPTIONS_BYTES = 256
 _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priority in Priority]
 
 
 def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects.Send]) -> None:
     """Sends commands to incarnations. Drops those to an incarnation that has ended."""
-    requests: defaultdict[WorkerLink, worker_pb2.ConnectRequest] = defaultdict(worker_pb2.ConnectRequest)
+    # Each has the message, and of the plain decodes that are not in it yet the rows and the options.
+    requests: dict[WorkerLink, _Request] = {}
     for worker_id, epoch, command in commands:
         link = links.get((worker_id, epoch))
         if link is not None:
-            messages = requests[link].commands
+            request = requests.get(link)
+            if request is None:
+                request = requests[link] = worker_pb2.ConnectRequest(), [], {}
             try:
-                # In place: a message that is appended is copied.
-                write_command(command, messages.add())
+                _add(command, *request)
             except Exception:
                 # A bug, which must not keep the others from being sent.
                 _log.exception("a command could not be encoded", worker_id=worker_id)
-                del messages[-1]
     for link, request in requests.items():
-        link.send(request)
+        _write_decodes(*request)
+        link.send(request[0])
+
+
+def _add(
+    command: effects.Command,
+    request: worker_pb2.ConnectRequest,
+    rows: list[bytes],
+    options: dict[bytes, int],
+) -> None:
+    """Appends a command. Plain decodes that follow each other become one."""
+    if isinstance(command, effects.Attempt):
+        append = command.append
+        if (
+            append.kind is AppendKind.DECODE
+            and len(append.token_ids) == 1
+            and len(append.options) <= _MAX_OPTIONS_BYTES
+            and append.priority is Priority.NORMAL
+            and command.position
+            and not (command.ephemeral or command.adapter)
+        ):
+            index = options.setdefault(append.options, len(options))
+            timeout_ns = 0 if command.timeout_s is None else max(1, int(command.timeout_s * 1e9))
+            rows.append(
+                _pack_decode(
+                    command.op_id, command.number, command.caller, command.position, append.token_ids[0],
+                    command.prompt_len, 2 * index + append.prelaunch, timeout_ns, command.seed,
+                )
+            )  # fmt: skip
+            return
+    if rows:
+        _write_decodes(request, rows, options)
+    try:
+        # In place: a message that is appended is copied.
+        write_command(command, request.commands.add())
+    except Exception:
+        del request.commands[-1]
+        raise
+
+
+def _write_decodes(request: worker_pb2.ConnectRequest, rows: list[bytes], options: dict[bytes, int]) -> None:
+    """Appends the plain decodes so far, so that they precede what is added later."""
+    if rows:
+        decodes = request.commands.add().decodes
+        decodes.rows = b"".join(rows)
+        decodes.options.extend(options)
+        rows.clear()
+        options.clear()
 
 
 def write_command(command: effects.Command, message: worker_pb2.WorkerCommand) -> None:
@@ -109,6 +163,18 @@ def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:
         match event.WhichOneof("event"):
             case "forward":
                 events.append((event.op_id, event.forward))
+            case "decodes":
+                outputs = event.decodes.outputs
+                for index, (op_id, token_id, *times) in enumerate(_DONE.iter_unpack(event.decodes.rows)):
+                    done = worker_pb2.ForwardDone(kept=1)
+                    if outputs:
+                        done.outputs.append(outputs[index])
+                    else:
+                        done.outputs.add().token_id = token_id
+                    timing = done.timing
+                    timing.queue_ns, timing.compute_ns, timing.batch_items = times
+                    timing.steps = 1
+                    events.append((op_id, done))
             case "done":
                 events.append((event.op_id, None))
             case "kv_pages":

@@ -15,7 +15,7 @@ import asyncpg
 from service.postgres.errors import Conflict, DatabaseFailed
 from service.postgres.schema import upgrade
 
-CONNECT_S: Final = 5.0
+CONNECT_S: Final = 3.0
 # The server ends a statement by itself after this, so that it is certain that it has done nothing. If no
 # answer comes either, the connection is closed, and that is not certain.
 STATEMENT_S: Final = 10.0
@@ -39,8 +39,10 @@ class Database:
     Between `close` and the next statement it may move to another event loop.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, answer_s: float = ANSWER_S) -> None:
+        """`answer_s`: without an answer for so long, the connection is closed."""
         self._url = url
+        self._answer_s = answer_s
         self._connection: Any = None
         self._lock = asyncio.Lock()
 
@@ -79,7 +81,7 @@ class Database:
                         self._url, timeout=CONNECT_S, server_settings=_SETTINGS
                     )
             # Not the driver's timeout: it cancels the statement, and so ends a commit's wait for a standby.
-            timer = asyncio.get_running_loop().call_later(ANSWER_S, self._connection.terminate)
+            timer = asyncio.get_running_loop().call_later(self._answer_s, self._connection.terminate)
             try:
                 with _translated(is_sent=True):
                     yield self._connection

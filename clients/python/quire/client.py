@@ -100,6 +100,7 @@ class Client(Caller):
             max_request_bytes=max_request_bytes,
             max_response_bytes=max_response_bytes,
             retries=retries,
+            several=len(targets) > 1,
         )
         self._channels = {
             target: grpc.insecure_channel(target, options=link.options)
