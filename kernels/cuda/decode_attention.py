@@ -233,9 +233,11 @@ def decode_attention(
     units, lists = items, tuple[torch.Tensor | None, ...]([None] * 4)
     if plan is not None:
         units = len(plan.unit_items)
-        partials = torch.empty((units, heads, width), dtype=torch.float32, device=query.device)
-        partial_lse = torch.empty((units, heads), dtype=torch.float32, device=query.device)
-        lists = partials, partial_lse, plan.first_units, plan.unit_items
+        results, sums = (
+            torch.empty((units, heads, *rest), dtype=torch.float32, device=query.device)
+            for rest in ((width,), ())
+        )
+        lists = results, sums, plan.first_units, plan.unit_items
     split = plan is not None
     variant = _variant(query.dtype, heads, k_pages.shape, width, scoring.sliding_window, split=split)
     variant.launch(
@@ -256,6 +258,8 @@ def decode_attention(
         *log2_scales(scoring),
     )
     if plan is not None:
+        partials, partial_lse = lists[:2]
+        assert partials is not None and partial_lse is not None
         combine_splits(out, partials, partial_lse, plan.first_units, scoring.sinks)
 
 
