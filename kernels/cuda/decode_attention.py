@@ -230,20 +230,20 @@ def decode_attention(
     kv_heads = k_pages.shape[2]
     if items == 0:
         return
-    partials = partial_lse = None
+    units, lists = items, tuple[torch.Tensor | None, ...]([None] * 4)
     if plan is not None:
         units = len(plan.unit_items)
-        partials = torch.empty((units, heads, width), dtype=torch.float32, device=query.device)
-        partial_lse = torch.empty((units, heads), dtype=torch.float32, device=query.device)
+        results, sums = (
+            torch.empty((units, heads, *rest), dtype=torch.float32, device=query.device)
+            for rest in ((width,), ())
+        )
+        lists = results, sums, plan.first_units, plan.unit_items
     split = plan is not None
     variant = _variant(query.dtype, heads, k_pages.shape, width, scoring.sliding_window, split=split)
     variant.launch(
-        (items if plan is None else len(plan.unit_items), kv_heads),
+        (units, kv_heads),
         out,
-        partials,
-        partial_lse,
-        None if plan is None else plan.first_units,
-        None if plan is None else plan.unit_items,
+        *lists,
         query,
         k_pages,
         v_pages,
@@ -257,12 +257,14 @@ def decode_attention(
         items,
         *log2_scales(scoring),
     )
-    if plan is not None and partials is not None and partial_lse is not None:
+    if plan is not None:
+        partials, partial_lse = lists[:2]
+        assert partials is not None and partial_lse is not None
         combine_splits(out, partials, partial_lse, plan.first_units, scoring.sinks)
 
 
 def compile_specs() -> list[CompileSpec]:
-    """Each dtype and head width, with and without splits, a window, and what some models have beside."""
+    """Each dtype and head width, with and without a work list, a window, and what some models have beside."""
     shapes: list[tuple[str, int, int, bool, int | None, str]] = [
         ("bf16", width, width, True, None, "") for width in (64, 80, 96, 128, 256)
     ]
