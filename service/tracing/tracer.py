@@ -49,7 +49,7 @@ class CallTracer:
         self._exporter = SpanExporter(endpoint)
         self._processor = BatchSpanProcessor(self._exporter)
         # Its own method is for spans of the SDK only.
-        self._emit: Callable[[bytes], None] = self._processor._batch_processor.emit  # noqa: SLF001
+        self._emit: Callable[[Any], None] = self._processor._batch_processor.emit  # noqa: SLF001
         self._sampler = Sampler()
 
     def observing(self, method: str, behaviour: Behaviour) -> Behaviour:
