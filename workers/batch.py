@@ -68,7 +68,7 @@ def _columns_of(decodes: Decodes, tables: Tables, page_size: int) -> _Packed:
     return _Packed(
         token_ids=columns[TOKEN],
         positions=positions,
-        slots=tables[items, page].astype(np.int64) * page_size + (positions - page * page_size),
+        slots=(tables[items, page] - page) * page_size + positions,
         wanted_rows=items,
         query_starts=starts,
         page_tables=tables,

@@ -329,14 +329,15 @@ class Scheduler:
         return plain + len(short.queue) <= items and plain + short.cost <= min(tokens, rows)
 
     def finish_decodes(self) -> None:
-        """Note that the plain decodes of the step have run, or were made chunks."""
+        """Note that the plain decodes of the step have run."""
         self.running = NO_DECODES
 
     def queue_begun(self, forwards: Sequence[Forward]) -> None:
-        """Queue plain decodes that have begun: their step has failed, and they run one by one.
+        """Queue those of `running`, which have begun: the step has failed, and they run one by one.
 
         They count twice in their callers' turns.
         """
+        self.running = NO_DECODES
         for forward in forwards:
             self.add(forward)
             self._short.dispatch(forward)

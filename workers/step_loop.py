@@ -165,7 +165,8 @@ class StepLoop:
                 if isinstance(command, Decodes):
                     self._take_decodes(command, arrived_ns)
                 elif isinstance(command, Forward):
-                    self._take_forward(command, arrived_ns)
+                    self._window.requests_arrived((command.sequence,), arrived_ns)
+                    self._queue(command)
                 else:
                     self._take_other(command)
             wait_ns = 0
@@ -250,10 +251,6 @@ class StepLoop:
         if decodes.size and not self._scheduler.add_decodes(decodes):
             for forward in decodes.forwards():
                 self._queue(forward)
-
-    def _take_forward(self, forward: Forward, arrived_ns: int) -> None:
-        self._window.requests_arrived((forward.sequence,), arrived_ns)
-        self._queue(forward)
 
     def _queue(self, forward: Forward) -> None:
         prelauncher = self._prelauncher
@@ -448,7 +445,9 @@ class StepLoop:
             raise
         except Exception as error:
             if decodes.size:
-                chunks = [*self._as_chunks(decodes), *chunks]
+                alone = self._engine.as_chunks(decodes)
+                self._scheduler.queue_begun([chunk.forward for chunk in alone])
+                chunks = [*alone, *chunks]
             if len(chunks) == 1:
                 self._fail_running(chunks[0].forward, error)
                 return
@@ -477,12 +476,6 @@ class StepLoop:
             else:
                 self._engine.complete(forward)
                 self._answer(forward)
-
-    def _as_chunks(self, decodes: Decodes) -> list[Chunk]:
-        chunks = self._engine.as_chunks(decodes)
-        self._scheduler.finish_decodes()
-        self._scheduler.queue_begun([chunk.forward for chunk in chunks])
-        return chunks
 
     def _finish_decodes(self, decodes: Decodes, done: DecodesDone) -> None:
         """Answers the plain decodes of a step that has run."""

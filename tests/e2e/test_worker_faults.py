@@ -71,7 +71,8 @@ def healed(process: GatewayProcess) -> Iterator[GatewayProcess]:
 
 def socket_directory(gateway: GatewayProcess) -> Path:
     sockets = psutil.Process(gateway.status().workers[0].pid).net_connections("unix")
-    (path,) = {Path(each.laddr) for each in sockets if each.laddr}
+    # Of a Unix socket the address is its path, which the stubs do not know.
+    (path,) = {Path(str(each.laddr)) for each in sockets if str(each.laddr)}
     return path.parent
 
 

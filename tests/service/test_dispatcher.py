@@ -132,7 +132,10 @@ async def test_without_a_certain_lease_nothing_is_answered_from_memory(bench: Be
     cache = bench.create(1)
     lease = SimpleNamespace(valid_until_s=-math.inf)
     bench.dispatcher.caches.admission.lease = lease
-    requests = [decode("unknown", 4), decode(cache, 2, position=9), Release("unknown"), Truncate(cache, 1)]
+    requests: list[Request] = [
+        *(decode("unknown", 4), decode(cache, 2, position=9)),
+        *(Release("unknown"), Truncate(cache, 1)),
+    ]
     assert all(isinstance(one, JournalUnavailable) for one in await bench.dispatcher.run(requests))
     lease.valid_until_s = math.inf
     (found,) = await bench.dispatcher.run([decode("unknown", 4)])

@@ -219,7 +219,8 @@ class Engine:
             done[OP_ID] = columns[OP_ID]
             done[CHOSEN] = chosen.cpu().numpy()[: decodes.size]
             # Nobody waits for those that have not arrived yet: theirs is 0.
-            done[QUEUE_NS] = (decodes.started_ns - columns[ARRIVED_NS]) * (columns[ARRIVED_NS] > 0)
+            arrived, started_ns = decodes.column(ARRIVED_NS), decodes.started_ns
+            done[QUEUE_NS] = [started_ns - arrived_ns if arrived_ns else 0 for arrived_ns in arrived]
             done[COMPUTE_NS] = time.monotonic_ns() - decodes.started_ns
             done[BATCH_ITEMS] = items
         return DecodesDone(done, outputs)
