@@ -24,11 +24,12 @@ from typing import Any
 import torch
 
 from benchmarks import machine
+from workers.decodes import CHOSEN, OP_ID, Decodes, DecodesDone
 from workers.executors.engine import Engine
 from workers.kv.table import KvTable
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
-from workers.operations import Forward, Kind, OutputSpec, Result, Sampling
+from workers.operations import Command, Forward, Kind, OutputSpec, Result, Sampling
 from workers.runners.base import StepResult
 from workers.sampling import SamplingRow
 from workers.scheduler import Scheduler
@@ -75,7 +76,7 @@ class Host:
             page_size=_PAGE_TOKENS, device=torch.device("cpu"), copy_pages=lambda _: None
         )
         engine = Engine(KvTable(pages, _PAGE_TOKENS), kv, TableRunner(max(rows, 1)))
-        self._results: list[Result] = []
+        self._results: list[Result | DecodesDone] = []
         limits = (max(_PREFILL_TOKENS, rows), rows, rows)
         self._loop = StepLoop(
             engine,
@@ -90,11 +91,13 @@ class Host:
         for sequence in self._lengths:
             # No two share pages.
             prompt = [(sequence * 7919 + i) % _VOCABULARY for i in range(context - 1)]
-            self._run([Forward(sequence, sequence, 0, prompt, output=OutputSpec())])
+            (done,) = self._run(Forward(sequence, sequence, 0, prompt), 1)
+            assert isinstance(done, Forward), done
+            self._lengths[sequence], self._tokens[sequence] = context - 1, done.outputs[-1].token_id
 
-    def step(self) -> None:
-        """Each sequence appends a token, in one step."""
-        self._run(
+    def requests(self) -> Decodes:
+        """Each sequence appends the token that was chosen last."""
+        return Decodes.of(
             [
                 Forward(
                     sequence,
@@ -110,33 +113,43 @@ class Host:
             ]
         )
 
-    def _run(self, forwards: Sequence[Forward]) -> None:
-        self._loop.submit(forwards)
-        answered = 0
-        while answered < len(forwards):
+    def step(self, requests: Decodes) -> list[Result | DecodesDone]:
+        """They are answered, in one step."""
+        return self._run(requests, len(requests))
+
+    def took(self, results: Sequence[Result | DecodesDone]) -> None:
+        """Note what was chosen."""
+        for done in results:
+            assert isinstance(done, DecodesDone), done
+            for op_id, token in zip(*done.columns[[OP_ID, CHOSEN]].tolist(), strict=True):
+                self._lengths[op_id] += 1
+                self._tokens[op_id] = token
+
+    def _run(self, command: Command | Decodes, count: int) -> list[Result | DecodesDone]:
+        self._loop.submit([command])
+        answered: list[Result | DecodesDone] = []
+        while count > 0:
             self._loop.take()
             self._loop.flush()
             self._loop.step()
             self._loop.flush()
-            for forward in self._results:
-                if not isinstance(forward, Forward):
-                    raise TypeError(f"a forward failed: {forward}")
-                self._lengths[forward.sequence] += forward.kept
-                self._tokens[forward.sequence] = forward.outputs[-1].token_id
-            answered += len(self._results)
+            count -= sum([len(one) if isinstance(one, DecodesDone) else 1 for one in self._results])
+            answered += self._results
             self._results.clear()
+        return answered
 
 
 def measure(rows: int, context: int, output: str, *, runs_ahead: bool, steps: int) -> dict[str, Any]:
     """One line of the table."""
     host = Host(rows, context, OUTPUTS[output], runs_ahead=runs_ahead)
-    for _ in range(_SETTLING_STEPS):
-        host.step()
     times_ns = []
-    for _ in range(steps):
+    for _ in range(_SETTLING_STEPS + steps):
+        requests = host.requests()
         began_ns = time.thread_time_ns()
-        host.step()
+        results = host.step(requests)
         times_ns.append(time.thread_time_ns() - began_ns)
+        host.took(results)
+    del times_ns[:_SETTLING_STEPS]
     return {
         "rows": rows,
         "context": context,
@@ -156,12 +169,14 @@ def _calls(host: Host) -> int:
         nonlocal count
         count += event == "call"
 
-    sys.setprofile(note)
-    try:
-        for _ in range(_COUNTED_STEPS):
-            host.step()
-    finally:
-        sys.setprofile(None)
+    for _ in range(_COUNTED_STEPS):
+        requests = host.requests()
+        sys.setprofile(note)
+        try:
+            results = host.step(requests)
+        finally:
+            sys.setprofile(None)
+        host.took(results)
     return count
 
 
@@ -190,10 +205,10 @@ def main() -> None:
                     profile = cProfile.Profile() if options.profile else None
                     if profile is not None:
                         host = Host(rows, context, OUTPUTS[output], runs_ahead=runs_ahead)
-                        profile.enable()
                         for _ in range(options.steps):
-                            host.step()
-                        profile.disable()
+                            requests = host.requests()
+                            results = profile.runcall(host.step, requests)
+                            host.took(results)
                         pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(12)
                     line = measure(rows, context, output, runs_ahead=runs_ahead, steps=options.steps)
                     lines.append(line)

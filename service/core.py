@@ -135,7 +135,7 @@ class Core:
         if not config.has_remote_workers and is_gone(served, configured):
             gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
             raise ConfigError("model", f"{directory}/weights.json", served, gone)
-        self.caches.weights.replace(versions.serving.number, continued_from=versions.continued_from)
+        self.caches.weights.replace(versions.serving.number, continued_from=versions.serving.continued_from)
         self.pool = Supervisor(config, versions, self._new_launcher(directory, lease, gpus))
         parts = self.caches, self.journal, functools.partial(wire.send, self.pool.links)
         if figures is not None:

@@ -42,7 +42,6 @@ from service.runtimes.executions import Executions
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local import LocalRuntime
 from service.runtimes.remote.spending import Spending
-from service.runtimes.replacing import WeightsReplacer
 from service.runtimes.runtimes_file import RuntimesFile
 from service.runtimes.servicer import RunnerApi
 from service.runtimes.sources import FindModel, ModelSources
@@ -167,11 +166,9 @@ class Gateway:
         """Reads the runtimes file, with the local runtime as one of them. Raises BadRuntimes."""
         core = self.core
         sources = ModelSources(SHIPPED_MODEL_DIR, self._find_model, core.weight_uploads.find)
-        workers = core.pool, core.dispatcher, core.restarts, sources
-        loader = WeightsLoader(*workers, self.config)
-        replacer = WeightsReplacer(*workers, loader)
+        loader = WeightsLoader(core.pool, core.dispatcher, core.restarts, sources, self.config)
         parts = core.dispatcher, self.state, self.text, core.restarts
-        local = LocalRuntime(*parts, loader, replacer, core.weight_uploads)
+        local = LocalRuntime(*parts, loader, core.weight_uploads)
         path = Path(self.config.runtimes) if self.config.runtimes else None
         return RuntimesFile(path, local, self.spending)
 

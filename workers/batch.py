@@ -1,18 +1,20 @@
 """Packs the chunks of one step into the tensors of one forward.
 
-Dimension letters: T tokens of all chunks; N chunks; R wanted rows; P pages in the longest page table.
+Plain decodes are columns already (`decodes`), and come first. The rest is packed one after the other.
+
+Dimension letters: T tokens; N plain decodes and chunks; R wanted rows; P pages in the longest page table.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from workers.decodes import NO_DECODES, POSITION, TOKEN, Decodes
 from workers.models.capture import RowCapture
 from workers.models.inputs import (
     MAX_TREE_TOKENS,
@@ -25,85 +27,138 @@ from workers.operations import GREEDY, Chunk, Forward, OutputSpec, RowChoice
 from workers.sampling import Draft, SamplingRow
 from workers.token_trees import children_of, path_to
 
+Tables = NDArray[np.int32]
+
 _NO_OWN_CHOICE = RowChoice()
 _GREEDY_ROW = SamplingRow()
+_NO_TABLES: Tables = np.zeros((0, 0), np.int32)
 
 
-def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
-    """Builds the inputs of one forward over `chunks`, in their order, on the host.
+def pack(
+    chunks: Sequence[Chunk], page_size: int, decodes: Decodes = NO_DECODES, tables: Tables = _NO_TABLES
+) -> ForwardInputs:
+    """Builds the inputs of one forward over plain decodes and then `chunks`, in their order, on the host.
 
-    The pages for their tokens must be reserved.
+    The pages for their tokens must be reserved. `tables`: [N, P] the pages of the plain decodes.
     """
-    plain = plain_decodes(chunks)
-    token_ids = [forward.token_ids[0] for forward in plain]
-    positions = [forward.position for forward in plain]
-    slots = [
-        forward.kv.pages[at // page_size] * page_size + at % page_size
-        for forward, at in zip(plain, positions, strict=True)
-    ]
-    wanted_rows = list(range(len(plain)))
-    query_starts = list(range(len(plain) + 1))
-    query_lens = [1] * len(plain)
-    context_lens = [at + 1 for at in positions]
-    is_tree = [False] * len(plain)
-    has_adapter = has_experts = False
-    for chunk in chunks[len(plain) :]:
-        forward, first_row = chunk.forward, len(token_ids)
+    columns = _columns_of(decodes, tables, page_size)
+    if chunks:
+        return _pack_chunks(chunks, page_size, columns)
+    return _inputs(columns)
+
+
+@dataclass(slots=True)
+class _Packed:
+    """The inputs of a forward as they are made. Dimension letters as above."""
+
+    token_ids: NDArray[np.int64]  # [T]
+    positions: NDArray[np.int64]  # [T]
+    slots: NDArray[np.int64]  # [T]
+    wanted_rows: NDArray[np.int64]  # [R]
+    query_starts: NDArray[np.int64]  # [N + 1]
+    page_tables: Tables  # [N, P]
+    query_lens: list[int]
+    context_lens: list[int]
+
+
+def _columns_of(decodes: Decodes, tables: Tables, page_size: int) -> _Packed:
+    count, columns = len(decodes), decodes.columns
+    positions, starts = columns[POSITION], np.arange(count + 1)
+    items, page = starts[:count], positions // page_size
+    return _Packed(
+        token_ids=columns[TOKEN],
+        positions=positions,
+        slots=tables[items, page].astype(np.int64) * page_size + (positions - page * page_size),
+        wanted_rows=items,
+        query_starts=starts,
+        page_tables=tables,
+        query_lens=[1] * count,
+        context_lens=(positions + 1).tolist(),
+    )
+
+
+def _pack_chunks(chunks: Sequence[Chunk], page_size: int, plain: _Packed) -> ForwardInputs:
+    """Adds the chunks to the inputs of plain decodes."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    wanted_rows: list[int] = []
+    query_starts: list[int] = []
+    query_lens: list[int] = []
+    context_lens: list[int] = []
+    before = len(plain.query_lens)
+    for chunk in chunks:
+        forward, first_row = chunk.forward, before + len(token_ids)
         start, pages = forward.position + chunk.start, forward.kv.pages
         end = start + chunk.count
         token_ids.extend(chunk.token_ids)
         positions.extend(_positions_in_tree(chunk) if forward.parents else range(start, end))
         slots += [pages[i // page_size] * page_size + i % page_size for i in range(start, end)]
         wanted_rows.extend(range(first_row + chunk.wanted.start, first_row + chunk.count))
-        query_starts.append(len(token_ids))
+        query_starts.append(before + len(token_ids))
         query_lens.append(chunk.count)
         context_lens.append(end)
-        is_tree.append(bool(forward.parents))
-        has_adapter |= forward.lora_slot >= 0
-        has_experts |= forward.experts is not None
+    tables = _page_tables(chunks, context_lens, page_size, plain.page_tables)
+    packed = _Packed(
+        token_ids=_joined(plain.token_ids, token_ids),
+        positions=_joined(plain.positions, positions),
+        slots=_joined(plain.slots, slots),
+        wanted_rows=_joined(plain.wanted_rows, wanted_rows),
+        query_starts=_joined(plain.query_starts, query_starts),
+        page_tables=tables,
+        query_lens=plain.query_lens + query_lens,
+        context_lens=plain.context_lens + context_lens,
+    )
+    return _inputs(
+        packed,
+        lora_slots=_lora_slots(chunks, before),
+        experts=_given_experts(chunks, before),
+        trees=_trees(chunks, context_lens, plain.context_lens),
+    )
+
+
+def _joined(plain: NDArray[np.int64], values: list[int]) -> NDArray[np.int64]:
+    return np.concatenate([plain, np.array(values, np.int64)]) if len(plain) else np.array(values, np.int64)
+
+
+def _inputs(
+    packed: _Packed,
+    lora_slots: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None,
+    trees: TokenTrees | None = None,
+) -> ForwardInputs:
+    # torch.from_numpy copies nothing, and takes a fraction of the time of torch.tensor.
     return ForwardInputs(
-        token_ids=_column(token_ids, np.int64),  # [T]
-        positions=_column(positions, np.int64),  # [T]
-        slots=_column(slots, np.int64),  # [T]
-        wanted_rows=_column(wanted_rows, np.int64),  # [R]
-        lora_slots=_lora_slots(chunks) if has_adapter else None,  # [T]
-        experts=_given_experts(chunks) if has_experts else None,  # [T, L, E]
+        token_ids=torch.from_numpy(packed.token_ids),
+        positions=torch.from_numpy(packed.positions),
+        slots=torch.from_numpy(packed.slots),
+        wanted_rows=torch.from_numpy(packed.wanted_rows),
+        lora_slots=lora_slots,  # [T]
+        experts=experts,  # [T, L, E]
         attention=AttentionBatch(
-            page_tables=_page_tables(chunks, context_lens, page_size),  # [N, P]
-            query_starts=_column(query_starts, np.int32),  # [N + 1]
-            context_lens=_column(context_lens, np.int32),  # [N]
-            query_lens=query_lens,
-            context_lens_host=context_lens,
-            trees=_trees(chunks, context_lens, is_tree) if any(is_tree) else None,
+            page_tables=torch.from_numpy(packed.page_tables),
+            query_starts=torch.from_numpy(packed.query_starts.astype(np.int32)),
+            context_lens=torch.from_numpy(np.array(packed.context_lens, np.int32)),  # [N]
+            query_lens=packed.query_lens,
+            context_lens_host=packed.context_lens,
+            trees=trees,
         ),
     )
 
 
-def _column(values: list[int], dtype: type[np.integer[Any]]) -> torch.Tensor:
-    # Half as long as torch.tensor takes.
-    return torch.from_numpy(np.array(values, dtype))
+def _lora_slots(chunks: Sequence[Chunk], before: int) -> torch.Tensor | None:
+    """The slot of each row's adapter, after `before` rows without. -1: it has none. None: no row has one."""
+    slots = [chunk.forward.lora_slot for chunk in chunks]
+    if max(slots) < 0:
+        return None
+    counts = torch.tensor([before, *(chunk.count for chunk in chunks)])
+    return torch.tensor([-1, *slots], dtype=torch.int32).repeat_interleave(counts)
 
 
-def plain_decodes(chunks: Sequence[Chunk]) -> list[Forward]:
-    """The plain decodes among the first chunks, before any other."""
-    forwards: list[Forward] = []
-    for chunk in chunks:
-        if not chunk.forward.is_plain:
-            break
-        forwards.append(chunk.forward)
-    return forwards
-
-
-def _lora_slots(chunks: Sequence[Chunk]) -> torch.Tensor:
-    """The slot of each row's adapter. -1: it has none."""
-    slots = torch.tensor([chunk.forward.lora_slot for chunk in chunks], dtype=torch.int32)
-    return slots.repeat_interleave(torch.tensor([chunk.count for chunk in chunks]))
-
-
-def _given_experts(chunks: Sequence[Chunk]) -> torch.Tensor | None:
-    """The experts that each row is computed with, or -1. None: no token of these chunks has them given."""
+def _given_experts(chunks: Sequence[Chunk], before: int) -> torch.Tensor | None:
+    """The experts that each row is computed with, or -1, after `before` rows without. None: none given."""
     given: torch.Tensor | None = None
-    row, rows = 0, sum([chunk.count for chunk in chunks])
+    row, rows = before, before + sum([chunk.count for chunk in chunks])
     for chunk in chunks:
         experts, start, end = chunk.forward.experts, chunk.start, chunk.start + chunk.count
         if experts is not None:
@@ -123,12 +178,15 @@ def _positions_in_tree(chunk: Chunk) -> list[int]:
     return [chunk.forward.position + depth for depth in depths[chunk.start : chunk.start + chunk.count]]
 
 
-def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int], is_tree: list[bool]) -> TokenTrees:
-    """The trees of the chunks, for attention."""
-    roots: list[int] = []
-    ancestors: list[int] = []
-    depths = torch.zeros((len(chunks), MAX_TREE_TOKENS), dtype=torch.int32)  # [N, 64]
-    for item, (chunk, context) in enumerate(zip(chunks, context_lens, strict=True)):
+def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int], before: Sequence[int]) -> TokenTrees | None:
+    """The trees of the chunks, for attention, after plain decodes with contexts `before`. None: no trees."""
+    is_tree = [False] * len(before) + [bool(chunk.forward.parents) for chunk in chunks]
+    if True not in is_tree:
+        return None
+    roots = list(before)
+    ancestors = [0] * len(before)
+    depths = torch.zeros((len(is_tree), MAX_TREE_TOKENS), dtype=torch.int32)  # [N, 64]
+    for item, (chunk, context) in enumerate(zip(chunks, context_lens, strict=True), len(before)):
         if chunk.forward.parents:
             roots.append(chunk.forward.position)
             tree_depths, tree_ancestors = depths_and_ancestors(chunk.forward.parents)
@@ -145,31 +203,30 @@ def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int], is_tree: list[b
     )
 
 
-def _page_tables(chunks: Sequence[Chunk], context_lens: Sequence[int], page_size: int) -> torch.Tensor:
+def _page_tables(
+    chunks: Sequence[Chunk], context_lens: Sequence[int], page_size: int, before: Tables
+) -> Tables:
+    """The pages of the chunks, below those of plain decodes."""
     counts = [-(-length // page_size) for length in context_lens]
-    width = max(counts)
-    padding = array("i", [0]) * width
-    parts: list[array[int]] = []
-    for chunk, count in zip(chunks, counts, strict=True):
-        pages = chunk.forward.kv.pages
-        parts.append(pages if len(pages) == count else pages[:count])
-        if count < width:
-            parts.append(padding[count:])
-    # One copy of all of them: numpy takes longer to copy each row into a table.
-    tables = np.frombuffer(bytearray().join(parts), np.int32).reshape(len(chunks), width)
-    return torch.from_numpy(tables)  # [N, P]
+    width = max(before.shape[1], *counts)
+    tables = np.zeros((len(before) + len(chunks), width), np.int32)
+    tables[: len(before), : before.shape[1]] = before
+    for item, (chunk, count) in enumerate(zip(chunks, counts, strict=True), len(before)):
+        tables[item, :count] = chunk.forward.kv.pages[:count]
+    return tables  # [N, P]
 
 
-def sampling_rows(chunks: Sequence[Chunk]) -> list[SamplingRow]:
+def sampling_rows(chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> list[SamplingRow]:
     """How the token of each wanted row is chosen; R entries in the order of `ForwardInputs.wanted_rows`."""
-    rows: list[SamplingRow] = []
+    rows = [_GREEDY_ROW] * len(decodes)
+    if any([spec.sampling is not None for spec in decodes.kinds]):  # noqa: C419 - faster
+        rows = [
+            _GREEDY_ROW if spec.sampling is None else SamplingRow(spec.sampling, None, position + 1)
+            for spec, position in zip(decodes.outputs, decodes.column(POSITION), strict=True)
+        ]
     for chunk in chunks:
         forward = chunk.forward
         sampling = forward.output.sampling
-        if forward.is_plain:
-            position = forward.position + 1
-            rows.append(_GREEDY_ROW if sampling is None else SamplingRow(sampling, None, position))
-            continue
         if sampling is None and forward.output.mask is None and not forward.choices:
             rows += [_GREEDY_ROW] * chunk.rows
             continue
@@ -241,9 +298,9 @@ def _counted_from(op: Forward) -> int:
     return op.prompt_len if sampling is None or sampling.penalty_from is None else sampling.penalty_from
 
 
-def output_specs(chunks: Sequence[Chunk]) -> list[OutputSpec]:
+def output_specs(chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> list[OutputSpec]:
     """The requested outputs of each wanted row; R entries in the order of `ForwardInputs.wanted_rows`."""
-    specs: list[OutputSpec] = []
+    specs = list(decodes.outputs)
     for chunk in chunks:
         if chunk.rows > chunk.output_rows:
             specs += [GREEDY] * (chunk.rows - chunk.output_rows)

@@ -30,6 +30,7 @@ _GAP_MEMORY = 8
 _LONGEST_GAP_NS = 10_000_000
 # More sequences than are answered within a few steps.
 _REMEMBERED = 1 << 14
+_NEVER = 0, -1
 
 
 class CoalescingWindow:
@@ -54,14 +55,15 @@ class CoalescingWindow:
         self._expected = self._punctual.intersection(answered)
         self._opened_ns = now_ns
         self._closes_ns = now_ns + min(int(step_ns * _MAX_SHARE), _MAX_WAIT_NS)
-        for sequence in answered:
-            self._answered.pop(sequence, None)
-            self._answered[sequence] = now_ns, self._closes_ns
+        if not self._answered.keys().isdisjoint(answered):
+            for sequence in answered:
+                self._answered.pop(sequence, None)
+        self._answered.update(dict.fromkeys(answered, (now_ns, self._closes_ns)))
         while len(self._answered) > _REMEMBERED:
             del self._answered[next(iter(self._answered))]
 
-    def request_arrived(self, sequence: int, arrived_ns: int) -> None:
-        """Note the next request of a sequence. If it is in time, the sequence is waited for next time.
+    def requests_arrived(self, sequences: Collection[int], arrived_ns: int) -> None:
+        """Note the next requests of sequences. Those that are in time are waited for next time.
 
         `arrived_ns` may be a step before it was taken. Otherwise two halves of the callers, each of which
         arrives while the other's step runs, would never share one. Requests of one message have one time.
@@ -70,10 +72,9 @@ class CoalescingWindow:
             gap_ns = min(arrived_ns - self._last_message_ns, _LONGEST_GAP_NS)
             self._mean_gap_ns += (gap_ns - self._mean_gap_ns) // _GAP_MEMORY
             self._last_message_ns = arrived_ns
-        _, in_time_ns = self._answered.pop(sequence, (0, 0))
-        if arrived_ns <= in_time_ns:
-            self._punctual.add(sequence)
-        self._expected.discard(sequence)
+        pop = self._answered.pop
+        self._punctual.update([each for each in sequences if arrived_ns <= pop(each, _NEVER)[1]])
+        self._expected.difference_update(sequences)
 
     def forget(self, sequence: int) -> None:
         """Note that a sequence was released."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from workers.given_experts import GivenExperts
-    from workers.kv.table import KvSequence
+    from workers.kv.sequence import KvSequence
 
 
 class Kind(enum.Enum):
@@ -159,8 +159,10 @@ class OutputSpec:
     # How many plain rows this row costs, by the data that is read, copied and sent. Logits of a vocabulary
     # take hundreds of kilobytes, a hidden state tens. Short lists are free.
     row_weight: int = field(init=False, repr=False, compare=False)
-    # Whether the row of logits and the position are all that it needs: see `Forward.is_plain`.
+    # Whether a decode that wants this is plain: see `decodes`. It needs the row of logits and the position.
     is_plain: bool = field(init=False, repr=False, compare=False)
+    # Whether nothing but the chosen token is returned.
+    is_token_only: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lists = (self.top_logprobs + len(self.logprob_token_ids)) // _LISTED_PER_ROW
@@ -169,7 +171,9 @@ class OutputSpec:
         object.__setattr__(self, "row_weight", weight)
         needs_more = self.mask is not None or self.hidden is not None or self.experts
         needs_history = self.sampling is not None and self.sampling.has_penalty
-        object.__setattr__(self, "is_plain", not needs_more and not needs_history)
+        object.__setattr__(self, "is_plain", weight == 1 and not needs_more and not needs_history)
+        wants = self.top_logprobs or self.logprob_token_ids or self.logprob or self.sampled_logprob
+        object.__setattr__(self, "is_token_only", not (wants or needs_more) and self.logits is None)
 
 
 GREEDY = OutputSpec()
@@ -250,8 +254,6 @@ class Forward:
     # How many plain rows each of its rows costs. An extra sample costs a fraction of a row. All are from the
     # last row, but their cost is divided among the rows.
     row_weight: int = field(init=False)
-    # A decode of one token that needs nothing but its row of logits: steps take all of these together.
-    is_plain: bool = field(default=False, init=False)
 
     # Scheduling. Valid from `Scheduler.add` on.
 
@@ -311,11 +313,22 @@ class Forward:
         self.row_weight = self.output.row_weight
         if self.sample_seeds:
             self.row_weight += len(self.sample_seeds) // (_DRAWS_PER_ROW * max(1, self.wanted_rows))
-        elif self.kind is Kind.DECODE and len(self.token_ids) == 1 == self.wanted_rows:
-            has_more = self.adapter or self.choices or self.parents or self.experts is not None
-            self.is_plain = (
-                self.output.is_plain and not has_more and not self.ephemeral and self.accept is Accept.ALL
-            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it can be one of `decodes.Decodes`."""
+        has_more = self.adapter or self.choices or self.parents or self.sample_seeds or self.scored
+        return (
+            self.kind is Kind.DECODE
+            and len(self.token_ids) == 1 == self.rows
+            and self.output.is_plain
+            and self.priority is Priority.NORMAL
+            and self.accept is Accept.ALL
+            and self.position > 0
+            and self.experts is None
+            and not has_more
+            and not self.ephemeral
+        )
 
     @property
     def remaining(self) -> int:
@@ -332,9 +345,6 @@ class Forward:
         for index, logprob, best in zip(indexes, logprobs, is_argmax, strict=True):
             all_logprobs[index - first], all_best[index - first] = logprob, best
         self.token_logprobs, self.token_is_argmax = all_logprobs, all_best
-
-
-_ONLY = range(1)
 
 
 class Chunk:
@@ -356,12 +366,6 @@ class Chunk:
     )  # fmt: skip
 
     def __init__(self, forward: Forward, start: int, count: int) -> None:
-        if forward.is_plain:
-            self.forward, self.start, self.count = forward, 0, 1
-            self.is_last, self.has_many, self.token_ids, self.wanted = True, False, forward.token_ids, _ONLY
-            self.rows = self.output_rows = 1
-            self.cost = 1 + forward.row_weight
-            return
         end, size = start + count, len(forward.token_ids)
         self.forward, self.start, self.count = forward, start, count
         self.is_last, self.has_many = end == size, count > 1

@@ -12,16 +12,38 @@ prelaunched too, if that is enabled. On a CPU it is slower: steps compete with t
 A prelaunched forward is queued, then ready, then consumed or dropped; a sequence has at most one. Nothing is
 sent of it before it is consumed, so no client sees a token that the journal does not have. Any other command
 for its sequence first drops it, and then has the same effect as if there had been none.
+
+Plain decodes are prelaunched and consumed as columns (`decodes`), those of a step together.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from itertools import repeat
+from typing import NamedTuple
 
+import numpy as np
+
+from workers.decodes import (
+    ARRIVED_NS,
+    BATCH_ITEMS,
+    CHOSEN,
+    COMPUTE_NS,
+    DEADLINE,
+    DONE_WIDTH,
+    NEVER,
+    OP_ID,
+    POSITION,
+    PRELAUNCH,
+    PROMPT_LEN,
+    TOKEN,
+    Decodes,
+    DecodesDone,
+    Mask,
+)
 from workers.executors.engine import Engine
-from workers.operations import Accept, Forward, Kind
+from workers.operations import Accept, Forward, Kind, OutputSpec, RowOutput
 from workers.scheduler import Scheduler
 
 # A result that is not requested within this time is dropped. Until then its sequence holds one more token.
@@ -29,13 +51,19 @@ HOLD_TIMEOUT_S = 1.0
 # After so many appends of the chosen token in a row, the next one is prelaunched without `prelaunch`.
 _REPEATS_BEFORE_PRELAUNCH = 3
 
+# What a request must have: position, token, output and prompt_len. The priority does not matter any more.
+_Expected = tuple[int, int, OutputSpec, int]
 
-@dataclass(slots=True)
-class _Expected:
-    """The expected next forward of a sequence, and how many expected ones have come in a row."""
 
-    next: Forward
-    repeats: int
+class _Ready(NamedTuple):
+    """The result of a prelaunched forward, which was computed at `since_ns`."""
+
+    position: int
+    token_id: int
+    output: RowOutput | None
+    compute_ns: int
+    batch_items: int
+    since_ns: int
 
 
 class Prelauncher:
@@ -53,28 +81,38 @@ class Prelauncher:
         self._max_seq_tokens = max_seq_tokens
         self.prelaunch_unrequested = prelaunch_unrequested
         self._next_id = -1
-        # All by sequence. A sequence with a prelaunched forward is in `expected`.
+        # All by sequence. One with a prelaunched forward is in `expected`.
         self.expected: dict[int, _Expected] = {}
-        self._queued: dict[int, Forward] = {}
-        # Computed, and since when in time.monotonic_ns(); the oldest first.
-        self.ready: dict[int, tuple[Forward, int]] = {}
-        # The queued ones that have begun, and so hold pages.
-        self._begun: dict[int, Forward] = {}
+        # How many expected ones have come in a row.
+        self._repeats: dict[int, int] = {}
+        # The op ids of those that are queued; the results, the oldest first.
+        self._queued: dict[int, int] = {}
+        self.ready: dict[int, _Ready] = {}
+        # One that has begun in this step, and so holds pages.
+        self._begun: Forward | None = None
         # A requested forward needs pages of prelaunched ones: none begins in this step, or in the next.
         self._is_paused = self._pauses_next_step = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is prelaunched, unless a forward asks for it."""
+        return not self.expected and not self.prelaunch_unrequested
+
+    @property
+    def has_queued(self) -> bool:
+        """Whether prelaunched forwards are in the scheduler."""
+        return bool(self._queued)
 
     def prelaunch_next(self, op: Forward) -> bool:
         """Queue the forward that is expected after an answer. Returns whether there is one."""
         sequence, end = op.sequence, op.position + len(op.token_ids)
-        before = self.expected.pop(sequence, None)
-        if sequence in self._queued or sequence in self.ready:
-            # It continues an earlier state of the sequence: `op` was queued meanwhile.
-            self._cancel(sequence)
+        self._forget_expected([sequence])
         is_wanted = op.prelaunch or self.prelaunch_unrequested
         if not is_wanted or not _may_be_continued(op) or end >= self._max_seq_tokens:
+            self._repeats.pop(sequence, None)
             return False
         prelaunched = Forward(
-            op_id=self._next_id,
+            op_id=self._new_ids(1)[0],
             sequence=sequence,
             position=end,
             token_ids=(op.outputs[-1].token_id,),
@@ -87,85 +125,185 @@ class Prelauncher:
             lora_slot=op.lora_slot,
             is_prelaunched=True,
         )
-        self._next_id -= 1
-        repeats = 0 if before is None else before.repeats
-        self.expected[sequence] = _Expected(prelaunched, repeats)
-        if not op.prelaunch and not (self.prelaunch_unrequested and repeats >= _REPEATS_BEFORE_PRELAUNCH):
+        self.expected[sequence] = end, prelaunched.token_ids[0], op.output, op.prompt_len
+        if not op.prelaunch and self._repeats.get(sequence, 0) < _REPEATS_BEFORE_PRELAUNCH:
             return False
         if len(self._scheduler) >= self._scheduler.max_batch_items:
             # The next step is full already. Its request would arrive first, and the caller pay for both.
             return False
-        self._queued[sequence] = prelaunched
-        if prelaunched.is_plain:
-            self._scheduler.add_plain(prelaunched)
-        else:
+        self._queued[sequence] = prelaunched.op_id
+        if not (prelaunched.is_plain and self._scheduler.add_decodes(Decodes.of([prelaunched]))):
             self._scheduler.add(prelaunched)
         return True
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is prelaunched, unless a forward asks for it."""
-        return not self.expected and not self.prelaunch_unrequested
+    def prelaunch_decodes(self, decodes: Decodes, done: DecodesDone) -> Collection[int]:
+        """As `prelaunch_next`, for plain decodes. Returns the sequences for which none is queued."""
+        sequences = decodes.sequences
+        wanted = decodes.columns[PRELAUNCH] != 0
+        if self.is_idle and not np.count_nonzero(wanted):
+            return sequences
+        self._forget_expected(sequences)
+        if self.prelaunch_unrequested:
+            repeats = [self._repeats.get(sequence, 0) for sequence in sequences]
+            is_queued = wanted | (np.array(repeats) >= _REPEATS_BEFORE_PRELAUNCH)
+            wanted[:] = True
+        else:
+            is_queued = wanted
+        wanted &= decodes.columns[POSITION] + 1 < self._max_seq_tokens
+        for sequence in decodes.take(~wanted).sequences if self._repeats else ():
+            self._repeats.pop(sequence, None)
+        following = self._following(decodes, done).take(wanted)
+        self._expect(following)
+        queued = following.take(is_queued[wanted])
+        room = max(0, self._scheduler.max_batch_items - len(self._scheduler))
+        queued = queued.take(np.arange(len(queued)) < room)
+        if len(queued):
+            self._queued.update(zip(queued.sequences, queued.column(OP_ID), strict=True))
+            if not self._scheduler.add_decodes(queued):
+                for forward in queued.forwards():
+                    self._scheduler.add(forward)
+        return [sequence for sequence in sequences if sequence not in self._queued]
+
+    def _following(self, decodes: Decodes, done: DecodesDone) -> Decodes:
+        """The next decodes of these sequences, with the tokens that were chosen."""
+        columns = decodes.columns.copy()
+        columns[OP_ID] = self._new_ids(len(decodes))
+        columns[POSITION] += 1
+        columns[TOKEN] = done.columns[CHOSEN]
+        columns[PRELAUNCH] = columns[ARRIVED_NS] = 0
+        columns[DEADLINE] = NEVER
+        return Decodes(columns, decodes.outputs)
+
+    def _new_ids(self, count: int) -> Sequence[int]:
+        first, self._next_id = self._next_id, self._next_id - count
+        return range(first, self._next_id, -1)
+
+    def _expect(self, decodes: Decodes) -> None:
+        self.expected.update(zip(decodes.sequences, _requests(decodes), strict=True))
+
+    def _forget_expected(self, sequences: Sequence[int]) -> None:
+        """Expect nothing of sequences that are answered. They were queued while something was expected."""
+        for sequence in sequences if self.expected else ():
+            self.expected.pop(sequence, None)
+        if self._queued or self.ready:
+            # It continues an earlier state of the sequence.
+            self._cancel(sequences)
 
     def next_step(self) -> None:
         """Note that a step begins."""
+        self._begun = None
         self._is_paused, self._pauses_next_step = self._pauses_next_step, False
 
     def may_begin(self, prelaunched: Forward) -> bool:
         """Whether a prelaunched forward may take pages now. If so, it counts as begun."""
         if not self._is_paused:
-            self._begun[prelaunched.sequence] = prelaunched
+            self._begun = prelaunched
         return not self._is_paused
 
-    def allowed(self, forwards: list[Forward]) -> list[Forward]:
-        """Those that may take pages now: without prelaunched ones while these are paused."""
-        return [one for one in forwards if not one.is_prelaunched] if self._is_paused else forwards
+    def begin(self, decodes: Decodes) -> Mask:
+        """As `Engine.begin_decodes`, without prelaunched ones while these may not take pages."""
+        if not self._queued:
+            return self._engine.begin_decodes(decodes)
+        prelaunched = decodes.prelaunched
+        allowed = ~prelaunched if self._is_paused else np.ones(len(decodes), np.bool_)
+        begun = self._engine.begin_decodes(decodes, allowed)
+        which = (begun & prelaunched).nonzero()[0]
+        if len(which):
+            self._begun = decodes.forward(int(which[0]))
+        return begun
 
-    def note_begun(self, forwards: Iterable[Forward]) -> None:
-        """Note which forwards have begun, prelaunched ones and others."""
-        self._begun.update({one.sequence: one for one in forwards if one.is_prelaunched})
+    def mark_ready(self, decodes: Decodes, done: DecodesDone) -> None:
+        """Keep the results of prelaunched decodes."""
+        now_ns, sequences = time.monotonic_ns(), decodes.sequences
+        for sequence in sequences:
+            del self._queued[sequence]
+        columns = (decodes.columns[POSITION], *done.columns[[CHOSEN, COMPUTE_NS, BATCH_ITEMS]])
+        positions, tokens, compute_ns, items = (column.tolist() for column in columns)
+        results = map(
+            _Ready, positions, tokens, done.outputs or repeat(None), compute_ns, items, repeat(now_ns)
+        )
+        self.ready.update(zip(sequences, results, strict=False))
 
-    def mark_ready(self, prelaunched: Iterable[Forward]) -> None:
-        """Keep prelaunched forwards that were computed."""
-        now_ns = time.monotonic_ns()
-        for forward in prelaunched:
-            sequence = forward.sequence
-            del self._queued[sequence], self._begun[sequence]
-            self.ready[sequence] = forward, now_ns
+    def keep(self, prelaunched: Forward) -> None:
+        """As `mark_ready`, for a forward that is complete."""
+        del self._queued[prelaunched.sequence]
+        self.ready[prelaunched.sequence] = _Ready(
+            prelaunched.position,
+            prelaunched.outputs[0].token_id,
+            prelaunched.outputs[0],
+            time.monotonic_ns() - prelaunched.started_ns,
+            prelaunched.batch_items,
+            time.monotonic_ns(),
+        )
 
     def forget(self, prelaunched: Forward) -> None:
         """Forget a prelaunched forward that has left the scheduler and holds nothing."""
         del self._queued[prelaunched.sequence]
-        self._begun.pop(prelaunched.sequence, None)
 
-    def consume(self, op: Forward) -> bool:
-        """Complete a requested forward from the prelaunched one, if that is the same and ready.
+    def consume(self, decodes: Decodes) -> tuple[DecodesDone | None, Mask]:
+        """The results of requested decodes that were prelaunched and are ready, and which these are.
 
-        If not, there is no prelaunched forward of the sequence afterwards.
+        There is no prelaunched forward of the sequences of the others afterwards.
         """
+        sequences, expected = decodes.sequences, self.expected
+        known = list(map(expected.get, sequences))
+        same = [one == asked for one, asked in zip(known, _requests(decodes), strict=True)]
+        ready = [
+            is_same and sequence in self.ready for sequence, is_same in zip(sequences, same, strict=True)
+        ]
+        for sequence, is_same in zip(sequences, same, strict=True) if self.prelaunch_unrequested else ():
+            if is_same:
+                self._repeats[sequence] = self._repeats.get(sequence, 0) + 1
+        if not all(same):
+            self.drop([each for each, one, ok in zip(sequences, known, same, strict=True) if one and not ok])
+        found = np.array(ready, np.bool_)
+        if not all(ready):
+            self._cancel([each for each, is_ready in zip(sequences, ready, strict=True) if not is_ready])
+            if not any(ready):
+                return None, found
+        results = [self.ready.pop(each) for each, is_ready in zip(sequences, ready, strict=True) if is_ready]
+        columns = np.zeros((DONE_WIDTH, len(results)), np.int64)
+        columns[OP_ID] = decodes.columns[OP_ID, found]
+        _, tokens, outputs, compute_ns, items, _ = zip(*results, strict=True)
+        columns[CHOSEN], columns[COMPUTE_NS], columns[BATCH_ITEMS] = tokens, compute_ns, items
+        rows = None if not any(outputs) else [
+            RowOutput(token) if output is None else output
+            for token, output in zip(tokens, outputs, strict=True)
+        ]  # fmt: skip
+        done = DecodesDone(columns, rows)
+        self._engine.count_decodes(done)
+        return done, found
+
+    def consume_forward(self, op: Forward) -> bool:
+        """As `consume`, for one that is not plain: completes it if its result is ready."""
         expected = self.expected.get(op.sequence)
         if expected is None:
             return False
-        if not _matches(expected.next, op):
+        is_same = op.kind is Kind.DECODE and _may_be_continued(op) and len(op.token_ids) == 1
+        if not is_same or expected != (op.position, op.token_ids[0], op.output, op.prompt_len):
             self.drop([op.sequence])
             return False
-        expected.repeats += 1
-        prelaunched, since_ns = self.ready.pop(op.sequence, (None, 0))
-        if prelaunched is None:
-            self._cancel(op.sequence)
+        self._repeats[op.sequence] = self._repeats.get(op.sequence, 0) + 1
+        ready = self.ready.pop(op.sequence, None)
+        if ready is None:
+            self._cancel([op.sequence])
             return False
-        self._engine.consume(prelaunched, op, held_ns=time.monotonic_ns() - since_ns)
+        op.outputs, op.kept, op.steps = (ready.output or RowOutput(ready.token_id),), 1, 1
+        op.compute_ns, op.batch_items = ready.compute_ns, ready.batch_items
+        self._engine.count(op)
         return True
 
     def drop(self, sequences: Iterable[int]) -> None:
         """Undo what was prelaunched for these sequences, and expect no further forwards of them."""
+        sequences = list(sequences)
         for sequence in sequences:
             self.expected.pop(sequence, None)
-            self._cancel(sequence)
+            self._repeats.pop(sequence, None)
+        self._cancel(sequences)
 
     def drop_all(self) -> None:
         """As `drop`, for all sequences."""
-        self.drop(list(self.expected))
+        self.drop(self.expected)
 
     def free_pages(self) -> bool:
         """Drop everything that is ready, to free its pages. Returns whether there was any.
@@ -173,8 +311,8 @@ class Prelauncher:
         Queued forwards stay: the scheduler may be in the middle of a step.
         """
         ready, self.ready = self.ready, {}
-        for prelaunched, _ in ready.values():
-            self._engine.roll_back(prelaunched)
+        for sequence, result in ready.items():
+            self._engine.undo(sequence, result.position)
         return bool(ready)
 
     def wait_for_pages(self, op: Forward) -> bool:
@@ -182,30 +320,40 @@ class Prelauncher:
 
         In the next step it gets those pages before any prelaunched forward does.
         """
-        prelaunched = next(iter(self._begun.values()), None)
-        if prelaunched is None:
+        if self._begun is None:
             return False
         self._pauses_next_step = True
-        op.waits_for, op.waits_until = prelaunched, len(prelaunched.token_ids)
+        op.waits_for, op.waits_until = self._begun, 1
         return True
 
     def drop_expired(self, now_ns: int) -> None:
         """Drop results that were not requested in time."""
         timeout_ns = int(HOLD_TIMEOUT_S * 1e9)
         while self.ready:
-            sequence, (_, since_ns) = next(iter(self.ready.items()))
-            if now_ns - since_ns < timeout_ns:
+            sequence, result = next(iter(self.ready.items()))
+            if now_ns - result.since_ns < timeout_ns:
                 return
             self.drop([sequence])
 
-    def _cancel(self, sequence: int) -> None:
-        prelaunched, _ = self.ready.pop(sequence, (None, 0))
-        queued = self._queued.pop(sequence, None)
-        self._begun.pop(sequence, None)
-        if queued is not None:
-            prelaunched = self._scheduler.remove(queued.op_id)
-        if prelaunched is not None and prelaunched.has_begun:
-            self._engine.roll_back(prelaunched)
+    def _cancel(self, sequences: Sequence[int]) -> None:
+        """Undo what was prelaunched for these sequences."""
+        queued: list[int] = []
+        for sequence in sequences if self.ready or self._queued else ():
+            result = self.ready.pop(sequence, None)
+            if result is not None:
+                self._engine.undo(sequence, result.position)
+            op_id = self._queued.pop(sequence, None)
+            if op_id is not None:
+                queued.append(op_id)
+        for forward in self._scheduler.remove_all(queued) if queued else ():
+            if forward.has_begun:
+                self._engine.roll_back(forward)
+
+
+def _requests(decodes: Decodes) -> Iterable[_Expected]:
+    """What a request has to be to be that of one of these."""
+    column = decodes.column
+    return zip(column(POSITION), column(TOKEN), decodes.outputs, column(PROMPT_LEN), strict=True)
 
 
 def _may_be_continued(op: Forward) -> bool:
@@ -213,26 +361,12 @@ def _may_be_continued(op: Forward) -> bool:
 
     Not if it asks for logits or hidden states: such a caller chooses tokens itself, and rows are large.
     """
-    return op.output.row_weight == 1 and (
-        op.is_plain
-        or (
-            op.kind in (Kind.PREFILL, Kind.DECODE)
-            and op.wanted_rows == 1
-            and op.accept is Accept.ALL
-            and not op.ephemeral
-            and not op.choices
-            and not op.sample_seeds
-        )
-    )
-
-
-def _matches(prelaunched: Forward, op: Forward) -> bool:
-    """Whether a request asks for what was prelaunched. The priority does not matter any more."""
     return (
-        op.position == prelaunched.position
-        and tuple(op.token_ids) == prelaunched.token_ids
-        and op.kind is Kind.DECODE
-        and (op.output is prelaunched.output or op.output == prelaunched.output)
-        and op.prompt_len == prelaunched.prompt_len
-        and _may_be_continued(op)
+        op.output.row_weight == 1
+        and op.kind in (Kind.PREFILL, Kind.DECODE)
+        and op.wanted_rows == 1
+        and op.accept is Accept.ALL
+        and not op.ephemeral
+        and not op.choices
+        and not op.sample_seeds
     )

@@ -16,8 +16,8 @@ class can starve the other:
 - If a step is too small to be divided (a quarter of it is zero), the classes alternate: a long forward that
   got nothing goes first in the next step.
 
-*Plain* decodes (`Forward.is_plain`) are in no queue unless there is something to choose: a step that has room
-for all short forwards, and limits no caller, takes all of them at once (ADR 31).
+Plain decodes come as columns (`decodes`), and are in no queue unless there is something to choose: a step
+that has room for all short forwards, and limits no caller, takes all of them at once (ADRs 31 and 34).
 
 No pages, tensors or clocks here.
 """
@@ -26,20 +26,29 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+import numpy as np
+
 from workers.caller_limits import CallerLimits
-from workers.operations import Chunk, Forward, Kind, Priority
+from workers.decodes import NO_DECODES, OP_ID, SEQUENCE, Decodes, Mask
+from workers.operations import Chunk, Forward, Kind
 from workers.service_class import DECODE_COST, ServiceClass
+from workers.waiting_decodes import WaitingDecodes, as_forwards, costs_of
 
 # Begins a forward and returns whether it has begun. If not, it either waits (`waits_for` is set), or it has
 # failed and is answered already.
 Begin = Callable[[Forward], bool]
-# Begins those of some plain decodes that it can without further ado, and returns them. The others wait in the
-# queue, and are begun one by one.
-BeginAll = Callable[[list[Forward]], list[Forward]]
+# Begins those of some plain decodes that it can without further ado, and returns which. The others wait in
+# the queue, and are begun one by one.
+BeginAll = Callable[[Decodes], Mask]
+
+
+def _begin_all(decodes: Decodes) -> Mask:
+    return np.ones(len(decodes), np.bool_)
+
 
 # A forward with at most so many tokens to go is short.
 SHORT_TOKENS = 16
@@ -113,10 +122,11 @@ class Scheduler:
         # By op_id, in order of arrival.
         self._forwards: dict[int, Forward] = {}
         self._by_sequence: dict[int, OrderedDict[int, Forward]] = {}
-        # Plain decodes that are in no queue, by sequence; of those of the step the cost by caller.
-        self._plain: dict[int, Forward] = {}
-        self._plain_costs: dict[int, int] = {}
-        self._num_plain = 0
+        # Plain decodes that are in no queue.
+        self._waiting = WaitingDecodes()
+        # Those of the running step, which `next_batch` has begun; the cost of these by caller.
+        self.running = NO_DECODES
+        self._running_costs: dict[int, int] = {}
         # A heap of (deadline_ns, arrival, op_id). Obsolete entries are removed lazily, so it must not refer
         # to the forwards themselves, whose answers may be large.
         self._deadlines: list[tuple[int, int, int]] = []
@@ -129,7 +139,7 @@ class Scheduler:
 
     def __len__(self) -> int:
         """The number of forwards, begun or not."""
-        return len(self._forwards)
+        return len(self._forwards) + len(self._waiting) + len(self.running)
 
     def adapters(self) -> set[int]:
         """The adapters of all forwards."""
@@ -141,7 +151,7 @@ class Scheduler:
 
         A prefill does not wait for decodes, unless it is limited because of them.
         """
-        return len(self._forwards) < self.max_batch_items and (
+        return len(self) < self.max_batch_items and (
             not self._long.queue or self._limits.limits_prompts(self._long.active_callers)
         )
 
@@ -150,37 +160,35 @@ class Scheduler:
 
         Raises ValueError for a duplicate op_id, no tokens, or more rows than tokens.
         """
-        if forward.op_id in self._forwards:
+        if forward.op_id in self._forwards or forward.op_id in self._waiting.op_ids:
             raise ValueError(f"operation {forward.op_id} is queued already")
         rows, tokens = forward.wanted_rows, len(forward.token_ids)
         if not tokens or not 0 <= rows <= tokens:
             raise ValueError(f"operation {forward.op_id} wants {rows} rows of {tokens} tokens")
-        if forward.sequence in self._plain:
-            self._queue(self._plain.pop(forward.sequence))
-        self._forwards[forward.op_id] = forward
+        if forward.sequence in self._waiting.sequences:
+            for earlier in self._waiting.remove(SEQUENCE, [forward.sequence]):
+                self._queue(earlier)
         forward.arrival = self._arrivals
         self._arrivals += 1
         forward.flow = forward.caller or -1 - forward.arrival
         self._queue(forward)
 
-    def add_plain(self, forward: Forward) -> None:
-        """As `add`, for a plain decode: it is in no queue until there is something to choose."""
-        sequence, op_id = forward.sequence, forward.op_id
-        if (
-            forward.priority is not Priority.NORMAL
-            or sequence in self._by_sequence
-            or sequence in self._plain
-            or op_id in self._forwards
-        ):
-            self.add(forward)
-            return
-        self._plain[sequence] = self._forwards[op_id] = forward
-        forward.arrival = self._arrivals
-        self._arrivals += 1
-        forward.flow = forward.caller or -1 - forward.arrival
+    def add_decodes(self, decodes: Decodes) -> bool:
+        """As `add`, for plain decodes: they are in no queue until there is something to choose.
+
+        False, without an effect: one of them has to wait for another of its sequence, or its op_id is queued.
+        """
+        is_new = self._forwards.keys().isdisjoint(decodes.column(OP_ID)) and (
+            self._by_sequence.keys().isdisjoint(decodes.sequences)
+        )
+        if not (is_new and self._waiting.add(decodes, self._arrivals)):
+            return False
+        self._arrivals += len(decodes)
+        return True
 
     def _queue(self, forward: Forward) -> None:
         """Put a forward into the queues of its sequence and its class."""
+        self._forwards[forward.op_id] = forward
         tokens = len(forward.token_ids)
         forward.row_budget = min(forward.row_weight, self._max_row_budget)
         forward.is_long = tokens > SHORT_TOKENS
@@ -202,12 +210,11 @@ class Scheduler:
 
         For a chunk of the running step this replaces `advance`. The caller rolls back what has begun.
         """
+        if op_id in self._waiting.op_ids:
+            return self._waiting.remove(OP_ID, [op_id])[0]
         forward = self._forwards.pop(op_id, None)
         if forward is None:
             return None
-        if self._plain.get(forward.sequence) is forward:
-            del self._plain[forward.sequence]
-            return forward
         (self._long if forward.is_long else self._short).remove(forward)
         queue = self._by_sequence[forward.sequence]
         del queue[op_id]
@@ -219,21 +226,20 @@ class Scheduler:
             (self._long if first.is_long else self._short).enqueue(first)
         return forward
 
+    def remove_all(self, op_ids: Collection[int]) -> list[Forward]:
+        """As `remove`, for several of them, with one pass over the plain decodes."""
+        waiting = self._waiting.op_ids.intersection(op_ids)
+        removed = self._waiting.remove(OP_ID, waiting) if waiting else []
+        others = [self.remove(op_id) for op_id in op_ids if op_id not in waiting]
+        return removed + [forward for forward in others if forward is not None]
+
     def clear(self) -> list[Forward]:
         """Drop and return every forward. The caller rolls back what has begun."""
-        forwards = list(self._forwards.values())
-        for forward in forwards:
-            self.remove(forward.op_id)
-        return forwards
+        return self.remove_all([*self._waiting.op_ids, *self._forwards])
 
     def expire(self, now_ns: int) -> list[Forward]:
         """Drop and return the forwards that have not begun by their deadline, earliest deadline first."""
-        late = [
-            one for one in self._plain.values() if one.deadline_ns is not None and one.deadline_ns < now_ns
-        ]
-        for forward in late:
-            self._queue(self._plain.pop(forward.sequence))
-        expired = []
+        expired = self._waiting.expire(now_ns)
         while self._deadlines and self._deadlines[0][0] < now_ns:
             waiting = self._if_expirable(heapq.heappop(self._deadlines))
             if waiting is not None:
@@ -248,11 +254,11 @@ class Scheduler:
         is_waiting = forward is not None and forward.arrival == arrival and not forward.has_begun
         return forward if is_waiting else None
 
-    def next_batch(self, begin: Begin, begin_all: BeginAll = list) -> list[Chunk]:
-        """Choose the next step. Empty if there are no forwards, or if they failed to begin.
+    def next_batch(self, begin: Begin, begin_all: BeginAll = _begin_all) -> list[Chunk]:
+        """Choose the next step: these chunks, and `running`. Both are empty if none has begun.
 
-        Short forwards come first: plain decodes, and other single tokens, for which a GPU has its own kernel.
-        Otherwise in order of arrival.
+        Short forwards come first, single tokens, for which a GPU has its own kernel. Otherwise in order of
+        arrival. The caller ends a step with `running` by `finish_decodes`.
 
         `begin(forward)` is called once for each forward, when there is budget for its first token. It must
         leave a token to compute. A forward that fails to begin leaves the scheduler. For one that waits it
@@ -260,16 +266,13 @@ class Scheduler:
         """
         self._steps += 1
         short, long = self._short, self._long
-        plain = self._take_plain(begin_all)
-        if len(self._forwards) == len(plain):
-            self._limits.record_decodes(self._plain_costs)
+        self._take_decodes(begin_all)
+        if not self._forwards:
+            self._limits.record_decodes(self._running_costs)
             self._long_first = False
-            return plain
-        left = _Budget(
-            self.max_batch_tokens - len(plain),
-            self.max_batch_items - len(plain),
-            self.max_rows - sum(self._plain_costs.values()) + len(plain),
-        )
+            return []
+        plain = len(self.running)
+        left = _Budget(self.max_batch_tokens - plain, self.max_batch_items - plain, self.max_rows - plain)
         chunks: list[Chunk] = []
         reserved = self._reserve_for_long(left)
         long_had_turn = self._long_first and self._fill(long, reserved, begin, chunks)
@@ -278,7 +281,7 @@ class Scheduler:
         left.items += reserved.items
         left.rows += reserved.rows
         # The limit also holds for the steps after decodes: their callers' next requests would wait for them.
-        self._limits.record_decodes(_cost_of_decodes(chunks, self._plain_costs))
+        self._limits.record_decodes(_cost_of_decodes(chunks, self._running_costs))
         if long.queue:
             spare_tokens = max(0, left.tokens - self._limits.max_prompt_tokens(long.active_callers))
             left.tokens -= spare_tokens
@@ -288,55 +291,55 @@ class Scheduler:
         self._fill(short, left, begin, chunks)
         self._long_first = bool(long.queue) and not long_had_turn
         chunks.sort(key=_in_order)
-        return plain + chunks
+        return chunks
 
-    def _take_plain(self, begin_all: BeginAll) -> list[Chunk]:
+    def _take_decodes(self, begin_all: BeginAll) -> None:
         """Begin all plain decodes that are in no queue, and set the shares of the step.
 
         Queues those that do not begin so: all, if there is no room for all short forwards, or a caller is
         limited. A decode that is begun here goes before none that waits.
         """
-        forwards, costs = list(self._plain.values()), dict[int, int]()
-        for forward in forwards:
-            costs[forward.flow] = costs.get(forward.flow, 0) + 1 + forward.row_weight
-        wanted = self._short.wanted()
-        for caller, cost in costs.items():
+        self.running, self._running_costs = NO_DECODES, {}
+        if not len(self._waiting):
+            self._shares = self._limits.shares(self._short.wanted())
+            return
+        decodes = self._waiting.take()
+        costs, wanted = costs_of(decodes), self._short.wanted()
+        for caller, cost in costs.items() if wanted else ():
             wanted[caller] = wanted.get(caller, 0) + cost
-        self._shares = self._limits.shares(wanted)
-        begun: list[Forward] = []
-        if forwards and not self._shares and self._has_room(len(forwards), sum(costs.values())):
-            begun = begin_all(forwards)
-        if len(begun) < len(forwards):
-            self._plain = {forward.sequence: forward for forward in begun}
-            for forward in forwards:
-                if forward.sequence not in self._plain:
-                    costs[forward.flow] -= 1 + forward.row_weight
-                    self._queue(forward)
-        self._plain_costs, self._num_plain = costs, len(begun)
-        if begun:
+        self._shares = self._limits.shares(wanted or costs)
+        has_room = not self._shares and self._has_room(len(decodes))
+        begun = begin_all(decodes) if has_room else np.zeros(len(decodes), np.bool_)
+        if np.count_nonzero(begun) < len(decodes):
+            for forward in as_forwards(decodes.take(~begun)):
+                self._queue(forward)
+            decodes = decodes.take(begun)
+            costs = costs_of(decodes)
+        self.running, self._running_costs = decodes, costs
+        if costs:
             self._short.dispatch_all(costs)
-        return [Chunk(forward, 0, 1) for forward in begun]
 
-    def _has_room(self, plain: int, cost: int) -> bool:
-        """Whether so many plain decodes of that cost fit, beside all short forwards and the reserved part."""
+    def _has_room(self, plain: int) -> bool:
+        """Whether so many plain decodes fit, beside all short forwards and the reserved part."""
         short, share = self._short, LONG_SHARE if self._long.queue else 0
         tokens, rows = self.max_batch_tokens, self.max_rows
         if share:
             tokens, rows = tokens - tokens // share, rows - rows // share
         items = self.max_batch_items - bool(share)
-        return (
-            plain + len(short.queue) <= items
-            and plain + short.cost <= tokens
-            and cost - plain + short.cost <= rows
-        )
+        return plain + len(short.queue) <= items and plain + short.cost <= min(tokens, rows)
 
-    def finish_plain(self, forwards: Sequence[Forward]) -> None:
-        """As `advance`, for plain decodes that have run."""
+    def finish_decodes(self) -> None:
+        """Note that the plain decodes of the step have run, or were made chunks."""
+        self.running = NO_DECODES
+
+    def queue_begun(self, forwards: Sequence[Forward]) -> None:
+        """Queue plain decodes that have begun: their step has failed, and they run one by one.
+
+        They count twice in their callers' turns.
+        """
         for forward in forwards:
-            if self._plain.pop(forward.sequence, None) is None:
-                self.remove(forward.op_id)
-            else:
-                del self._forwards[forward.op_id]
+            self.add(forward)
+            self._short.dispatch(forward)
 
     def advance(self, chunk: Chunk) -> bool:
         """Note that a chunk has run, and is counted in `computed`. Return whether the forward is done.
@@ -364,9 +367,9 @@ class Scheduler:
 
     def record_step(self, chunks: Sequence[Chunk], took_ns: int) -> None:
         """Note how long a step took. The limits of callers are learned from that."""
-        decodes_cost, prompts_cost, prompt_tokens = sum(self._plain_costs.values()), 0, 0
+        decodes_cost, prompts_cost, prompt_tokens = sum(self._running_costs.values()), 0, 0
         has_long_prompt = False
-        for chunk in chunks[self._num_plain :]:
+        for chunk in chunks:
             if chunk.forward.kind in _DECODES:
                 decodes_cost += chunk.cost
             else:

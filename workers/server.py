@@ -26,6 +26,7 @@ import structlog
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from workers import wire
+from workers.decodes import OP_ID, Decodes, DecodesDone
 from workers.executors.base import ModelExecutor
 from workers.models.active_kernels import SLOW
 from workers.operations import Command, HeldSequences, IntegrityReport, Reset, Result
@@ -144,7 +145,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._end, error)
 
-    def _emit(self, results: Sequence[Result]) -> None:
+    def _emit(self, results: Sequence[Result | DecodesDone]) -> None:
         self._loop.call_soon_threadsafe(self._send_results, results)
 
     def _report_progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
@@ -240,23 +241,36 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             if request.give_back:
                 self.end()
                 return
-            commands: list[Command] = []
+            commands: list[Command | Decodes] = []
             for message in request.commands:
-                if message.WhichOneof("command") == "snapshot" and not _is_ordered(message.snapshot):
-                    self._send([self._snapshot(message.op_id)])
+                if message.WhichOneof("command") != "decodes":
+                    self._take(message, commands)
                     continue
-                try:
-                    commands.append(wire.to_command(message, *self._sizes))
-                except (KeyError, ValueError) as error:
-                    self._send([_error_event(message.op_id, repr(error))])
+                decodes, others = wire.to_decodes(message.decodes, *self._sizes[:2])
+                if len(decodes):
+                    commands.append(decodes)
+                for other in others:
+                    self._take(other, commands)
             if commands:
                 self._submit(commands)
 
-    def _submit(self, commands: Sequence[Command]) -> None:
-        if self._step_loop is None:
-            self._send([_error_event(command.op_id, "the worker is not ready") for command in commands])
-        else:
+    def _take(self, message: worker_pb2.WorkerCommand, commands: list[Command | Decodes]) -> None:
+        """Adds a command, or answers it."""
+        if message.WhichOneof("command") == "snapshot" and not _is_ordered(message.snapshot):
+            self._send([self._snapshot(message.op_id)])
+            return
+        try:
+            commands.append(wire.to_command(message, *self._sizes))
+        except (KeyError, ValueError) as error:
+            self._send([_error_event(message.op_id, repr(error))])
+
+    def _submit(self, commands: Sequence[Command | Decodes]) -> None:
+        if self._step_loop is not None:
             self._step_loop.submit(commands)
+            return
+        for command in commands:
+            op_ids = command.column(OP_ID) if isinstance(command, Decodes) else [command.op_id]
+            self._send([_error_event(op_id, "the worker is not ready") for op_id in op_ids])
 
     async def _write(self, stream: _Stream, write: Write) -> None:
         while True:
@@ -301,7 +315,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         )
         self._send([worker_pb2.WorkerEvent(ready=ready), self._snapshot(0)])
 
-    def _send_results(self, results: Sequence[Result]) -> None:
+    def _send_results(self, results: Sequence[Result | DecodesDone]) -> None:
         """Sends the results that the connected gateway has asked for, and drops those for earlier ones."""
         stream, events = self._stream, []
         for result in results:

@@ -17,13 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import structlog
 
 from workers.adapters.errors import AdapterError
 from workers.adapters.table import AdapterTable
 from workers.adoption import keep_confirmed, report_sequences
-from workers.batch import plain_decodes
 from workers.coalescing import CoalescingWindow
+from workers.decodes import NO_DECODES, OP_ID, Decodes, DecodesDone
 from workers.executors.engine import Engine
 from workers.executors.errors import KvMissing, NoTrees
 from workers.executors.replacement import WeightsReplacement
@@ -59,7 +60,7 @@ from workers.scheduler import Scheduler
 
 _log = structlog.get_logger(__name__)
 
-Emit = Callable[[Sequence[Result]], None]
+Emit = Callable[[Sequence[Result | DecodesDone]], None]
 
 # Cost of the extra samples drawn between two steps, as `draw_extra_samples` counts it: a few milliseconds.
 _DRAW_BUDGET = 1 << 21
@@ -68,7 +69,7 @@ _MAX_DRAWING = 16
 
 
 _Internal = Reset | AdapterRead | ReplacementRead
-_Arrived = tuple[Sequence[Command | _Internal], int]
+_Arrived = tuple[Sequence[Command | Decodes | _Internal], int]
 
 
 class StepLoop:
@@ -99,7 +100,7 @@ class StepLoop:
         self._emit = emit
         # Commands, and when they arrived. None ends the loop.
         self._inbox: queue.SimpleQueue[_Arrived | None] = queue.SimpleQueue()
-        self._results: list[Result] = []
+        self._results: list[Result | DecodesDone] = []
         # Sequences that the running step has answered, whose callers may soon send the next token.
         self._answered: list[int] = []
         self._window = CoalescingWindow()
@@ -123,7 +124,7 @@ class StepLoop:
 
     # Called by other threads.
 
-    def submit(self, commands: Sequence[Command | _Internal]) -> None:
+    def submit(self, commands: Sequence[Command | Decodes | _Internal]) -> None:
         """Queues commands. They take effect in this order, and those of one call are taken together."""
         self._inbox.put((commands, time.monotonic_ns()))
 
@@ -161,7 +162,9 @@ class StepLoop:
         while True:
             commands, arrived_ns = taken or ((), 0)
             for command in commands:
-                if isinstance(command, Forward):
+                if isinstance(command, Decodes):
+                    self._take_decodes(command, arrived_ns)
+                elif isinstance(command, Forward):
                     self._take_forward(command, arrived_ns)
                 else:
                     self._take_other(command)
@@ -237,16 +240,29 @@ class StepLoop:
         if self._adapters is not None:
             self._adapters.drop_forwards()
 
+    def _take_decodes(self, decodes: Decodes, arrived_ns: int) -> None:
+        sequences = decodes.sequences
+        self._window.requests_arrived(sequences, arrived_ns)
+        if self._prelauncher.expected and len(set(sequences)) == len(sequences):
+            done, found = self._prelauncher.consume(decodes)
+            if done is not None:
+                self._answer_decodes(decodes.take(found), done)
+                decodes = decodes.take(~found)
+        if len(decodes) and not self._scheduler.add_decodes(decodes):
+            for forward in decodes.forwards():
+                self._queue(forward)
+
     def _take_forward(self, forward: Forward, arrived_ns: int) -> None:
-        sequence, prelauncher = forward.sequence, self._prelauncher
-        self._window.request_arrived(sequence, arrived_ns)
+        self._window.requests_arrived((forward.sequence,), arrived_ns)
+        self._queue(forward)
+
+    def _queue(self, forward: Forward) -> None:
+        prelauncher = self._prelauncher
         try:
             if forward.adapter:
                 self._adapter_table.count(forward)
-            if sequence in prelauncher.expected and prelauncher.consume(forward):
+            if forward.sequence in prelauncher.expected and prelauncher.consume_forward(forward):
                 self._answer(forward)
-            elif forward.is_plain:
-                self._scheduler.add_plain(forward)
             elif not forward.adapter or self._adapter_table.admit(forward):
                 self._scheduler.add(forward)
         except Exception as error:
@@ -300,6 +316,11 @@ class StepLoop:
         ) and (not forward.adapter or self._adapter_table.assign_slot(forward))
         if not (may_follow and prelauncher.prelaunch_next(forward)) and not forward.ephemeral:
             self._answered.append(forward.sequence)
+
+    def _answer_decodes(self, decodes: Decodes, done: DecodesDone) -> None:
+        """As `_answer`, for plain decodes."""
+        self._results.append(done)
+        self._answered += self._prelauncher.prelaunch_decodes(decodes, done)
 
     def _change(self, command: Fork | Truncate | Release) -> None:
         self._prelauncher.drop(command.sequences if isinstance(command, Release) else (command.sequence,))
@@ -371,14 +392,15 @@ class StepLoop:
         began_ns = time.monotonic_ns()
         for forward in self._scheduler.expire(began_ns):
             self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
-        chunks = self._scheduler.next_batch(self._begin, self._begin_plain)
-        if chunks:
+        chunks = self._scheduler.next_batch(self._begin, self._prelauncher.begin)
+        decodes = self._scheduler.running
+        if chunks or len(decodes):
             began_ns = time.monotonic_ns()
-            self._run(chunks)
+            self._run(chunks, decodes)
         if self._drawing:
             self._draw_samples()
         now_ns = time.monotonic_ns()
-        if chunks:
+        if chunks or len(decodes):
             self._scheduler.record_step(chunks, now_ns - began_ns)
             self._window.step_done(self._answered, now_ns, now_ns - began_ns)
             self._answered = []
@@ -411,14 +433,6 @@ class StepLoop:
             self._fail(forward, _failure(forward.op_id, error, "an operation could not begin"))
             return False
 
-    def _begin_plain(self, forwards: list[Forward]) -> list[Forward]:
-        """As `_begin`, for plain decodes. See `scheduler.BeginAll`."""
-        if self._prelauncher.is_idle:
-            return self._engine.begin_plain(forwards)
-        begun = self._engine.begin_plain(self._prelauncher.allowed(forwards))
-        self._prelauncher.note_begun(begun)
-        return begun
-
     def _fail(self, forward: Forward, failure: Failed) -> None:
         """Answers a failed forward that has left the scheduler. A prelaunched one gets no answer."""
         if forward.is_prelaunched:
@@ -426,14 +440,16 @@ class StepLoop:
         else:
             self._results.append(failure)
 
-    def _run(self, chunks: Sequence[Chunk]) -> None:
-        """Runs the chunks together. If that fails, runs each alone, so that only the failing ones fail."""
+    def _run(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> None:
+        """Runs all together. If that fails, runs each alone, so that only the failing ones fail."""
         try:
-            self._engine.execute(chunks)
+            done = self._engine.execute(chunks, decodes)
         except DeviceLostError:
             # The device is unusable: the process ends, and the gateway starts another one.
             raise
         except Exception as error:
+            if len(decodes):
+                chunks = [*self._as_chunks(decodes), *chunks]
             if len(chunks) == 1:
                 self._fail_running(chunks[0].forward, error)
                 return
@@ -441,7 +457,13 @@ class StepLoop:
             for chunk in chunks:
                 self._run([chunk])
             return
-        for chunk in self._finish_plain(chunks):
+        if len(decodes):
+            self._finish_decodes(decodes, done)
+        self._finish_chunks(chunks)
+
+    def _finish_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Answers the forwards of a step that have run to their end."""
+        for chunk in chunks:
             forward = chunk.forward
             if forward.failure is not None:
                 self._fail_running(forward, forward.failure)
@@ -449,7 +471,7 @@ class StepLoop:
                 continue
             elif forward.is_prelaunched:
                 # Its caller was answered when it was queued, so its next request may arrive soon.
-                self._prelauncher.mark_ready([forward])
+                self._prelauncher.keep(forward)
                 self._answered.append(forward.sequence)
             elif forward.sample_seeds:
                 self._drawing.append(forward)
@@ -457,26 +479,29 @@ class StepLoop:
                 self._engine.complete(forward)
                 self._answer(forward)
 
-    def _finish_plain(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-        """Answers the plain decodes at the start, unless one has failed. Returns the other chunks."""
-        forwards = plain_decodes(chunks)
-        if any([forward.failure is not None for forward in forwards]):  # noqa: C419 - faster
-            return chunks
-        self._scheduler.finish_plain(forwards)
-        requested = [forward for forward in forwards if not forward.is_prelaunched]
-        if len(requested) < len(forwards):
-            prelaunched = [forward for forward in forwards if forward.is_prelaunched]
-            self._prelauncher.mark_ready(prelaunched)
+    def _as_chunks(self, decodes: Decodes) -> list[Chunk]:
+        chunks = self._engine.as_chunks(decodes)
+        self._scheduler.finish_decodes()
+        self._scheduler.queue_begun([chunk.forward for chunk in chunks])
+        return chunks
+
+    def _finish_decodes(self, decodes: Decodes, done: DecodesDone) -> None:
+        """Answers the plain decodes of a step that has run."""
+        self._scheduler.finish_decodes()
+        if decodes.failures:
+            for index, error in decodes.failures.items():
+                self._fail_running(decodes.forward(index), error)
+            decodes = decodes.take(np.isin(decodes.columns[OP_ID], done.columns[OP_ID]))
+        if self._prelauncher.has_queued:
+            prelaunched = decodes.prelaunched
+            ahead = decodes.take(prelaunched)
+            self._prelauncher.mark_ready(ahead, done.take(prelaunched))
             # Their callers were answered when they were queued, so their next requests may arrive soon.
-            self._answered += [forward.sequence for forward in prelaunched]
-        self._engine.complete_plain(requested)
-        if self._prelauncher.is_idle and not any([forward.prelaunch for forward in requested]):  # noqa: C419
-            self._results += requested
-            self._answered += [forward.sequence for forward in requested]
-        else:
-            for forward in requested:
-                self._answer(forward)
-        return chunks[len(forwards) :]
+            self._answered += ahead.sequences
+            decodes, done = decodes.take(~prelaunched), done.take(~prelaunched)
+        if len(decodes):
+            self._engine.count_decodes(done)
+            self._answer_decodes(decodes, done)
 
     def _fail_running(self, forward: Forward, error: Exception) -> None:
         """Rolls back and answers a forward that has failed."""

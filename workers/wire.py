@@ -13,6 +13,21 @@ import numpy as np
 from quire.v1 import types_pb2, worker_pb2
 
 from workers.adapters.slots import LoraAdapterMetrics
+from workers.decodes import (
+    ARRIVED_NS,
+    CALLER,
+    DEADLINE,
+    NEVER,
+    OP_ID,
+    POSITION,
+    PRELAUNCH,
+    PROMPT_LEN,
+    SEQUENCE,
+    TOKEN,
+    WIDTH,
+    Decodes,
+    DecodesDone,
+)
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.given_experts import ONE_BYTE_EXPERTS, GivenExperts
 from workers.kv.table import PoolUsage
@@ -61,6 +76,11 @@ _MAX_VOCABULARY = 1 << 22
 # The cache of decoded options: how many, and up to which encoded size.
 _CACHED_OPTIONS = 4096
 _MAX_CACHED_BYTES = 256
+
+# The numbers of each row of a DecodesCommand: those of `Decodes` up to the deadline, then the seed.
+_SEED = DEADLINE + 1
+_DECODE_NUMBERS = _SEED + 1
+_LONGEST_NS = 1 << 62
 
 # How many layers have experts, the experts of each, and those of a token.
 ExpertSizes: TypeAlias = tuple[int, int, int]
@@ -131,6 +151,78 @@ def to_command(  # noqa: C901, PLR0911 - one for each command
             return ImportKv(op_id, given.sequence, list(given.token_ids), given.salt, pages)
         case kind:
             raise ValueError(f"unknown command {kind}")
+
+
+def to_decodes(
+    message: worker_pb2.DecodesCommand, vocab_size: int, num_layers: int
+) -> tuple[Decodes, list[worker_pb2.WorkerCommand]]:
+    """Decodes plain decodes. Those whose options need more are returned as a command for each.
+
+    Raises ValueError for rows of another size, or an unknown index of options.
+    """
+    rows = np.frombuffer(message.rows, "<u8").reshape(-1, _DECODE_NUMBERS).T
+    options, which = list(message.options), (rows[PRELAUNCH] >> 1).tolist()
+    if max(which) >= len(options):
+        raise ValueError(f"options {max(which)} of {len(options)}")
+    # Draws without a seed use that of the cache, so that each row has an output of its own.
+    seeds = rows[_SEED].tolist() if any(map(_needs_seed, options)) else [0] * len(which)
+    outputs = [
+        _plain_output(options[index], seed, vocab_size, num_layers)
+        for index, seed in zip(which, seeds, strict=True)
+    ]
+    now_ns = time.monotonic_ns()
+    columns = np.empty((WIDTH, len(outputs)), np.int64)
+    columns[:_SEED] = rows[:_SEED]
+    columns[PRELAUNCH] &= 1
+    columns[ARRIVED_NS] = now_ns
+    columns[DEADLINE] = NEVER
+    if any(timeouts := rows[DEADLINE].tolist()):
+        columns[DEADLINE] = [now_ns + min(one, _LONGEST_NS) if one else NEVER for one in timeouts]
+    plain = [output for output in outputs if output is not None]
+    if len(plain) == len(outputs):
+        return Decodes(columns, plain), []
+    is_plain = np.array([output is not None for output in outputs])
+    others = [_command_of(row, options) for row in rows.T[~is_plain].tolist()]
+    return Decodes(columns[:, is_plain], plain), others
+
+
+def _command_of(row: list[int], options: Sequence[bytes]) -> worker_pb2.WorkerCommand:
+    """A row of a DecodesCommand as a command of its own."""
+    forward = worker_pb2.ForwardCommand(
+        sequence=row[SEQUENCE],
+        caller=row[CALLER],
+        position=row[POSITION],
+        token_ids=[row[TOKEN]],
+        prompt_len=row[PROMPT_LEN],
+        options=options[row[PRELAUNCH] >> 1],
+        prelaunch=bool(row[PRELAUNCH] & 1),
+        timeout_ns=row[DEADLINE],
+        default_seed=row[_SEED],
+        kind=worker_pb2.OPERATION_KIND_DECODE,
+        priority=types_pb2.PRIORITY_NORMAL,
+    )
+    return worker_pb2.WorkerCommand(op_id=row[OP_ID], forward=forward)
+
+
+@functools.lru_cache(_CACHED_OPTIONS)
+def _plain_output(data: bytes, seed: int, vocab_size: int, num_layers: int) -> OutputSpec | None:
+    """The output of a plain decode with these options. None: they need more, or are wrong."""
+    try:
+        options = _cached_options(data, seed, False, vocab_size, num_layers, (0, 0, 0))
+    except (KeyError, ValueError):
+        return None
+    if options is None:
+        return None
+    output: OutputSpec = options["output"]
+    forward = Forward(0, 0, 1, (0,), kind=Kind.DECODE, **options)
+    return output if forward.is_plain else None
+
+
+@functools.lru_cache(_CACHED_OPTIONS)
+def _needs_seed(data: bytes) -> bool:
+    """Whether draws with these options use the seed of the cache."""
+    output = worker_pb2.ForwardOptions.FromString(data).output
+    return output.HasField("sampling") and not output.sampling.HasField("seed")
 
 
 def _to_forward(
@@ -215,7 +307,7 @@ def _to_experts(
 
 
 def _to_output(message: types_pb2.OutputOptions, vocab_size: int, num_layers: int) -> OutputSpec:
-    return OutputSpec(
+    output = OutputSpec(
         logits=_FORMATS[message.logits],
         top_logprobs=message.top_logprobs,
         logprob_token_ids=tuple(message.logprob_token_ids),
@@ -226,6 +318,7 @@ def _to_output(message: types_pb2.OutputOptions, vocab_size: int, num_layers: in
         mask=_to_mask(message.mask, vocab_size) if message.HasField("mask") else None,
         hidden=_to_hidden(message.hidden, num_layers) if message.HasField("hidden") else None,
     )
+    return GREEDY if output == GREEDY else output
 
 
 def _to_hidden(message: types_pb2.HiddenStates, num_layers: int) -> HiddenSpec:
@@ -299,10 +392,14 @@ def _inflated(deflated: bytes, max_bytes: int) -> bytes:
 
 
 def to_event(  # noqa: PLR0911 - one for each result
-    result: Forward | Done | Failed | Adopted | AdapterLoaded | WeightsRead | Exported,
+    result: Forward | DecodesDone | Done | Failed | Adopted | AdapterLoaded | WeightsRead | Exported,
 ) -> worker_pb2.WorkerEvent:
     """Encodes a result."""
     match result:
+        case DecodesDone():
+            rows = np.ascontiguousarray(result.columns.T, "<i8").tobytes()
+            outputs = map(_row, result.outputs or ())
+            return worker_pb2.WorkerEvent(decodes=worker_pb2.DecodesDone(rows=rows, outputs=outputs))
         case Forward():
             return worker_pb2.WorkerEvent(op_id=result.op_id, forward=_forward_done(result))
         case Done():

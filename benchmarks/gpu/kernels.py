@@ -10,13 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from benchmarks.shapes import Shape
+from kernels import few_rows
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
 from kernels.cuda import gated_activation, paged_attention, rms_norm, rope_kv_write, sampling
+from kernels.gated_activation import Activation
 
 EPS = 1e-6
+# The products of a layer. Before those of _NORMED is a norm; the others are added to the residual stream.
+PLACES = ("qkv", "output", "gate_up", "down")
+_NORMED = ("qkv", "gate_up")
 PAGE_SIZE = 16
 
 
@@ -73,6 +79,55 @@ class KernelBench:
         pairs = tokens * (context - tokens) + tokens * (tokens + 1) // 2
         heads, _kv_heads, width = self._heads()
         return Call(self._attention([tokens], context), flops=4 * heads * width * pairs)
+
+    def product_alone(self, place: int, rows: int) -> Call:
+        """The product of a place in a layer, of PLACES, by cuBLAS."""
+        weight, x = self._place(place, rows)
+        return Call(lambda: functional.linear(x, weight), weight.nbytes)
+
+    def product_separate(self, place: int, rows: int) -> Call:
+        """With the norm before it and the gate after it; the residual is added by the norm that follows."""
+        weight, x = self._place(place, rows)
+        scale, residual = self._random(x.shape[1]), x.clone()
+
+        def run() -> None:
+            normed = rms_norm.add_rms_norm(x, residual, scale, EPS) if PLACES[place] in _NORMED else x
+            y = functional.linear(normed, weight)
+            if PLACES[place] == "gate_up":
+                gated_activation.gated_activation(y, "silu")
+
+        return Call(run, weight.nbytes)
+
+    def product_fused(self, place: int, rows: int, way: int) -> Call:
+        """All in one, with the tiles of this number; see `kernels.few_rows`."""
+        weight, x = self._place(place, rows)
+        activation: Activation | None = "silu" if PLACES[place] == "gate_up" else None
+        tiles = few_rows.tiles_for(self.dtype, activation)[way]
+        norm = residual = None
+        if PLACES[place] in _NORMED:
+            squares = torch.ones(64, few_rows.MOST_ROWS, device=self.device)
+            norm = few_rows.NormBefore(self._random(x.shape[1]), EPS, squares)
+        else:
+            residual = self._random(rows, len(weight))
+        return Call(
+            lambda: few_rows.few_rows_product(
+                x, weight, None, tiles, norm=norm, activation=activation, residual=residual
+            ),
+            weight.nbytes,
+        )
+
+    def _place(self, place: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weight [O, I] of a place, and rows [T, I] for it."""
+        heads, kv_heads, width = self._heads()
+        hidden, inner = self.shape.hidden_size, self.shape.intermediate_size
+        sizes = {
+            "qkv": ((heads + 2 * kv_heads) * width, hidden),
+            "output": (hidden, heads * width),
+            "gate_up": (2 * inner, hidden),
+            "down": (hidden, inner),
+        }
+        weight = self._random(*sizes[PLACES[place]])
+        return weight, self._random(rows, weight.shape[1])
 
     def choose_greedy(self, rows: int) -> Call:
         return self._choose(rows, 0.0)

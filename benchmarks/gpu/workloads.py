@@ -18,6 +18,9 @@ _PREFILL_GOAL = 0.65
 _PREFILL_GOAL_TOKENS = 2048
 # From this size on, the start and end of a kernel take little time compared with reading.
 _LARGE_KV_BYTES = 200e6
+# As in `benchmarks.gpu.kernels`, which loads Triton.
+_PLACES = ("qkv", "output", "gate_up", "down")
+_MOST_FUSED_ROWS = 16
 _ROW_KERNELS = ("rms_norm", "add_rms_norm", "gated_activation", "rope_kv_write")
 
 
@@ -44,6 +47,7 @@ class Sizes:
     )
     prefill_attention: tuple[tuple[int, int], ...] = ((2048, 2048), (8192, 8192), (2048, 32_768))
     sampling_rows: tuple[int, ...] = (1, 64, 256)
+    product_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     shapes: tuple[str, ...] = (DEFAULT_SHAPE, "qwen3-8b", "qwen3-14b")
     families: tuple[str, ...] = ("qwen3-30b-a3b", "gemma3-12b")
     decode_batches: tuple[int, ...] = (1, 8, 32, 64, 256)
@@ -64,6 +68,7 @@ REHEARSAL = Sizes(
     decode_attention=((2, 40),),
     prefill_attention=((20, 40),),
     sampling_rows=(2,),
+    product_rows=(2, 20),
     shapes=("rehearsal",),
     families=("rehearsal-experts",),
     decode_batches=(2,),
@@ -83,7 +88,7 @@ def all_workloads(*, rehearsal: bool) -> list[Workload]:
     sizes = REHEARSAL if rehearsal else Sizes()
     models = [_model(sizes, SHAPES[name]) for name in sizes.shapes]
     others = [_without_goals(_model(sizes, SHAPES[name])) for name in sizes.families]
-    kernels = [_attention(sizes), _requests(sizes), _rows(sizes), _sampling(sizes)]
+    kernels = [_attention(sizes), _products(sizes), _requests(sizes), _rows(sizes), _sampling(sizes)]
     found = [*models[:2], *kernels, *models[2:], _static(sizes), *others]
     return [replace(workload, rounds=sizes.rounds) for workload in found]
 
@@ -167,6 +172,23 @@ def _rows(sizes: Sizes) -> Workload:
     calls = [(name, tokens) for tokens in sizes.row_tokens for name in _ROW_KERNELS]
     entries = [_kernel(sizes, f"{name}, {tokens} tokens", name, tokens) for name, tokens in calls]
     return Workload("rows", "what is done to each token by itself", "call", entries)
+
+
+def _products(sizes: Sizes) -> Workload:
+    """A product alone by cuBLAS, with what is before and after it, and all in one with each of its tiles."""
+    entries = []
+    for place, name in enumerate(_PLACES):
+        for rows in sizes.product_rows:
+            label = f"{name}, {rows} rows"
+            entries.append(_kernel(sizes, f"{label}, cuBLAS alone", "product_alone", place, rows))
+            if rows > _MOST_FUSED_ROWS:
+                continue
+            entries.append(_kernel(sizes, f"{label}, separate", "product_separate", place, rows))
+            # In a rehearsal, in float32, there may be fewer.
+            for way in range(1 if sizes is REHEARSAL else 2 if name == "gate_up" else 3):
+                label_of_way = f"{label}, fused, tiles {way + 1}"
+                entries.append(_kernel(sizes, label_of_way, "product_fused", place, rows, way))
+    return Workload("products", "products of a layer, by what their weights take to read", "call", entries)
 
 
 def _sampling(sizes: Sizes) -> Workload:

@@ -21,7 +21,6 @@ from service.api.calls import CALLS, Call
 from service.api.elsewhere import Elsewhere, SessionCalls
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
-from service.api.validation import RequestLimits
 from service.auth.authenticator import current_tenant
 from service.caches.requests import Append
 from service.dispatcher import Dispatcher
@@ -66,8 +65,10 @@ class ExecutorApi:
     async def _run(self, call: Call, request: Any, context: Context, *, is_here: bool = False) -> Any:
         if self.elsewhere is not None and not is_here and self.elsewhere.concerns(call.method, request):
             return await self.elsewhere.answer(call.method, request, context, self.run_here)
-        limits, timeout_s = await self._begin(context)
-        checked = call.check(request, limits, timeout_s)
+        limits, left_s = self._state.current_limits, context.time_remaining()
+        if limits is None:
+            limits, left_s = await self._state.limits_when_ready(left_s), context.time_remaining()
+        checked = call.check(request, limits, left_s and validation.timeout_seconds(left_s))
         self._state.answers.take_until_done(held_bytes((checked,)), context)
         (outcome,) = await self._dispatcher.run((checked,), current_tenant())
         if isinstance(outcome, QuireError):
@@ -79,20 +80,16 @@ class ExecutorApi:
     async def _run_batch(self, call: Call, request: Any, context: Context, *, is_here: bool = False) -> Any:
         if self.elsewhere is not None and not is_here and self.elsewhere.concerns(call.method, request):
             return await self.elsewhere.answer(call.method, request, context, self.run_here)
-        limits, timeout_s = await self._begin(context)
-        checked = await call.check_items(request, limits, timeout_s)
+        limits, left_s = self._state.current_limits, context.time_remaining()
+        if limits is None:
+            limits, left_s = await self._state.limits_when_ready(left_s), context.time_remaining()
+        checked = await call.check_items(request, limits, left_s and validation.timeout_seconds(left_s))
         self._state.answers.take_until_done(held_bytes(checked), context)
         appends = [one for one in checked if isinstance(one, Append)]
         outcomes = await self._dispatcher.run(appends, current_tenant())
         response = call.response()
         call.write_items(checked, outcomes, current_request_id(), response)
         return response
-
-    async def _begin(self, context: Context) -> tuple[RequestLimits, float | None]:
-        """The limits that a request is checked against, and the time until its deadline."""
-        limits = await self._state.limits_when_ready(context.time_remaining())
-        left_s = context.time_remaining()  # None: no deadline.
-        return limits, left_s and validation.timeout_seconds(left_s)
 
     Prefill = partialmethod(_run, CALLS["Prefill"])
     Decode = partialmethod(_run, CALLS["Decode"])

@@ -13,7 +13,7 @@ from typing import Any
 
 from service.caches.attempts import failure_of
 from service.caches.effects import ForwardDone
-from service.caches.entries import CacheEntry, Operation
+from service.caches.entries import CacheEntry, Operation, touch
 from service.caches.kind import OperationKind, Parts
 from service.caches.ledger import RecordConflict
 from service.caches.records import CacheReleased, Record
@@ -77,9 +77,9 @@ class OperationQueues:
             for entry in entries:
                 if not isinstance(request, Append):
                     self._preempt_restore(entry)
-                entry.touch(now_s)
                 entry.waiting.append(operation)
             touched += entries
+        touch(touched, now_s)
         self.advance(touched)
         return tickets
 
@@ -207,8 +207,7 @@ class OperationQueues:
                 # A bug: the state has changed since the operation was checked.
                 self.not_committed(operation, failure_of(error))
                 continue
-            for entry in operation.entries:
-                entry.touch(self._context.now_s)
+            touch(operation.entries, self._context.now_s)
             answer = operation.kind.applied(operation, operation.request)
             self.finish(operation, answer)
             if operation.closes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from service.caches.effects import Context
-from service.caches.entries import CacheEntry, Operation
+from service.caches.entries import CacheEntry, Operation, touch
 from service.caches.ledger import CacheState, Ledger
 from service.caches.requests import Append, Priority, Request
 from service.caches.tenants import UNBOUNDED, Tenant
@@ -146,7 +146,7 @@ class Admission:
         self._caches += 1
         tenant.caches += 1
         entry = CacheEntry(state.number, tenant, ephemeral, state, ownership=state.ownership)
-        entry.touch(self._context.now_s)
+        touch((entry,), self._context.now_s)
         return entry
 
     def count(self, entry: CacheEntry) -> None:

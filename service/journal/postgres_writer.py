@@ -88,10 +88,11 @@ class PostgresWriter:
         """Continues after the rows that were recovered."""
         self.first_seq, self.next_seq, self.written_bytes = first_seq, next_seq, size_bytes
 
-    def append(self, frames: bytes) -> None:
-        """Queues the frames of a commit. Those of one turn of the event loop are written together."""
+    def write(self, frames: bytes, *, at_once: bool) -> bool:  # noqa: ARG002 - the database is elsewhere
+        """See `RowWriter.write`. The commits of one turn of the event loop are written together."""
         self._queue.append(frames)
         self._start()
+        return False
 
     def drop(self, first_seq: int) -> None:
         """See `RowWriter.drop`."""

@@ -37,6 +37,8 @@ _EXIT_DELAY_S = 0.1
 # Op ids of the pool's own commands. Those of the state machine are below.
 _FIRST_OP_ID = 1 << 62
 _DRAIN_POLL_S = 0.05
+# Answers to forwards, which only the dispatcher needs.
+_FORWARDS = ("forward", "decodes")
 
 
 class Incarnation:
@@ -225,7 +227,7 @@ class Incarnation:
         if slot.suspect:
             self._publish_suspect()
         for event in response.events:
-            if event.WhichOneof("event") != "forward":
+            if event.WhichOneof("event") not in _FORWARDS:
                 self._on_event(event)
         if slot.ready is not None:
             events = wire.to_events(response)

@@ -5,7 +5,7 @@ The counterpart is `workers/wire.py`.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import struct
 from collections.abc import Mapping, Sequence
 
 from quire.v1 import types_pb2, worker_pb2
@@ -27,25 +27,78 @@ _log = get_logger(__name__)
 
 # The protocol uses the same names.
 _KINDS = {kind: worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}") for kind in AppendKind}
+# The rows of DecodesCommand and DecodesDone.
+_pack_decode = struct.Struct("<9Q").pack
+_DONE = struct.Struct("<5Q")
+# Larger options are sent with each forward.
+_MAX_OPTIONS_BYTES = 256
 _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priority in Priority]
 
 
 def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects.Send]) -> None:
     """Sends commands to incarnations. Drops those to an incarnation that has ended."""
-    requests: defaultdict[WorkerLink, worker_pb2.ConnectRequest] = defaultdict(worker_pb2.ConnectRequest)
+    requests: dict[WorkerLink, _Request] = {}
     for worker_id, epoch, command in commands:
         link = links.get((worker_id, epoch))
         if link is not None:
-            messages = requests[link].commands
+            request = requests.get(link)
+            if request is None:
+                request = requests[link] = _Request()
             try:
-                # In place: a message that is appended is copied.
-                write_command(command, messages.add())
+                request.add(command)
             except Exception:
                 # A bug, which must not keep the others from being sent.
                 _log.exception("a command could not be encoded", worker_id=worker_id)
-                del messages[-1]
     for link, request in requests.items():
-        link.send(request)
+        request.write_decodes()
+        link.send(request.message)
+
+
+class _Request:
+    """A message to one worker. Plain decodes that follow each other become one command."""
+
+    def __init__(self) -> None:
+        self.message = worker_pb2.ConnectRequest()
+        self._rows: list[bytes] = []
+        self._options: dict[bytes, int] = {}
+
+    def add(self, command: effects.Command) -> None:
+        """Appends a command."""
+        if isinstance(command, effects.Attempt):
+            append = command.append
+            if (
+                append.kind is AppendKind.DECODE
+                and len(append.token_ids) == 1
+                and len(append.options) <= _MAX_OPTIONS_BYTES
+                and append.priority is Priority.NORMAL
+                and command.position
+                and not (command.ephemeral or command.adapter)
+            ):
+                options = self._options.setdefault(append.options, len(self._options))
+                timeout_ns = 0 if command.timeout_s is None else max(1, int(command.timeout_s * 1e9))
+                self._rows.append(
+                    _pack_decode(
+                        command.op_id, command.number, command.caller, command.position, append.token_ids[0],
+                        command.prompt_len, 2 * options + append.prelaunch, timeout_ns, command.seed,
+                    )
+                )  # fmt: skip
+                return
+        self.write_decodes()
+        messages = self.message.commands
+        try:
+            # In place: a message that is appended is copied.
+            write_command(command, messages.add())
+        except Exception:
+            del messages[-1]
+            raise
+
+    def write_decodes(self) -> None:
+        """Appends the plain decodes so far, which then precede what is added later."""
+        if self._rows:
+            decodes = self.message.commands.add().decodes
+            decodes.rows = b"".join(self._rows)
+            decodes.options.extend(self._options)
+            self._rows, self._options = [], {}
 
 
 def write_command(command: effects.Command, message: worker_pb2.WorkerCommand) -> None:
@@ -109,6 +162,8 @@ def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:
         match event.WhichOneof("event"):
             case "forward":
                 events.append((event.op_id, event.forward))
+            case "decodes":
+                events += _decodes_done(event.decodes)
             case "done":
                 events.append((event.op_id, None))
             case "kv_pages":
@@ -116,6 +171,25 @@ def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:
                 events.append((event.op_id, effects.KvExported(pages, len(pages.data))))
             case "error":
                 events.append((event.op_id, _failed(event.error)))
+    return events
+
+
+def _decodes_done(message: worker_pb2.DecodesDone) -> list[effects.Event]:
+    """The answer to each of some plain decodes."""
+    events: list[effects.Event] = []
+    rows, outputs = _DONE.iter_unpack(message.rows), iter(message.outputs)
+    for op_id, token_id, queue_ns, compute_ns, batch_items in rows:
+        done = worker_pb2.ForwardDone(kept=1)
+        output = next(outputs, None)
+        if output is None:
+            done.outputs.add().token_id = token_id
+        else:
+            done.outputs.append(output)
+        timing = done.timing
+        timing.queue_ns, timing.compute_ns, timing.steps, timing.batch_items = (
+            queue_ns, compute_ns, 1, batch_items
+        )  # fmt: skip
+        events.append((op_id, done))
     return events
 
 

@@ -37,16 +37,17 @@ def rehearse(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads(written.read_text()), written.with_suffix(".md").read_text()
 
 
+@pytest.mark.thorough
 def test_every_row_has_figures(tmp_path: Path) -> None:
     result, text = rehearse(tmp_path, "--commit", "abc")
     names = [workload["name"] for workload in result["workloads"]]
-    kernels = ["attention", "workload", "rows", "sampling"]
+    kernels = ["attention", "products", "workload", "rows", "sampling"]
     assert names == ["rehearsal", *kernels, "peer", "rehearsal-experts"]
     figures = [figure for workload in result["workloads"] for figure in workload["figures"]]
     assert all("problem" not in figure and figure["ms"]["p50"] > 0 for figure in figures), text
     assert all(ratio["ratio"] for workload in result["workloads"] for ratio in workload["ratios"]), text
     assert result["suite"] == "rehearsal" and result["machine"]["commit"] == "abc"
-    more = result["workloads"][2]["figures"][0]["more"]
+    more = result["workloads"][3]["figures"][0]["more"]
     assert more["output tokens"] >= 9 and more["decode steps"] > 0
     assert "decode, batch 2, device-fed" in text and "transformers, graph, batch 2" in text
 

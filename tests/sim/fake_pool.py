@@ -18,8 +18,8 @@ from quire.v1 import types_pb2, worker_pb2
 from service.caches.effects import Claim
 from service.config import Config
 from service.pool.endpoints import Endpoint, SocketEndpoint
-from service.pool.epochs import Epochs
-from tests.sim.model_worker import ModelWorker, Pool
+from service.pool.registry import Epochs
+from tests.sim.model_worker import ModelWorker, Pool, one_by_one
 from tests.sim.toy_model import VOCAB
 from tests.sim.watched import WatchedDispatcher
 
@@ -161,7 +161,7 @@ class FakeLink:
             self._asked.append(command.op_id)
             asyncio.get_running_loop().call_later(ANSWER_S, self.answer_snapshots)
         else:
-            self._processes.worker.inbox.append(command)
+            self._processes.worker.inbox.extend(one_by_one(command))
 
     def _adopt(self, command: worker_pb2.WorkerCommand) -> None:
         if self.closed.is_set() or not self._processes.answers:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.v1 import worker_pb2
@@ -36,6 +37,27 @@ def message_of(command: Command) -> worker_pb2.WorkerCommand:
     message = worker_pb2.WorkerCommand()
     wire.write_command(command, message)
     return message
+
+
+def one_by_one(command: worker_pb2.WorkerCommand) -> Iterator[worker_pb2.WorkerCommand]:
+    """A command as this worker takes it: plain decodes that were sent together one by one."""
+    if not command.HasField("decodes"):
+        yield command
+    for row in struct.iter_unpack("<9Q", command.decodes.rows):
+        op_id, sequence, caller, position, token, prompt_len, flags, timeout_ns, seed = row
+        forward = worker_pb2.ForwardCommand(
+            sequence=sequence,
+            caller=caller,
+            position=position,
+            token_ids=[token],
+            prompt_len=prompt_len,
+            options=command.decodes.options[flags >> 1],
+            prelaunch=flags & 1,
+            timeout_ns=timeout_ns,
+            default_seed=seed,
+            kind=worker_pb2.OPERATION_KIND_DECODE,
+        )
+        yield worker_pb2.WorkerCommand(op_id=op_id, forward=forward)
 
 
 class ProtocolError(Exception):

@@ -29,6 +29,7 @@ from tests.sim.schedules import quietly
 from tests.sim.toy_model import line_to, next_token
 from tests.token_trees import random_tree
 from workers import wire as worker_wire
+from workers.decodes import Decodes, DecodesDone
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
@@ -100,14 +101,15 @@ class RealWorker:
         self.begun.append(forward.op_id)
         self._begin(forward)
 
-    def _execute_and_choose(self, chunks: Sequence[Chunk]) -> None:
+    def _execute_and_choose(self, chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:
         if self.faulty & {chunk.forward.op_id for chunk in chunks}:
             if len(chunks) == 1:
                 self.ran.append((chunks[0].forward.op_id, 0))
             raise RuntimeError("planted")
         self._chunks = chunks
-        self._execute(chunks)
+        done = self._execute(chunks, decodes)
         self.ran += [(chunk.forward.op_id, chunk.start + chunk.count) for chunk in chunks]
+        return done
 
     def _choose(
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None

@@ -21,6 +21,7 @@ from tests.workers import stepping
 from workers.adapters.adapter import read_adapter
 from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
+from workers.decodes import NO_DECODES, Decodes, DecodesDone
 from workers.executors.engine import Engine
 from workers.kv.table import KvTable
 from workers.models.lora import PackedLora
@@ -115,15 +116,16 @@ class Worker(stepping.Worker):
         if self.threads:
             self.threads.pop(0)()
 
-    def _note(self, chunks: Sequence[Chunk]) -> None:
+    def _note(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> DecodesDone:
         # An error here would be the failure of a step.
         self._check(chunks)
         before = dict(self.slots.holds)
         if self._dice.random() < 0.5:
             self.read_one()
-        self._execute(chunks)
+        done = self._execute(chunks, decodes)
         if self.slots.holds != before:
             self.breaches.append("a slot was changed while a step was launched")
+        return done
 
     def _check(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:

@@ -7,16 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from workers.adapters.table import AdapterTable
+from workers.decodes import BATCH_ITEMS, CHOSEN, COMPUTE_NS, NO_DECODES, OP_ID, QUEUE_NS, Decodes, DecodesDone
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.executors.weightless import PagedAttentionExecutor
-from workers.operations import Chunk, Command, Forward, Reset, Result
+from workers.operations import Chunk, Command, Forward, Reset, Result, RowOutput
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 
 
 class Worker:
-    """A step loop; `steps`: the sequences in each step. Without `max_seq_tokens` nothing is prelaunched."""
+    """A step loop; `steps`: the sequences in each step. Without `max_seq_tokens` nothing is prelaunched.
+
+    Plain decodes are sent as columns, as the gateway sends them, and their results are those of forwards.
+    """
+
+    sends_columns = True
 
     def __init__(
         self,
@@ -30,7 +36,8 @@ class Worker:
     ) -> None:
         self.engine = engine or PagedAttentionExecutor.create(kv_pages=pages).engine
         self.steps: list[list[int]] = []
-        self._results: list[Result] = []
+        self._results: list[Result | DecodesDone] = []
+        self._asked: dict[int, Forward] = {}
         self.loop = StepLoop(
             self.engine,
             Scheduler(*limits),
@@ -43,15 +50,15 @@ class Worker:
         self._execute = self.engine.execute
         self.engine.execute = self._note  # type: ignore[method-assign]
 
-    def _note(self, chunks: Sequence[Chunk]) -> None:
-        self.steps.append([chunk.forward.sequence for chunk in chunks])
-        self._execute(chunks)
+    def _note(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> DecodesDone:
+        self.steps.append([*decodes.sequences, *(chunk.forward.sequence for chunk in chunks)])
+        return self._execute(chunks, decodes)
 
     def round(self, *commands: Command | Reset) -> list[Result]:
         """Nothing happens without commands and forwards. What is answered."""
         if commands:
             # A forward holds what is computed of it: each worker has its own.
-            self.loop.submit([dataclasses.replace(command) for command in commands])
+            self.loop.submit(self._sent([dataclasses.replace(command) for command in commands]))
         if commands or self.loop.operations_in_flight:
             self.loop.take()
             self.loop.flush()
@@ -59,7 +66,39 @@ class Worker:
             self.loop.flush()
         self.engine.check_integrity()
         results, self._results[:] = list(self._results), []
-        return results
+        return [one for result in results for one in self._received(result)]
+
+    def _sent(self, commands: Sequence[Command | Reset]) -> list[Command | Reset | Decodes]:
+        """In this order; plain decodes that follow each other together."""
+        sent: list[Command | Reset | Decodes] = []
+        plain: list[Forward] = []
+        for command in commands:
+            if self.sends_columns and isinstance(command, Forward) and command.is_plain:
+                plain.append(command)
+                self._asked[command.op_id] = command
+                continue
+            if plain:
+                sent.append(Decodes.of(plain))
+                plain = []
+            sent.append(command)
+        return [*sent, Decodes.of(plain)] if plain else sent
+
+    def _received(self, result: Result | DecodesDone) -> list[Result]:
+        if not isinstance(result, DecodesDone):
+            return [result]
+        found: list[Result] = []
+        outputs = result.outputs or [RowOutput(token) for token in result.columns[CHOSEN].tolist()]
+        for row, output in zip(result.columns.T.tolist(), outputs, strict=True):
+            forward = self._asked.pop(row[OP_ID])
+            assert output.token_id == row[CHOSEN]
+            forward.outputs, forward.kept, forward.steps = (output,), 1, 1
+            forward.queue_ns, forward.compute_ns, forward.batch_items = (
+                row[QUEUE_NS],
+                row[COMPUTE_NS],
+                row[BATCH_ITEMS],
+            )
+            found.append(forward)
+        return found
 
     def answers(self, *commands: Command) -> dict[int, Result]:
         """Until all of them are answered."""
@@ -74,3 +113,6 @@ class Worker:
 
     def lengths(self) -> dict[int, int]:
         return {sequence.key: len(sequence) for sequence in self.engine.sequences}
+
+    def tokens(self) -> dict[int, list[int]]:
+        return {sequence.key: list(sequence.token_ids) for sequence in self.engine.sequences}

@@ -105,7 +105,7 @@ def test_how_long_a_step_waits(name: str) -> None:
                 window.step_done(list(event.answered), int(event.at * MS), int(event.took * MS))
             case Arrive():
                 for sequence in event.sequences:
-                    window.request_arrived(sequence, int(event.at * MS))
+                    window.requests_arrived((sequence,), int(event.at * MS))
             case Wait():
                 assert window.remaining_ns(int(event.at * MS), event.queued) == event.left * MS, event
             case Release():

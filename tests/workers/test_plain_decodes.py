@@ -6,10 +6,13 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.workers import stepping
+from workers.decodes import Decodes, DecodesDone
 from workers.kv.page_pool import IntegrityError, PagePool
+from workers.kv.sequence import Rows
 from workers.kv.table import KvTable
 from workers.operations import (
     Abort,
@@ -20,13 +23,13 @@ from workers.operations import (
     OutputSpec,
     Priority,
     Release,
-    Reset,
     Result,
     Sampling,
     TokenMask,
     Truncate,
 )
 
+APPEND = KvTable.append_next
 OUTPUTS = (
     OutputSpec(),
     OutputSpec(sampling=Sampling(temperature=1.0, seed=5)),
@@ -39,10 +42,7 @@ OUTPUTS = (
 class Queued(stepping.Worker):
     """Every forward is queued, as if none were plain."""
 
-    def round(self, *commands: Command | Reset) -> list[Result]:
-        loop, add = self.loop, self.loop._scheduler.add
-        loop._scheduler.add_plain = add  # type: ignore[method-assign]
-        return super().round(*commands)
+    sends_columns = False
 
 
 class Callers:
@@ -146,7 +146,7 @@ def compare(seed: int, *, ahead: bool = False, limits: tuple[int, int, int] = (6
         callers.took(asked, found[0])
     for worker in workers:
         worker.loop._prelauncher.drop_all()
-    assert workers[0].lengths() == workers[1].lengths()
+    assert workers[0].tokens() == workers[1].tokens()
     pages = [worker.engine.usage().pages_referenced for worker in workers]
     assert pages[0] == pages[1]
     return forwards - queued
@@ -163,20 +163,36 @@ def test_most_decodes_are_in_no_queue() -> None:
     assert compare(1, limits=(512, 256, 512)) > 20
 
 
+def reserved_nothing(table: KvTable, keys: Sequence[int], positions: Rows, _allowed: object) -> Any:
+    return np.array([table._row_of.get(key, 0) for key in keys]), np.ones(len(keys), np.bool_)
+
+
+def without_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, which: original(self, np.roll(which, 1))
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "mutant"),
     [
         (PagePool, "is_private", lambda _pool, _page: True),
-        (KvTable, "reserve_next", lambda table, key, _position: table.get(key)),
+        (KvTable, "reserve_next", reserved_nothing),
         (KvTable, "append_next", lambda *_: None),
+        (
+            KvTable,
+            "append_next",
+            lambda table, rows, positions, tokens: APPEND(table, rows, positions, tokens[::-1]),
+        ),
+        (Decodes, "take", without_first(Decodes.take)),
+        (DecodesDone, "take", without_first(DecodesDone.take)),
     ],
 )
 def test_planted_bugs_are_found(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, mutant: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(owner, name, mutant)
-    with pytest.raises((AssertionError, IntegrityError)):
-        [compare(seed, limits=(512, 256, 512)) for seed in range(4)]
+    runs = [(seed, ahead) for seed in range(4) for ahead in (False, True)]
+    with pytest.raises((AssertionError, IntegrityError, LookupError, ValueError)):
+        [compare(seed, ahead=ahead, limits=(512, 256, 512)) for seed, ahead in runs]
 
 
 def test_an_abort_before_the_step_leaves_no_trace() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.workers import stepping
 from workers import prelaunch, step_loop
+from workers.decodes import Decodes
 from workers.operations import (
     Chunk,
     Command,
@@ -189,7 +190,7 @@ def test_a_prelaunched_forward_that_fails_has_no_answer(
 ) -> None:
     token = chosen(worker.answers(prefill(1, 7))[1])
 
-    def fail(_chunks: Sequence[Chunk]) -> None:
+    def fail(_chunks: Sequence[Chunk], _decodes: Decodes) -> None:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(worker, "_execute", fail)

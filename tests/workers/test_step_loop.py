@@ -10,6 +10,7 @@ import pytest
 
 from tests.workers.stepping import Worker
 from workers import extra_samples, sampling, step_loop
+from workers.decodes import OP_ID, Decodes, DecodesDone
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv import integrity
 from workers.operations import (
@@ -60,15 +61,59 @@ def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) 
     worker = Worker()
     execute = worker._execute
 
-    def fail_with_two(chunks: Sequence[Chunk]) -> None:
-        if any(chunk.forward.op_id == 2 for chunk in chunks):
+    def fail_with_two(chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:
+        if any(chunk.forward.op_id == 2 for chunk in chunks) or 2 in decodes.column(OP_ID):
             raise RuntimeError("planted")
-        execute(chunks)
+        return execute(chunks, decodes)
 
     monkeypatch.setattr(worker, "_execute", fail_with_two)
     found = worker.answers(*map(forward, (1, 2, 3)))
     assert isinstance(found[1], Forward) and isinstance(found[3], Forward)
     assert failure(found, 2) is FailureReason.FAULT
+
+
+def test_only_the_cause_of_a_failed_step_of_decodes_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among plain decodes, too: what failed has changed nothing, and the others have their answers."""
+    workers = Worker(), Worker()
+    for worker in workers:
+        worker.answers(*[prompt(op_id, sequence) for op_id, sequence in ((11, 1), (12, 2), (13, 3))])
+    execute = workers[0]._execute
+
+    def fail_with_two(chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:
+        if any(chunk.forward.op_id == 2 for chunk in chunks) or 2 in decodes.column(OP_ID):
+            raise RuntimeError("planted")
+        return execute(chunks, decodes)
+
+    monkeypatch.setattr(workers[0], "_execute", fail_with_two)
+    asked = [Forward(op_id, op_id, 3, [op_id], kind=Kind.DECODE, caller=5) for op_id in (1, 2, 3)]
+    found, expected = (worker.answers(*asked) for worker in workers)
+    assert failure(found, 2) is FailureReason.FAULT
+    for op_id in (1, 3):
+        ours, theirs = found[op_id], expected[op_id]
+        assert isinstance(ours, Forward) and isinstance(theirs, Forward)
+        assert ours.outputs[0].token_id == theirs.outputs[0].token_id
+    assert workers[0].lengths() == {1: 4, 2: 3, 3: 4}
+    assert not workers[0].loop.operations_in_flight
+
+
+def test_a_decode_without_an_allowed_token_fails_alone() -> None:
+    """The other decodes of the step keep their results: nothing runs again."""
+    worker = Worker()
+    worker.answers(*[prompt(op_id, sequence) for op_id, sequence in ((11, 1), (12, 2), (13, 3))])
+    nothing = OutputSpec(sampling=Sampling(logit_bias=dict.fromkeys(range(1 << 12), float("-inf"))))
+    outputs = {1: OutputSpec(), 2: nothing, 3: OutputSpec(top_logprobs=1)}
+    asked = [Forward(op_id, op_id, 3, [op_id], kind=Kind.DECODE, output=outputs[op_id]) for op_id in outputs]
+    steps = len(worker.steps)
+    found = worker.answers(*asked)
+    assert worker.steps[steps:] == [[1, 2, 3]]
+    assert failure(found, 2) is FailureReason.FAULT
+    for op_id in (1, 3):
+        assert isinstance(found[op_id], Forward)
+    assert worker.lengths() == {1: 4, 2: 3, 3: 4}
+
+
+def prompt(op_id: int, sequence: int) -> Forward:
+    return Forward(op_id, sequence, 0, [sequence, 2, 3])
 
 
 def test_a_row_without_an_allowed_token_fails_alone() -> None:
@@ -152,7 +197,7 @@ def test_a_lost_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is unusable, so no operation is retried alone, and none is answered."""
     worker, tried = Worker(), []
 
-    def lose(chunks: Sequence[Chunk]) -> None:
+    def lose(chunks: Sequence[Chunk], _decodes: Decodes) -> None:
         tried.append(len(chunks))
         raise DeviceLostError("CUDA error: an illegal memory access was encountered")
 

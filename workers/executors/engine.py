@@ -19,19 +19,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.batch import (
-    captured_rows,
-    output_specs,
-    pack,
-    plain_decodes,
-    sampling_rows,
-    score_targets,
+from workers.batch import captured_rows, output_specs, pack, sampling_rows, score_targets
+from workers.decodes import (
+    ARRIVED_NS,
+    BATCH_ITEMS,
+    CHOSEN,
+    COMPUTE_NS,
+    DONE_WIDTH,
+    NO_DECODES,
+    OP_ID,
+    POSITION,
+    QUEUE_NS,
+    TOKEN,
+    Decodes,
+    DecodesDone,
+    Mask,
 )
 from workers.distribution import apply_drafts, sampled_logprobs
 from workers.executors.errors import ExecutorError, KvMissing, NoTrees
 from workers.executors.info import ExecutorStatus, StepCounts
 from workers.extra_samples import draw_extra_samples
-from workers.kv.table import KvSequence, KvTable, PoolUsage
+from workers.kv.sequence import KvSequence
+from workers.kv.table import KvTable, PoolUsage
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.operations import Accept, Chunk, Forward, Kind, OutputSpec, RowOutput
@@ -84,7 +93,7 @@ class Engine:
         sequence = table.get(forward.sequence)
         if sequence is None and position == 0:
             sequence = table.create(forward.sequence, forward.salt)
-        length = 0 if sequence is None else sequence.token_ids.length
+        length = 0 if sequence is None else len(sequence)
         if sequence is None or length < position:
             raise KvMissing(f"{length} tokens of {position}")
         if length > position:
@@ -109,19 +118,24 @@ class Engine:
         if tokens - reused >= table.page_size:
             self.prefix_waits.progressed(forward)
 
-    def begin_plain(self, forwards: Sequence[Forward]) -> list[Forward]:
+    def begin_decodes(self, decodes: Decodes, allowed: Mask | None = None) -> Mask:
         """As `begin`, for plain decodes of sequences of just their positions, whose next slot is free.
 
-        Returns the forwards that have begun. It has no effect on the others.
+        Returns which of those that are `allowed` have begun. It has no effect on the others.
         """
-        now_ns, begun = time.monotonic_ns(), []
-        reserve = self._kv_table.reserve_next
-        for forward in forwards:
-            sequence = reserve(forward.sequence, forward.position)
-            if sequence is not None:
-                forward.has_begun, forward.kv, forward.started_ns = True, sequence, now_ns
-                begun.append(forward)
+        decodes.started_ns = time.monotonic_ns()
+        decodes.rows, begun = self._kv_table.reserve_next(
+            decodes.sequences, decodes.columns[POSITION], allowed
+        )
         return begun
+
+    def as_chunks(self, decodes: Decodes) -> list[Chunk]:
+        """Plain decodes that have begun, to be run one by one."""
+        forwards = decodes.forwards()
+        for forward in forwards:
+            forward.kv = self._known(forward.sequence)
+            forward.has_begun, forward.started_ns = True, decodes.started_ns
+        return [Chunk(forward, 0, 1) for forward in forwards]
 
     def _copy_pages(self, sequence: KvSequence, copies: Sequence[tuple[int, int]]) -> None:
         try:
@@ -131,51 +145,58 @@ class Engine:
             raise_if_lost(error)
             raise
 
-    def execute(self, chunks: Sequence[Chunk]) -> None:
-        """Runs one batch of chunks, whose forwards have begun, and adds the outputs to these.
+    def execute(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> DecodesDone:
+        """Runs one batch of plain decodes and chunks, which have begun, and adds the outputs to the forwards.
 
-        A forward with a row that has no token gets a `failure` instead; the others are not affected. On an
-        exception nothing has been appended: the caller may run the step again, or roll back its forwards.
+        Returns the results of the decodes. A forward with a row that has no token gets a `failure` instead,
+        and so does a decode; the others are not affected. On an exception nothing has been appended: the
+        caller may run the step again, or roll back what has begun.
         """
-        tokens = sum([chunk.count for chunk in chunks])
+        tokens = decodes.size + sum([chunk.count for chunk in chunks])
         began_ns = time.monotonic_ns()
         self._step_number += 1
         self._step_tokens = tokens
         self._step_began_ns = began_ns
         try:
-            self._execute(chunks)
+            done = self._execute(chunks, decodes)
         finally:
             self._step_began_ns = 0
         ns_per_token = (time.monotonic_ns() - began_ns) / tokens
         self._ns_per_token = min(self._ns_per_token or ns_per_token, ns_per_token)
+        return done
 
-    def _execute(self, chunks: Sequence[Chunk]) -> None:
-        inputs, items = pack(chunks, self.kv.page_size), len(chunks)
+    def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:
+        items, tables = len(decodes) + len(chunks), self._kv_table.page_tables(decodes.rows)
+        inputs = pack(chunks, self.kv.page_size, decodes, tables)
         try:
-            rows, specs = sampling_rows(chunks), output_specs(chunks)
+            rows = sampling_rows(chunks, decodes)
+            # Nothing is made of each row if nobody wants more than tokens.
+            is_bare = not chunks and all([spec.is_token_only for spec in decodes.kinds])  # noqa: C419 - faster
+            specs = [] if is_bare else output_specs(chunks, decodes)
             capture = captured_rows(specs)
             result = self.runner.step(inputs, rows, capture)
             if result.failed:
-                chunks, result, rows, specs = _without_failed(chunks, result, rows, specs, capture)
-            chosen = apply_drafts(result.logits, result.chosen, rows)
-            outputs = build_outputs(result.logits, chosen, specs)
-            if capture is not None:
-                _add_captured(outputs, specs, capture, self._num_experts)
-            tokens = [output.token_id for output in outputs]
-            for row, logprob in sampled_logprobs(result.logits, tokens, rows, specs).items():
-                outputs[row].sampled_logprob = logprob
-            plain = plain_decodes(chunks)
-            is_plain = len(plain) == len(chunks)
-            scores = {} if is_plain else _scores(chunks, result.logits)
-            draws = {} if is_plain else _draws(chunks, result.logits, rows)
+                kept = _without_failed(chunks, decodes, result, rows, specs, capture)
+                chunks, decodes, result, rows, specs = kept
+            first, chosen, outputs = len(decodes), result.chosen, list[RowOutput]()
+            if specs:
+                chosen = apply_drafts(result.logits, chosen, rows)
+                outputs = build_outputs(result.logits, chosen, specs)
+                if capture is not None:
+                    _add_captured(outputs, specs, capture, self._num_experts)
+                tokens = [output.token_id for output in outputs]
+                for row, logprob in sampled_logprobs(result.logits, tokens, rows, specs).items():
+                    outputs[row].sampled_logprob = logprob
+            scores = _scores(chunks, result.logits[first:]) if chunks else {}
+            draws = _draws(chunks, result.logits[first:], rows[first:]) if chunks else {}
             # The last operation that may fail: it overwrites KV that a second attempt would need.
-            paths = {} if inputs.attention.trees is None else self._keep_paths(chunks, outputs)
+            has_trees = inputs.attention.trees is not None
+            paths = self._keep_paths(chunks, outputs[first:]) if has_trees else {}
         except Exception as error:
             raise_if_lost(error)
             raise
-        self._append_plain(plain, outputs, items)
-        first = len(plain)
-        for chunk in chunks[first:]:
+        done = self._append_decodes(decodes, chosen, None if is_bare else outputs[:first], items)
+        for chunk in chunks:
             forward, last = chunk.forward, first + chunk.rows
             self._append(chunk, outputs[last - chunk.output_rows : last], items, paths)
             if forward in scores:
@@ -184,16 +205,24 @@ class Engine:
             forward.draws = draws.get(forward)
             first = last
         self._counts.steps += 1
-        self._counts.batch_items += len(chunks)
+        self._counts.batch_items += len(decodes) + len(chunks)
         self._counts.step_tokens += self._step_tokens
+        return done
 
-    def _append_plain(self, forwards: Sequence[Forward], outputs: Sequence[RowOutput], items: int) -> None:
-        """Commits the tokens of plain decodes, and sets their outputs: the first ones of the step."""
-        tokens = [forward.token_ids[0] for forward in forwards]
-        self._kv_table.append_next([forward.kv for forward in forwards], tokens)
-        for forward, output in zip(forwards, outputs, strict=False):
-            forward.outputs = (output,)
-            forward.computed, forward.steps, forward.batch_items = 1, 1, items
+    def _append_decodes(
+        self, decodes: Decodes, chosen: torch.Tensor, outputs: Sequence[RowOutput] | None, items: int
+    ) -> DecodesDone:
+        """Commits the tokens of plain decodes, whose rows are the first ones of the step."""
+        columns, done = decodes.columns, np.empty((DONE_WIDTH, len(decodes)), np.int64)
+        if len(decodes):
+            self._kv_table.append_next(decodes.rows, columns[POSITION], columns[TOKEN])
+            done[OP_ID] = columns[OP_ID]
+            done[CHOSEN] = chosen.cpu().numpy()[: len(decodes)]
+            # Nobody waits for those that have not arrived yet: theirs is 0.
+            done[QUEUE_NS] = (decodes.started_ns - columns[ARRIVED_NS]) * (columns[ARRIVED_NS] > 0)
+            done[COMPUTE_NS] = time.monotonic_ns() - decodes.started_ns
+            done[BATCH_ITEMS] = items
+        return DecodesDone(done, outputs)
 
     def _append(
         self, chunk: Chunk, outputs: Sequence[RowOutput], items: int, paths: dict[Forward, list[int]]
@@ -253,16 +282,13 @@ class Engine:
         forward.samples = (*forward.samples, *samples)
         return cost
 
-    def complete_plain(self, forwards: Sequence[Forward]) -> None:
-        """As `complete`, for plain decodes, whose tokens are all kept."""
-        now_ns, total_ns = time.monotonic_ns(), 0
-        for forward in forwards:
-            started_ns = forward.started_ns
-            forward.kept, forward.compute_ns = 1, now_ns - started_ns
-            total_ns += now_ns - started_ns
-            if forward.arrived_ns:
-                forward.queue_ns = max(0, started_ns - forward.arrived_ns)
-        self._counts.add_operation(Kind.DECODE, total_ns, len(forwards))
+    def count_decodes(self, done: DecodesDone) -> None:
+        """Counts plain decodes that were requested and are complete."""
+        self._counts.add_operation(Kind.DECODE, sum(done.columns[COMPUTE_NS].tolist()), len(done))
+
+    def count(self, forward: Forward) -> None:
+        """Counts a forward that was requested and is complete."""
+        self._counts.add_operation(forward.kind, forward.compute_ns)
 
     def complete(self, forward: Forward) -> None:
         """Completes the answer of a forward whose tokens are all computed. Truncates rejected drafts."""
@@ -281,33 +307,25 @@ class Engine:
         forward.compute_ns = time.monotonic_ns() - forward.started_ns
         if forward.arrived_ns:
             forward.queue_ns = max(0, forward.started_ns - forward.arrived_ns)
-        self._counts.add_operation(forward.kind, forward.compute_ns)
-
-    def consume(self, prelaunched: Forward, forward: Forward, held_ns: int) -> None:
-        """Completes a prelaunched forward, and copies its answer to the requested one.
-
-        `held_ns`: the time since it was computed, which does not count as compute time.
-        """
-        prelaunched.started_ns += held_ns
-        self.complete(prelaunched)
-        forward.outputs, forward.kept, forward.reused = (
-            prelaunched.outputs, prelaunched.kept, prelaunched.reused
-        )  # fmt: skip
-        forward.steps, forward.batch_items = prelaunched.steps, prelaunched.batch_items
-        forward.compute_ns = prelaunched.compute_ns
+        self.count(forward)
 
     def roll_back(self, forward: Forward) -> None:
         """Restores the sequence of a forward to its state before it."""
         self.prefix_waits.finished(forward)
         self._restore(forward)
 
+    def undo(self, sequence: int, length: int) -> None:
+        """Cuts a sequence to what it was, if it is there and longer."""
+        known = self._kv_table.get(sequence)
+        if known is not None and len(known) >= length:
+            self._kv_table.truncate(known, length)
+
     def _restore(self, forward: Forward) -> None:
-        sequence = self._kv_table.get(forward.sequence)
         if forward.ephemeral or forward.position == 0:
             # Before position 0 the sequence was unknown or empty, which is the same.
             self._kv_table.release(forward.sequence)
-        elif sequence is not None and len(sequence) >= forward.position:
-            self._kv_table.truncate(sequence, forward.position)
+        else:
+            self.undo(forward.sequence, forward.position)
 
     @property
     def sequences(self) -> Iterable[KvSequence]:
@@ -434,18 +452,21 @@ class Engine:
 
 def _without_failed(
     chunks: Sequence[Chunk],
+    decodes: Decodes,
     result: StepResult,
     rows: Sequence[SamplingRow],
     specs: Sequence[OutputSpec],
     capture: RowCapture | None,
-) -> tuple[list[Chunk], StepResult, list[SamplingRow], list[OutputSpec]]:
-    """A step's data without the chunks that have a failed row. Sets the `failure` of their forwards."""
+) -> tuple[list[Chunk], Decodes, StepResult, list[SamplingRow], list[OutputSpec]]:
+    """A step's data without what has a failed row. Sets the `failure` of forwards, and those of decodes."""
+    first, failed = len(decodes), result.failed
+    decodes.failures = {row: error for row, error in failed.items() if row < first}
+    kept = [row for row in range(first) if row not in failed]
+    is_kept = np.array([row not in failed for row in range(first)], np.bool_)
     good: list[Chunk] = []
-    kept: list[int] = []
-    first = 0
     for chunk in chunks:
         own = range(first, first + chunk.rows)
-        chunk.forward.failure = next((result.failed[row] for row in own if row in result.failed), None)
+        chunk.forward.failure = next((failed[row] for row in own if row in failed), None)
         if chunk.forward.failure is None:
             good.append(chunk)
             kept += own
@@ -453,7 +474,13 @@ def _without_failed(
     if capture is not None:
         capture.keep(kept)
     left = StepResult(result.logits[kept], result.chosen[kept])
-    return good, left, [rows[row] for row in kept], [specs[row] for row in kept]
+    return (
+        good,
+        decodes.take(is_kept),
+        left,
+        [rows[row] for row in kept],
+        [specs[row] for row in kept if specs],
+    )
 
 
 def _add_captured(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from workers.kv.page_pool import IntegrityError, PagePool
 
 if TYPE_CHECKING:
-    from workers.kv.table import KvSequence
+    from workers.kv.sequence import KvSequence
 
 # Pages checked in a slice: about a millisecond.
 PAGES_PER_SLICE = 2048
@@ -72,20 +72,21 @@ class IntegrityCheck:
 
     def _check_sequence(self, key: int, seq: KvSequence) -> None:
         full_pages, offset = divmod(len(seq), self._page_size)
-        pages = -(-seq.reserved_len_tokens // self._page_size)
+        pages, writable = -(-len(seq) // self._page_size), seq.writable
         for holds, what in (
             (seq.key == key, f"its key is {seq.key}"),
             (len(set(seq.pages)) == len(seq.pages), "it holds a page twice"),
             (len(seq.digests) == full_pages, f"{len(seq.digests)} digests, {full_pages} full pages"),
-            (seq.reserved_len_tokens >= len(seq), "more tokens committed than reserved"),
-            (len(seq.pages) == pages, f"{len(seq.pages)} pages for {seq.reserved_len_tokens} tokens"),
+            (full_pages * self._page_size <= seq.listed <= len(seq), f"{seq.listed} tokens of {len(seq)}"),
+            (len(seq.pages) >= pages, f"{len(seq.pages)} pages for {len(seq)} tokens"),
+            (len(seq.pages) * self._page_size >= writable, f"{len(seq.pages)} pages for {writable} slots"),
         ):
             if not holds:
                 raise IntegrityError(f"sequence {key}: {what}")
         for page, digest in zip(seq.pages, seq.digests, strict=False):
             if self._pool.digest_of(page) not in (None, digest):
                 raise IntegrityError(f"sequence {key}: page {page} is indexed as holding other tokens")
-        first_writable = full_pages if offset == 0 or seq.reserved_len_tokens > len(seq) else full_pages + 1
+        first_writable = full_pages if offset == 0 or writable > len(seq) else full_pages + 1
         for page in seq.pages[first_writable:]:
-            if self._pool.digest_of(page) is not None:
-                raise IntegrityError(f"sequence {key}: page {page} may be written but is indexed")
+            if not self._pool.is_private(page):
+                raise IntegrityError(f"sequence {key}: page {page} may be written but is shared or indexed")

@@ -5,10 +5,13 @@ How the parts of a sequence relate (page_size = 4):
     token_ids  [ a b c d | e f g h | i j ]            committed: their KV is in the pages
     pages      [   p0    |   p1    |   p2    |  p3 ]  p3 and the rest of p2 are reserved, not yet written
     digests    [   d0    |   d1    ]                  one per full page of committed tokens
-    reserved_len_tokens = 13                          committed + reserved; len(pages) covers just that
+    writable = 16                                     slots before it that are reserved may be written
 
 **No page is written while another sequence can see the slots written to.** `reserve` makes the partly
-filled last page private first; full pages are never written again.
+filled last page private first, and sets `writable`; full pages are never written again.
+
+What decodes need of a sequence is in columns (`SequenceColumns`), so that a step reserves and commits the
+tokens of all of them in a few operations.
 
 This module moves no data: a copy that is due is returned to the caller. It is not thread-safe; the
 thread of the step loop owns it.
@@ -16,34 +19,16 @@ thread of the step loop owns it.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from workers.kv.integrity import IntegrityCheck
 from workers.kv.page_pool import IntegrityError, PagePool, page_digest, root_digest
-from workers.kv.shared_list import SharedList, TokenList
-
-
-@dataclass(slots=True, eq=False)
-class KvSequence:
-    """One sequence. Only `KvTable` changes it. Invalid after `release`."""
-
-    key: int
-    salt: bytes = b""
-    token_ids: TokenList = field(default_factory=TokenList)
-    # An array, not a list: the garbage collector would visit the items of thousands of forks.
-    pages: array[int] = field(default_factory=lambda: array("i"))
-    digests: SharedList[bytes] = field(default_factory=SharedList)
-    reserved_len_tokens: int = 0
-
-    def __len__(self) -> int:
-        """Return the number of committed tokens."""
-        return self.token_ids.length
-
-    def __bool__(self) -> bool:
-        # `if table.get(key)` must not take an empty sequence for a missing one.
-        return True
+from workers.kv.page_tables import PageTables
+from workers.kv.sequence import NO_ROW, KvSequence, Rows, SequenceColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +60,11 @@ class KvTable:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
         self._sequences: dict[int, KvSequence] = {}
+        self._columns = SequenceColumns(page_size)
+        # By key, the row in the columns; by row, the sequence.
+        self._row_of: dict[int, int] = {}
+        self._in_row: dict[int, KvSequence] = {}
+        self._page_tables = PageTables(self._columns, self._in_row)
         # Pages of earlier generations are not shared any more.
         self._generation = 0
         # Kept beside the sequences so that `usage` need not visit them.
@@ -95,7 +85,8 @@ class KvTable:
         """Add and return an empty sequence. Raises ValueError if `key` is taken."""
         if key in self._sequences:
             raise ValueError(f"sequence {key} exists")
-        seq = self._sequences[key] = KvSequence(key, self._salted(salt))
+        seq = self._sequences[key] = KvSequence(key, self._salted(salt), self._columns)
+        self._row_of[key], self._in_row[seq.row] = seq.row, seq
         for check in self._checks:
             check.sequence_added(key)
         return seq
@@ -128,7 +119,7 @@ class KvTable:
         """
         self._check_owned(seq)
         page_size = self.page_size
-        if len(seq) % page_size or seq.reserved_len_tokens != len(seq):
+        if not self._may_share_next(seq):
             return 0
         whole_tokens = max(0, min(limit, len(tokens))) // page_size * page_size
         digest = _last_digest(seq)
@@ -142,13 +133,21 @@ class KvTable:
             self._pool.incref(page)
             seq.pages.append(page)
             seq.digests.append(digest)
-            seq.token_ids.extend(page_tokens)
+            self._extend(seq, page_tokens)
             reused_tokens += page_size
+        self._columns.changes[seq.row] += 1
         for check in self._checks:
             check.pages_added(seq.key, seq.pages[len(seq.pages) - reused_tokens // page_size :])
-        seq.reserved_len_tokens += reused_tokens
-        self._tokens += reused_tokens
         return reused_tokens
+
+    def _may_share_next(self, seq: KvSequence) -> bool:
+        """Whether a shared page can be the next of a sequence: it ends with a full page, its last one."""
+        return len(seq) == len(seq.pages) * self.page_size
+
+    def _extend(self, seq: KvSequence, tokens: Sequence[int]) -> None:
+        seq.token_ids.extend(tokens)
+        self._columns.lengths[seq.row] += len(tokens)
+        self._tokens += len(tokens)
 
     def find_prefix(
         self, seq: KvSequence | None, salt: bytes, tokens: Sequence[int], limit: int
@@ -158,11 +157,9 @@ class KvTable:
         `seq` None: a new sequence with this salt. The digest is None if no further page could be shared.
         """
         page_size = self.page_size
-        if seq is not None and (len(seq) % page_size or seq.reserved_len_tokens != len(seq)):
+        if seq is not None and not self._may_share_next(seq):
             return 0, None
-        if seq is None:
-            seq = KvSequence(-1, self._salted(salt))
-        digest = _last_digest(seq)
+        digest = root_digest(self._salted(salt)) if seq is None else _last_digest(seq)
         for start in range(0, max(0, min(limit, len(tokens))) // page_size * page_size, page_size):
             digest = page_digest(digest, tokens[start : start + page_size])
             if self._pool.lookup(digest) is None:
@@ -199,8 +196,7 @@ class KvTable:
         length = len(seq)
         written_page, offset = divmod(length, self.page_size)
         shared = offset > 0 and self._pool.refcount(seq.pages[written_page]) > 1
-        end = max(seq.reserved_len_tokens, length + n)
-        missing_pages = self._pages_for(end) - len(seq.pages) + shared
+        missing_pages = max(0, self._pages_for(length + n) - len(seq.pages)) + shared
         fresh = self._pool.allocate(missing_pages) if missing_pages else []
         for check in self._checks:
             check.pages_added(seq.key, fresh)
@@ -217,28 +213,41 @@ class KvTable:
             # The sequence was truncated within an indexed page, which is about to get other tokens.
             self._pool.unpublish(seq.pages[written_page])
         seq.pages.extend(fresh)
-        seq.reserved_len_tokens = end
+        self._columns.writable[seq.row] = len(seq.pages) * self.page_size
+        self._columns.changes[seq.row] += missing_pages > 0
         return copies
 
-    def reserve_next(self, key: int, position: int) -> KvSequence | None:
-        """Reserve a slot for the token at `position`, the next one of a sequence; return the sequence.
+    def reserve_next(
+        self, keys: Sequence[int], positions: Rows, allowed: NDArray[np.bool_] | None = None
+    ) -> tuple[Rows, NDArray[np.bool_]]:
+        """Reserve a slot for one token of each of these sequences, at the position after its last one.
 
-        None, without an effect: it is not known, has another length, needs a copy of a page, or there is no
-        page. `reserve` is for these.
+        Returns their rows, and for which it was done. It has no effect on a sequence that is not `allowed`,
+        not known, has another length, needs a copy of a page, or finds no page: `reserve` is for these.
         """
-        seq = self._sequences.get(key)
-        if seq is None or seq.token_ids.length != position:
-            return None
-        if position % self.page_size:
-            if not self._pool.is_private(seq.pages[position // self.page_size]):
-                return None
-            if seq.reserved_len_tokens == position:
-                seq.reserved_len_tokens = position + 1
-        elif self._pool.available or seq.reserved_len_tokens > position:
-            self.reserve(seq, 1)
-        else:
-            return None
-        return seq
+        columns, known = self._columns, self._row_of
+        rows = np.array([known.get(key, NO_ROW) for key in keys])
+        done = columns.lengths[rows] == positions
+        if allowed is not None:
+            done &= allowed
+        ready = done & (positions < columns.writable[rows])
+        if np.count_nonzero(ready) < len(rows):
+            for item in (done & ~ready).nonzero()[0].tolist():
+                done[item] = self._reserve_one(self._in_row[rows.item(item)])
+        return rows, done
+
+    def _reserve_one(self, seq: KvSequence) -> bool:
+        page, offset = divmod(len(seq), self.page_size)
+        if offset and not self._pool.is_private(seq.pages[page]):
+            return False
+        if page == len(seq.pages) and not self._pool.available:
+            return False
+        self.reserve(seq, 1)
+        return True
+
+    def page_tables(self, rows: Rows) -> NDArray[np.int32]:
+        """The pages of the sequences in these rows; see `PageTables`."""
+        return self._page_tables.of(rows)
 
     def take_back(self, seq: KvSequence, copies: Sequence[tuple[int, int]]) -> None:
         """Undo what `reserve` did to shared pages, because its copies could not be made."""
@@ -248,6 +257,8 @@ class KvTable:
             self._pool.incref(src)
             self._pool.decref(dst)
             self._copied_pages -= 1
+            self._columns.writable[seq.row] = 0
+            self._columns.changes[seq.row] += 1
 
     def append(self, seq: KvSequence, tokens: Sequence[int]) -> None:
         """Commit `tokens`, whose KV has just been written into reserved slots. Index pages that are full now.
@@ -257,22 +268,21 @@ class KvTable:
         """
         self._check_owned(seq)
         end = len(seq) + len(tokens)
-        if end > seq.reserved_len_tokens:
-            raise ValueError(
-                f"sequence {seq.key}: {end} tokens do not fit in the {seq.reserved_len_tokens} reserved"
-            )
-        seq.token_ids.extend(tokens)
-        self._tokens += len(tokens)
+        if end > seq.writable:
+            raise ValueError(f"sequence {seq.key}: {end} tokens do not fit in the {seq.writable} reserved")
+        self._extend(seq, tokens)
         self._index_pages(seq, end)
 
-    def append_next(self, sequences: Sequence[KvSequence], tokens: Sequence[int]) -> None:
-        """As `append` of one token to each of these sequences, after `reserve_next`."""
-        page_size = self.page_size
-        for seq, token in zip(sequences, tokens, strict=True):
-            seq.token_ids.append(token)
-            if not seq.token_ids.length % page_size:
-                self._index_pages(seq, seq.token_ids.length)
-        self._tokens += len(sequences)
+    def append_next(self, rows: Rows, positions: Rows, tokens: Rows) -> None:
+        """As `append` of one token to each of the sequences in these rows, after `reserve_next`."""
+        columns, offsets = self._columns, positions % self.page_size
+        columns.recent[rows, offsets] = tokens
+        columns.lengths[rows] = positions + 1
+        self._tokens += len(rows)
+        last = self.page_size - 1
+        for row in rows[offsets == last].tolist():
+            seq = self._in_row[row]
+            self._index_pages(seq, len(seq))
 
     def _index_pages(self, seq: KvSequence, end: int) -> None:
         for i in range(seq.digests.length, end // self.page_size):
@@ -304,7 +314,9 @@ class KvTable:
         del seq.pages[kept_pages:]
         seq.digests.cut(new_len // self.page_size)
         seq.token_ids.cut(new_len)
-        seq.reserved_len_tokens = new_len
+        columns = self._columns
+        columns.lengths[seq.row], columns.writable[seq.row] = new_len, 0
+        columns.changes[seq.row] += 1
 
     def fork(self, seq: KvSequence, child_keys: Sequence[int]) -> list[KvSequence]:
         """Add and return sequences with the same tokens in the same pages. Reserved slots are not shared.
@@ -326,9 +338,10 @@ class KvTable:
             for check in self._checks:
                 check.pages_added(key, pages)
             child.digests = seq.digests.copy()
-            child.reserved_len_tokens = len(seq)
             self._tokens += len(seq)
             children.append(child)
+        if len(seq) % self.page_size and children:
+            self._columns.writable[seq.row] = 0
         return children
 
     def release(self, key: int) -> bool:
@@ -337,7 +350,8 @@ class KvTable:
         if seq is None:
             return False
         self.truncate(seq, 0)
-        del self._sequences[key]
+        del self._sequences[key], self._row_of[key], self._in_row[seq.row]
+        self._columns.remove(seq.row)
         return True
 
     @property

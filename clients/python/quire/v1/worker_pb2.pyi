@@ -122,7 +122,7 @@ class ConnectRequest(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[WorkerCommand, _Mapping]]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., give_back: _Optional[bool] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("op_id", "forward", "fork", "truncate", "release", "abort", "snapshot", "adopt", "adapter", "replace_weights", "export_kv", "import_kv")
+    __slots__ = ("op_id", "forward", "fork", "truncate", "release", "abort", "snapshot", "adopt", "adapter", "replace_weights", "export_kv", "import_kv", "decodes")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class WorkerCommand(_message.Message):
     REPLACE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     EXPORT_KV_FIELD_NUMBER: _ClassVar[int]
     IMPORT_KV_FIELD_NUMBER: _ClassVar[int]
+    DECODES_FIELD_NUMBER: _ClassVar[int]
     op_id: int
     forward: ForwardCommand
     fork: ForkCommand
@@ -147,7 +148,8 @@ class WorkerCommand(_message.Message):
     replace_weights: ReplaceWeightsCommand
     export_kv: ExportKvCommand
     import_kv: ImportKvCommand
-    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., adopt: _Optional[_Union[AdoptCommand, _Mapping]] = ..., adapter: _Optional[_Union[AdapterCommand, _Mapping]] = ..., replace_weights: _Optional[_Union[ReplaceWeightsCommand, _Mapping]] = ..., export_kv: _Optional[_Union[ExportKvCommand, _Mapping]] = ..., import_kv: _Optional[_Union[ImportKvCommand, _Mapping]] = ...) -> None: ...
+    decodes: DecodesCommand
+    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., adopt: _Optional[_Union[AdoptCommand, _Mapping]] = ..., adapter: _Optional[_Union[AdapterCommand, _Mapping]] = ..., replace_weights: _Optional[_Union[ReplaceWeightsCommand, _Mapping]] = ..., export_kv: _Optional[_Union[ExportKvCommand, _Mapping]] = ..., import_kv: _Optional[_Union[ImportKvCommand, _Mapping]] = ..., decodes: _Optional[_Union[DecodesCommand, _Mapping]] = ...) -> None: ...
 
 class ForwardOptions(_message.Message):
     __slots__ = ("rows", "scored", "output", "verify_rows", "sample_seeds", "parents", "accept", "experts", "experts_from")
@@ -204,6 +206,14 @@ class ForwardCommand(_message.Message):
     prelaunch: bool
     adapter: int
     def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., options: _Optional[bytes] = ..., default_seed: _Optional[int] = ..., keep_all: _Optional[bool] = ..., prompt_len: _Optional[int] = ..., ephemeral: _Optional[bool] = ..., timeout_ns: _Optional[int] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., caller: _Optional[int] = ..., salt: _Optional[bytes] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., prelaunch: _Optional[bool] = ..., adapter: _Optional[int] = ...) -> None: ...
+
+class DecodesCommand(_message.Message):
+    __slots__ = ("rows", "options")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    rows: bytes
+    options: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, rows: _Optional[bytes] = ..., options: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ForkCommand(_message.Message):
     __slots__ = ("sequence", "children")
@@ -341,7 +351,7 @@ class ConnectResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[WorkerEvent, _Mapping]]] = ..., pages_available: _Optional[int] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("op_id", "forward", "done", "error", "progress", "ready", "snapshot", "adopted", "adapter_loaded", "weights_read", "kv_pages")
+    __slots__ = ("op_id", "forward", "done", "error", "progress", "ready", "snapshot", "adopted", "adapter_loaded", "weights_read", "kv_pages", "decodes")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +363,7 @@ class WorkerEvent(_message.Message):
     ADAPTER_LOADED_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_READ_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DECODES_FIELD_NUMBER: _ClassVar[int]
     op_id: int
     forward: ForwardDone
     done: ControlDone
@@ -364,7 +375,16 @@ class WorkerEvent(_message.Message):
     adapter_loaded: AdapterLoaded
     weights_read: WeightsRead
     kv_pages: KvPages
-    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardDone, _Mapping]] = ..., done: _Optional[_Union[ControlDone, _Mapping]] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., progress: _Optional[_Union[LoadProgress, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., snapshot: _Optional[_Union[WorkerSnapshot, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., adapter_loaded: _Optional[_Union[AdapterLoaded, _Mapping]] = ..., weights_read: _Optional[_Union[WeightsRead, _Mapping]] = ..., kv_pages: _Optional[_Union[KvPages, _Mapping]] = ...) -> None: ...
+    decodes: DecodesDone
+    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardDone, _Mapping]] = ..., done: _Optional[_Union[ControlDone, _Mapping]] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., progress: _Optional[_Union[LoadProgress, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., snapshot: _Optional[_Union[WorkerSnapshot, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., adapter_loaded: _Optional[_Union[AdapterLoaded, _Mapping]] = ..., weights_read: _Optional[_Union[WeightsRead, _Mapping]] = ..., kv_pages: _Optional[_Union[KvPages, _Mapping]] = ..., decodes: _Optional[_Union[DecodesDone, _Mapping]] = ...) -> None: ...
+
+class DecodesDone(_message.Message):
+    __slots__ = ("rows", "outputs")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    rows: bytes
+    outputs: _containers.RepeatedCompositeFieldContainer[_types_pb2.StepOutput]
+    def __init__(self, rows: _Optional[bytes] = ..., outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ...) -> None: ...
 
 class ForwardDone(_message.Message):
     __slots__ = ("outputs", "kept", "reused_tokens", "timing", "token_logprobs", "token_is_argmax", "kept_path", "samples")
