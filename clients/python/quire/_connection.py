@@ -56,7 +56,10 @@ def connection(
     retries: bool = True,
     several: bool = False,
 ) -> Connection:
-    """Checks a client's arguments. `several`: there are several gateways. Raises ValueError for invalid settings, OSError for unreadable files."""
+    """Checks a client's arguments. `several`: of several gateways one may be silent.
+
+    Raises ValueError for invalid settings, OSError for unreadable files.
+    """
     if target.startswith(("http://", "https://")):  # gRPC would try for seconds to resolve it as a name
         raise ValueError(f"a target is HOST:PORT, without http://: {target}")
     # No retry policy, because a channel cannot see which request is fenced. It still resends a request that
