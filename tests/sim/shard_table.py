@@ -114,7 +114,7 @@ class ModelDatabase:
         found: list[Sequence[Any]] = [(seq, *self.rows[seq]) for seq in sorted(self.rows) if seq >= values[1]]
         return found[: values[2]]
 
-    def _change(  # noqa: PLR0911
+    def _change(  # noqa: C901, PLR0911 - a line or two for each statement
         self, query: str, values: Sequence[Any], session: int
     ) -> list[Sequence[Any]]:
         now_s = asyncio.get_running_loop().time()
