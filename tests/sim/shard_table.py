@@ -119,7 +119,7 @@ class ModelDatabase:
     ) -> list[Sequence[Any]]:
         now_s = asyncio.get_running_loop().time()
         if query == leases._LIST:
-            return self._list(*values, now_s)
+            return self._list(values[0], now_s)
         if query == leases._ADD:
             self.lease_id = self.lease_id or values[1]
             return []
