@@ -29,8 +29,16 @@ _SETTINGS: Final = {
     "statement_timeout": f"{STATEMENT_S:.0f}s",
     "idle_in_transaction_session_timeout": f"{STATEMENT_S:.0f}s",
 }
-# All that the driver raises; ValueError for an address. TimeoutError is an OSError.
-_FAILURES: Final = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, EOFError, ValueError)
+# All that the driver raises; ValueError for an address; an internal error where a connection breaks in an
+# unlucky moment. TimeoutError is an OSError.
+_FAILURES: Final = (
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    OSError,
+    EOFError,
+    ValueError,
+)
 
 
 class Database:
