@@ -71,6 +71,7 @@ class Host:
     """A step loop with sequences of one length, and their callers."""
 
     def __init__(self, rows: int, context: int, output: OutputSpec, *, runs_ahead: bool) -> None:
+        self._output, self._runs_ahead = output, runs_ahead
         pages = rows * (context // _PAGE_TOKENS + 64)
         kv: Any = SimpleNamespace(
             page_size=_PAGE_TOKENS, device=torch.device("cpu"), copy_pages=lambda _: None
@@ -85,7 +86,6 @@ class Host:
             2 * context if runs_ahead else 0,
             prelaunch_unrequested=runs_ahead,
         )
-        self._output, self._runs_ahead = output, runs_ahead
         self._lengths = dict.fromkeys(range(1, rows + 1), 0)
         self._tokens = dict.fromkeys(self._lengths, 0)
         for sequence in self._lengths:
@@ -136,6 +136,10 @@ class Host:
             count -= sum([len(one) if isinstance(one, DecodesDone) else 1 for one in self._results])
             answered += self._results
             self._results.clear()
+        if self._runs_ahead and self._loop.operations_in_flight:
+            # The next ones are computed before they are requested.
+            self._loop.take()
+            self._loop.step()
         return answered
 
 

@@ -182,7 +182,7 @@ def main() -> int:
 
     from service.pool import local
 
-    local.subprocess = _Subprocess(sys.argv.pop(1))  # type: ignore[assignment]
+    vars(local)["subprocess"] = _Subprocess(sys.argv.pop(1))
     return quire()
 
 

@@ -62,7 +62,7 @@ class _Packed:
 
 
 def _columns_of(decodes: Decodes, tables: Tables, page_size: int) -> _Packed:
-    count, columns = len(decodes), decodes.columns
+    count, columns = decodes.size, decodes.columns
     positions, starts = columns[POSITION], np.arange(count + 1)
     items, page = starts[:count], positions // page_size
     return _Packed(
@@ -218,7 +218,7 @@ def _page_tables(
 
 def sampling_rows(chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> list[SamplingRow]:
     """How the token of each wanted row is chosen; R entries in the order of `ForwardInputs.wanted_rows`."""
-    rows = [_GREEDY_ROW] * len(decodes)
+    rows = [_GREEDY_ROW] * decodes.size
     if any([spec.sampling is not None for spec in decodes.kinds]):  # noqa: C419 - faster
         rows = [
             _GREEDY_ROW if spec.sampling is None else SamplingRow(spec.sampling, None, position + 1)

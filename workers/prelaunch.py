@@ -167,7 +167,7 @@ class Prelauncher:
     def _following(self, decodes: Decodes, done: DecodesDone) -> Decodes:
         """The next decodes of these sequences, with the tokens that were chosen."""
         columns = decodes.columns.copy()
-        columns[OP_ID] = self._new_ids(len(decodes))
+        columns[OP_ID] = self._new_ids(decodes.size)
         columns[POSITION] += 1
         columns[TOKEN] = done.columns[CHOSEN]
         columns[PRELAUNCH] = columns[ARRIVED_NS] = 0
@@ -205,7 +205,7 @@ class Prelauncher:
         if not self._queued:
             return self._engine.begin_decodes(decodes)
         prelaunched = decodes.prelaunched
-        allowed = ~prelaunched if self._is_paused else np.ones(len(decodes), np.bool_)
+        allowed = ~prelaunched if self._is_paused else np.ones(decodes.size, np.bool_)
         begun = self._engine.begin_decodes(decodes, allowed)
         which = (begun & prelaunched).nonzero()[0]
         if len(which):
@@ -346,8 +346,7 @@ class Prelauncher:
             if op_id is not None:
                 queued.append(op_id)
         for forward in self._scheduler.remove_all(queued) if queued else ():
-            if forward.has_begun:
-                self._engine.roll_back(forward)
+            self._engine.roll_back(forward)
 
 
 def _requests(decodes: Decodes) -> Iterable[_Expected]:

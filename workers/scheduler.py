@@ -47,7 +47,7 @@ BeginAll = Callable[[Decodes], Mask]
 
 
 def _begin_all(decodes: Decodes) -> Mask:
-    return np.ones(len(decodes), np.bool_)
+    return np.ones(decodes.size, np.bool_)
 
 
 # A forward with at most so many tokens to go is short.
@@ -139,7 +139,7 @@ class Scheduler:
 
     def __len__(self) -> int:
         """The number of forwards, begun or not."""
-        return len(self._forwards) + len(self._waiting) + len(self.running)
+        return len(self._forwards) + len(self._waiting.op_ids) + self.running.size
 
     def adapters(self) -> set[int]:
         """The adapters of all forwards."""
@@ -166,7 +166,7 @@ class Scheduler:
         if not tokens or not 0 <= rows <= tokens:
             raise ValueError(f"operation {forward.op_id} wants {rows} rows of {tokens} tokens")
         if forward.sequence in self._waiting.sequences:
-            for earlier in self._waiting.remove(SEQUENCE, [forward.sequence]):
+            for earlier in as_forwards(self._waiting.remove(SEQUENCE, [forward.sequence])):
                 self._queue(earlier)
         forward.arrival = self._arrivals
         self._arrivals += 1
@@ -183,7 +183,7 @@ class Scheduler:
         )
         if not (is_new and self._waiting.add(decodes, self._arrivals)):
             return False
-        self._arrivals += len(decodes)
+        self._arrivals += decodes.size
         return True
 
     def _queue(self, forward: Forward) -> None:
@@ -211,7 +211,7 @@ class Scheduler:
         For a chunk of the running step this replaces `advance`. The caller rolls back what has begun.
         """
         if op_id in self._waiting.op_ids:
-            return self._waiting.remove(OP_ID, [op_id])[0]
+            return as_forwards(self._waiting.remove(OP_ID, [op_id]))[0]
         forward = self._forwards.pop(op_id, None)
         if forward is None:
             return None
@@ -227,14 +227,14 @@ class Scheduler:
         return forward
 
     def remove_all(self, op_ids: Collection[int]) -> list[Forward]:
-        """As `remove`, for several of them, with one pass over the plain decodes."""
-        waiting = self._waiting.op_ids.intersection(op_ids)
-        removed = self._waiting.remove(OP_ID, waiting) if waiting else []
-        others = [self.remove(op_id) for op_id in op_ids if op_id not in waiting]
-        return removed + [forward for forward in others if forward is not None]
+        """As `remove`, for several. Returns only those that have begun, which the caller rolls back."""
+        if not self._waiting.op_ids.isdisjoint(op_ids):
+            self._waiting.remove(OP_ID, op_ids)
+        removed = [self.remove(op_id) for op_id in op_ids if op_id in self._forwards]
+        return [forward for forward in removed if forward is not None and forward.has_begun]
 
     def clear(self) -> list[Forward]:
-        """Drop and return every forward. The caller rolls back what has begun."""
+        """Drop every forward. Returns those that have begun, which the caller rolls back."""
         return self.remove_all([*self._waiting.op_ids, *self._forwards])
 
     def expire(self, now_ns: int) -> list[Forward]:
@@ -271,7 +271,7 @@ class Scheduler:
             self._limits.record_decodes(self._running_costs)
             self._long_first = False
             return []
-        plain = len(self.running)
+        plain = self.running.size
         left = _Budget(self.max_batch_tokens - plain, self.max_batch_items - plain, self.max_rows - plain)
         chunks: list[Chunk] = []
         reserved = self._reserve_for_long(left)
@@ -300,7 +300,7 @@ class Scheduler:
         limited. A decode that is begun here goes before none that waits.
         """
         self.running, self._running_costs = NO_DECODES, {}
-        if not len(self._waiting):
+        if not self._waiting.op_ids:
             self._shares = self._limits.shares(self._short.wanted())
             return
         decodes = self._waiting.take()
@@ -308,9 +308,9 @@ class Scheduler:
         for caller, cost in costs.items() if wanted else ():
             wanted[caller] = wanted.get(caller, 0) + cost
         self._shares = self._limits.shares(wanted or costs)
-        has_room = not self._shares and self._has_room(len(decodes))
-        begun = begin_all(decodes) if has_room else np.zeros(len(decodes), np.bool_)
-        if np.count_nonzero(begun) < len(decodes):
+        has_room = not self._shares and self._has_room(decodes.size)
+        begun = begin_all(decodes) if has_room else np.zeros(decodes.size, np.bool_)
+        if np.count_nonzero(begun) < decodes.size:
             for forward in as_forwards(decodes.take(~begun)):
                 self._queue(forward)
             decodes = decodes.take(begun)

@@ -232,8 +232,7 @@ class StepLoop:
         """Drops all earlier forwards and checks, which get no answer. An error here ends the worker."""
         self._prelauncher.drop_all()
         for forward in self._scheduler.clear():
-            if forward.has_begun:
-                self._engine.roll_back(forward)
+            self._engine.roll_back(forward)
         while self._drawing:
             self._engine.roll_back(self._drawing.popleft())
         self._answered, self._window = [], CoalescingWindow()
@@ -248,7 +247,7 @@ class StepLoop:
             if done is not None:
                 self._answer_decodes(decodes.take(found), done)
                 decodes = decodes.take(~found)
-        if len(decodes) and not self._scheduler.add_decodes(decodes):
+        if decodes.size and not self._scheduler.add_decodes(decodes):
             for forward in decodes.forwards():
                 self._queue(forward)
 
@@ -394,13 +393,13 @@ class StepLoop:
             self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
         chunks = self._scheduler.next_batch(self._begin, self._prelauncher.begin)
         decodes = self._scheduler.running
-        if chunks or len(decodes):
+        if chunks or decodes.size:
             began_ns = time.monotonic_ns()
             self._run(chunks, decodes)
         if self._drawing:
             self._draw_samples()
         now_ns = time.monotonic_ns()
-        if chunks or len(decodes):
+        if chunks or decodes.size:
             self._scheduler.record_step(chunks, now_ns - began_ns)
             self._window.step_done(self._answered, now_ns, now_ns - began_ns)
             self._answered = []
@@ -448,7 +447,7 @@ class StepLoop:
             # The device is unusable: the process ends, and the gateway starts another one.
             raise
         except Exception as error:
-            if len(decodes):
+            if decodes.size:
                 chunks = [*self._as_chunks(decodes), *chunks]
             if len(chunks) == 1:
                 self._fail_running(chunks[0].forward, error)
@@ -457,7 +456,7 @@ class StepLoop:
             for chunk in chunks:
                 self._run([chunk])
             return
-        if len(decodes):
+        if decodes.size:
             self._finish_decodes(decodes, done)
         self._finish_chunks(chunks)
 
@@ -499,7 +498,7 @@ class StepLoop:
             # Their callers were answered when they were queued, so their next requests may arrive soon.
             self._answered += ahead.sequences
             decodes, done = decodes.take(~prelaunched), done.take(~prelaunched)
-        if len(decodes):
+        if decodes.size:
             self._engine.count_decodes(done)
             self._answer_decodes(decodes, done)
 

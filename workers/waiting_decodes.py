@@ -20,9 +20,6 @@ class WaitingDecodes:
         self.op_ids: set[int] = set()
         self._earliest_ns = NEVER
 
-    def __len__(self) -> int:
-        return len(self.op_ids)
-
     def add(self, decodes: Decodes, arrivals: int) -> bool:
         """Add decodes, which are numbered from `arrivals` on.
 
@@ -30,9 +27,9 @@ class WaitingDecodes:
         """
         op_ids, sequences = set(decodes.column(OP_ID)), set(decodes.sequences)
         is_new = self.op_ids.isdisjoint(op_ids) and self.sequences.isdisjoint(sequences)
-        if not is_new or len(sequences) < len(decodes) or len(op_ids) < len(decodes):
+        if not is_new or len(sequences) < decodes.size or len(op_ids) < decodes.size:
             return False
-        decodes.columns[ARRIVAL] = np.arange(arrivals, arrivals + len(decodes))
+        decodes.columns[ARRIVAL] = np.arange(arrivals, arrivals + decodes.size)
         self._parts.append(decodes)
         self._earliest_ns = min(self._earliest_ns, *decodes.column(DEADLINE))
         self.op_ids |= op_ids
@@ -45,12 +42,12 @@ class WaitingDecodes:
         self._parts, self.sequences, self.op_ids, self._earliest_ns = [], set(), set(), NEVER
         return decodes
 
-    def remove(self, column: int, values: Collection[int]) -> list[Forward]:
+    def remove(self, column: int, values: Collection[int]) -> Decodes:
         """Remove and return those with these values in a column."""
-        decodes = self.take()
-        removed = np.isin(decodes.columns[column], list(values))
-        self._keep(decodes.take(~removed))
-        return as_forwards(decodes.take(removed))
+        decodes, removed = self.take(), set(values)
+        is_removed = np.array([value in removed for value in decodes.column(column)])
+        self._keep(decodes.take(~is_removed))
+        return decodes.take(is_removed)
 
     def expire(self, now_ns: int) -> list[Forward]:
         """Remove and return those whose deadline has passed, earliest deadline first."""
@@ -62,7 +59,7 @@ class WaitingDecodes:
         return sorted(as_forwards(decodes.take(late)), key=lambda one: (one.deadline_ns, one.arrival))
 
     def _keep(self, decodes: Decodes) -> None:
-        if len(decodes):
+        if decodes.size:
             self._parts, self.sequences = [decodes], set(decodes.sequences)
             self.op_ids, self._earliest_ns = set(decodes.column(OP_ID)), min(decodes.column(DEADLINE))
 

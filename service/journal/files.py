@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from zlib import crc32
 
-from service.journal.base import JournalUnusable
+from service.journal.base import DirectoryInUse, JournalUnusable
 
 Sync = Literal["normal", "full"]
 # Device and inode; None if the file does not exist.
@@ -346,11 +346,14 @@ def _boot_id() -> bytes:
 
 
 def lock(directory: Path) -> int:
-    """Locks a data directory, made if it is missing, until the result is closed. Raises JournalUnusable."""
+    """Locks a data directory, made if it is missing, until the result is closed. Raises JournalUnusable.
+
+    In a directory of others the lock could be a link to any file, which is written to here.
+    """
     path = directory / LOCK
     with translate_errors(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        locked = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        locked = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(locked, 0)
@@ -358,7 +361,7 @@ def lock(directory: Path) -> int:
         except BlockingIOError:
             holder = os.pread(locked, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(locked)
-            raise JournalUnusable(
+            raise DirectoryInUse(
                 f"{directory} is in use by another gateway, process {holder}. "
                 "End it, or choose another directory."
             ) from None

@@ -44,8 +44,7 @@ _DROP_ROWS: Final = 256
 _DROP_BYTES: Final = 4 << 20
 # A longer commit is for the thread.
 _SHORT_BYTES: Final = 64 << 10
-# After a commit that was written at once, so is the next one only after a multiple of the time that it took. So
-# the event loop spends at most a fifth of its time on them, and a thousandth on those that wait for the disk.
+# The next commit can be written at once after a multiple of the time that this one took: see ADR 36.
 _SHORT_S: Final = 0.002
 _PAUSE: Final = 4
 _PAUSE_FOR_DISK: Final = 1000

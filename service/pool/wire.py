@@ -30,6 +30,7 @@ _KINDS = {kind: worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}") fo
 # The rows of DecodesCommand and DecodesDone.
 _pack_decode = struct.Struct("<9Q").pack
 _DONE = struct.Struct("<5Q")
+_Request = tuple[worker_pb2.ConnectRequest, list[bytes], dict[bytes, int]]
 # Larger options are sent with each forward.
 _MAX_OPTIONS_BYTES = 256
 _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priority in Priority]
@@ -37,68 +38,68 @@ _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priorit
 
 def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects.Send]) -> None:
     """Sends commands to incarnations. Drops those to an incarnation that has ended."""
+    # Each has the message, and of the plain decodes that are not in it yet the rows and the options.
     requests: dict[WorkerLink, _Request] = {}
     for worker_id, epoch, command in commands:
         link = links.get((worker_id, epoch))
         if link is not None:
             request = requests.get(link)
             if request is None:
-                request = requests[link] = _Request()
+                request = requests[link] = worker_pb2.ConnectRequest(), [], {}
             try:
-                request.add(command)
+                _add(command, *request)
             except Exception:
                 # A bug, which must not keep the others from being sent.
                 _log.exception("a command could not be encoded", worker_id=worker_id)
     for link, request in requests.items():
-        request.write_decodes()
-        link.send(request.message)
+        _write_decodes(*request)
+        link.send(request[0])
 
 
-class _Request:
-    """A message to one worker. Plain decodes that follow each other become one command."""
+def _add(
+    command: effects.Command,
+    request: worker_pb2.ConnectRequest,
+    rows: list[bytes],
+    options: dict[bytes, int],
+) -> None:
+    """Appends a command. Plain decodes that follow each other become one."""
+    if isinstance(command, effects.Attempt):
+        append = command.append
+        if (
+            append.kind is AppendKind.DECODE
+            and len(append.token_ids) == 1
+            and len(append.options) <= _MAX_OPTIONS_BYTES
+            and append.priority is Priority.NORMAL
+            and command.position
+            and not (command.ephemeral or command.adapter)
+        ):
+            index = options.setdefault(append.options, len(options))
+            timeout_ns = 0 if command.timeout_s is None else max(1, int(command.timeout_s * 1e9))
+            rows.append(
+                _pack_decode(
+                    command.op_id, command.number, command.caller, command.position, append.token_ids[0],
+                    command.prompt_len, 2 * index + append.prelaunch, timeout_ns, command.seed,
+                )
+            )  # fmt: skip
+            return
+    if rows:
+        _write_decodes(request, rows, options)
+    try:
+        # In place: a message that is appended is copied.
+        write_command(command, request.commands.add())
+    except Exception:
+        del request.commands[-1]
+        raise
 
-    def __init__(self) -> None:
-        self.message = worker_pb2.ConnectRequest()
-        self._rows: list[bytes] = []
-        self._options: dict[bytes, int] = {}
 
-    def add(self, command: effects.Command) -> None:
-        """Appends a command."""
-        if isinstance(command, effects.Attempt):
-            append = command.append
-            if (
-                append.kind is AppendKind.DECODE
-                and len(append.token_ids) == 1
-                and len(append.options) <= _MAX_OPTIONS_BYTES
-                and append.priority is Priority.NORMAL
-                and command.position
-                and not (command.ephemeral or command.adapter)
-            ):
-                options = self._options.setdefault(append.options, len(self._options))
-                timeout_ns = 0 if command.timeout_s is None else max(1, int(command.timeout_s * 1e9))
-                self._rows.append(
-                    _pack_decode(
-                        command.op_id, command.number, command.caller, command.position, append.token_ids[0],
-                        command.prompt_len, 2 * options + append.prelaunch, timeout_ns, command.seed,
-                    )
-                )  # fmt: skip
-                return
-        self.write_decodes()
-        messages = self.message.commands
-        try:
-            # In place: a message that is appended is copied.
-            write_command(command, messages.add())
-        except Exception:
-            del messages[-1]
-            raise
-
-    def write_decodes(self) -> None:
-        """Appends the plain decodes so far, which then precede what is added later."""
-        if self._rows:
-            decodes = self.message.commands.add().decodes
-            decodes.rows = b"".join(self._rows)
-            decodes.options.extend(self._options)
-            self._rows, self._options = [], {}
+def _write_decodes(request: worker_pb2.ConnectRequest, rows: list[bytes], options: dict[bytes, int]) -> None:
+    """Appends the plain decodes so far, so that they precede what is added later."""
+    if rows:
+        decodes = request.commands.add().decodes
+        decodes.rows = b"".join(rows)
+        decodes.options.extend(options)
+        rows.clear()
+        options.clear()
 
 
 def write_command(command: effects.Command, message: worker_pb2.WorkerCommand) -> None:
@@ -163,7 +164,17 @@ def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:
             case "forward":
                 events.append((event.op_id, event.forward))
             case "decodes":
-                events += _decodes_done(event.decodes)
+                outputs = event.decodes.outputs
+                for index, (op_id, token_id, *times) in enumerate(_DONE.iter_unpack(event.decodes.rows)):
+                    done = worker_pb2.ForwardDone(kept=1)
+                    if outputs:
+                        done.outputs.append(outputs[index])
+                    else:
+                        done.outputs.add().token_id = token_id
+                    timing = done.timing
+                    timing.queue_ns, timing.compute_ns, timing.batch_items = times
+                    timing.steps = 1
+                    events.append((op_id, done))
             case "done":
                 events.append((event.op_id, None))
             case "kv_pages":
@@ -171,25 +182,6 @@ def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:
                 events.append((event.op_id, effects.KvExported(pages, len(pages.data))))
             case "error":
                 events.append((event.op_id, _failed(event.error)))
-    return events
-
-
-def _decodes_done(message: worker_pb2.DecodesDone) -> list[effects.Event]:
-    """The answer to each of some plain decodes."""
-    events: list[effects.Event] = []
-    rows, outputs = _DONE.iter_unpack(message.rows), iter(message.outputs)
-    for op_id, token_id, queue_ns, compute_ns, batch_items in rows:
-        done = worker_pb2.ForwardDone(kept=1)
-        output = next(outputs, None)
-        if output is None:
-            done.outputs.add().token_id = token_id
-        else:
-            done.outputs.append(output)
-        timing = done.timing
-        timing.queue_ns, timing.compute_ns, timing.steps, timing.batch_items = (
-            queue_ns, compute_ns, 1, batch_items
-        )  # fmt: skip
-        events.append((op_id, done))
     return events
 
 

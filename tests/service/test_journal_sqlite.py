@@ -158,14 +158,13 @@ async def test_a_slow_disk_stops_the_event_loop_for_a_thousandth_of_the_time(
     def insert_slowly(self: files.Files, *row: Any) -> None:
         nonlocal now_s
         on_loop.append(threading.current_thread() is threading.main_thread())
+        took_s, waits = next(disk)
         now_s += took_s
         if waits:
             time.sleep(1e-6)
         insert(self, *row)
 
-    monkeypatch.setattr(
-        writer, "time", types.SimpleNamespace(monotonic=lambda: now_s, time_ns=time.time_ns)
-    )
+    monkeypatch.setattr(writer, "time", types.SimpleNamespace(monotonic=lambda: now_s, time_ns=time.time_ns))
     # No checkpoint in between.
     monkeypatch.setattr(writer, "_IDLE_S", 1e6)
     monkeypatch.setattr(files.Files, "insert", insert_slowly)
@@ -180,8 +179,9 @@ async def test_a_slow_disk_stops_the_event_loop_for_a_thousandth_of_the_time(
         (48, 0, False, False),
         (2, 0, False, True),
     ]
+    disk = ((took_s, waits) for _, took_s, waits, _ in schedule)
     with contextlib.closing(open_journal(tmp_path)) as journal:
-        for number, (pause_s, took_s, waits, _) in enumerate(schedule):
+        for number, (pause_s, *_) in enumerate(schedule):
             now_s += pause_s
             assert await commit(journal, created(number))
             _thread_is_idle(journal)

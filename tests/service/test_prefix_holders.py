@@ -110,7 +110,7 @@ def computed_in_turns(workers: int, *, remembers: bool) -> int:
         tokens = [*prefix, *([caller + 1] * 64)]
         chosen = placement.choose(tokens) if remembers else views[0]
         held = placement.affinity.held(tokens).get((chosen.worker_id, chosen.epoch), 0)
-        work = chosen.load.estimate(caller, len(tokens) - held, 1, Priority.NORMAL, enters=True)
+        chosen.load.estimate(caller, len(tokens) - held, 1, Priority.NORMAL, enters=True)
         computed[chosen] += len(tokens) - held
         placement.affinity.record(tokens, chosen)
     return max(computed.values())

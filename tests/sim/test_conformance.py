@@ -29,7 +29,7 @@ from tests.sim.schedules import quietly
 from tests.sim.toy_model import line_to, next_token
 from tests.token_trees import random_tree
 from workers import wire as worker_wire
-from workers.decodes import Decodes, DecodesDone
+from workers.decodes import NO_DECODES, Decodes, DecodesDone
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
@@ -62,7 +62,7 @@ class RealWorker:
     def __init__(self, pool: Pool) -> None:
         self.engine = PagedAttentionExecutor.create(kv_pages=pool.pages).engine
         assert self.engine.kv.page_size == pool.page_tokens
-        self.results: list[Result] = []
+        self.results: list[Result | DecodesDone] = []
         self.begun: list[int] = []
         # Op ids, and how many of their tokens are computed after it.
         self.ran: list[tuple[int, int]] = []
@@ -101,7 +101,7 @@ class RealWorker:
         self.begun.append(forward.op_id)
         self._begin(forward)
 
-    def _execute_and_choose(self, chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:
+    def _execute_and_choose(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> DecodesDone:
         if self.faulty & {chunk.forward.op_id for chunk in chunks}:
             if len(chunks) == 1:
                 self.ran.append((chunks[0].forward.op_id, 0))

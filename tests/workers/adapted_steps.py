@@ -146,5 +146,6 @@ class Worker(stepping.Worker):
             self.breaches.append("the loop sleeps, and nothing will wake what waits")
         assert not self.breaches, self.breaches[0]
         self.engine.check_integrity()
-        results, self._results[:] = list(self._results), []
+        results = [one for result in self._results for one in self._received(result)]
+        self._results.clear()
         return results

@@ -212,7 +212,7 @@ def test_a_limited_prefill_waits_for_decodes(monkeypatch: pytest.MonkeyPatch) ->
     """Otherwise a step of the prefill alone would follow each step of decodes."""
     engine = PagedAttentionExecutor.create(kv_pages=64).engine
     for protected, waits in ((8, True), (None, False)):
-        results: list[Result] = []
+        results: list[Result | DecodesDone] = []
         loop = StepLoop(
             engine, Scheduler(64, 16, 16, max_mixed_prefill_tokens=protected), results.extend, MAX_SEQ_TOKENS
         )

@@ -166,7 +166,7 @@ class Engine:
         return done
 
     def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:
-        items, tables = len(decodes) + len(chunks), self._kv_table.page_tables(decodes.rows)
+        items, tables = decodes.size + len(chunks), self._kv_table.page_tables(decodes.rows)
         inputs = pack(chunks, self.kv.page_size, decodes, tables)
         try:
             rows = sampling_rows(chunks, decodes)
@@ -178,7 +178,7 @@ class Engine:
             if result.failed:
                 kept = _without_failed(chunks, decodes, result, rows, specs, capture)
                 chunks, decodes, result, rows, specs = kept
-            first, chosen, outputs = len(decodes), result.chosen, list[RowOutput]()
+            first, chosen, outputs = decodes.size, result.chosen, list[RowOutput]()
             if specs:
                 chosen = apply_drafts(result.logits, chosen, rows)
                 outputs = build_outputs(result.logits, chosen, specs)
@@ -205,7 +205,7 @@ class Engine:
             forward.draws = draws.get(forward)
             first = last
         self._counts.steps += 1
-        self._counts.batch_items += len(decodes) + len(chunks)
+        self._counts.batch_items += decodes.size + len(chunks)
         self._counts.step_tokens += self._step_tokens
         return done
 
@@ -213,11 +213,11 @@ class Engine:
         self, decodes: Decodes, chosen: torch.Tensor, outputs: Sequence[RowOutput] | None, items: int
     ) -> DecodesDone:
         """Commits the tokens of plain decodes, whose rows are the first ones of the step."""
-        columns, done = decodes.columns, np.empty((DONE_WIDTH, len(decodes)), np.int64)
-        if len(decodes):
+        columns, done = decodes.columns, np.empty((DONE_WIDTH, decodes.size), np.int64)
+        if decodes.size:
             self._kv_table.append_next(decodes.rows, columns[POSITION], columns[TOKEN])
             done[OP_ID] = columns[OP_ID]
-            done[CHOSEN] = chosen.cpu().numpy()[: len(decodes)]
+            done[CHOSEN] = chosen.cpu().numpy()[: decodes.size]
             # Nobody waits for those that have not arrived yet: theirs is 0.
             done[QUEUE_NS] = (decodes.started_ns - columns[ARRIVED_NS]) * (columns[ARRIVED_NS] > 0)
             done[COMPUTE_NS] = time.monotonic_ns() - decodes.started_ns
@@ -459,7 +459,7 @@ def _without_failed(
     capture: RowCapture | None,
 ) -> tuple[list[Chunk], Decodes, StepResult, list[SamplingRow], list[OutputSpec]]:
     """A step's data without what has a failed row. Sets the `failure` of forwards, and those of decodes."""
-    first, failed = len(decodes), result.failed
+    first, failed = decodes.size, result.failed
     decodes.failures = {row: error for row, error in failed.items() if row < first}
     kept = [row for row in range(first) if row not in failed]
     is_kept = np.array([row not in failed for row in range(first)], np.bool_)
