@@ -111,6 +111,9 @@ class PostgresWriter:
         self._table.terminate()
 
     def _start(self) -> None:
+        # After a loss the first commit that waits may be one of unknown outcome, which has no answer.
+        if self._lease.loss:
+            return
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run(), name="journal")
 
@@ -125,6 +128,10 @@ class PostgresWriter:
                     return
         except _Lost as lost:
             self._lease.lose(str(lost))
+        except Exception:
+            # A bug, here or in the driver. The next owner finds out what is stored.
+            _log.exception("the journal cannot be written any more", shard=self._lease.shard)
+            self._lease.lose("its journal failed")
 
     def _take_commits(self) -> list[bytes]:
         commits: list[bytes] = []

@@ -61,7 +61,7 @@ class Runner(runner_pb2_grpc.ModelRunnerServiceServicer):
 
 def test_an_execution_is_cancelled_wherever_it_runs() -> None:
     """Before, one gateway was asked, whose turn it was."""
-    runners = [Runner(has_it=True), Runner(has_it=False)]
+    runners = [Runner(has_it=has_it) for has_it in (True, False)]  # type: ignore[abstract]
     with contextlib.ExitStack() as stack:
         addresses = []
         for runner in runners:

@@ -84,7 +84,8 @@ async def test_no_more_shards_are_given_back_than_another_gateway_lacks(postgres
 async def test_a_shard_that_was_acquired_without_an_answer_is_served(postgres: PostgresServer) -> None:
     """Before, nobody served it until its lease had expired."""
     gateway = Gateway(postgres, "first")
-    acquire, lost = gateway.keeper._leases.acquire, []
+    acquire = gateway.keeper._leases.acquire
+    lost: list[Lease | None] = []
 
     async def without_an_answer(shard: int) -> Lease | None:
         lease = await acquire(shard)
