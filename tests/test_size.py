@@ -13,19 +13,19 @@ from benchmarks.size.calls import ITEMS, ROLES, CountedServer, decodes, most_cal
 from benchmarks.size.lines import PRODUCT, length, longest_file, most_methods
 from benchmarks.size.way import TYPES, Way, way_of
 
-SERVICE_LINES = 32_150
+SERVICE_LINES = 32_170
 PRODUCT_LINES = 73_950
 LONGEST_FILE_LINES = 575
-MOST_METHODS = 33
-FILES_ON_THE_WAY = 21
+MOST_METHODS = 34
+FILES_ON_THE_WAY = 22
 TYPES_ON_THE_WAY = 14
 TYPES_AROUND = 4
 # Counted with Python 3.11. Others count a little differently: 3.12, for one, calls no function for a
 # comprehension.
 CALLS: dict[str, dict[str, float]] = {
     f"item of a BatchDecode of {ITEMS}": {"gateway": 33.2, "worker": 8.2},
-    "unary Decode": {"gateway": 116, "worker": 164},
-    "Decode on a Session": {"gateway": 137, "worker": 163},
+    "unary Decode": {"gateway": 116, "worker": 166},
+    "Decode on a Session": {"gateway": 137, "worker": 165},
 }
 # The same with `--metrics-listen`.
 CALLS_WITH_METRICS = {

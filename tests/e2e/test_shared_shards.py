@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -156,7 +157,7 @@ def test_a_gateway_that_was_paused_past_its_leases_answers_nothing_any_more(tmp_
                     # Of before the pause, so that nothing would be appended: both wait for it.
                     stale = pb.DecodeRequest(cache_id=text.cache_id, token_id=1, position=99)
                     released = pb.ReleaseCacheRequest(cache_id=text.cache_id[:4] + "x" * 24)
-                    calls = [
+                    calls: list[Any] = [
                         paused.stub.Decode.future(stale, timeout=60),
                         paused.stub.ReleaseCache.future(released, timeout=60),
                     ]

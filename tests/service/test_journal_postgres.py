@@ -58,7 +58,7 @@ async def test_a_journal_that_fails_in_an_unknown_way_ends_the_ownership(postgre
         async def fails(*_: object) -> Any:
             raise RuntimeError("a bug")
 
-        owner.database.fetch = fails  # type: ignore[method-assign]
+        owner.database.fetch = fails  # type: ignore[method-assign, assignment]
         told: list[bool] = []
         owner.journal.commit([CacheReleased(1)], told.append)
         with pytest.raises(OwnershipLost, match="its journal failed"):
