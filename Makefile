@@ -16,12 +16,19 @@ SERVING := .venv/serving-$(STATE)
 INSTALLED := .venv/installed-$(STATE)
 BENCH_INSTALLED := .venv/bench-$(notdir $(INSTALLED))
 PROTO_IMAGE := build/protos.binpb
+GPU := $(shell command -v nvidia-smi)
 # Triton, 700 MB, is for GPUs and for tests.
-SERVED := .$(if $(shell command -v nvidia-smi),[cuda])
+SERVED := .$(if $(GPU),[cuda])
+PINNED_TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+# Whether pip would install libraries of CUDA, 3 GB, for no GPU. uv knows PyTorch's own index, which has a torch without.
+NEEDS_UV = test -z "$(GPU)" && $(BIN)/python -m pip install --dry-run --constraint constraints.txt $(PINNED_TORCH) \
+  2>/dev/null | grep -q '^Would install.* nvidia-'
+UV_TORCH = { $(BIN)/python -m pip install --constraint constraints.txt uv && $(BIN)/python -m uv pip install \
+  --python $(BIN)/python --torch-backend cpu --constraint constraints.txt $(PINNED_TORCH); } >$(PIP_LOG) 2>&1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup kernels dist docs sbom bench gpu-test gpu-bench serve test test-isa soak size check check-code check-types check-protos check-imports fmt stubs proto-image clean
+.PHONY: help setup kernels dist docs sbom bench gpu-test gpu-bench serve test test-isa test-torch soak size check check-code check-types check-protos check-imports fmt stubs proto-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,7 +51,10 @@ $(SERVING):
 	  else echo 'Creating .venv'; $(PYTHON) -m venv --clear .venv; fi
 	@rm -f .venv/serving-* .venv/installed-*
 	@echo 'Installing torch, most of what is downloaded (details in $(PIP_LOG))'
-	@$(call INSTALL,setuptools torch==2.13.0)
+	@if ! { $(NEEDS_UV); }; then echo '  $(if $(GPU),for CUDA,for the CPU)'; \
+	  elif echo '  for the CPU, by uv: there is no nvidia-smi'; ! $(UV_TORCH); then \
+	    echo '  with the libraries of CUDA after all: uv cannot get the other one'; fi
+	@$(call INSTALL,setuptools $(PINNED_TORCH))
 	@echo 'Installing Quire and what else it needs'
 	@$(call INSTALL,--no-build-isolation --editable clients/python --editable '$(SERVED)')
 	@touch $@
@@ -95,6 +105,21 @@ cluster: $(SERVING) kernels ## Serve with two workers as if they were on other h
 # which images set, would have hundreds of processes compile what they import.
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
+
+# In an environment of its own, with the Triton that this torch needs. Compiled kernels, and records of what Triton compiles
+# and which mutations are found, are not of a torch.
+TORCH ?= 2.11.0
+TORCH_TESTS := tests/kernels tests/workers tests/gpu $(patsubst %,tests/e2e/test_%.py,parity_machine families library_backend \
+  same_bits hidden_states tensor_parallel) --ignore=tests/kernels/cuda/test_compile_gate.py \
+  --ignore=tests/kernels/cuda/test_mutations.py
+OTHER = build/torch-$(TORCH)
+OTHER_INSTALL = $(OTHER)/bin/python -m pip --disable-pip-version-check install --quiet
+test-torch: kernels ## Run the tests that depend on torch with another version, 20 minutes (TORCH=2.14.1 PYTHON=python3.12)
+	@test -d $(OTHER) || $(PYTHON) -m venv $(OTHER)
+	@grep -v '^torch==\|^triton==' constraints.txt >$(OTHER)/constraints.txt; echo torch==$(TORCH) >>$(OTHER)/constraints.txt
+	$(OTHER_INSTALL) 'setuptools>=80' torch==$(TORCH)
+	$(OTHER_INSTALL) --constraint $(OTHER)/constraints.txt --no-build-isolation --editable clients/python --editable '.[dev]'
+	$(OTHER)/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(TORCH_TESTS) $(ARGS)
 
 test-isa: setup ## Run the tests that depend on the CPU with other instruction sets, 10 minutes (ARGS="-k linear")
 	$(BIN)/python -m tests.isa $(ARGS)

@@ -16,7 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-SERVER, EXTRAS = "quire-llm-server", ("cuda", "openai")
+SERVER = "quire-llm-server"
+EXTRAS = ("cuda", "openai", "otel", "postgres", "ray")
 
 
 def needed() -> set[str]:

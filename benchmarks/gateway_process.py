@@ -38,7 +38,7 @@ class GatewayProcess:
     def __init__(self, *, model: str, workers: int = 1, flags: Sequence[str] = (), root: Path = ROOT) -> None:
         self.log_path = Path(tempfile.mkdtemp(prefix="quire-gateway-")) / "log"
         self._wanted_workers = workers
-        command = quire_command(root, "serve", "--model", model, "--listen", "127.0.0.1:0")
+        command = self._command(root, "serve", "--model", model, "--listen", "127.0.0.1:0")
         command += ["--workers", str(workers), "--device", "cpu", "--log-format", "json"]
         if root == ROOT:
             # Older checkouts do not have this flag.
@@ -54,6 +54,10 @@ class GatewayProcess:
             )
         self.address = ""
         self.channel: grpc.Channel | None = None
+
+    def _command(self, root: Path, *arguments: str) -> list[str]:
+        """The command `quire`."""
+        return quire_command(root, *arguments)
 
     def __enter__(self) -> Self:
         try:

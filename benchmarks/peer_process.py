@@ -28,6 +28,7 @@ PEERS = {
     "service-loops": "benchmarks.peers.service_loops_peer:ServiceLoopsPeer",
     "transformers-loops": "benchmarks.peers.transformers_loops_peer:TransformersLoopsPeer",
     "device": "benchmarks.gpu.device_peer:DevicePeer",
+    "server": "benchmarks.gpu.server_peer:ServerPeer",
     # One process each, because a failure may make the device unusable in a process.
     "static-graph": "benchmarks.gpu.static_peer:StaticPeer",
     "static-eager": "benchmarks.gpu.static_peer:StaticPeer",

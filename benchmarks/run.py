@@ -105,6 +105,10 @@ class Suite:
         )
         write(result, path)
         path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+        if arguments.gpu:
+            # Beside them: the whole names of kernels are there, and nothing else may be kept of that machine.
+            logs = [f"== {log.name}\n{log.read_text(errors='replace')}" for log in self.log_dir.glob("*.log")]
+            path.with_suffix(".log").write_text("\n".join(logs), encoding="utf-8")
         return result
 
     @property

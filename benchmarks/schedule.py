@@ -46,7 +46,7 @@ class _Contestant:
 # A competitor with longer turns is stopped when the next one does not fit into the workload's time.
 _LONG_TURN_S = 10.0
 # Methods of peers that use random prompts: new ones in each round, the same for all peers.
-_OF_NEW_PROMPTS = ("prefill", "first_token", "score", "loop")
+_OF_NEW_PROMPTS = ("prefill", "first_token", "score", "loop", "mixed")
 
 
 class WorkloadRun:

@@ -6,7 +6,8 @@ Dimension letters: T tokens; N items; P pages in the longest page table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ class AttentionBatch:
         query_lens: The number of new tokens of each item; T in all.
         context_lens_host: The values of `context_lens`.
         trees: The items that are token trees; None: there are none.
+        plans: What a device has computed from the lengths for all layers; filled by the first of them.
     """
 
     page_tables: torch.Tensor
@@ -37,6 +39,7 @@ class AttentionBatch:
     query_lens: Sequence[int]
     context_lens_host: Sequence[int]
     trees: TokenTrees | None = None
+    plans: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the fields, once for all layers.

@@ -275,9 +275,10 @@ class Config:
         MEMORY_BYTES,
     )
     max_adapters: int = _setting(4096, "maximum versions of adapters that are in use", COUNT)
-    max_batch_tokens: int = _setting(
-        512,
-        "maximum tokens in one step of a worker; longer prompts are split into chunks",
+    max_batch_tokens: int | None = _setting(
+        None,
+        "maximum tokens in one step of a worker; longer prompts are split into chunks; auto is 512, and 4096"
+        " on a GPU",
         COUNT,
         group="steps",
     )

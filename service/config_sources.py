@@ -251,8 +251,8 @@ def line_of(file: str, name: str) -> str:
 
 
 def _shown(name: str, value: object) -> object:
-    """The value of an unknown setting, unless the name says that it is a secret."""
-    return "***" if _SECRET.search(name.lower()) else value
+    """The value of an unknown setting, unless the name says that it is a secret. A table can be deep."""
+    return "***" if _SECRET.search(name.lower()) else "{...}" if isinstance(value, dict) else value
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def _read(path: str) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError("config", "--config or QUIRE_CONFIG", path, f"{error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("config", path, path, f"must be a TOML file: {error}") from None
 
 

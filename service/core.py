@@ -119,6 +119,8 @@ class Core:
         self.config = config
         self.shard, directory, lease = opened.shard, opened.directory, opened.lease
         self.caches, self.journal = opened.caches, opened.journal
+        if lease is not None:
+            self.caches.admission.lease = lease
         self._recovered(tenant_of)
         configured = config.model if config.has_remote_workers else model_argument(config.model)
         self.versions = versions = ModelVersions(
@@ -133,7 +135,7 @@ class Core:
         if not config.has_remote_workers and is_gone(served, configured):
             gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
             raise ConfigError("model", f"{directory}/weights.json", served, gone)
-        self.caches.weights.replace(versions.serving.number, continued_from=versions.continued_from)
+        self.caches.weights.replace(versions.serving.number, continued_from=versions.serving.continued_from)
         self.pool = Supervisor(config, versions, self._new_launcher(directory, lease, gpus))
         parts = self.caches, self.journal, functools.partial(wire.send, self.pool.links)
         if figures is not None:

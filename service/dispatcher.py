@@ -313,7 +313,9 @@ class Dispatcher:
             self.caches.committed_many(tickets, self._clock_s())
         else:
             self.caches.write_failed(tickets, self._clock_s())
-        self._carry_out()
+        self._has_input = True
+        if not self._carrying_out:
+            self._carry_out()
 
 
 def _log_failure(worker_id: str, op_id: int, failed: CommandFailed) -> None:

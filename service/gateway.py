@@ -42,7 +42,6 @@ from service.runtimes.executions import Executions
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local import LocalRuntime
 from service.runtimes.remote.spending import Spending
-from service.runtimes.replacing import WeightsReplacer
 from service.runtimes.runtimes_file import RuntimesFile
 from service.runtimes.servicer import RunnerApi
 from service.runtimes.sources import FindModel, ModelSources
@@ -51,7 +50,7 @@ from service.shards.ids import Shard
 from service.shards.keeper import Keeper, RunningCore
 from service.shards.leases import Lease, Leases
 from service.shards.membership import Membership, stop_parent
-from service.shards.peers import Peers
+from service.shards.peers import PeerInterceptor, Peers
 from service.shards.table import FixedTable, ShardTable
 from service.text.text_model import TextModel
 from service.tracing.opening import open_tracer
@@ -127,11 +126,12 @@ class Gateway:
         self.core.versions.subscribe(self.health.on_change)
         self.core.versions.subscribe(self._log_ready)
         self.credentials = server_credentials(config)
-        interceptor = CallInterceptor(self.state, self.authenticator, self._observing())
-        self.server = grpc.aio.server(interceptors=[interceptor], options=server_options(config))
-        # The stubs register each method twice. For methods registered by name, grpcio's asyncio server waits
-        # for one task per method with every call: with 35 methods, a quarter of the Python calls of a Decode.
-        self.server.add_registered_method_handlers = lambda *_: None  # type: ignore[method-assign]
+        parts = self.state, self.authenticator, self._observing()
+        self.server = _new_server(config, CallInterceptor(*parts))
+        # For the other gateways.
+        self._peer_server: grpc.aio.Server | None = None
+        if self._forwarding is not None:
+            self._peer_server = _new_server(config, PeerInterceptor(self._forwarding.secret, *parts))
         # Fields of the log event "ready", until the first worker is ready.
         self._ready_fields: dict[str, str] = {}
 
@@ -156,7 +156,8 @@ class Gateway:
         """The core of a further shard, which answers from now on."""
         assert self._forwarding is not None
         opened = await open_leased(self.config, shard, lease, leases)
-        core = Core(self.config, opened, self._tenant_of, None, self._find_adapter)
+        figures = None if self.exporter is None else self.exporter.figures
+        core = Core(self.config, opened, self._tenant_of, figures, self._find_adapter)
         # The limit is of the process.
         core.state.answers = self.state.answers
         return AnsweringCore(core, self._forwarding)
@@ -165,11 +166,9 @@ class Gateway:
         """Reads the runtimes file, with the local runtime as one of them. Raises BadRuntimes."""
         core = self.core
         sources = ModelSources(SHIPPED_MODEL_DIR, self._find_model, core.weight_uploads.find)
-        workers = core.pool, core.dispatcher, core.restarts, sources
-        loader = WeightsLoader(*workers, self.config)
-        replacer = WeightsReplacer(*workers, loader)
+        loader = WeightsLoader(core.pool, core.dispatcher, core.restarts, sources, self.config)
         parts = core.dispatcher, self.state, self.text, core.restarts
-        local = LocalRuntime(*parts, loader, replacer, core.weight_uploads)
+        local = LocalRuntime(*parts, loader, core.weight_uploads)
         path = Path(self.config.runtimes) if self.config.runtimes else None
         return RuntimesFile(path, local, self.spending)
 
@@ -208,6 +207,8 @@ class Gateway:
         # Its methods come from a table, which the type checker cannot see.
         servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, self.core.api)
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, self.server)
+        if self._peer_server is not None:
+            executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, self._peer_server)
         runner_pb2_grpc.add_ModelRunnerServiceServicer_to_server(
             cast(runner_pb2_grpc.ModelRunnerServiceServicer, self.runner), self.server
         )
@@ -229,7 +230,9 @@ class Gateway:
             port = self.server.add_insecure_port(self.config.listen)
         else:
             port = self.server.add_secure_port(self.config.listen, self.credentials)
-        self._listen_for_peers()
+        if self._peer_server is not None:
+            self._listen_for_peers(self._peer_server)
+            await self._peer_server.start()
         listen = actual_address(self.config.listen, port)
         self._ready_fields = {"listen": listen} | _first_command(self.config, listen)
         self._port = port
@@ -243,13 +246,13 @@ class Gateway:
         if self.tracer is not None:
             self.tracer.close()
 
-    def _listen_for_peers(self) -> None:
+    def _listen_for_peers(self, server: grpc.aio.Server) -> None:
         """Raises RuntimeError if the address is taken."""
         if self._member is not None:
-            self.server.add_insecure_port(self._member.addresses[self._member.shard.index])
-        elif self._keeper is not None:
+            server.add_insecure_port(self._member.addresses[self._member.shard.index])
+        else:
             credentials = pool_files.server_credentials(Path(self.config.pool))
-            self.server.add_secure_port(self.config.peer_listen, credentials)
+            server.add_secure_port(self.config.peer_listen, credentials)
 
     async def run_workers(self) -> None:
         """Runs the workers and all background tasks until cancelled. Raises PoolFailed."""
@@ -290,6 +293,8 @@ class Gateway:
         if self.front is not None:
             await self.front.stop(_FINAL_GRACE_S)
         await self.server.stop(_FINAL_GRACE_S)
+        if self._peer_server is not None:
+            await self._peer_server.stop(_FINAL_GRACE_S)
         if self._forwarding is not None:
             await self._forwarding.close()
 
@@ -297,6 +302,14 @@ class Gateway:
         if self._ready_fields and self.state.has_ready_worker:
             _log.info("ready", **self._ready_fields)
             self._ready_fields = {}
+
+
+def _new_server(config: Config, interceptor: CallInterceptor) -> grpc.aio.Server:
+    server = grpc.aio.server(interceptors=[interceptor], options=server_options(config))
+    # The stubs register each method twice. For methods registered by name, grpcio's asyncio server waits
+    # for one task per method with every call: with 35 methods, a quarter of the Python calls of a Decode.
+    server.add_registered_method_handlers = lambda *_: None  # type: ignore[method-assign]
+    return server
 
 
 def _first_command(config: Config, listen: str) -> dict[str, str]:

@@ -21,8 +21,9 @@ except ModuleNotFoundError:
     # On a machine for the GPU suite.
     pass
 else:
-    # Nothing timed decides; the same examples whatever has run before.
-    settings.register_profile("quire", deadline=None, derandomize=True, database=None)
+    # Nothing timed decides; the same examples whatever has run before, the first of which find the most.
+    settings.register_profile("quire", deadline=None, derandomize=True, database=None, max_examples=50)
+    settings.register_profile("thorough", settings.get_profile("quire"), max_examples=300)
     settings.load_profile("quire")
 
 
@@ -35,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="try every mistake and every family end to end")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """More examples, if they are asked for."""
+    if config.getoption("--thorough") and "hypothesis" in sys.modules:
+        settings.load_profile("thorough")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Modules and tests stay, so no garbage is looked for among them: that took a twentieth of a run."""
@@ -43,6 +50,8 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        # Seldom: most of what tests make is freed without.
+        gc.set_threshold(20_000, 20, 20)
         gc.enable()
 
 

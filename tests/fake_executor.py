@@ -33,7 +33,6 @@ from tokenizers import Tokenizer
 
 from service.runtimes.sample import Sample, SampleSpec
 from service.text.chat_template import TemplateError
-from service.text.stops import StopTexts
 from tests.chat_templates import render_chat
 
 VOCAB = 1000
@@ -386,7 +385,7 @@ class FakeExecutor(
             prompt=list(tokens),
             max_tokens=min(item.max_tokens or room, room),
             end_ids=frozenset({EOS}),
-            stops=StopTexts(item.stop),
+            stops=tuple(item.stop),
             tokenizer=Tokenizer.from_buffer(self.tokenizer_json) if self.tokenizer_json else None,
             with_logprobs=item.logprobs,
         )

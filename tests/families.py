@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -82,6 +86,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+def by_turns(names: Iterable[str], values: Sequence[Any]) -> list[ParameterSet]:
+    """For pytest: each name with one of the values, by turns; with --thorough with all of them."""
+    return [
+        pytest.param(name, value, marks=() if index % len(values) == number else pytest.mark.thorough)
+        for index, name in enumerate(names)
+        for number, value in enumerate(values)
+    ]
 
 
 def settings_of(name: str) -> tuple[str, dict[str, Any]]:

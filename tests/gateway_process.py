@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 from quire.v1 import executor_pb2
 
 from benchmarks import checkout, gateway_process
+from tests.worker_forks import fork_server
 
 ROOT = checkout.ROOT
 # Far more than anything takes.
@@ -28,10 +30,17 @@ class GatewayProcess(gateway_process.GatewayProcess):
         flags: Sequence[str] = (),
         root: Path = ROOT,
         self_check: bool = False,
+        forks: bool = True,
     ) -> None:
-        """Without `self_check` workers start seconds earlier; that has tests of its own."""
+        """Without `self_check`, which has tests of its own, workers start seconds earlier; also if forked."""
+        self._forks = forks and root == ROOT
         flags = [*flags] if self_check else [*flags, "--no-self-check"]
         super().__init__(model=model, workers=workers, flags=flags, root=root)
+
+    def _command(self, root: Path, *arguments: str) -> list[str]:
+        if not self._forks:
+            return super()._command(root, *arguments)
+        return [sys.executable, "-m", "tests.worker_forks", fork_server(), *arguments]
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Polls. Fails after a minute, with the log."""

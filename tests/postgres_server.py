@@ -13,7 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -23,6 +23,8 @@ import pytest
 
 _START_S = 60.0
 _USERS = ("postgres", "nobody")
+_LOOPBACK = "127.0.0.1"
+_POLL_S = 0.01
 
 
 def programs() -> Path | None:
@@ -37,12 +39,17 @@ def programs() -> Path | None:
 class PostgresServer:
     """Use as a context manager. Its only user needs no password."""
 
-    def __init__(self) -> None:
-        """Skips the test where PostgreSQL is missing, by its name."""
+    def __init__(self, host: str = _LOOPBACK, prefix: Sequence[str] = ()) -> None:
+        """Skips the test where PostgreSQL is missing, by its name.
+
+        `prefix`: of a command, so that it runs where it has the address `host`. Needs root.
+        """
         found = programs()
         if found is None:
             pytest.skip("needs initdb of PostgreSQL")
         self._programs = found
+        self._host = host
+        self._prefix = prefix
         self._process: subprocess.Popen[bytes] | None = None
         # PostgreSQL refuses to run as root.
         self._user = (
@@ -60,7 +67,9 @@ class PostgresServer:
         initdb = self._run("initdb", "-D", str(data), *options)
         output, _ = initdb.communicate(timeout=_START_S)
         assert initdb.returncode == 0, output
-        with socket.create_server(("127.0.0.1", 0)) as free:
+        with (data / "pg_hba.conf").open("a") as trusted:
+            trusted.write("host all all samenet trust\n")
+        with socket.create_server((_LOOPBACK, 0)) as free:
             self.port = free.getsockname()[1]
         self.start()
         return self
@@ -71,7 +80,7 @@ class PostgresServer:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self._host}:{self.port}"
 
     @property
     def url(self) -> str:
@@ -85,15 +94,15 @@ class PostgresServer:
         """Starts it, after a crash, too."""
         data = self._directory / "data"
         settings = {"port": self.port, "unix_socket_directories": "", "shared_buffers": "16MB"}
+        settings["listen_addresses"] = self._host
         options = [f"-c{name}={value}" for name, value in settings.items()]
-        self._process = self._run("postgres", "-D", str(data), *options)
-        assert self._process.stdout is not None
-        said = b""
-        for line in self._process.stdout:
-            if b"ready to accept connections" in line:
-                return
-            said += line
-        raise AssertionError(said)
+        # Not a pipe, which nobody would read and which would be full at some time.
+        log = self._directory / "log"
+        with log.open("wb") as output:
+            self._process = self._run("postgres", "-D", str(data), *options, output=output.fileno())
+        while b"ready to accept connections" not in log.read_bytes():
+            assert self._process.poll() is None, log.read_bytes()
+            time.sleep(_POLL_S)
 
     def reset(self) -> None:
         """Ends all connections, and removes all tables. Starts it if a test has left it killed."""
@@ -119,8 +128,8 @@ class PostgresServer:
             # Who has their shared memory prevents the next start.
             for process in processes:
                 while _runs(process):
-                    time.sleep(0.01)
-            self._process.communicate()
+                    time.sleep(_POLL_S)
+            self._process.wait()
             self._process = None
 
     @contextlib.contextmanager
@@ -141,17 +150,18 @@ class PostgresServer:
         main = psutil.Process(self._process.pid)
         return [main, *main.children()]
 
-    def _run(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
-        is_root = os.geteuid() == 0
+    def _run(self, program: str, *arguments: str, output: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+        become: list[str] = []
+        if os.geteuid() == 0:
+            # By a program, since the prefix may need to be root.
+            become = ["setpriv", f"--reuid={self._user}", "--clear-groups"]
+            become.append(f"--regid={pwd.getpwnam(self._user).pw_gid}")
         return subprocess.Popen(
-            [str(self._programs / program), *arguments],
-            stdout=subprocess.PIPE,
+            [*self._prefix, *become, str(self._programs / program), *arguments],
+            stdout=output,
             stderr=subprocess.STDOUT,
             cwd="/",
             env={"LC_ALL": "C", "PATH": os.environ["PATH"]},
-            user=self._user if is_root else None,
-            group=pwd.getpwnam(self._user).pw_gid if is_root else None,
-            extra_groups=[] if is_root else None,
         )
 
 

@@ -76,8 +76,12 @@ if sys.argv[1] != "-m":
 with open("modules", "a") as modules:
     print(sys.argv[2], file=modules)
 if sys.argv[2] == "pip":
+    if "--dry-run" in sys.argv and os.path.exists("pip takes cuda"):
+        print("Would install nvidia-cublas-13.1 torch-2.13.0")
     print("many lines")
     sys.exit(os.path.exists("pip fails"))
+if sys.argv[2] == "uv":
+    sys.exit(os.path.exists("uv fails"))
 if sys.argv[2] == "venv":
     pathlib.Path(".venv/bin").mkdir(parents=True, exist_ok=True)
     shutil.copy(__file__, ".venv/bin/python")
@@ -107,7 +111,22 @@ def test_what_pip_says_is_shown_where_it_fails(checkout: Path, python: str) -> N
         output, errors = working.communicate(timeout=60)
     assert working.returncode == 0, errors
     assert "many lines" not in output + errors
-    assert [line.split()[0] for line in output.splitlines()] == ["Creating", *["Installing"] * 3]
+    begins = [line.split()[0] for line in output.splitlines()]
+    assert begins == ["Creating", "Installing", "for", "Installing", "Installing"]
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU")
+@pytest.mark.parametrize("fails", [False, True])
+def test_without_a_gpu_uv_is_asked_for_a_torch_without_cuda(checkout: Path, python: str, fails: bool) -> None:
+    (checkout / "pip takes cuda").touch()
+    if fails:
+        (checkout / "uv fails").touch()
+    with make(checkout, python, "setup") as working:
+        output, errors = working.communicate(timeout=60)
+    assert working.returncode == 0, errors
+    assert "for the CPU, by uv" in output
+    assert ("with the libraries of CUDA after all" in output) == fails
+    assert "uv" in (checkout / "modules").read_text().split()
 
 
 def test_of_two_makes_at_once_one_sets_up(checkout: Path, python: str) -> None:
@@ -124,4 +143,6 @@ def test_of_two_makes_at_once_one_sets_up(checkout: Path, python: str) -> None:
                 (checkout / "go").write_text("")
             assert [first.wait(60), second.wait(60)] == [0, 0]
     run = (checkout / "modules").read_text().split()
-    assert (run.count("venv"), run.count("pip"), run.count("kernels.cpu.library")) == (1, 3, 2)
+    # Once to see what it would take.
+    pips = 3 if shutil.which("nvidia-smi") else 4
+    assert (run.count("venv"), run.count("pip"), run.count("kernels.cpu.library")) == (1, pips, 2)

@@ -99,9 +99,48 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return chosen
 
 
+def sampled_logprobs(logits: Tensor, tokens: Sequence[int], rows: Sequence[SamplingRow]) -> list[float]:
+    """The log-probability of one token of each row, in the distribution that it was drawn from.
+
+    One transfer for all rows there, and one back. -infinity for a token that is not among those kept.
+
+    Args:
+        logits: As for `choose_tokens`, which has accepted them with these rows. Not modified.
+        tokens: R of them, in the vocabulary.
+        rows: R of them.
+    """
+    from kernels.cuda import sampling_weight  # noqa: PLC0415 - as in choose_tokens
+
+    everyone = range(len(rows))
+    chunks = [everyone[first : first + _ROWS_AT_ONCE] for first in everyone[::_ROWS_AT_ONCE]]
+    settings = [
+        {**_settings(rows, chunk, logits.shape[1]), "tokens": np.array(tokens, dtype=np.int64)[chunk]}
+        for chunk in chunks
+    ]
+    found = torch.empty(len(rows), dtype=torch.float64, device=logits.device)
+    for chunk, columns in zip(chunks, _send(settings, logits.device), strict=True):
+        copy = logits.index_select(0, columns["where"]).float()  # [C, V]
+        cuts = _adjust_and_cut(copy, columns)
+        out = found[chunk.start : chunk.stop]
+        sampling_weight.log_probabilities(copy, columns["temperatures"], columns["tokens"], out, *cuts)
+    listed: list[float] = found.tolist()
+    return listed
+
+
 def _choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best: Tensor) -> None:
     """Choose with all settings. Mutates copy [C, V], and ids [C] and best [C] as `choose` does."""
-    from kernels.cuda import sampling, sampling_adjust, sampling_cut  # noqa: PLC0415 - as in choose_tokens
+    from kernels.cuda import sampling  # noqa: PLC0415 - as in choose_tokens
+
+    cuts = _adjust_and_cut(copy, columns)
+    sampling.choose(copy, columns["temperatures"], columns["keys"], ids, best, *cuts)
+
+
+def _adjust_and_cut(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Apply masks, biases and penalties to copy [C, V]. Returns what `find_cuts` finds then, if anything can.
+
+    What is kept is [C] the last logit and the last id of it; None: everything.
+    """
+    from kernels.cuda import sampling_adjust, sampling_cut  # noqa: PLC0415 - as in choose_tokens
 
     if "words" in columns:
         sampling_adjust.apply_masks(copy, columns["mask_rows"], columns["words"])
@@ -110,13 +149,13 @@ def _choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best
         sampling_adjust.apply_penalties(
             copy, *places, columns["biases"], columns["divisors"], columns["losses"]
         )
-    temperatures = columns["temperatures"]
-    cut_values = cut_ids = None
-    if "top_ks" in columns:
-        cut_values, cut_ids = torch.empty_like(best), torch.empty_like(best, dtype=torch.int32)
-        limits = columns["top_ks"], columns["top_ps"], columns["min_ps"]
-        sampling_cut.find_cuts(copy, temperatures, *limits, cut_values, cut_ids)
-    sampling.choose(copy, temperatures, columns["keys"], ids, best, cut_values, cut_ids)
+    if "top_ks" not in columns:
+        return None, None
+    cut_ids = torch.empty_like(columns["top_ks"])
+    cut_values = torch.empty_like(cut_ids, dtype=torch.float32)
+    limits = columns["top_ks"], columns["top_ps"], columns["min_ps"]
+    sampling_cut.find_cuts(copy, columns["temperatures"], *limits, cut_values, cut_ids)
+    return cut_values, cut_ids
 
 
 def _cuts(spec: Sampling) -> bool:

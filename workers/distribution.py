@@ -1,7 +1,8 @@
 """The distribution from which a token is drawn, and rejection sampling of drafts (speculative decoding).
 
 For log-probabilities of drawn tokens, and for lossless speculative decoding. On the host: one compiled call
-for all rows, and numpy, row by row, where nothing is compiled.
+for all rows, and numpy, row by row, where nothing is compiled. Log-probabilities of logits on a GPU are
+computed there.
 
 A draft x, drawn from q, is kept with probability min(1, p(x) / q(x)). Otherwise the token is drawn from the
 residual max(0, p - q), normalised. So the token is distributed as p for any q (Leviathan et al., "Fast
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import sampling as compiled
-from workers import sampling
+from workers import device_sampling, sampling
 from workers.counter_rng import gumbel, mix_key, uniform
 from workers.logit_settings import HistoryCounter, Ids, Masks
 from workers.operations import OutputSpec, Sampling
@@ -166,6 +167,11 @@ def sampled_logprobs(
     if not wanted:
         return {}
     some = logits if len(wanted) == len(logits) else logits[wanted]
+    if logits.is_cuda:
+        likely = device_sampling.sampled_logprobs(
+            some, [chosen[index] for index in wanted], [rows[index] for index in wanted]
+        )
+        return dict(zip(wanted, likely, strict=True))
     on_host, vocab, found = sampling.on_host(some), logits.shape[1], dict[int, float]()
     if compiled.available():
         known, choices = CompiledRows(vocab), dict[int, compiled.RowChoice]()

@@ -262,7 +262,7 @@ def _make_executor(
             device=device,
             kv_pages=_kv_pages(config),
             limits=StepLimits(
-                config.max_batch_tokens,
+                _step_tokens(config, device),
                 config.max_batch_items,
                 config.gpu_memory_utilization,
                 cuda_graphs=config.cuda_graphs != "off",
@@ -288,6 +288,13 @@ def _kv_pages(config: WorkerConfig) -> int | None:
     return config.kv_pages if config.HasField("kv_pages") else None
 
 
+def _step_tokens(config: WorkerConfig, device: str) -> int:
+    """The most tokens of a step."""
+    from workers.executors.memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS
+
+    return config.max_batch_tokens or (CPU_STEP_TOKENS if device.startswith("cpu") else GPU_STEP_TOKENS)
+
+
 def make_worker(config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | None) -> WorkerServer:
     """A worker with this configuration, which has not started to load. Needs a running event loop."""
     from workers.scheduler import Scheduler
@@ -296,7 +303,7 @@ def make_worker(config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | N
     return WorkerServer(
         lambda progress: _make_executor(config, progress, ranks),
         lambda executor: Scheduler(
-            config.max_batch_tokens,
+            _step_tokens(config, executor.engine.kv.device.type),
             config.max_batch_items,
             max_rows=config.max_batch_items,
             page_size=executor.engine.kv.page_size,

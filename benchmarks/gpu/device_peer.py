@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
 
 from benchmarks.gpu.kernels import PAGE_SIZE, KernelBench
 from benchmarks.gpu.model import Bench, make_bench
+from benchmarks.gpu.profile import profiled
 from benchmarks.gpu.requests import serve
 from workers.operations import GREEDY
 
@@ -89,6 +90,29 @@ class DevicePeer(Peer):
         for key in range(batch):
             executor.truncate_kv(key, self._context_tokens)
         return Sample(ns, batch)
+
+    def profile(self, batch: int) -> Sample:
+        """A replayed step: what takes its time on the device, by kernel, and for how long nothing runs."""
+        assert self._bench is not None
+        executor, runner = self._bench.executor, self._bench.runner
+        executor.batch_decode([(key, key, GREEDY) for key in range(batch)])
+        sample = profiled(lambda: runner.replay_last(_STEPS), _STEPS, self._device)
+        for key in range(batch):
+            executor.truncate_kv(key, self._context_tokens)
+        sample.tokens = batch
+        return sample
+
+    def mixed(self, batch: int, tokens: int, seed: int) -> Sample:
+        """A step of `batch` decodes and a chunk of a new prompt."""
+        assert self._bench is not None
+        executor, chunk = self._bench.executor, -1
+        (prompt,) = prompts(self._bench.shape.vocab_size, 1, tokens, seed)
+        items = [(key, [key], 1, GREEDY) for key in range(batch)]
+        ns = wall_ns(lambda: executor.unified_decode([*items, (chunk, prompt, 1, GREEDY)]), self._device)
+        executor.release_cache(chunk)
+        for key in range(batch):
+            executor.truncate_kv(key, self._context_tokens)
+        return Sample([ns], batch + tokens)
 
     def prefill(self, tokens: int, seed: int) -> Sample:
         """Prefill of one prompt, each time a new one, so that nothing is in the prefix cache."""

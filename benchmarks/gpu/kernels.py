@@ -10,13 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from benchmarks.shapes import Shape
+from kernels import few_rows
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
-from kernels.cuda import gated_activation, paged_attention, rms_norm, rope_kv_write, sampling
+from kernels.cuda import gated_activation, paged_attention, rms_norm, rope_kv_write, sampling, sampling_cut
+from kernels.gated_activation import Activation
 
 EPS = 1e-6
+# The products of a layer. Before those of _NORMED is a norm; the others are added to the residual stream.
+PLACES = ("qkv", "output", "gate_up", "down")
+_NORMED = ("qkv", "gate_up")
 PAGE_SIZE = 16
 
 
@@ -63,22 +69,89 @@ class KernelBench:
             2 * qkv.nbytes + qk_norm.nbytes + cos_sin.nbytes + slots.nbytes,
         )
 
-    def decode_attention(self, batch: int, context: int) -> Call:
+    def decode_attention(self, batch: int, context: int, *longer: int) -> Call:
+        """`longer`: contexts of further items, such as one of 32k beside many short ones."""
+        contexts = [context] * batch + list(longer)
         _heads, kv_heads, width = self._heads()
-        read = 2 * batch * context * kv_heads * width * self.dtype.itemsize
-        return Call(self._attention([1] * batch, context), read)
+        read = 2 * sum(contexts) * kv_heads * width * self.dtype.itemsize
+        return Call(self._attention([1] * len(contexts), contexts), read)
 
     def prefill_attention(self, tokens: int, context: int) -> Call:
         # Causal attention; scores and sums are two products.
         pairs = tokens * (context - tokens) + tokens * (tokens + 1) // 2
         heads, _kv_heads, width = self._heads()
-        return Call(self._attention([tokens], context), flops=4 * heads * width * pairs)
+        return Call(self._attention([tokens], [context]), flops=4 * heads * width * pairs)
+
+    def product_alone(self, place: int, rows: int) -> Call:
+        """The product of a place in a layer, of PLACES, by cuBLAS."""
+        weight, x = self._place(place, rows)
+        return Call(lambda: functional.linear(x, weight), weight.nbytes)
+
+    def product_separate(self, place: int, rows: int) -> Call:
+        """With the norm before it and the gate after it; the residual is added by the norm that follows."""
+        weight, x = self._place(place, rows)
+        scale, residual = self._random(x.shape[1]), x.clone()
+
+        def run() -> None:
+            normed = rms_norm.add_rms_norm(x, residual, scale, EPS) if PLACES[place] in _NORMED else x
+            y = functional.linear(normed, weight)
+            if PLACES[place] == "gate_up":
+                gated_activation.gated_activation(y, "silu")
+
+        return Call(run, weight.nbytes)
+
+    def product_fused(self, place: int, rows: int, way: int) -> Call:
+        """All in one, with the tiles of this number; see `kernels.few_rows`."""
+        weight, x = self._place(place, rows)
+        activation: Activation | None = "silu" if PLACES[place] == "gate_up" else None
+        tiles = few_rows.tiles_for(self.dtype, activation)[way]
+        norm = residual = None
+        if PLACES[place] in _NORMED:
+            squares = torch.ones(64, few_rows.MOST_ROWS, device=self.device)
+            norm = few_rows.NormBefore(self._random(x.shape[1]), EPS, squares)
+        else:
+            residual = self._random(rows, len(weight))
+        return Call(
+            lambda: few_rows.few_rows_product(
+                x, weight, None, tiles, norm=norm, activation=activation, residual=residual
+            ),
+            weight.nbytes,
+        )
+
+    def _place(self, place: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weight [O, I] of a place, and rows [T, I] for it."""
+        heads, kv_heads, width = self._heads()
+        hidden, inner = self.shape.hidden_size, self.shape.intermediate_size
+        sizes = {
+            "qkv": ((heads + 2 * kv_heads) * width, hidden),
+            "output": (hidden, heads * width),
+            "gate_up": (2 * inner, hidden),
+            "down": (hidden, inner),
+        }
+        weight = self._random(*sizes[PLACES[place]])
+        return weight, self._random(rows, weight.shape[1])
 
     def choose_greedy(self, rows: int) -> Call:
         return self._choose(rows, 0.0)
 
     def choose_drawn(self, rows: int) -> Call:
         return self._choose(rows, 1.0)
+
+    def choose_top_p(self, rows: int) -> Call:
+        """The cut of top_p, and the draw from what is left; without the copy of the rows before."""
+        logits = torch.randn(rows, self.shape.vocab_size, device=self.device).mul_(3)  # [R, V] float32
+        keys = torch.arange(rows, device=self.device)
+        settings = torch.tensor([0.8, 0.9], dtype=torch.float64, device=self.device)
+        temperatures, top_ps = settings.repeat(rows, 1).T.contiguous()
+        top_ks, min_ps = torch.zeros(rows, dtype=torch.int32, device=self.device), torch.zeros_like(top_ps)
+        ids, best, values = torch.empty_like(keys), *torch.empty(2, rows, device=self.device)
+        cut_ids = torch.empty_like(top_ks)
+
+        def run() -> None:
+            sampling_cut.find_cuts(logits, temperatures, top_ks, top_ps, min_ps, values, cut_ids)
+            sampling.choose(logits, temperatures, keys, ids, best, values, cut_ids)
+
+        return Call(run, logits.nbytes)
 
     def _choose(self, rows: int, temperature: float) -> Call:
         logits = self._random(rows, self.shape.vocab_size)  # [R, V]
@@ -87,22 +160,24 @@ class KernelBench:
         temperatures = torch.full((rows,), temperature, dtype=torch.float64, device=self.device)
         return Call(lambda: sampling.choose(logits, temperatures, keys, ids, best), logits.nbytes)
 
-    def _attention(self, query_lens: list[int], context: int) -> Callable[[], object]:
+    def _attention(self, query_lens: list[int], contexts: list[int]) -> Callable[[], object]:
         """Over pages in random order, with page tables as wide as in the service."""
         heads, kv_heads, width = self._heads()
-        items, each = len(query_lens), -(-context // PAGE_SIZE)
+        items, pages = len(query_lens), [-(-context // PAGE_SIZE) for context in contexts]
         query = self._random(sum(query_lens), heads, width)  # [T, H, D]
-        k_pages, v_pages = (self._random(items * each, PAGE_SIZE, kv_heads, width) for _ in range(2))
-        longest = max(each, -(-self.shape.max_position_embeddings // PAGE_SIZE))
+        k_pages, v_pages = (self._random(sum(pages), PAGE_SIZE, kv_heads, width) for _ in range(2))
+        longest = max(*pages, -(-self.shape.max_position_embeddings // PAGE_SIZE))
         tables = torch.zeros(items, longest, dtype=torch.int32, device=self.device)  # [N, P]
-        tables[:, :each] = torch.randperm(items * each, device=self.device).view(items, each)
+        shuffled = torch.randperm(sum(pages), device=self.device)
+        for table, own in zip(tables, torch.split(shuffled, pages), strict=True):
+            table[: len(own)] = own
         starts = [sum(query_lens[:item]) for item in range(items + 1)]
         batch = AttentionBatch(
             page_tables=tables,
             query_starts=torch.tensor(starts, dtype=torch.int32, device=self.device),
-            context_lens=torch.full((items,), context, dtype=torch.int32, device=self.device),
+            context_lens=torch.tensor(contexts, dtype=torch.int32, device=self.device),
             query_lens=query_lens,
-            context_lens_host=[context] * items,
+            context_lens_host=contexts,
         )
         return lambda: paged_attention.paged_attention(query, k_pages, v_pages, batch, Scoring(width**-0.5))
 

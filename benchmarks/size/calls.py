@@ -61,7 +61,10 @@ class CountedServer:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            self._directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-calls-")))
+            # In memory: whether a commit is given to a thread must not depend on a disk.
+            memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - for the directory below
+            directory = tempfile.TemporaryDirectory(prefix="quire-calls-", dir=memory)
+            self._directory = Path(stack.enter_context(directory))
             path = os.pathsep.join([str(_HOOK), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
             with mock.patch.dict(os.environ, {"PYTHONPATH": path, "COUNTED_CALLS_DIR": str(self._directory)}):
                 # With a journal on disk, as in production.

@@ -38,11 +38,11 @@ _WAY = (
     ("worker", 2, "wake the worker's event loop"),
     ("gateway", 3, "encoding, gRPC back to the gateway"),
     ("gateway", 4, "state machine, until the records are given to the journal"),
-    ("gateway", 5, "wake the journal's thread"),
+    ("gateway", 5, "encode the records"),
+    # The few that the journal's thread writes take longer: it is woken, and wakes the event loop.
     ("gateway", 6, "write the row"),
-    ("gateway", 7, "wake the event loop"),
-    ("gateway", 8, "apply the records"),
-    ("gateway", 9, "wake the call's task"),
+    ("gateway", 7, "apply the records"),
+    ("gateway", 8, "wake the call's task"),
 )
 
 

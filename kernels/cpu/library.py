@@ -43,7 +43,7 @@ _FLAGS = (
 )
 # What the libraries of a wheel need: that of Debian 10 and of Red Hat's 8.
 _OLDEST_GLIBC = "2.28"
-_BUILD_TIMEOUT_S = 600
+_BUILD_TIMEOUT_S = 3600
 
 
 @dataclass(frozen=True, slots=True)

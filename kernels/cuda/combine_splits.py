@@ -1,10 +1,10 @@
-"""Combines the partial results of the splits of decode attention.
+"""Combines the partial results of decode attention, for items that are read in several parts.
 
-A partial result is the weighted average of the values of a split, and the base-2 logarithm of the sum of its
-weights, by which the averages are weighted. Sinks are added here and not in the splits, so that they count
+A partial result is the weighted average of the values of a part, and the base-2 logarithm of the sum of its
+weights, by which the averages are weighted. Sinks are added here and not in the parts, so that they count
 once.
 
-Dimension letters: N items; H query heads; C splits; V width of a value; F the power of two not below it.
+Dimension letters: N items; H query heads; U units; V width of a value; F the power of two not below it.
 """
 
 from __future__ import annotations
@@ -18,34 +18,38 @@ import triton.language as tl
 from kernels.cuda.attention_tiles import LOWEST, with_sinks
 from kernels.cuda.compile_spec import CompileSpec, Variant
 
-# The number of splits that are combined at once.
+# The number of parts that are combined at once.
 CHUNK = 16
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["sinks"])
+@triton.jit(do_not_specialize_on_alignment=["sinks"])
 def combine_kernel(
     out,  # [N, H, V]
-    partials,  # [N, H, C, V] float32
-    partial_lse,  # [N, H, C] float32, base 2; -inf: a split without keys, whose partial is not written
+    partials,  # [U, H, V] float32
+    partial_lse,  # [U, H] float32, base 2
+    first_units,  # [N + 1]
     sinks,  # [H] float32, or None
-    num_splits,
     HEADS: tl.constexpr,
     V: tl.constexpr,
     F: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One head of one item."""
+    """One head of one item. Nothing is left to do for an item of one part."""
     line = tl.program_id(0).to(tl.int64)  # of [N, H]
+    begin = tl.load(first_units + line // HEADS)
+    count = tl.load(first_units + line // HEADS + 1) - begin
+    first_line = begin.to(tl.int64) * HEADS + line % HEADS  # of [U, H]
+    partial_lse += first_line
+    partials += first_line * V
     columns = tl.arange(0, F)
     combined = tl.zeros([F], tl.float32)
     total = 0.0
     highest = LOWEST
-    for first in range(0, num_splits, CHUNK):
-        splits = first + tl.arange(0, CHUNK)  # [CHUNK]
-        parts = line * num_splits + splits
-        lse = tl.load(partial_lse + parts, mask=splits < num_splits, other=float("-inf"))
-        written = (lse > float("-inf"))[:, None] & (columns < V)[None, :]  # [CHUNK, F]
-        values = tl.load(partials + parts[:, None] * V + columns[None, :], mask=written, other=0.0)
+    for first in range(0, tl.where(count > 1, count, 0), CHUNK):
+        parts = first + tl.arange(0, CHUNK)  # [CHUNK]
+        lse = tl.load(partial_lse + parts * HEADS, mask=parts < count, other=float("-inf"))
+        written = (parts < count)[:, None] & (columns < V)[None, :]  # [CHUNK, F]
+        values = tl.load(partials + parts[:, None] * (HEADS * V) + columns[None, :], mask=written, other=0.0)
         raised = tl.maximum(highest, tl.max(lse, 0))
         weights = tl.exp2(lse - raised)  # [CHUNK]
         correction = tl.exp2(highest - raised)
@@ -53,8 +57,8 @@ def combine_kernel(
         total = total * correction + tl.sum(weights, 0)
         highest = raised
     total = with_sinks(total, highest, sinks, line % HEADS, True)
-    combined = combined / tl.where(total > 0, total, 1.0)  # zeros for a padding item, which has no keys
-    tl.store(out + line * V + columns, combined.to(out.dtype.element_ty), mask=columns < V)
+    combined = combined / tl.where(total > 0, total, 1.0)  # nothing was added up for an item of one part
+    tl.store(out + line * V + columns, combined.to(out.dtype.element_ty), mask=(columns < V) & (count > 1))
 
 
 @cache
@@ -67,19 +71,20 @@ def combine_splits(
     out: torch.Tensor,
     partials: torch.Tensor,
     partial_lse: torch.Tensor,
+    first_units: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Combine the splits. Checks nothing and mutates `out`.
+    """Combine the parts. Checks nothing and mutates `out`, for items of several parts.
 
     Args:
-        out: [N, H, V] contiguous; any float dtype. Zeros where no split has keys.
-        partials: [N, H, C, V] float32 contiguous; not read where `partial_lse` is -inf.
-        partial_lse: [N, H, C] float32 contiguous, logarithms to base 2.
+        out: [N, H, V] contiguous; any float dtype.
+        partials: [U, H, V] float32 contiguous. Each of several parts has keys.
+        partial_lse: [U, H] float32 contiguous, logarithms to base 2.
+        first_units: [N + 1] int32, as in `DecodePlan`.
         sinks: [H] float32 contiguous, natural logarithms; None: no sinks.
     """
-    items, heads, num_splits, width = partials.shape
-    variant = _variant(heads, width)
-    variant.launch((items * heads,), out, partials, partial_lse, sinks, num_splits)
+    items, heads, width = out.shape
+    _variant(heads, width).launch((items * heads,), out, partials, partial_lse, first_units, sinks)
 
 
 def compile_specs() -> list[CompileSpec]:
@@ -94,12 +99,12 @@ def _compile_spec(dtype: str, width: int, sinks: bool) -> CompileSpec:
         "out": f"*{dtype}",
         "partials": "*fp32",
         "partial_lse": "*fp32",
+        "first_units": "*i32",
         "sinks": "*fp32" if sinks else None,
-        "num_splits": "i32",
     }
     return CompileSpec(
         _variant(32, width),
         f"combine_splits {dtype} V={width}{' sinks' if sinks else ''}",
         types,
-        divisible_by_16=("out", "partials", "partial_lse"),
+        divisible_by_16=("out", "partials", "partial_lse", "first_units"),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import torch
 # The shared memory that a program may use, by architecture: 90 is H100 and H200, 89 is L40 and RTX 4090 (86,
 # the RTX 3090, has as much), 80 is A100.
 SHARED_BYTES = {90: 227 * 1024, 89: 99 * 1024, 80: 163 * 1024}
+# The first architecture with programmatic dependent launch.
+EARLY_FROM = 90
 # By their names in Triton.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -29,16 +32,33 @@ class Variant:
         constexprs: The value of each argument of type "constexpr", by name.
         num_warps: The warps of a program.
         num_stages: The stages of the pipeline of loads in loops with matrix products; 1: no pipeline.
+        early: A launch may begin before the one before it in its stream has ended; see `launches_early`.
     """
 
     kernel: Any
     constexprs: Mapping[str, Any]
     num_warps: int
     num_stages: int
+    early: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compile options, in Triton's form."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options | {"launch_pdl": True} if self.early else options
 
     def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """Launch the kernel with its other arguments, in order. Mutates what the kernel writes."""
-        self.kernel[grid](*arguments, **self.constexprs, num_warps=self.num_warps, num_stages=self.num_stages)
+        self.kernel[grid](*arguments, **self.constexprs, **self.options)
+
+
+@cache
+def launches_early(device: torch.device) -> bool:
+    """Whether a device has programmatic dependent launch. Triton's interpreter has not."""
+    if device.type != "cuda":
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor >= EARLY_FROM
 
 
 @dataclass(frozen=True, slots=True)

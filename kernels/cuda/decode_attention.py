@@ -1,7 +1,8 @@
-"""Paged attention of one token per item, the keys of an item split over several programs.
+"""Paged attention of one token per item, the keys of long items split over several programs.
 
 A program reads some of the keys of one key-value head, for the G query heads that share it, padded to the 16
-rows of a matrix instruction. The result of an item depends only on the item and the number of splits.
+rows of a matrix instruction. Which ones, a work list says (kernels/cuda/decode_plan.py). The result of an
+item depends only on the item and the number of its parts.
 
 Compiled for sm_90 with Triton 3.7.1, bfloat16, G = 4, several splits; nothing spills:
 
@@ -19,8 +20,8 @@ The optional parameters of kernels/attention_scoring.py need up to 2 more regist
 128 need 80 registers and 57 KiB, with the tiles of a width of 256.
 
 Dimension letters: N items; H query heads; K key-value heads; G = H / K; D width of a key, E the power of two
-not below it; V and F the same of a value; P pages in the longest page table; S tokens a page; C splits; M
-rows (G and padding).
+not below it; V and F the same of a value; P pages in the longest page table; S tokens a page; U units of
+the work list; M rows (G and padding).
 """
 
 from __future__ import annotations
@@ -44,12 +45,7 @@ from kernels.cuda.attention_tiles import (
 )
 from kernels.cuda.combine_splits import combine_splits
 from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
-
-# The number of programs that run on a multiprocessor at once, limited by their shared memory.
-PROGRAMS_A_MULTIPROCESSOR = 3
-# With fewer keys in a split, starting it and adding its result would take most of the time.
-MIN_SPLIT_KEYS = 128
-MAX_SPLITS = 128
+from kernels.cuda.decode_plan import DecodePlan
 
 
 def config_for(dtype: torch.dtype, width: int) -> TileConfig:
@@ -61,45 +57,42 @@ def config_for(dtype: torch.dtype, width: int) -> TileConfig:
     return TileConfig(block_m=16, tile=64 if width <= 128 else 32, num_warps=4, num_stages=3)
 
 
-def num_splits_for(batch: int, kv_heads: int, max_context: int, multiprocessors: int) -> int:
-    """The number of splits for the keys of each item.
+@triton.jit
+def part_of(first_units, unit_items, unit, items):
+    """The item of a unit, which of its parts the unit is, and of how many.
 
-    As many as run on the device at once, but none with less than MIN_SPLIT_KEYS keys if all items have the
-    length of the longest.
-
-    Args:
-        batch: The number of items, padding items included.
-        kv_heads: K.
-        max_context: The most tokens of an item.
-        multiprocessors: The number of multiprocessors of the device.
-
-    Returns:
-        1 .. MAX_SPLITS.
+    A unit without an item is part -1 of 2 of the last one: it has no keys, and nobody reads its result.
     """
-    room = PROGRAMS_A_MULTIPROCESSOR * multiprocessors // max(batch * kv_heads, 1)
-    return max(1, min(room, -(-max_context // MIN_SPLIT_KEYS), MAX_SPLITS))
+    planned = tl.load(unit_items + unit)
+    item = tl.minimum(planned, items - 1).to(tl.int64)
+    first = tl.load(first_units + item)
+    idle = planned == items
+    parts = tl.where(idle, 2, tl.load(first_units + item + 1) - first)
+    return item, tl.where(idle, -1, unit - first), parts
 
 
 # Slices of a batch begin at any address, and table widths change: neither may compile another variant.
 @triton.jit(
-    do_not_specialize=["table_stride", "num_splits"],
+    do_not_specialize=["table_stride", "items"],
     do_not_specialize_on_alignment=["page_tables", "context_lens", "sinks", "alibi_slopes"],
 )
 def decode_kernel(
-    out,  # [N, H, V]; written when there is one split
-    partials,  # [N, H, C, V] float32; written when there are several
-    partial_lse,  # [N, H, C] float32, base 2
+    out,  # [N, H, V]; written for items of one part
+    partials,  # [U, H, V] float32; written for the others; None without a work list, as the next three
+    partial_lse,  # [U, H] float32, base 2
+    first_units,  # [N + 1]
+    unit_items,  # [U]
     query,  # [N, H, D]
     k_pages,  # [pages, S, K, D]
     v_pages,  # [pages, S, K, V]
     page_tables,  # [N, P]
     context_lens,  # [N]
-    sinks,  # [H] float32, or None; with several splits it is None here
+    sinks,  # [H] float32, or None
     alibi_slopes,  # [H] float32, or None
     query_stride,
     head_stride,
     table_stride,
-    num_splits,
+    items,
     scale_log2,
     softcap_log2,  # or None
     KV_HEADS: tl.constexpr,
@@ -114,23 +107,29 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One split of one key-value head of one item."""
-    item = tl.program_id(0).to(tl.int64)
+    """One unit of one key-value head, or without a work list one item."""
+    unit = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
     rows = tl.arange(0, BLOCK_M)  # [M]
     columns = tl.arange(0, E)
     value_columns = tl.arange(0, F)
     present = rows < GROUP
     heads = kv_head * GROUP + rows
 
+    item = unit
+    part = 0
+    parts = 1
+    if SPLIT:
+        item, part, parts = part_of(first_units, unit_items, tl.program_id(0), items)
     context = tl.load(context_lens + item).to(tl.int32)
+    if SPLIT:
+        context = tl.where(part >= 0, context, 0)
     oldest = 0
     if WINDOW > 0:
         oldest = tl.maximum(context - WINDOW, 0)
-    tiles_a_split = tl.cdiv(tl.cdiv(context - oldest, TILE), num_splits)
-    begin = oldest + split * tiles_a_split * TILE
-    end = tl.minimum(begin + tiles_a_split * TILE, context)
+    tiles_a_part = tl.cdiv(tl.cdiv(context - oldest, TILE), parts)
+    begin = oldest + part * tiles_a_part * TILE
+    end = tl.minimum(begin + tiles_a_part * TILE, context)
 
     query_tile = tl.load(
         query + item * query_stride + heads[:, None] * head_stride + columns[None, :],
@@ -168,18 +167,22 @@ def decode_kernel(
         TILE,
     )
     empty = begin >= end
-    total = with_sinks(total, highest, sinks, heads, present)
+    if SPLIT:
+        # Looked up again: held over the loop they would cost registers.
+        item, part, parts = part_of(first_units, unit_items, tl.program_id(0), items)
+    alone = parts == 1
+    # Of several parts, a sink is added to one sum only: in combine_splits.
+    total = tl.where(alone, with_sinks(total, highest, sinks, heads, present), total)
     result = attended / tl.where(empty, 1.0, total)[:, None]  # [M, F]
     mask = present[:, None] & (value_columns < V)[None, :]  # [M, F]
-    lines = item * KV_HEADS * GROUP + heads  # [M], of [N, H]
     if SPLIT:
-        parts = lines * num_splits + split  # [M], of [N, H, C]
+        lines = unit * KV_HEADS * GROUP + heads  # [M], of [U, H]
         lse = tl.where(empty, float("-inf"), highest + tl.log2(total))
-        tl.store(partial_lse + parts, lse, mask=present)
-        if begin < end:
-            tl.store(partials + parts[:, None] * V + value_columns[None, :], result, mask=mask)
-    else:
-        to = out + lines[:, None] * V + value_columns[None, :]
+        tl.store(partial_lse + lines, lse, mask=present)
+        if (parts > 1) & (begin < end):
+            tl.store(partials + lines[:, None] * V + value_columns[None, :], result, mask=mask)
+    if alone:
+        to = out + (item * KV_HEADS * GROUP + heads)[:, None] * V + value_columns[None, :]
         tl.store(to, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -205,12 +208,12 @@ def decode_attention(
     page_tables: torch.Tensor,
     context_lens: torch.Tensor,
     scoring: Scoring,
-    num_splits: int,
+    plan: DecodePlan | None,
 ) -> None:
     """Attend one token of each item to its own sequence, whose last token it is.
 
-    Checks nothing, reads no device tensor, and launches what follows from the shapes and `num_splits` alone,
-    so that it can be captured in a CUDA graph. Mutates `out`.
+    Checks nothing, reads no device tensor back, and launches what follows from the shapes alone, so that it
+    can be captured in a CUDA graph. Mutates `out`.
 
     Args:
         out: [N, H, V] contiguous, dtype of query. The rows of items without context become zeros.
@@ -220,43 +223,48 @@ def decode_attention(
         page_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
         context_lens: [N] int32 or int64. 0: a padded item, for which no page is read.
         scoring: How scores become weights.
-        num_splits: The number of parts in which the keys of an item are read; see `num_splits_for`.
+        plan: Which parts of items are read, of these lengths and the window; None: each item as a whole.
     """
     items, heads = query.shape[:2]
     width = v_pages.shape[3]
     kv_heads = k_pages.shape[2]
     if items == 0:
         return
-    partials = partial_lse = None
-    if num_splits > 1:
-        shape = (items, heads, num_splits)
-        partials = torch.empty((*shape, width), dtype=torch.float32, device=query.device)
-        partial_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    variant = _variant(query.dtype, heads, k_pages.shape, width, scoring.sliding_window, split=num_splits > 1)
+    units, lists = items, tuple[torch.Tensor | None, ...]([None] * 4)
+    if plan is not None:
+        units = len(plan.unit_items)
+        results, sums = (
+            torch.empty((units, heads, *rest), dtype=torch.float32, device=query.device)
+            for rest in ((width,), ())
+        )
+        lists = results, sums, plan.first_units, plan.unit_items
+    split = plan is not None
+    variant = _variant(query.dtype, heads, k_pages.shape, width, scoring.sliding_window, split=split)
     variant.launch(
-        (items, kv_heads, num_splits),
+        (units, kv_heads),
         out,
-        partials,
-        partial_lse,
+        *lists,
         query,
         k_pages,
         v_pages,
         page_tables,
         context_lens,
-        scoring.sinks if partials is None else None,
+        scoring.sinks,
         scoring.alibi_slopes,
         query.stride(0),
         query.stride(1),
         page_tables.stride(0),
-        num_splits,
+        items,
         *log2_scales(scoring),
     )
-    if partials is not None and partial_lse is not None:
-        combine_splits(out, partials, partial_lse, scoring.sinks)
+    if plan is not None:
+        partials, partial_lse = lists[:2]
+        assert partials is not None and partial_lse is not None
+        combine_splits(out, partials, partial_lse, plan.first_units, scoring.sinks)
 
 
 def compile_specs() -> list[CompileSpec]:
-    """Each dtype and head width, with and without splits, a window, and what some models have beside."""
+    """Each dtype and head width, with and without a work list, a window, and what some models have beside."""
     shapes: list[tuple[str, int, int, bool, int | None, str]] = [
         ("bf16", width, width, True, None, "") for width in (64, 80, 96, 128, 256)
     ]
@@ -279,9 +287,9 @@ def _compile_spec(
 ) -> CompileSpec:
     variant = _variant(DTYPES[dtype], 32, (1, 16, 8, width), value_width, window, split=split)
     pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
-    absent = {} if split else {"partials": None, "partial_lse": None}
-    if split:
-        pointers |= {"partials": "*fp32", "partial_lse": "*fp32"}
+    lists = {"partials": "*fp32", "partial_lse": "*fp32", "first_units": "*i32", "unit_items": "*i32"}
+    absent = {} if split else dict.fromkeys(lists)
+    pointers |= lists if split else {}
     return CompileSpec(
         variant,
         f"decode_attention {dtype} {widths_name(width, value_width)}{' split' if split else ''}"
@@ -291,7 +299,7 @@ def _compile_spec(
             **absent,
             **feature_types(feature),
             **dict.fromkeys(("page_tables", "context_lens"), "*i32"),
-            **dict.fromkeys(("query_stride", "head_stride", "table_stride", "num_splits"), "i32"),
+            **dict.fromkeys(("query_stride", "head_stride", "table_stride", "items"), "i32"),
             "scale_log2": "fp32",
         },
         divisible_by_16=(*pointers, "query_stride", "head_stride"),

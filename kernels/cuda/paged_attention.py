@@ -1,8 +1,9 @@
 """Attention of a mixed batch on the GPU: chooses the kernel for each item.
 
-The first items of one token run in the decode kernel, which splits their keys. Batches have decodes first.
-All other items run in the prefill kernel, which supports single tokens and trees too. If bits must not depend
-on the batch, all items do: the splits of the decode kernel depend on it, and its sums have another order.
+The first items of one token run in the decode kernel, which splits the keys of long ones by a work list.
+Batches have decodes first. All other items run in the prefill kernel, which supports single tokens and trees
+too. If bits must not depend on the batch, all items do: the parts of the decode kernel depend on it, and its
+sums have another order.
 
 No launch depends on the lengths of contexts, neither on the device nor on the host, so a CUDA graph that was
 captured with short contexts is correct for long ones.
@@ -22,7 +23,8 @@ import triton
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
 from kernels.cuda.compile_spec import SHARED_BYTES
-from kernels.cuda.decode_attention import decode_attention, num_splits_for
+from kernels.cuda.decode_attention import config_for, decode_attention
+from kernels.cuda.decode_plan import DecodePlan, num_units_for, plan_units
 from kernels.cuda.prefill_attention import prefill_attention
 
 
@@ -55,8 +57,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend every item to its own sequence. Checks nothing: see `kernels.paged_attention.paged_attention`.
 
-    Without `batch_invariant` the bits of an item's rows depend on how many items of one token come first and
-    on the width of the page tables, which decide the splits, but on nothing in the other items.
+    Without `batch_invariant` the bits of an item's rows depend on how many items of one token come first, on
+    their lengths and on the width of the page tables, which decide the parts, but on nothing in the others.
 
     Args:
         query: [T, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
@@ -80,8 +82,10 @@ def paged_attention(
     if trees is not None:
         decodes = min(decodes, next(item for item, is_tree in enumerate(trees.is_tree) if is_tree))
     if decodes:
+        tile = config_for(query.dtype, max(query.shape[2], v_pages.shape[3])).tile
         capacity = batch.page_tables.shape[1] * page_size
         longest = min(capacity, scoring.sliding_window or capacity)
+        units = num_units_for(decodes, kv_heads, longest, limits.multiprocessors)
         decode_attention(
             out[:decodes],
             query[:decodes],
@@ -90,7 +94,7 @@ def paged_attention(
             batch.page_tables[:decodes],
             batch.context_lens[:decodes],
             scoring,
-            num_splits_for(decodes, kv_heads, longest, limits.multiprocessors),
+            _plan(batch, decodes, units, scoring.sliding_window, tile),
         )
     if decodes < items:
         prefill_attention(
@@ -107,3 +111,17 @@ def paged_attention(
             batch_invariant=batch_invariant,
         )
     return out
+
+
+def _plan(
+    batch: AttentionBatch, decodes: int, units: int, sliding_window: int | None, tile: int
+) -> DecodePlan | None:
+    """The work list of the first items, which the first layer with this window makes for all of them."""
+    if units == decodes:
+        return None
+    key = decodes, units, sliding_window, tile
+    plan: DecodePlan | None = batch.plans.get(key)
+    if plan is None:
+        plan = plan_units(batch.context_lens[:decodes], units, sliding_window, tile)
+        batch.plans[key] = plan
+    return plan

@@ -1,22 +1,23 @@
 """Loads, replaces and removes adapters, and tells workers which there are.
 
 A version is copied, and tried on a worker, before its id names it. A failure or cancellation before that
-leaves nothing behind. Workers load an adapter when a forward first needs it.
+leaves nothing behind. Workers load an adapter when a forward first needs it. In the operator's directory
+(`--adapters`) each subdirectory is an adapter, by its name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from quire.v1 import admin_pb2, worker_pb2
 
 from service.adapters import store as files
-from service.adapters.directory import AdapterDirectory, check_adapter_id
-from service.adapters.registry import Adapters, AdapterVersion
+from service.adapters.registry import Adapters, AdapterVersion, check_adapter_id
 from service.adapters.store import AdapterStore, bad_adapter
 from service.caches.machine import CacheMachine
 from service.completion import complete
@@ -62,16 +63,17 @@ class AdapterLoader:
         self._caches = caches
         self._config = config
         self._find_adapter = find_adapter
-        self._directory = AdapterDirectory(Path(config.adapters)) if config.adapters else None
+        self._directory = Path(config.adapters).resolve() if config.adapters else None
         self._loads = 0
         # When it was noticed first that a version is retired, by number.
         self._retired_s: dict[int, float] = {}
         # Changes of the list are written one after the other.
         self._writing = asyncio.Lock()
-        adapters.restore(*store.read_list())
-        adapters.last_number = max([adapters.last_number, *caches.adapters_in_use()])
+        versions, last_number = store.read_list()
+        adapters.update(versions)
+        adapters.last_number = max([adapters.last_number, last_number, *caches.adapters_in_use()])
         if self._directory is not None:
-            gone, new = self._directory.changes(self._directory.scan(), adapters)
+            gone, new = self._directory_changes(self._directory, files.scan(self._directory))
             if (gone or new) and self._write_list(self._list_with(new, gone)):
                 self._use(new, gone)
         pool.adapter_command = self._all_adapters
@@ -87,7 +89,7 @@ class AdapterLoader:
         self._loads += 1
         number = 0
         try:
-            first = await self._next(requests)
+            first = await next_message(requests, self._config.message_timeout_s)
             if first is None:
                 raise InvalidArgument(
                     "BAD_ADAPTER", "adapter_id", "the first message must have an adapter_id"
@@ -161,15 +163,10 @@ class AdapterLoader:
                     received[name] = stack.enter_context(opened)
                 if part.data:
                     await asyncio.to_thread(received[part.name].write, part.data)
-                request = await self._next(requests)
+                request = await next_message(requests, self._config.message_timeout_s)
             missing = [name for name in files.FILES if name not in received]
             if missing:
                 raise InvalidArgument("BAD_ADAPTER", "file", f"{missing[0]} is missing")
-
-    async def _next(
-        self, requests: AsyncIterator[admin_pb2.LoadAdapterRequest]
-    ) -> admin_pb2.LoadAdapterRequest | None:
-        return await next_message(requests, self._config.message_timeout_s)
 
     async def _try(self, version: AdapterVersion) -> None:
         """Loads a version on one worker. Raises InvalidArgument, NoWorker or AdapterLimit."""
@@ -207,7 +204,7 @@ class AdapterLoader:
                 await complete(asyncio.to_thread(self._store.write_list, listed))
             except OSError as error:
                 raise StorageUnavailable(error.strerror) from None
-            self._adapters.retire(tenant, adapter_id)
+            self._adapters.update((), [version])
         _log.info("adapter unloaded", adapter=adapter_id, version=version.number)
         return True
 
@@ -218,22 +215,46 @@ class AdapterLoader:
             await self._remove_unused()
             if self._directory is None:
                 continue
-            found = await asyncio.to_thread(self._directory.scan)
+            found = await asyncio.to_thread(files.scan, self._directory)
             async with self._writing:
-                gone, new = self._directory.changes(found, self._adapters)
+                gone, new = self._directory_changes(self._directory, found)
                 # If that cannot be stored, the next round tries again.
                 if gone or new:
                     listed = self._list_with(new, gone)
                     if await asyncio.to_thread(self._write_list, listed):
                         self._use(new, gone)
 
+    def _directory_changes(
+        self, directory: Path, found: Mapping[str, str] | None
+    ) -> tuple[list[AdapterVersion], list[AdapterVersion]]:
+        """Versions that are gone, and new ones, whose numbers are taken. `found`: see `scan` in store.py."""
+        if found is None:
+            return [], []
+        mine = {v.adapter_id: v for v in self._adapters if v.identity and not v.retired}
+        gone = [version for adapter_id, version in mine.items() if adapter_id not in found]
+        new: list[AdapterVersion] = []
+        for adapter_id, identity in found.items():
+            version = self._adapters.of(None, adapter_id)
+            # One that was loaded by a call keeps its id.
+            if version is not None and version.identity in ("", identity):
+                continue
+            try:
+                check_adapter_id(adapter_id)
+                number = self._adapters.next_number(len(new))
+            except InvalidArgument:
+                continue
+            except AdapterLimit as error:
+                _log.warning("not all adapters of the directory can be used", why=error.message)
+                break
+            new.append(AdapterVersion(number, adapter_id, None, str(directory / adapter_id), identity))
+        return gone, new
+
     # The list. It is stored before workers know of a version: caches, and KV that workers keep for the next
     # gateway, are of its number.
 
     def _list_with(self, added: Sequence[AdapterVersion], retired: Sequence[AdapterVersion] = ()) -> Adapters:
         """The adapters as they will be."""
-        listed = Adapters(self._config.max_adapters)
-        listed.restore(self._adapters.snapshot(), self._adapters.last_number)
+        listed = copy.deepcopy(self._adapters)
         listed.update(added, retired)
         return listed
 

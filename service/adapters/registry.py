@@ -6,11 +6,14 @@ one until it is released, also if the id names another one by then, or none.
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from service.errors import AdapterLimit, AdapterNotFound
+from service.errors import AdapterLimit, AdapterNotFound, InvalidArgument
+
+_MAX_ID_CHARS = 128
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 
 
 @dataclass(slots=True)
@@ -47,12 +50,6 @@ class Adapters:
     def __iter__(self) -> Iterator[AdapterVersion]:
         return iter(self._versions.values())
 
-    def restore(self, versions: Iterable[AdapterVersion], last_number: int) -> None:
-        """Adds the versions of an earlier gateway."""
-        for version in versions:
-            self.add(version)
-        self.last_number = max(self.last_number, last_number)
-
     def next_number(self, beside: int = 0) -> int:
         """A number for a new version, beside so many other new ones. Raises AdapterLimit."""
         if len(self._versions) + beside >= self._max_versions:
@@ -60,27 +57,25 @@ class Adapters:
         self.last_number += 1
         return self.last_number
 
-    def add(self, version: AdapterVersion) -> None:
-        """Adds a version. Its id names it from now on, unless it is retired."""
-        self._versions[version.number] = version
-        self.last_number = max(self.last_number, version.number)
-        if not version.retired:
-            self.retire(version.tenant, version.adapter_id)
-            self._current[version.tenant, version.adapter_id] = version
+    def update(self, added: Iterable[AdapterVersion], retired: Iterable[AdapterVersion] = ()) -> None:
+        """Removes the ids of versions, which stay as long as they are in use, and adds others.
 
-    def update(self, added: Iterable[AdapterVersion], retired: Iterable[AdapterVersion]) -> None:
-        """Adds versions, and removes ids."""
+        The id of each names it from now on, unless it is retired already.
+        """
         for version in retired:
-            self.retire(version.tenant, version.adapter_id)
+            self._retire(version)
         for version in added:
-            self.add(version)
+            self._versions[version.number] = version
+            self.last_number = max(self.last_number, version.number)
+            if not version.retired:
+                self._retire(version)
+                self._current[version.tenant, version.adapter_id] = version
 
-    def retire(self, tenant: str | None, adapter_id: str) -> bool:
-        """Removes an id. Its version stays as long as it is in use. False: there was none."""
-        version = self._current.pop((tenant, adapter_id), None)
-        if version is not None:
-            version.retired = True
-        return version is not None
+    def _retire(self, version: AdapterVersion) -> None:
+        """Removes the id that a version has, whatever it names."""
+        named = self._current.pop((version.tenant, version.adapter_id), None)
+        if named is not None:
+            named.retired = True
 
     def remove_unused(self, in_use: Collection[int]) -> list[AdapterVersion]:
         """Removes and returns the versions that no id names and no cache belongs to."""
@@ -106,9 +101,13 @@ class Adapters:
         return self._current.get((tenant, adapter_id))
 
     def get(self, number: int) -> AdapterVersion | None:
-        """The version of a number, if it is still known."""
         return self._versions.get(number)
 
-    def snapshot(self) -> list[AdapterVersion]:
-        """Copies of all versions."""
-        return [dataclasses.replace(version) for version in self]
+
+def check_adapter_id(adapter_id: str) -> None:
+    """Raises InvalidArgument."""
+    if len(adapter_id) > _MAX_ID_CHARS or _ID.fullmatch(adapter_id) is None:
+        allowed = (
+            f"must have 1 to {_MAX_ID_CHARS} letters, digits and characters of ._-/, a letter or digit first"
+        )
+        raise InvalidArgument("BAD_ADAPTER", "adapter_id", allowed)

@@ -8,6 +8,7 @@ All functions block on the disk and raise OSError, unless they say otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -39,7 +40,6 @@ class AdapterStore:
         self.directory = UploadDirectory(data_dir, _DIRECTORY)
 
     def path(self, number: int) -> Path:
-        """Where the copy of a version is."""
         return self.directory.path / str(number)
 
     def copy(self, source: Path, number: int) -> None:
@@ -99,6 +99,20 @@ def identity(directory: Path) -> str:
     """Differs if a file is written to or replaced. As `identity` in workers/adapters/adapter.py."""
     stats = [(directory / name).stat() for name in FILES]
     return ".".join(f"{one.st_ino:x}-{one.st_size:x}-{one.st_mtime_ns:x}" for one in stats)
+
+
+def scan(directory: Path) -> dict[str, str] | None:
+    """The identity of each adapter in a directory, by name. None: it cannot be read. Raises nothing."""
+    found = {}
+    try:
+        for entry in directory.iterdir():
+            # What is no adapter, or not complete yet, is left out.
+            with contextlib.suppress(OSError):
+                found[entry.name] = identity(entry)
+    except OSError as error:
+        _log.warning("cannot read the directory of adapters", error=error.strerror)
+        return None
+    return found
 
 
 def bad_adapter(why: str) -> InvalidArgument:

@@ -86,11 +86,7 @@ class AdminApi:
         grace_s = self._state.config.drain_grace_s
         if request.HasField("grace"):
             grace_s = validation.grace_seconds(request.grace)
-        replaced = await self._restarts.replace(request.worker_id, grace_s)
-        response = admin_pb2.DrainResponse()
-        for worker in replaced:
-            response.workers.add(worker_id=worker.worker_id, old_pid=worker.old_pid, new_pid=worker.new_pid)
-        return response
+        return admin_pb2.DrainResponse(workers=await self._restarts.replace(request.worker_id, grace_s))
 
     async def MoveCache(
         self, request: admin_pb2.MoveCacheRequest, _context: Context

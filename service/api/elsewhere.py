@@ -33,6 +33,9 @@ class Elsewhere(Protocol):
     async def list_caches(self, request: Any, context: Any, here: Callable[..., Awaitable[Any]]) -> Any:
         """The response to ListCaches."""
 
+    async def observe(self, method: str, request: Any, context: Any, response: Any) -> None:
+        """Adds what the other shards of this gateway say to the response of this shard to a reader."""
+
 
 class SessionCallContext:
     """What such a call of a Session needs of a call's context."""

@@ -6,7 +6,7 @@ Errors are raised as QuireError. The call interceptor turns them into a status.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partialmethod
 from importlib import metadata
 from typing import Any
@@ -21,7 +21,6 @@ from service.api.calls import CALLS, Call
 from service.api.elsewhere import Elsewhere, SessionCalls
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
-from service.api.validation import RequestLimits
 from service.auth.authenticator import current_tenant
 from service.caches.requests import Append
 from service.dispatcher import Dispatcher
@@ -48,19 +47,28 @@ class ExecutorApi:
         self._version = metadata.version("quire-llm-server")
         # Set if there are several shards.
         self.elsewhere: Elsewhere | None = None
+        # What they answer for this shard alone.
+        self._readers: dict[str, Callable[[Any, Context], Awaitable[Any]]] = {
+            "ListCaches": self._list_here,
+            "GetStatus": self._status_here,
+            "GetCacheMetrics": self._cache_metrics_here,
+            "GetLoraMetrics": self._lora_metrics_here,
+        }
 
     def run_here(self, method: str, request: Any, context: Context) -> Awaitable[Any]:
         """The answer to a call for caches of this shard."""
-        if method == "ListCaches":
-            return self._list_here(request, context)
+        if method in self._readers:
+            return self._readers[method](request, context)
         call = CALLS[method]
         return (self._run_batch if call.is_batch else self._run)(call, request, context, is_here=True)
 
     async def _run(self, call: Call, request: Any, context: Context, *, is_here: bool = False) -> Any:
         if self.elsewhere is not None and not is_here and self.elsewhere.concerns(call.method, request):
             return await self.elsewhere.answer(call.method, request, context, self.run_here)
-        limits, timeout_s = await self._begin(context)
-        checked = call.check(request, limits, timeout_s)
+        limits, left_s = self._state.current_limits, context.time_remaining()
+        if limits is None:
+            limits, left_s = await self._state.limits_when_ready(left_s), context.time_remaining()
+        checked = call.check(request, limits, left_s and validation.timeout_seconds(left_s))
         self._state.answers.take_until_done(held_bytes((checked,)), context)
         (outcome,) = await self._dispatcher.run((checked,), current_tenant())
         if isinstance(outcome, QuireError):
@@ -72,20 +80,16 @@ class ExecutorApi:
     async def _run_batch(self, call: Call, request: Any, context: Context, *, is_here: bool = False) -> Any:
         if self.elsewhere is not None and not is_here and self.elsewhere.concerns(call.method, request):
             return await self.elsewhere.answer(call.method, request, context, self.run_here)
-        limits, timeout_s = await self._begin(context)
-        checked = await call.check_items(request, limits, timeout_s)
+        limits, left_s = self._state.current_limits, context.time_remaining()
+        if limits is None:
+            limits, left_s = await self._state.limits_when_ready(left_s), context.time_remaining()
+        checked = await call.check_items(request, limits, left_s and validation.timeout_seconds(left_s))
         self._state.answers.take_until_done(held_bytes(checked), context)
         appends = [one for one in checked if isinstance(one, Append)]
         outcomes = await self._dispatcher.run(appends, current_tenant())
         response = call.response()
         call.write_items(checked, outcomes, current_request_id(), response)
         return response
-
-    async def _begin(self, context: Context) -> tuple[RequestLimits, float | None]:
-        """The limits that a request is checked against, and the time until its deadline."""
-        limits = await self._state.limits_when_ready(context.time_remaining())
-        left_s = context.time_remaining()  # None: no deadline.
-        return limits, left_s and validation.timeout_seconds(left_s)
 
     Prefill = partialmethod(_run, CALLS["Prefill"])
     Decode = partialmethod(_run, CALLS["Decode"])
@@ -171,7 +175,27 @@ class ExecutorApi:
             max_top_logprobs=min(validation.MAX_TOP_LOGPROBS, ready.model.vocab_size),
         )
 
-    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+    async def _observe(self, method: str, request: Any, context: Context) -> Any:
+        """What all shards of this gateway say."""
+        response = await self._readers[method](request, context)
+        if self.elsewhere is not None:
+            await self.elsewhere.observe(method, request, context, response)
+        return response
+
+    def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> Awaitable[pb.GetStatusResponse]:
+        return self._observe("GetStatus", request, context)
+
+    def GetCacheMetrics(
+        self, request: pb.GetCacheMetricsRequest, context: Context
+    ) -> Awaitable[pb.GetCacheMetricsResponse]:
+        return self._observe("GetCacheMetrics", request, context)
+
+    def GetLoraMetrics(
+        self, request: pb.GetLoraMetricsRequest, context: Context
+    ) -> Awaitable[pb.GetLoraMetricsResponse]:
+        return self._observe("GetLoraMetrics", request, context)
+
+    async def _status_here(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         slots, caches = await self._pool.refresh_snapshots(), self._dispatcher.caches
         model = self._state.served_model
         return pb.GetStatusResponse(
@@ -195,7 +219,7 @@ class ExecutorApi:
             weights=self._state.model_version,
         )
 
-    async def GetCacheMetrics(
+    async def _cache_metrics_here(
         self, request: pb.GetCacheMetricsRequest, context: Context
     ) -> pb.GetCacheMetricsResponse:
         slots = await self._pool.refresh_snapshots(check_integrity=request.check_integrity)
@@ -206,7 +230,7 @@ class ExecutorApi:
                 worker.pool_intact = slot.snapshot.pool_intact
         return response
 
-    async def GetLoraMetrics(
+    async def _lora_metrics_here(
         self, request: pb.GetLoraMetricsRequest, context: Context
     ) -> pb.GetLoraMetricsResponse:
         response = pb.GetLoraMetricsResponse()

@@ -35,7 +35,8 @@ _SLOW_S = 1.0
 class SlowRequests:
     """Owner of the calls, given by their tasks, whose request has not arrived completely.
 
-    Pure: the caller passes the time.
+    Pure: the caller passes the time. It enters a call into `began_s`, with `now_s`, and takes it out when the
+    request has arrived or the call has ended. Methods would be two function calls for each request.
 
     gRPC does not say how much of a message has arrived. So a request that is still arriving after a second
     counts as the largest allowed one, and the memory limit gives the number of slow requests. The newest are
@@ -48,35 +49,26 @@ class SlowRequests:
         self._max_slow = max(1, max_bytes // max_request_bytes)
         self._timeout_s = timeout_s
         self._clock = RunningClock(TICK_S)
-        # The start time of each, the oldest first.
-        self._started_s: dict[Any, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._started_s)
-
-    def begin(self, call: object) -> None:
-        """The call waits for its request."""
-        # The current tick is not charged: it may be almost over.
-        self._started_s[call] = self._clock.now_s + TICK_S
-
-    def end(self, call: object) -> None:
-        """The request has arrived, or the call has ended."""
-        self._started_s.pop(call, None)
+        # When each began, the oldest first.
+        self.began_s: dict[Any, float] = {}
+        # The end of the current tick, which is not charged: it may be almost over.
+        self.now_s = self._clock.now_s + TICK_S
 
     def tick(self, elapsed_s: float) -> list[tuple[Any, QuireError]]:
         """Advances the time. Removes and returns the calls to end now, with their errors."""
         self._clock.tick(elapsed_s)
+        self.now_s = self._clock.now_s + TICK_S
         late = self._older_than(self._timeout_s)
         slow = self._older_than(_SLOW_S - TICK_S)[len(late) :]
         expired: list[tuple[Any, QuireError]] = [(call, MessageTimeout(self._timeout_s)) for call in late]
         expired += [(call, ArrivingFull(self._max_bytes)) for call in slow[self._max_slow :]]
         for call, _ in expired:
-            del self._started_s[call]
+            del self.began_s[call]
         return expired
 
     def _older_than(self, age_s: float) -> list[Any]:
         limit_s = self._clock.now_s - age_s
-        return [call for call, _ in takewhile(lambda item: item[1] < limit_s, self._started_s.items())]
+        return [call for call, _ in takewhile(lambda item: item[1] < limit_s, self.began_s.items())]
 
 
 class RequestReceiver:
@@ -96,12 +88,13 @@ class RequestReceiver:
     @property
     def arriving(self) -> int:
         """The number of requests that have not arrived completely."""
-        return len(self._slow_requests)
+        return len(self._slow_requests.began_s)
 
     async def request(self, _messages: object, context: _Context) -> Any:
         """The message of a call, or the error that it is refused with."""
         task: Any = asyncio.current_task(self._loop)
-        self._slow_requests.begin(task)
+        waiting = self._slow_requests
+        waiting.began_s[task] = waiting.now_s
         try:
             message = await context.read()
         except DecodeError:
@@ -114,7 +107,7 @@ class RequestReceiver:
             task.uncancel()
             return error
         finally:
-            self._slow_requests.end(task)
+            waiting.began_s.pop(task, None)
         if message is _END:
             if context.cancelled():
                 # The client has disconnected, or the message was too large for gRPC.

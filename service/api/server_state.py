@@ -54,6 +54,8 @@ class ServerState:
         self._adapters = Adapters(0) if adapters is None else adapters
         # For each model version that callers may use, once a worker has loaded it.
         self._limits: dict[int, RequestLimits] = {}
+        # Those of the version that is served. None until a worker has loaded it.
+        self.current_limits: RequestLimits | None = None
         self._started_s = time.monotonic()
         self.answers = AnswerBudget(config.max_unread_bytes)
         self.receiver = RequestReceiver(config)
@@ -76,7 +78,8 @@ class ServerState:
             for version in self._versions
             if version.is_usable and version.first_ready is not None
         }
-        if self._versions.serving.number in self._limits:
+        self.current_limits = self._limits.get(self._versions.serving.number)
+        if self.current_limits is not None:
             self._has_worker.set()
         if "numpy" not in sys.modules and any(limits.experts.layers for limits in self._limits.values()):
             # `Experts.check_replay` needs it. The import takes up to half a second: too long for a call.
@@ -121,11 +124,8 @@ class ServerState:
 
     async def limits_when_ready(self, timeout_s: float | None) -> RequestLimits:
         """`limits`, after `first_worker`. Raises as these do."""
-        limits = self._limits.get(self._versions.serving.number)
-        if limits is None:
-            await self.first_worker(timeout_s)
-            limits = self.limits
-        return limits
+        await self.first_worker(timeout_s)
+        return self.limits
 
     async def first_worker(self, timeout_s: float | None) -> None:
         """After a recovery of caches, waits until the first worker has loaded the model, or the timeout.
@@ -173,10 +173,9 @@ class ServerState:
     @property
     def limits(self) -> RequestLimits:
         """The limits of requests. Raises NoWorker until a worker has loaded the model."""
-        limits = self._limits.get(self._versions.serving.number)
-        if limits is None:
+        if self.current_limits is None:
             raise NoWorker
-        return limits
+        return self.current_limits
 
     def _limits_of_cache(self, cache_id: str) -> RequestLimits | None:
         """The limits of a cache's model version. Raises WeightsChanged if that version was unloaded."""

@@ -205,7 +205,7 @@ class Session:
             raise InvalidArgument("EMPTY_CALL", "calls.call", "the call has no request")
         call_timeout = message.timeout if message.HasField("timeout") else None
         timeout_s = validation.timeout_seconds(self._context.time_remaining(), call_timeout)
-        limits = await self._state.limits_when_ready(timeout_s)
+        limits = self._state.current_limits or await self._state.limits_when_ready(timeout_s)
         call, request = _CALLS[kind], getattr(message, kind)
         if self._elsewhere is not None and self._elsewhere.concern(call.method, request):
             return _OpenCall(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from service.caches.cache_index import CacheIndex
 from service.caches.effects import ForwardDone, TruncateSequence
-from service.caches.entries import CacheEntry, Operation
+from service.caches.entries import CacheEntry, Operation, touch
 from service.caches.kind import Begun, OperationKind
 from service.caches.ledger import CacheState, fingerprint
 from service.caches.records import CacheCreated, Record, TokensAppended
@@ -107,7 +107,7 @@ class Appends(OperationKind[Append]):
         entry = operation.entry
         operation.weights = entry.state.weights
         if operation.copy_number is not None:
-            entry.touch(self._parts.context.now_s)
+            touch((entry,), self._parts.context.now_s)
             return self._appended(operation, done, entry.state.last_kept, self._kept_path(entry, request))
         self._parts.rate.completions += 1
         if entry.ephemeral:

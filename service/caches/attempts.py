@@ -33,7 +33,7 @@ from service.caches.kv_placement import KvPlacement
 from service.caches.quarantine import blame, clear, must_be_alone
 from service.caches.requests import Append, AppendKind, Priority
 from service.caches.segments import Segment
-from service.caches.worker_load import TIME_SHARES, End, Work, WorkerLoad, retry_after_s
+from service.caches.worker_load import TIME_SHARES, End, WorkerLoad, retry_after_s
 from service.caches.workers import Workers, WorkerView
 from service.errors import (
     DeadlinePassed,
@@ -328,10 +328,7 @@ class Attempts:
         entry, worker, context = operation.entry, operation.entry.worker, self._context
         assert worker is not None
         state, is_copy, load = entry.state, operation.copy_number is not None, worker.load
-        tokens, timeout_s = len(append.token_ids), operation.submitted_s + self._max_wait_s - context.now_s
-        work = load.estimate(operation.caller or -operation.ticket, tokens, append.rows, append.priority)
-        if operation.deadline_s is not None or work.is_long:
-            timeout_s = self._require_time(operation.deadline_s, work, load, timeout_s)
+        tokens, priority = len(append.token_ids), append.priority
         attempt = Attempt(
             context.number(),
             number,
@@ -344,19 +341,25 @@ class Attempts:
             not replays and (is_copy or entry.ephemeral),
             state.salt,
             state.adapter,
-            timeout_s,
+            operation.submitted_s + self._max_wait_s - context.now_s,
             replays,
             -(-tokens // worker.page_tokens),
             sent_s=context.now_s,
-            work=work,
         )
+        caller = operation.caller or -operation.ticket
+        attempt.work = work = load.estimate(caller, tokens, append.rows, priority, enters=True)
+        if operation.deadline_s is not None or work.is_long:
+            try:
+                attempt.timeout_s = self._require_time(operation.deadline_s, attempt, load)
+            except QuireError:
+                load.leave(work, 0.0, context.now_s, End.TAKEN_BACK)
+                raise
         if is_copy and not replays and position:
             context.send(worker, ForkSequence(context.number(), entry.number, (number,)))
         if not entry.was_sent:
             self._kv.sent(entry)
         operation.attempt, operation.need = attempt, None
         self.running[attempt.op_id] = operation
-        load.enter(work)
         worker.pages_queued += attempt.pages
         if replays:
             attempt.first_segment = state.tokens.segments[0]
@@ -366,11 +369,12 @@ class Attempts:
             self._suspects[worker] += 1
         context.effects.commands.append((worker.worker_id, worker.epoch, attempt))
 
-    def _require_time(self, deadline_s: float | None, work: Work, load: WorkerLoad, wait_s: float) -> float:
-        """Within which time it has to begin, at most `wait_s`.
+    def _require_time(self, deadline_s: float | None, attempt: Attempt, load: WorkerLoad) -> float:
+        """Within which time it has to begin, at most its timeout.
 
         Raises Overloaded or DeadlinePassed, before any work, if it would not be done in time.
         """
+        work, wait_s = attempt.work, attempt.timeout_s or 0.0
         expected_s = load.expected_s(work)
         if deadline_s is None:
             # Without a deadline only the queueing delay is limited.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from service.caches.frozen_struct import frozen_struct
 from service.caches.records import Record
@@ -126,13 +126,12 @@ Write = tuple[int, Sequence[Record]]
 Reply = tuple[int, Result | QuireError]
 
 
-@dataclass(slots=True)
-class Effects:
+class Effects(NamedTuple):
     """What has to be done after some inputs, in this order: send, commit the records together, reply."""
 
-    commands: list[Send] = field(default_factory=list)
-    writes: list[Write] = field(default_factory=list)
-    replies: list[Reply] = field(default_factory=list)
+    commands: list[Send]
+    writes: list[Write]
+    replies: list[Reply]
 
 
 class Context:
@@ -140,7 +139,7 @@ class Context:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.effects = Effects()
+        self.effects = Effects([], [], [])
         # Returns a number that was never used before. Numbers only grow.
         self.number = itertools.count(1).__next__
 

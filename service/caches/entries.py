@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -183,12 +183,6 @@ class CacheEntry:
             self.state.adapter,
         )
 
-    def touch(self, now_s: float) -> None:
-        """It is used: its lease restarts, and its KV is the last of its worker to be preempted."""
-        self.used_s, self.expires_at_s = now_s, now_s + self.state.lease_s
-        if self.worker is not None:
-            self.worker.held.move_to_end(self)
-
     def has_computed(self, kv_len: int) -> None:
         """Its worker has KV of the first `kv_len` tokens."""
         self.kv_len = kv_len
@@ -198,3 +192,11 @@ class CacheEntry:
         if self.running is not None:
             yield self.running
         yield from self.waiting
+
+
+def touch(entries: Iterable[CacheEntry], now_s: float) -> None:
+    """They are used: their leases restart, and their KV is the last of its worker to be preempted."""
+    for entry in entries:
+        entry.used_s, entry.expires_at_s = now_s, now_s + entry.state.lease_s
+        if entry.worker is not None:
+            entry.worker.held.move_to_end(entry)

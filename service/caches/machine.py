@@ -26,7 +26,7 @@ from typing import Any
 from service.caches.append import Appends, continue_caches
 from service.caches.changes import Releases, Renewals, Truncations
 from service.caches.effects import Claim, Effects, Event, KvExported, ReleaseSequences
-from service.caches.entries import CacheEntry, Operation
+from service.caches.entries import CacheEntry, Operation, touch
 from service.caches.fork import Forks
 from service.caches.kind import OperationKind, Parts
 from service.caches.ledger import Ledger
@@ -108,7 +108,7 @@ class CacheMachine:
             tenant = tenant_of(state.tenant) if state.tenant else self.index.anonymous
             entry = self.admission.new_cache(state, tenant)
             # If the clock was set back, leases must not become longer.
-            entry.touch(now_s - max(0.0, wall_s - self._written_s[state.number]))
+            touch((entry,), now_s - max(0.0, wall_s - self._written_s[state.number]))
             self.index.add(entry, self._context.number())
             self.admission.count(entry)
             self._workers.were_ready = True
@@ -368,7 +368,8 @@ class CacheMachine:
         if self._restores.waiting:
             self._restore_some()
         context = self._context
-        effects, context.effects = context.effects, Effects()
+        # Without the call of a Python function that `Effects()` is.
+        effects, context.effects = context.effects, tuple.__new__(Effects, ([], [], []))
         return effects
 
     def _restore_some(self) -> None:

@@ -13,14 +13,14 @@ from typing import Any
 
 from service.caches.attempts import failure_of
 from service.caches.effects import ForwardDone
-from service.caches.entries import CacheEntry, Operation
+from service.caches.entries import CacheEntry, Operation, touch
 from service.caches.kind import OperationKind, Parts
 from service.caches.ledger import RecordConflict
 from service.caches.records import CacheReleased, Record
 from service.caches.requests import Append, Release, Request, Restore, Result, undelivered
 from service.caches.restore import Restores
 from service.caches.tenants import Tenant
-from service.errors import QuireError
+from service.errors import JournalUnavailable, QuireError
 
 
 class OperationQueues:
@@ -49,10 +49,14 @@ class OperationQueues:
         now_s, replies = self._context.now_s, self._context.effects.replies
         tickets: list[int] = []
         touched: list[CacheEntry] = []
+        is_owner = now_s < self._admission.lease.valid_until_s
         for request in requests:
             kind, ticket = self._kinds[type(request)], self._context.number()
             tickets.append(ticket)
             try:
+                if not is_owner:
+                    # Another one may know better, and a write would be refused.
+                    raise JournalUnavailable
                 at_once = kind.answer_at_once(request, tenant) if kind.may_answer_at_once else None
                 if at_once is not None:
                     replies.append((ticket, at_once))
@@ -73,9 +77,9 @@ class OperationQueues:
             for entry in entries:
                 if not isinstance(request, Append):
                     self._preempt_restore(entry)
-                entry.touch(now_s)
                 entry.waiting.append(operation)
             touched += entries
+        touch(touched, now_s)
         self.advance(touched)
         return tickets
 
@@ -203,8 +207,7 @@ class OperationQueues:
                 # A bug: the state has changed since the operation was checked.
                 self.not_committed(operation, failure_of(error))
                 continue
-            for entry in operation.entries:
-                entry.touch(self._context.now_s)
+            touch(operation.entries, self._context.now_s)
             answer = operation.kind.applied(operation, operation.request)
             self.finish(operation, answer)
             if operation.closes:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from service.caches.effects import Context
-from service.caches.entries import CacheEntry, Operation
+from service.caches.entries import CacheEntry, Operation, touch
 from service.caches.ledger import CacheState, Ledger
 from service.caches.requests import Append, Priority, Request
 from service.caches.tenants import UNBOUNDED, Tenant
@@ -30,6 +30,17 @@ from service.errors import (
 
 if TYPE_CHECKING:
     from service.caches.kind import OperationKind
+
+
+class Lease(Protocol):
+    """Changed by who keeps it. See `service.shards.leases`."""
+
+    valid_until_s: float
+
+
+class _Forever:
+    valid_until_s = math.inf
+
 
 # The most operations that may wait for one another on one cache.
 MAX_WAITING_PER_CACHE = 64
@@ -65,6 +76,8 @@ class Admission:
         self.draining = False
         # False after a failed write: nothing is computed that could not be written.
         self.journal_works = True
+        # Where several gateways share the journal: until when it is certainly this one's.
+        self.lease: Lease = _Forever
 
     # Admission.
 
@@ -133,7 +146,7 @@ class Admission:
         self._caches += 1
         tenant.caches += 1
         entry = CacheEntry(state.number, tenant, ephemeral, state, ownership=state.ownership)
-        entry.touch(self._context.now_s)
+        touch((entry,), self._context.now_s)
         return entry
 
     def count(self, entry: CacheEntry) -> None:

@@ -56,18 +56,17 @@ class _LatencyModel:
         """Adds a forward that was not answered by its deadline, if that is longer than the estimate."""
         self.take_in(self.now_s)
         if took_s > self.expected_s(ahead):
-            self._add(ahead, took_s)
+            self.answers, self.ahead, self.took_s = 1, ahead, took_s
+            self.take_in(self.now_s)
 
     def take_in(self, now_s: float) -> None:
         """The answers so far become part of the fit. The next ones have the time `now_s`."""
         self.now_s = now_s
-        if self.answers:
-            self._add(self.ahead / self.answers, self.took_s / self.answers)
-            self.answers = self.ahead = 0
-            self.took_s = 0.0
-
-    def _add(self, ahead: float, took_s: float) -> None:
-        if self.weight >= _MIN_WEIGHT:
+        if not self.answers:
+            return
+        ahead, took_s = self.ahead / self.answers, self.took_s / self.answers
+        self.answers, self.ahead, self.took_s = 0, 0, 0.0
+        if took_s > _LEAST_NEWS_S and self.weight >= _MIN_WEIGHT:
             # An outlier is probably a pause of the machine.
             took_s = min(took_s, _MOST_TIMES * self.expected_s(ahead) + _LEAST_NEWS_S)
         self.weight = self.weight * _DECAY + 1
@@ -169,8 +168,10 @@ class WorkerLoad:
         # The short and the long forwards.
         self._queues = (_Queue(), _Queue())
 
-    def estimate(self, caller: int, tokens: int, rows: int, priority: Priority) -> Work:
-        """A new forward, with what is ahead of it now."""
+    def estimate(
+        self, caller: int, tokens: int, rows: int, priority: Priority, *, enters: bool = False
+    ) -> Work:
+        """A new forward, with what is ahead of it now. `enters`: it counts until it leaves."""
         is_long, cost = tokens > _SHORT_TOKENS, tokens + rows
         ahead = self._queues[is_long]
         low, normal, high = ahead.cost
@@ -180,6 +181,9 @@ class WorkerLoad:
         own = ahead.by_caller.get(caller)
         callers = len(ahead.by_caller) + (own is None)
         total = min(cost + before, (cost + (own or 0)) * callers)
+        if enters:
+            ahead.cost[priority] += cost
+            ahead.by_caller[caller] = cost + (own or 0)
         # Without the call of a Python function that `Work()` is.
         return tuple.__new__(Work, (caller, priority, is_long, cost, total))
 
@@ -212,14 +216,8 @@ class WorkerLoad:
         """By when it has to begin to end in `left_s`. Less its own work if anything is ahead."""
         return max(left_s - self.own_s(work), 0.0) if work.total > work.cost else left_s
 
-    def enter(self, work: Work) -> None:
-        """Counts a forward that is sent. Each has to `leave`."""
-        queue = self._queues[work.is_long]
-        queue.cost[work.priority] += work.cost
-        queue.by_caller[work.caller] = queue.by_caller.get(work.caller, 0) + work.cost
-
     def leave(self, work: Work, took_s: float, now_s: float, end: End) -> None:
-        """A forward ended, `took_s` after it was sent."""
+        """A forward that had entered has ended, `took_s` after it was sent."""
         queue = self._queues[work.is_long]
         queue.cost[work.priority] -= work.cost
         left = queue.by_caller[work.caller] - work.cost

@@ -33,7 +33,6 @@ def run(options: argparse.Namespace) -> int:
             "memory_bytes": options.memory,
             "context": options.context,
             "steps": {
-                "max_tokens": worker.max_batch_tokens,
                 "max_items": worker.max_batch_items,
                 "gpu_memory_utilization": worker.gpu_memory_utilization,
             },

@@ -18,6 +18,10 @@ class JournalUnusable(Exception):
     """The journal cannot be read or written, or another gateway uses it. The message is for the operator."""
 
 
+class DirectoryInUse(JournalUnusable):
+    """Another gateway uses the data directory."""
+
+
 class Journal:
     """Stores records. All methods are called on the event loop. Only `close` waits for the disk.
 

@@ -106,21 +106,18 @@ def encode(records: Sequence[Record]) -> bytes:
     return frames[0] if len(frames) == 1 else b"".join(frames)
 
 
-def seal(frames: Sequence[bytes], seq: int, wall_ns: int) -> bytes:
+def seal(commits: Sequence[bytes], seq: int, wall_ns: int) -> bytes:
     """Makes a row of results of `encode`. Its crc includes `seq` and `wall_ns`."""
-    version = max(map(_format_of, frames), default=_FIRST_VERSION)
-    head = _ROW_HEAD.pack(version, 0, 0, sum(map(len, frames)))
-    return b"".join((head, _CRC.pack(crc32(head, crc32(_ROW_KEY.pack(seq, wall_ns)))), *frames))
-
-
-def _format_of(frames: bytes) -> int:
-    """The oldest format that has all kinds of these frames."""
-    at, version = 0, _FIRST_VERSION
-    while at < len(frames):
-        length, kind = _FRAME_HEAD.unpack_from(frames, at)
-        version = max(version, _FORMATS.get(kind, _FIRST_VERSION))
-        at += FRAME_BYTES + length
-    return version
+    version = _FIRST_VERSION
+    for frames in commits:
+        at = 0
+        while at < len(frames):
+            length, kind = _FRAME_HEAD.unpack_from(frames, at)
+            if kind in _FORMATS:
+                version = max(version, _FORMATS[kind])
+            at += FRAME_BYTES + length
+    head = _ROW_HEAD.pack(version, 0, 0, sum(map(len, commits)))
+    return b"".join((head, _CRC.pack(crc32(head, crc32(_ROW_KEY.pack(seq, wall_ns)))), *commits))
 
 
 def decode(row: bytes, seq: int, wall_ns: int) -> Iterator[Record]:
@@ -176,10 +173,13 @@ def _frame(kind: int, body: bytes) -> bytes:
 
 def _encode_decodes(values: list[int], records: list[TokensAppended]) -> list[bytes]:
     try:
-        return [_frame(_PACKED_DECODES, _packed(array("I", values)))]
+        packed = array("I", values)
     except OverflowError:
         # A value needs more than 32 bits, for which other records have room.
         return [_encode_one(record) for record in records]
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return [_frame(_PACKED_DECODES, packed.tobytes())]
 
 
 def _encode_one(record: Record) -> bytes:

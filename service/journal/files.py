@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from zlib import crc32
 
-from service.journal.base import JournalUnusable
+from service.journal.base import DirectoryInUse, JournalUnusable
 
 Sync = Literal["normal", "full"]
 # Device and inode; None if the file does not exist.
@@ -45,7 +45,7 @@ _MAGIC: Final = b"SQLite format 3\0"
 _OWNER: Final = "owner"
 _TAKEN: Final = "another gateway has opened the journal since, whose lock was removed"
 # How long to wait for a lock of another reader, such as an operator's shell.
-_BUSY_S: Final = 1.0
+BUSY_S: Final = 1.0
 # A larger write-ahead log is truncated to this size when SQLite starts it from the beginning again.
 _WAL_LIMIT_BYTES: Final = 64 << 20
 
@@ -69,7 +69,7 @@ class Files:
     def __init__(self, directory: Path, sync: Sync) -> None:
         """Creates missing files. Raises JournalUnusable."""
         self.path = directory / DATABASE
-        self._sync = sync
+        self.sync = sync
         self._lock = lock(directory)
         # The id of this gateway in table meta.
         self._owner = uuid.uuid4().hex
@@ -88,11 +88,12 @@ class Files:
 
     def connect(self) -> sqlite3.Connection:
         """Opens the database. Raises sqlite3.Error, or NotOwner if the file was replaced."""
-        self._require_names((self._name, self._identity))
+        if _identity(self._name) != self._identity:
+            raise _removed(self._name)
         db = self._connect("rw")
         try:
             _fetch_one(db, "PRAGMA journal_mode = WAL")
-            db.execute(f"PRAGMA synchronous = {self._sync}")
+            db.execute(f"PRAGMA synchronous = {self.sync}")
             # The writer runs checkpoints itself, at idle times.
             db.execute("PRAGMA wal_autocheckpoint = 0")
             db.execute(f"PRAGMA journal_size_limit = {_WAL_LIMIT_BYTES}")
@@ -105,7 +106,14 @@ class Files:
 
     def require_names(self) -> None:
         """Raises NotOwner if the database or its log was removed or replaced."""
-        self._require_names((self._name, self._identity), (self._wal_name, self._wal_identity))
+        # Without `_identity` and Path, which would be function calls for each row.
+        for name, identity in ((self._name, self._identity), (self._wal_name, self._wal_identity)):
+            try:
+                found = os.stat(name)  # noqa: PTH116
+            except OSError:
+                raise _removed(name) from None
+            if (found.st_dev, found.st_ino) != identity:
+                raise _removed(name)
 
     def require_owner(self, db: sqlite3.Connection) -> None:
         """Raises NotOwner if another gateway owns the journal, or sqlite3.Error. Needs a transaction."""
@@ -118,12 +126,6 @@ class Files:
         insert = "INSERT INTO log SELECT ?, ?, ? FROM meta WHERE key = ? AND value = ?"
         if not db.execute(insert, (seq, wall_ns, row, _OWNER, self._stored_owner)).rowcount:
             raise NotOwner(errno.ESTALE, _TAKEN, str(self.path))
-
-    @staticmethod
-    def _require_names(*names: tuple[str, _Identity]) -> None:
-        for name, identity in names:
-            if _identity(name) != identity:
-                raise NotOwner(errno.ESTALE, "it was removed or replaced while it was in use", name)
 
     def close(self) -> None:
         """Closes the files and releases the lock."""
@@ -162,7 +164,7 @@ class Files:
         return sqlite3.connect(
             f"{self.path.resolve().as_uri()}?mode={mode}",
             uri=True,
-            timeout=_BUSY_S,
+            timeout=BUSY_S,
             # Autocommit, except in explicit transactions.
             isolation_level=None,
             check_same_thread=False,
@@ -332,6 +334,10 @@ def _identity(name: str) -> _Identity:
     return (found.st_dev, found.st_ino)
 
 
+def _removed(name: str) -> NotOwner:
+    return NotOwner(errno.ESTALE, "it was removed or replaced while it was in use", name)
+
+
 def _boot_id() -> bytes:
     """An id that changes with each boot; zeros if the system has none."""
     with contextlib.suppress(OSError, ValueError):
@@ -340,11 +346,14 @@ def _boot_id() -> bytes:
 
 
 def lock(directory: Path) -> int:
-    """Locks a data directory, made if it is missing, until the result is closed. Raises JournalUnusable."""
+    """Locks a data directory, made if it is missing, until the result is closed. Raises JournalUnusable.
+
+    In a directory of others the lock could be a link to any file, which is written to here.
+    """
     path = directory / LOCK
     with translate_errors(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        locked = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        locked = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(locked, 0)
@@ -352,7 +361,7 @@ def lock(directory: Path) -> int:
         except BlockingIOError:
             holder = os.pread(locked, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(locked)
-            raise JournalUnusable(
+            raise DirectoryInUse(
                 f"{directory} is in use by another gateway, process {holder}. "
                 "End it, or choose another directory."
             ) from None

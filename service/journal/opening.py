@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from service import durable_file
-from service.journal.base import Journal, JournalUnusable
+from service.journal.base import DirectoryInUse, Journal, JournalUnusable
 from service.journal.files import lock, translate_errors
 from service.journal.recovery import Apply, ApplyRun
 from service.journal.sqlite import open_journal
@@ -38,12 +38,31 @@ def open_configured(
     if journal.startswith(POSTGRES):
         return _on_its_own_loop(_open_postgres(journal, directory, apply, apply_run))
     if journal == "memory" or (journal != "sqlite" and directory is None):
-        return Journal()
+        return Journal() if directory is None else _InMemory(directory)
     if directory is None:
         raise JournalUnusable("journal = sqlite needs a data_dir if the port is chosen at each start")
     opened = open_journal(directory, "full" if sync == "full" else "normal")
     opened.recover(apply, apply_run)
     return opened
+
+
+class _InMemory(Journal):
+    """Stores nothing. But weights, adapters and workers of a directory belong to one gateway at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises DirectoryInUse."""
+        self._lock: int | None = None
+        try:
+            self._lock = lock(directory)
+        except DirectoryInUse:
+            raise
+        except JournalUnusable:
+            # A directory that cannot be written to has nothing to protect: see `LocalLauncher`.
+            return
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
 
 
 async def _open_postgres(url: str, directory: Path | None, apply: Apply, apply_run: ApplyRun) -> Journal:

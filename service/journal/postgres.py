@@ -68,6 +68,7 @@ class PostgresJournal(StoredJournal):
                         raise self._damaged(at, str(recovery.torn))
                 seq = rows[-1][0] + 1
                 average_bytes = 1 + sum(len(row) for _, _, row in rows) // len(rows)
+                await self._leases.renew_if_due(self._lease)
                 limit = max(1, min(_PORTION_ROWS, _PORTION_BYTES // average_bytes))
             recovery.end()
         except DatabaseFailed as error:

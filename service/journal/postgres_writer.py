@@ -88,10 +88,11 @@ class PostgresWriter:
         """Continues after the rows that were recovered."""
         self.first_seq, self.next_seq, self.written_bytes = first_seq, next_seq, size_bytes
 
-    def append(self, frames: bytes) -> None:
-        """Queues the frames of a commit. Those of one turn of the event loop are written together."""
+    def write(self, frames: bytes, *, at_once: bool) -> bool:  # noqa: ARG002 - the database is elsewhere
+        """See `RowWriter.write`. The commits of one turn of the event loop are written together."""
         self._queue.append(frames)
         self._start()
+        return False
 
     def drop(self, first_seq: int) -> None:
         """See `RowWriter.drop`."""
@@ -110,6 +111,9 @@ class PostgresWriter:
         self._table.terminate()
 
     def _start(self) -> None:
+        # After a loss the first commit that waits may be one of unknown outcome, which has no answer.
+        if self._lease.loss:
+            return
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run(), name="journal")
 
@@ -124,6 +128,10 @@ class PostgresWriter:
                     return
         except _Lost as lost:
             self._lease.lose(str(lost))
+        except Exception:
+            # A bug, here or in the driver. The next owner finds out what is stored.
+            _log.exception("the journal cannot be written any more", shard=self._lease.shard)
+            self._lease.lose("its journal failed")
 
     def _take_commits(self) -> list[bytes]:
         commits: list[bytes] = []

@@ -38,8 +38,11 @@ class RowWriter(Protocol):
     model: str | None
     is_dropping: bool
 
-    def append(self, frames: bytes) -> None:
-        """Queues the frames of a commit."""
+    def write(self, frames: bytes, *, at_once: bool) -> bool:
+        """Writes the frames of a commit. True: it is durable. False: the result is reported later.
+
+        at_once: all earlier commits have been reported, so it may be written before this returns.
+        """
 
     def drop(self, first_seq: int) -> None:
         """Drops the rows before `first_seq`. To be called only when earlier rows are dropped."""
@@ -98,8 +101,11 @@ class StoredJournal(Journal):
             on_committed(False)
             return
         self._loop = asyncio.get_running_loop()
-        self._waiting.append(_PendingCommit(len(frames), time.monotonic(), on_committed))
-        self._rows.append(frames)
+        given_at = time.monotonic()
+        if self._rows.write(frames, at_once=not self._waiting):
+            self._tell(given_at, on_committed, durable=True)
+        else:
+            self._waiting.append(_PendingCommit(len(frames), given_at, on_committed))
 
     def wants_compaction(self, live_bytes: int) -> bool:
         """See `Journal.wants_compaction`."""
@@ -133,10 +139,13 @@ class StoredJournal(Journal):
                 return
             commit, durable = self._waiting.popleft(), self._finished.popleft()
             done_bytes += commit.size_bytes
-            if self.on_latency is not None and durable:
-                self.on_latency(time.monotonic() - commit.given_at)
-            try:
-                commit.on_committed(durable)
-            except Exception:
-                # A bug of ours, which must not stop the other callbacks.
-                _log.exception("the callback of a commit failed")
+            self._tell(commit.given_at, commit.on_committed, durable=durable)
+
+    def _tell(self, given_at: float, on_committed: OnCommitted, *, durable: bool) -> None:
+        if self.on_latency is not None and durable:
+            self.on_latency(time.monotonic() - given_at)
+        try:
+            on_committed(durable)
+        except Exception:
+            # A bug of ours, which must not stop what follows.
+            _log.exception("the callback of a commit failed")

@@ -1,11 +1,15 @@
-"""The thread that writes rows. All queued commits become one row in one transaction.
+"""Writes rows: on a thread, where all queued commits become one row in one transaction; or at once.
 
-It gets encoded records, and reports results through a callback on its own thread.
+It gets encoded records, and reports results of the thread through a callback there. A commit is written at
+once, on the event loop, where that takes less than to wake the thread and to be woken by it: see ADR 36.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import queue
+import resource
 import sqlite3
 import threading
 import time
@@ -13,7 +17,16 @@ from collections.abc import Callable
 from typing import Final
 
 from service.journal.encoding import seal
-from service.journal.files import FAILURES, Files, NotOwner, checkpoint, first_seq, last_seq, write_meta
+from service.journal.files import (
+    BUSY_S,
+    FAILURES,
+    Files,
+    NotOwner,
+    checkpoint,
+    first_seq,
+    last_seq,
+    write_meta,
+)
 from service.journal.recovery import ROW_BYTES
 from service.journal.stored import MAX_ROW_BYTES
 from service.logging import get_logger
@@ -29,6 +42,12 @@ _WAL_ROW_BYTES: Final = 6 << 10
 # Limits of the rows that are dropped after each written row.
 _DROP_ROWS: Final = 256
 _DROP_BYTES: Final = 4 << 20
+# A longer commit is for the thread.
+_SHORT_BYTES: Final = 64 << 10
+# The next commit can be written at once after a multiple of the time that this one took: see ADR 36.
+_SHORT_S: Final = 0.002
+_PAUSE: Final = 4
+_PAUSE_FOR_DISK: Final = 1000
 # Minimum time between two warnings.
 _WARN_S: Final = 10.0
 
@@ -62,9 +81,15 @@ class Writer:
         self.is_dropping = True
         # Next time to drop rows, after a failure.
         self._drop_at = 0.0
-        # Bytes since the last checkpoint.
+        # Bytes since the last checkpoint, and when the next one is due.
         self._wal_bytes = 0
+        self._checkpoint_at = 0.0
         self._warned_at = -_WARN_S
+        # Held by whoever uses the connection; and whether that waits for locks of other programs.
+        self._using = threading.Lock()
+        self._is_patient = True
+        # No commit is written at once before.
+        self._at_once_from = math.inf if files.sync == "full" else 0.0
 
     def drop(self, first_seq: int) -> None:
         """Drops the rows before `first_seq`. To be called only when earlier rows are dropped."""
@@ -79,34 +104,84 @@ class Writer:
         return self._thread is None or not self._thread.is_alive()
 
     def append(self, item: _Item) -> None:
-        """Queues the frames of a commit; or what runs on the thread after them."""
+        """Queues the frames of a commit, or what runs on the thread after them."""
         self._queue.put(item)
         if self._thread is None:
             # A daemon thread, because a blocked write must not keep the process alive.
             self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
             self._thread.start()
 
+    def write(self, frames: bytes, *, at_once: bool) -> bool:
+        """See `RowWriter.write`."""
+        item: _Item = frames
+        began_at = time.monotonic()
+        if (
+            at_once
+            and self._db is not None
+            and began_at >= self._at_once_from
+            # The first commit after a checkpoint syncs the header of the log.
+            and 0 < self._wal_bytes <= _WAL_BYTES
+            and not self.is_dropping
+            and self.model is None
+            and len(frames) <= _SHORT_BYTES
+            and self._using.acquire(blocking=False)
+        ):
+            blocked = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+            try:
+                if self._is_patient:
+                    self._set_patient(patient=False)
+                self._store([frames])
+                return True
+            except BaseException as error:
+                # Whatever it is. The thread may wait: for another program, or for the disk, also to take back
+                # the row.
+                if not _is_unwritten(error):
+                    item = functools.partial(self._give_up, error)
+            finally:
+                self._using.release()
+                took_s = time.monotonic() - began_at
+                waited_for_disk = (
+                    # Unlike the clock, the system does not count that others had the CPU.
+                    took_s > _SHORT_S and resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw > blocked
+                )
+                self._at_once_from = began_at + took_s * (_PAUSE_FOR_DISK if waited_for_disk else _PAUSE)
+        self.append(item)
+        return False
+
+    def _set_patient(self, *, patient: bool) -> None:
+        """Whether to wait for the locks of other programs, such as an operator's shell."""
+        if self._db is not None:
+            self._db.execute(f"PRAGMA busy_timeout = {round(BUSY_S * 1000) if patient else 0}")
+        self._is_patient = patient
+
     def _run(self) -> None:
         while not self._has_ended:
             try:
                 item = self._queue.get(timeout=self._pause_s())
             except queue.Empty:
-                self._run_maintenance()
-                continue
-            commits, then = self._take_commits(item)
-            if commits:
-                self._commit(commits)
-                if self._wal_bytes > _WAL_BYTES:
-                    self._checkpoint()
-                if self.is_dropping:
-                    self._drop_rows()
-            if then is not None:
-                then()
+                item = self._run_maintenance
+            with self._using:
+                self._work(item)
+
+    def _work(self, item: _Item) -> None:
+        if not self._is_patient:
+            # Nothing but memory is changed by it, so it cannot fail.
+            self._set_patient(patient=True)
+        commits, then = self._take_commits(item)
+        if commits:
+            self._commit(commits)
+            if self._wal_bytes > _WAL_BYTES:
+                self._checkpoint()
+            if self.is_dropping:
+                self._drop_rows()
+        if then is not None:
+            then()
 
     def _pause_s(self) -> float | None:
-        if self.is_dropping:
-            return max(0.0, self._drop_at - time.monotonic())
-        return _IDLE_S if self._wal_bytes else None
+        if self.is_dropping or self._wal_bytes:
+            due_at = self._drop_at if self.is_dropping else self._checkpoint_at
+            return max(0.0, due_at - time.monotonic())
+        return None
 
     def _take_commits(self, item: _Item) -> tuple[list[bytes], Callable[[], None] | None]:
         """Takes queued commits up to the size limit or the next function. Returns that, too."""
@@ -124,58 +199,64 @@ class Writer:
         return commits, item
 
     def _commit(self, commits: list[bytes]) -> None:
-        wall_ns = time.time_ns()
         durable = False
-        try:
-            row = seal(commits, self.next_seq, wall_ns)
-            durable = self._write(row, wall_ns)
-            if durable:
-                self.next_seq += 1
-                self.written_bytes += ROW_BYTES + len(row)
-                self._wal_bytes += _WAL_ROW_BYTES + len(row)
-        except BaseException as error:
-            # Whatever it is: the commits are reported, and later ones can be written.
-            self._warn("a write to the journal failed", error)
-            self._disconnect()
-        self._on_written(len(commits), durable)
-
-    def _write(self, row: bytes, wall_ns: int) -> bool:
-        """Writes a row. Whether it is durable. If not, recovery will not find it."""
         try:
             if self._db is None:
                 self._reopen()
             try:
-                self._insert(row, wall_ns)
+                self._store(commits)
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorname != "SQLITE_FULL":
                     raise
                 # The write-ahead log may fill the disk. After a checkpoint it is written from its start.
                 self._checkpoint()
-                self._insert(row, wall_ns)
-            # If a file was removed, the row is lost.
-            self._files.require_names()
-        except FAILURES as error:
-            self._warn("a write to the journal failed", error)
-            # On a full disk, or while another program has a lock, nothing was written.
-            if getattr(error, "sqlite_errorname", "") not in ("SQLITE_FULL", "SQLITE_BUSY"):
-                self._take_back(lost=isinstance(error, NotOwner))
-            return False
+                self._store(commits)
+            durable = True
+        except BaseException as error:
+            # Whatever it is: the commits are reported, and later ones can be written.
+            self._failed(error)
+        self._on_written(len(commits), durable)
+
+    def _give_up(self, error: BaseException) -> None:
+        """A commit that was to be written at once has failed."""
+        self._failed(error)
+        self._on_written(1, False)
+
+    def _failed(self, error: BaseException) -> None:
+        """A row could not be written: recovery must not find it."""
+        self._warn("a write to the journal failed", error)
+        if not isinstance(error, FAILURES):
+            self._disconnect()
+        elif not _is_unwritten(error):
+            self._take_back(lost=isinstance(error, NotOwner))
+
+    def _store(self, commits: list[bytes]) -> None:
+        """Writes a row. If it raises, the row may have been written: see `_failed`."""
+        wall_ns = time.time_ns()
+        row = seal(commits, self.next_seq, wall_ns)
+        db = self._db
+        assert db is not None
+        if self.model is None:
+            self._files.insert(db, self.next_seq, wall_ns, row)
+        else:
+            self._insert_with_model(db, row, wall_ns)
+        # If a file was removed, the row is lost.
+        self._files.require_names()
         try:
             self._files.high_water_mark.write(self.next_seq)
         except OSError as error:
             # A lower mark than possible is still correct.
             self._warn("the journal's high-water mark could not be written", error)
-        return True
+        self.next_seq += 1
+        self.written_bytes += ROW_BYTES + len(row)
+        self._wal_bytes += _WAL_ROW_BYTES + len(row)
+        self._checkpoint_at = time.monotonic() + _IDLE_S
 
-    def _insert(self, row: bytes, wall_ns: int) -> None:
-        assert self._db is not None
-        if self.model is None:
-            self._files.insert(self._db, self.next_seq, wall_ns, row)
-            return
-        self._db.execute("BEGIN IMMEDIATE")
-        with self._db:
-            write_meta(self._db, "model", self.model)
-            self._files.insert(self._db, self.next_seq, wall_ns, row)
+    def _insert_with_model(self, db: sqlite3.Connection, row: bytes, wall_ns: int) -> None:
+        db.execute("BEGIN IMMEDIATE")
+        with db:
+            write_meta(db, "model", self.model or "")
+            self._files.insert(db, self.next_seq, wall_ns, row)
         self.model = None
 
     def _take_back(self, *, lost: bool) -> None:
@@ -198,7 +279,7 @@ class Writer:
         except BaseException:
             db.close()
             raise
-        self._db = db
+        self._db, self._is_patient = db, True
 
     def _overwrite(self, db: sqlite3.Connection) -> None:
         db.execute("BEGIN IMMEDIATE")
@@ -218,7 +299,7 @@ class Writer:
     def _run_maintenance(self) -> None:
         if self.is_dropping:
             self._drop_rows()
-        elif self._wal_bytes:
+        elif self._wal_bytes and time.monotonic() >= self._checkpoint_at:
             self._checkpoint()
 
     def _drop_rows(self) -> None:
@@ -268,3 +349,8 @@ class Writer:
         if now - self._warned_at >= _WARN_S:
             self._warned_at = now
             _log.warning(event, file=str(self._files.path), error=None if error is None else str(error))
+
+
+def _is_unwritten(error: BaseException) -> bool:
+    """Whether nothing was written: on a full disk, or while another program has a lock."""
+    return getattr(error, "sqlite_errorname", "") in ("SQLITE_FULL", "SQLITE_BUSY")

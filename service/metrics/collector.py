@@ -230,8 +230,10 @@ def running_and_waiting(sources: Sources) -> tuple[int, int]:
         if operation.attempt is not None:
             sizes[operation.entry.worker].append(len(operation.attempt.append.token_ids))
     running = 0
+    ready = [slot.ready for slot in sources.versions.all_slots if slot.ready is not None]
+    step_tokens = max((each.executor.max_batch_tokens for each in ready), default=0)
     for of_worker in sizes.values():
-        left = config.max_batch_tokens
+        left = config.max_batch_tokens or step_tokens
         for tokens in sorted(of_worker)[: config.max_batch_items]:
             running += left > 0
             left -= tokens

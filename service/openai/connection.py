@@ -63,7 +63,6 @@ class Connection(H11Protocol):
 
     @property
     def is_receiving(self) -> bool:
-        """Whether more of the request's body is to come."""
         return self.conn.their_state is h11.SEND_BODY
 
     def abort(self) -> None:

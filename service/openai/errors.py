@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
-
-from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from service.errors import InvalidArgument, QuireError
 
@@ -46,8 +45,9 @@ _CODES = {
     "BAD_TOKEN": "invalid_api_key",
     "QUOTA": "insufficient_quota",
 }
+Names = Sequence[tuple[re.Pattern[str], str]]
 # Fields of an ExecuteItem, and their names in OpenAI's API.
-_PARAMS = (
+_PARAMS: Names = (
     (re.compile(r"^(?:items\[\d+\]\.|output\.|sampling\.|chat\.(?=messages))+"), ""),
     (re.compile(r"^constraint\b.*"), "response_format"),
     (re.compile(r"^(?:tokens|text)\b.*"), "prompt"),
@@ -55,25 +55,6 @@ _PARAMS = (
     (re.compile(r"^chat\b.*"), "messages"),
     (re.compile(r"\.arguments_json$"), ".function.arguments"),
 )
-
-
-def error_from_status(status: status_pb2.Status) -> QuireError:
-    """The error that a protobuf status describes."""
-    reason, field, retry_after_s = "", None, None
-    for detail in status.details:
-        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-        request = error_details_pb2.BadRequest()
-        if detail.Unpack(info):
-            reason = info.reason
-        elif detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
-        elif detail.Unpack(request) and request.field_violations:
-            field = request.field_violations[0].field
-    if field is not None:
-        return InvalidArgument(reason, field, status.message)
-    error = QuireError(status.message, retry_after_s=retry_after_s)
-    error.code, error.reason = code_pb2.Code.Name(status.code), reason or error.reason
-    return error
 
 
 def http_status(error: QuireError) -> int:
@@ -100,14 +81,15 @@ def body(error: QuireError) -> dict[str, Any]:
     """The error object."""
     status = http_status(error)
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
-    param = _param(error.field) if isinstance(error, InvalidArgument) else None
+    param = renamed(error.field, _PARAMS) or None if isinstance(error, InvalidArgument) else None
     if error.reason == "RUNTIME_NOT_FOUND":
         param = "model"
     code = _CODES.get(error.reason, error.reason.lower())
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
 
-def _param(field: str) -> str | None:
-    for pattern, name in _PARAMS:
+def renamed(field: str, names: Names) -> str:
+    """A field's name in another API."""
+    for pattern, name in names:
         field = pattern.sub(name, field)
-    return field or None
+    return field

@@ -2,7 +2,8 @@
 
 null means that a field is absent, as in OpenAI's API. pydantic was tried: 432 lines instead of 456, but it
 blocks the event loop for three times as long. null, unpaired surrogates, and stopping at the first of a
-hundred thousand errors need validators in Python around it.
+hundred thousand errors need validators in Python around it. msgspec is fast, but it lets unpaired surrogates
+pass, refuses unknown fields that are null, has no bounds above 2**63, and names no keys in its errors.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ class Fields:
         self._read: set[str] = set()
 
     def path(self, name: str) -> str:
-        """The path of a field in the request."""
         return f"{self._path}.{name}" if self._path else name
 
     def raw(self, name: str) -> Any:

@@ -26,7 +26,7 @@ from service.listening import listening_socket
 from service.openai import requests
 from service.openai.bodies import BodyReader
 from service.openai.connection import CHECK_INTERVAL_S, Connection
-from service.openai.generate import Forward, GenerateHandler
+from service.openai.generate import Forward, GenerateHandler, generate
 from service.openai.generation import CompletionHandler
 from service.openai.middleware import HEALTH, Middleware
 from service.openai.models import Models
@@ -70,6 +70,7 @@ class OpenAiFront:
 
     def _routes(self, executions: Executions, text: TextModel, forward: Forward) -> Router:
         is_processed = self._state.config.openai_logprobs_mode == "processed_logprobs"
+        of_tokens = functools.partial(generate, is_processed=is_processed)
         shared = executions, self._models, self._state, text, self.bodies
         routes = [
             Route(HEALTH, self._health),
@@ -77,9 +78,7 @@ class OpenAiFront:
             Route("/v1/models/{model:path}", self._get_model),
             Route("/v1/completions", CompletionHandler(requests.completion, *shared), methods=["POST"]),
             Route("/v1/chat/completions", CompletionHandler(requests.chat, *shared), methods=["POST"]),
-            Route(
-                "/inference/v1/generate", GenerateHandler(forward, is_processed, *shared), methods=["POST"]
-            ),
+            Route("/inference/v1/generate", GenerateHandler(of_tokens, *shared, forward), methods=["POST"]),
         ]
         return Router(routes, redirect_slashes=False)
 

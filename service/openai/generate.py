@@ -10,7 +10,6 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -18,6 +17,7 @@ from quire.v1 import executor_pb2, runner_pb2, types_pb2
 from starlette.types import Scope, Send
 
 from service.errors import InvalidArgument
+from service.openai.errors import renamed
 from service.openai.fields import Fields, array, bad_field, boolean, integer, string
 from service.openai.generation import CompletionHandler
 from service.openai.models import ResolvedModel
@@ -178,7 +178,6 @@ class GenerateResponse(CompletionResponse):
         self._scored = scored
 
     def begin(self, started: runner_pb2.ExecutionStarted) -> None:
-        """See `CompletionResponse`."""
         request = self._generate_request
         self._head = {
             "request_id": request.request_id or started.request_id,
@@ -188,7 +187,6 @@ class GenerateResponse(CompletionResponse):
         }
 
     def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
-        """See `CompletionResponse`."""
         choice = self._update_choice(chunk)
         if chunk.token_ids or choice.finish:
             yield self._event(self._fields(choice.index, choice.finish, lambda: iter((chunk,))))
@@ -251,22 +249,20 @@ def _ranked(token_id: int, logprob: float, top: types_pb2.TopLogprobs) -> list[t
     return [(token_id, finite(logprob), rank), *others]
 
 
+@dataclass(frozen=True, eq=False)
 class GenerateHandler(CompletionHandler):
     """Handles requests for tokens. An ASGI application."""
 
-    def __init__(self, forward: Forward, is_processed: bool, *shared: Any) -> None:
-        """`is_processed`: see `generate`. `shared`: as in `CompletionHandler`, after `parse`."""
-        super().__init__(partial(generate, is_processed=is_processed), *shared)
-        self._forward = forward
+    forward: Forward
 
     async def _handle(self, value: object, scope: Scope, send: Send) -> None:
         try:
             await super()._handle(value, scope, send)
         except InvalidArgument as error:
-            raise InvalidArgument(error.reason, _param(error.field), error.message) from None
+            raise InvalidArgument(error.reason, renamed(error.field, _PARAMS), error.message) from None
 
     def _resolve(self, model: str) -> ResolvedModel:
-        return self._models.resolve(model, needs_text=False)
+        return self.models.resolve(model, needs_text=False)
 
     @asynccontextmanager
     async def _response(self, request: CompletionRequest) -> AsyncIterator[CompletionResponse]:
@@ -282,7 +278,7 @@ class GenerateHandler(CompletionHandler):
                     adapter_id=request.model.adapter_id,
                     cache_salt=request.items[0].cache_salt,
                 )
-                scored = await self._forward(forward, cast("Any", context))
+                scored = await self.forward(forward, cast("Any", context))
             yield GenerateResponse(request, scored)
 
 
@@ -293,11 +289,4 @@ class _ForwardContext(ExitStack):
         """There is no deadline."""
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None:
-        """Calls `callback` at the end."""
         self.callback(callback, self)
-
-
-def _param(field: str) -> str:
-    for pattern, name in _PARAMS:
-        field = pattern.sub(name, field)
-    return field

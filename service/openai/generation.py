@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from quire.v1 import runner_pb2
@@ -38,41 +39,33 @@ _EVENT_STREAM = [
 ]
 
 
+@dataclass(frozen=True, eq=False)
 class CompletionHandler:
     """Handles completions or chats, depending on `parse`. An ASGI application."""
 
-    def __init__(
-        self,
-        parse: Callable[[object, ResolveModel], CompletionRequest],
-        executions: Executions,
-        models: Models,
-        state: ServerState,
-        text: TextModel,
-        body_reader: BodyReader,
-    ) -> None:
-        self._parse = parse
-        self._executions = executions
-        self._models = models
-        self._state = state
-        self._body_reader = body_reader
-        self._text = text
+    parse: Callable[[object, ResolveModel], CompletionRequest]
+    executions: Executions
+    models: Models
+    state: ServerState
+    text: TextModel
+    body_reader: BodyReader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
-        async with self._body_reader.read(Request(scope, receive)) as value:
+        async with self.body_reader.read(Request(scope, receive)) as value:
             await _until_disconnected(receive, self._handle(value, scope, send))
 
     async def _handle(self, value: object, scope: Scope, send: Send) -> None:
-        if not (isinstance(value, dict) and self._models.is_remote(value.get("model"))):
-            await self._state.first_worker(None)
-        completion_request = self._parse(value, self._resolve)
+        if not (isinstance(value, dict) and self.models.is_remote(value.get("model"))):
+            await self.state.first_worker(None)
+        completion_request = self.parse(value, self._resolve)
         request = runner_pb2.ExecuteRequest(
             runtime=completion_request.model.runtime,
             items=completion_request.items,
             priority=completion_request.priority,
         )
         async with self._response(completion_request) as response:
-            execution = self._executions.open(request, current_tenant(), None)
+            execution = self.executions.open(request, current_tenant(), None)
             reader = execution.attach({})
             send_response = self._send_stream if completion_request.is_stream else self._send_whole
             try:
@@ -82,13 +75,13 @@ class CompletionHandler:
                 scope["quire.answer"] = _described(execution.started, response)
 
     def _resolve(self, model: str) -> ResolvedModel:
-        return self._models.resolve(model)
+        return self.models.resolve(model)
 
     @asynccontextmanager
     async def _response(self, request: CompletionRequest) -> AsyncIterator[CompletionResponse]:
         """The response, before its first chunk. The context ends when it is sent."""
         wants_texts = request.has_logprobs and request.model.is_local
-        token_texts = TokenTexts(await self._text.tokenizer() if wants_texts else None)
+        token_texts = TokenTexts(await self.text.tokenizer() if wants_texts else None)
         yield CompletionResponse(request, token_texts)
 
     async def _send_whole(
@@ -103,18 +96,18 @@ class CompletionHandler:
                 response.begin(execution.started)
                 for chunk in chunks:
                     size_bytes = response.add(chunk)
-                    self._state.answers.take(size_bytes)
+                    self.state.answers.take(size_bytes)
                     held_bytes += size_bytes
                     if time_slice.due:
                         await time_slice.yield_to_others()
-                if held_bytes > self._state.config.max_response_bytes:
+                if held_bytes > self.state.config.max_response_bytes:
                     text = "the response is too large for one piece: use a stream"
                     raise InvalidArgument("OUTPUT_TOO_LARGE", "max_tokens", text)
             body = _ResponseBody(send, [_JSON])
             await body.write(response.pieces())
             await body.end()
         finally:
-            self._state.answers.adjust(-held_bytes)
+            self.state.answers.adjust(-held_bytes)
 
     async def _send_stream(
         self, execution: Execution, reader: int, response: CompletionResponse, send: Send
@@ -157,7 +150,6 @@ class _ResponseBody:
                 await time_slice.yield_to_others()
 
     async def flush(self) -> None:
-        """Sends what was written."""
         if self._parts:
             await self._begin(self._headers)
             await self._send({"type": "http.response.body", "body": self._take(), "more_body": True})

@@ -142,7 +142,6 @@ class _Response:
         self._has_begun = self._is_stream = False
 
     async def send(self, message: Message) -> None:
-        """Sends the next message of the response."""
         if message["type"] == "http.response.start":
             self._has_begun = True
             headers = [*message["headers"], (_REQUEST_ID.encode(), self._request_id.encode())]

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.v1 import runner_pb2
 
-from service.openai.errors import error_from_status
+from service.api.status import from_status
 from service.openai.requests import CompletionRequest
 from service.openai.token_texts import TokenTexts
 from service.runtimes.base import SampleKey
@@ -90,7 +90,6 @@ class CompletionResponse:
         yield self._event({**fields, "finish_reason": choice.finish})
 
     def last_events(self) -> Iterator[dict[str, Any]]:
-        """The events at the end of a stream."""
         if self._request.with_usage:
             yield {**self._head, "choices": [], "usage": self._total_usage()}
 
@@ -165,7 +164,7 @@ class CompletionResponse:
         key = chunk.item_id, chunk.sample
         choice = self._choices[key]
         if chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR:
-            raise error_from_status(chunk.error)
+            raise from_status(chunk.error)
         if chunk.finish_reason:
             self._usage[key] = chunk.usage
         choice.finish = _FINISH.get(chunk.finish_reason)
@@ -199,7 +198,6 @@ class _Choice:
         self.has_text = self.has_calls = False
 
     def chunks(self) -> Iterator[runner_pb2.SampleChunk]:
-        """The stored chunks."""
         return map(runner_pb2.SampleChunk.FromString, self.chunks_data)
 
     def calls(self) -> Iterator[runner_pb2.ToolCall]:
@@ -256,7 +254,6 @@ def _json_pieces(value: object) -> Iterator[str]:
 
 
 def _offsets(entries: Iterable[_Entry], offset: int) -> Iterator[int]:
-    """Where each token begins in the text."""
     for entry in entries:
         yield offset
         offset += len(entry["token"])

@@ -48,7 +48,17 @@ class Endpoint(Protocol):
         """Closes stream and connection."""
 
 
-class SocketEndpoint:
+class _CalledEndpoint:
+    """A worker that this gateway calls."""
+
+    _channel: grpc.aio.Channel | None = None
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close(None)
+
+
+class SocketEndpoint(_CalledEndpoint):
     """The Unix socket of a process on this machine, which ends by a signal or with its gateway."""
 
     is_leased = False
@@ -58,23 +68,16 @@ class SocketEndpoint:
         """`address`: as gRPC writes it."""
         self.address = address
         self.secret = secret
-        self._channel: grpc.aio.Channel | None = None
 
     async def open(self, options: Options) -> Stream:
-        """See `Endpoint.open`."""
         self._channel = grpc.aio.insecure_channel(self.address, options=[*options, _LOCAL_CONNECT])
         metadata = ((_SECRET_KEY, self.secret),)
         return worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(
             wait_for_ready=True, metadata=metadata
         )
 
-    async def close(self) -> None:
-        """See `Endpoint.close`."""
-        if self._channel is not None:
-            await self._channel.close(None)
 
-
-class LeasedEndpoint:
+class LeasedEndpoint(_CalledEndpoint):
     """A worker that listens on an address, with mutual TLS."""
 
     is_leased = True
@@ -83,21 +86,14 @@ class LeasedEndpoint:
         self.host_address = address
         self._credentials = credentials
         self._lease = lease
-        self._channel: grpc.aio.Channel | None = None
 
     async def open(self, options: Options) -> Stream:
-        """See `Endpoint.open`."""
         # Workers have one certificate, whatever their addresses are.
         options = [*options, _CONNECT, ("grpc.ssl_target_name_override", WORKER_NAME)]
         self._channel = grpc.aio.secure_channel(self.host_address, self._credentials, options=options)
         call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(wait_for_ready=True)
         await call.write(worker_pb2.ConnectRequest(lease=self._lease))
         return call
-
-    async def close(self) -> None:
-        """See `Endpoint.close`."""
-        if self._channel is not None:
-            await self._channel.close(None)
 
 
 class AttachedEndpoint:
@@ -119,16 +115,13 @@ class AttachedEndpoint:
         self._context = context
 
     async def open(self, options: Options) -> Stream:  # noqa: ARG002 - the connection has those of the server
-        """See `Endpoint.open`."""
         await self.write(worker_pb2.ConnectRequest(lease=self.lease))
         return self
 
     async def close(self) -> None:
-        """See `Endpoint.close`."""
         self.ended.set()
 
     async def write(self, request: worker_pb2.ConnectRequest) -> None:
-        """See `Stream.write`."""
         await self._context.write(request)
 
     def __aiter__(self) -> AsyncIterator[worker_pb2.ConnectResponse]:

@@ -60,7 +60,6 @@ class Liveness:
         self._step_seen_s = 0.0
 
     def tick(self, elapsed_s: float) -> None:
-        """Advances the clock by the time since the last tick."""
         self._clock.tick(elapsed_s)
         if self._got_message_in_tick:
             self.on_message()
@@ -77,11 +76,9 @@ class Liveness:
         self._adopt_sent_s = self._clock.now_s
 
     def on_ready(self) -> None:
-        """The worker can serve: its first forward succeeded."""
         self._ready = True
 
     def on_snapshot(self, snapshot: worker_pb2.WorkerSnapshot) -> None:
-        """The worker sent a snapshot."""
         if snapshot.step_number != self._snapshot.step_number:
             self._step_seen_s = self._clock.now_s
         self._snapshot, self._last_snapshot_s = snapshot, self._clock.now_s

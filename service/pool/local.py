@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import hashlib
 import os
 import secrets
 import shutil
@@ -16,17 +16,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 from google.protobuf import json_format
 from quire.v1 import worker_pb2
 
 from service.logging import get_logger
-from service.pool.epochs import Epochs
 from service.pool.gpus import Gpu
 from service.pool.process import LocalProcess, address_of, boot_id, can_watch, start_ticks
-from service.pool.registry import PROTOCOL, Registry, RegistryEntry, remove_socket
-from service.pool.worker_code import worker_code
+from service.pool.registry import PROTOCOL, Epochs, Registry, RegistryEntry
 
 _log = get_logger(__name__)
 
@@ -39,6 +38,11 @@ _TEMPORARY_PREFIX = "quire-workers-"
 _KILL_TIMEOUT_S = 5.0
 # Fields of a worker's config that do not affect what it computes.
 _NOT_COMPARED = ("log_level", "log_format", "model_was_proved")
+# What a new worker would run, in the repository or beside it.
+_ROOT = Path(__file__).parents[2]
+_CODE_DIRECTORIES = ("workers", "kernels")
+_CODE_SUFFIXES = frozenset((".py", ".cpp", ".h"))
+_CODE_LIBRARIES = ("torch", "transformers", "triton")
 
 
 class LocalLauncher:
@@ -71,7 +75,6 @@ class LocalLauncher:
         self._stopping: list[asyncio.Task[int | None]] = []
 
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, LocalProcess]:
-        """See `Launcher.adopt`."""
         entries = await self._open()
         for wanted_config in configs:
             self.assign(wanted_config)
@@ -79,7 +82,7 @@ class LocalLauncher:
         adopted: dict[str, LocalProcess] = {}
         code = await self._worker_code() if entries else ""
         for entry in sorted(entries, key=lambda entry: entry.epoch, reverse=True):
-            process = LocalProcess.attach(entry, functools.partial(self._registry.remove, entry))
+            process = LocalProcess.attach(entry, self._registry.remove)
             config = wanted.get(entry.worker_id)
             if process is None:
                 self._registry.remove(entry)
@@ -155,7 +158,6 @@ class LocalLauncher:
     def _start(self, config: worker_pb2.WorkerConfig, epoch: int, socket: str, code: str) -> LocalProcess:
         """Raises OSError."""
         secret = secrets.token_hex(_SECRET_BYTES)
-        on_stopped = functools.partial(remove_socket, socket)
         # Not asyncio's subprocess, which kills its processes when the event loop is closed.
         child = subprocess.Popen(  # noqa: S603 - our own program
             _command(socket, config),
@@ -168,21 +170,18 @@ class LocalLauncher:
             start_new_session=self._grace_s > 0,
         )
         try:
-            entry = None
-            if self._grace_s:
-                boot, ticks = boot_id(), start_ticks(child.pid)
-                entry = RegistryEntry(
-                    config.worker_id, epoch, child.pid, boot, ticks, socket, secret, config, code=code
-                )
+            boot, ticks = (boot_id(), start_ticks(child.pid)) if self._grace_s else ("", 0)
+            entry = RegistryEntry(
+                config.worker_id, epoch, child.pid, boot, ticks, socket, secret, config, code=code
+            )
             pidfd = os.pidfd_open(child.pid) if self._can_watch else -1
         except OSError:
             child.kill()
             child.communicate()
             raise
-        if entry is not None:
-            on_stopped = functools.partial(self._registry.remove, entry)
+        if self._grace_s:
             self._register(entry, child)
-        return LocalProcess(epoch, socket, child.pid, secret, on_stopped, pidfd=pidfd, child=child)
+        return LocalProcess(entry, self._registry.remove, pidfd=pidfd, child=child)
 
     def _register(self, entry: RegistryEntry, child: subprocess.Popen[bytes]) -> None:
         """Writes the entry and tells the worker that it can outlive this gateway."""
@@ -240,3 +239,19 @@ def _environment(secret: str) -> dict[str, str]:
     # the gateway and its clients wait; see docs/performance.md.
     environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     return environment
+
+
+def worker_code(root: Path = _ROOT) -> str:
+    """Digest of the sources of workers and kernels and of their libraries. Raises OSError."""
+    digest = hashlib.blake2b(sys.version.encode(), digest_size=16)
+    for library in _CODE_LIBRARIES:
+        version = ""
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            version = metadata.version(library)
+        digest.update(f"{library} {version}\n".encode())
+    for path in sorted(path for name in _CODE_DIRECTORIES for path in (root / name).rglob("*")):
+        if path.suffix in _CODE_SUFFIXES:
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()

@@ -62,6 +62,8 @@ class ModelVersion:
         self.number = number
         # A directory, or the name of an executor without weights.
         self.model = model
+        # The first version whose caches continue with this one.
+        self.continued_from = number
         # Replaced when it changes.
         self.slots: Sequence[WorkerSlot] = [self._new_slot(index) for index in workers]
         # Fingerprint of the model whose caches are in the journal. A model with another one is refused.
@@ -97,7 +99,6 @@ class ModelVersion:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether all ready workers compute on the CPU."""
         return all(slot.ready is None or slot.ready.executor.device.startswith("cpu") for slot in self.slots)
 
     async def loaded(self, timeout_s: float | None) -> bool:
@@ -115,7 +116,6 @@ class ModelVersion:
         self._loaded.set()
 
     def worker_ready(self, ready: worker_pb2.WorkerReady) -> None:
-        """Records that one of its workers is ready."""
         self.first_ready = self.first_ready or ready
         self.max_seq_tokens = max(self.max_seq_tokens, ready.executor.kv_capacity_tokens)
         if all(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots):
@@ -153,8 +153,8 @@ class ModelVersions:
             _log.warning("serving what the settings name, not what was loaded last", loaded=stored.model)
         # The version of new caches. Only this class sets it.
         self.serving = ModelVersion(served.weights, served.model, self._workers)
-        # The first version whose caches continue with the served one.
-        self.continued_from = served.weights if served.continued is None else served.continued
+        if served.continued is not None:
+            self.serving.continued_from = served.continued
         if has_caches(served.weights):
             self.serving.expected_fingerprint = fingerprint
         self._versions = [self.serving]
@@ -177,7 +177,6 @@ class ModelVersions:
 
     @property
     def all_slots(self) -> list[WorkerSlot]:
-        """The slots of all versions."""
         return [slot for version in self._versions for slot in version.slots]
 
     @property
@@ -195,7 +194,6 @@ class ModelVersions:
             on_change()
 
     def worker_ready(self, slot: WorkerSlot) -> None:
-        """A worker is ready: `slot.ready` describes it."""
         assert slot.ready is not None
         self.had_ready_worker = slot.was_ready = True
         slot.version.worker_ready(slot.ready)
@@ -215,28 +213,22 @@ class ModelVersions:
         self._versions.append(version)
         return version
 
-    def persist(self, version: ModelVersion, continued_from: int | None = None) -> None:
+    def persist(self, version: ModelVersion) -> None:
         """Stores that this version is served from now on; `serve` or `replace` has to follow.
 
         Changes nothing but the file, so it may run on a thread. Atomic; blocks on the disk; raises OSError.
         """
         if self._data_dir is not None:
-            write_served_model(self._data_dir, self._served_model(version, continued_from))
+            write_served_model(self._data_dir, self._served_model(version))
 
-    def serve(self, version: ModelVersion, continued_from: int | None = None) -> None:
-        """Makes this the served version: that of new caches.
-
-        `continued_from`: the first version whose caches continue with this one. None: this one.
-        """
+    def serve(self, version: ModelVersion) -> None:
+        """Makes this the served version: that of new caches."""
         self.serving = version
-        self.continued_from = version.number if continued_from is None else continued_from
-        self._stored = self._served_model(version, continued_from)
+        self._stored = self._served_model(version)
         self._tag_caches()
         self.changed()
 
-    def replace(
-        self, version: ModelVersion, model: types_pb2.ModelDescription, continued_from: int | None = None
-    ) -> None:
+    def replace(self, version: ModelVersion, model: types_pb2.ModelDescription) -> None:
         """Makes a version without workers the served one. It takes over those that serve. See `serve`.
 
         model: what they have put into place.
@@ -252,7 +244,7 @@ class ModelVersions:
             version.first_ready.model.CopyFrom(model)
         before.is_usable, before.slots = False, []
         self._versions.remove(before)
-        self.serve(version, continued_from)
+        self.serve(version)
 
     def mark_unusable(self, version: ModelVersion) -> None:
         """Forbids callers the use of caches of this version."""
@@ -268,18 +260,18 @@ class ModelVersions:
     def _tag_caches(self) -> None:
         self._bind_caches(to_model_tag(self.serving.fingerprint or "", self.serving.number))
 
-    def _served_model(self, version: ModelVersion, continued_from: int | None) -> ServedModel:
-        first = None if continued_from == version.number else continued_from
+    def _served_model(self, version: ModelVersion) -> ServedModel:
+        first = None if version.continued_from == version.number else version.continued_from
         return ServedModel(self._configured, version.model, version.number, first)
 
     def _update_file(self) -> None:
         """Updates the file if the settings have changed since weights were loaded, and the model works."""
-        served = self._served_model(self.serving, self.continued_from)
+        served = self._served_model(self.serving)
         if self._stored in (None, served):
             return
         try:
             # Blocks once, before the first call is served.
-            self.persist(self.serving, self.continued_from)
+            self.persist(self.serving)
             self._stored = served
         except OSError as error:
             _log.warning("cannot store which weights are served", error=error.strerror)

@@ -58,19 +58,16 @@ class LocalProcess:
 
     def __init__(
         self,
-        epoch: int,
-        socket: str,
-        pid: int,
-        secret: str,
-        on_stopped: Callable[[], None],
+        entry: RegistryEntry,
+        on_stopped: Callable[[RegistryEntry], None],
         *,
         pidfd: int = -1,
         child: subprocess.Popen[bytes] | None = None,
     ) -> None:
         """Takes ownership of the pidfd, or of a child without one. `stop` calls `on_stopped`."""
-        self.epoch = epoch
-        self.endpoint = SocketEndpoint(address_of(socket), secret)
-        self.pid = pid
+        self._entry = entry
+        self.epoch, self.pid = entry.epoch, entry.pid
+        self.endpoint = SocketEndpoint(address_of(entry.socket), entry.secret)
         self.is_outdated = False
         self._on_stopped = on_stopped
         self._pidfd = pidfd
@@ -88,30 +85,28 @@ class LocalProcess:
             threading.Thread(target=self._wait_for, args=(child,), name="worker-process", daemon=True).start()
 
     @classmethod
-    def attach(cls, entry: RegistryEntry, on_stopped: Callable[[], None]) -> LocalProcess | None:
+    def attach(cls, entry: RegistryEntry, on_stopped: Callable[[RegistryEntry], None]) -> LocalProcess | None:
         """Opens the process of a registry entry. None if it has exited."""
         try:
             pidfd = os.pidfd_open(entry.pid)
         except OSError:
             return None
         if _is_its_process(entry):
-            return cls(entry.epoch, entry.socket, entry.pid, entry.secret, on_stopped, pidfd=pidfd)
+            return cls(entry, on_stopped, pidfd=pidfd)
         os.close(pidfd)
         return None
 
     async def wait(self) -> int | None:
-        """See `WorkerProcesses.wait`."""
         return await asyncio.shield(self._exited)
 
     async def stop(self, *, grace_s: float) -> int | None:
-        """See `WorkerProcesses.stop`."""
         try:
             if grace_s:
                 self._signal(STOP_SIGNAL)
                 await asyncio.wait({self._exited}, timeout=grace_s)
         finally:
             self.kill()
-            self._on_stopped()
+            self._on_stopped(self._entry)
         status = await asyncio.shield(self._exited)
         self._close_pidfd()
         if self._child is not None and self._child.stdin is not None:
@@ -119,11 +114,10 @@ class LocalProcess:
         return status
 
     def kill(self) -> None:
-        """See `WorkerProcesses.kill`."""
         self._signal(signal.SIGKILL)
 
     def detach(self) -> None:
-        """See `WorkerProcesses.detach`. A worker that cannot outlive us exits when its stdin closes."""
+        """A worker that cannot outlive us exits when its stdin closes."""
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
         self._close_pidfd()

@@ -23,7 +23,6 @@ from quire.v1 import worker_pb2
 from service.config import Config, ConfigError
 from service.logging import get_logger
 from service.pool import pool_files
-from service.pool.endpoints import Endpoint
 from service.pool.remote import LeasedWorker, RemoteLauncher
 
 _log = get_logger(__name__)
@@ -40,14 +39,14 @@ class RayLauncher(RemoteLauncher):
     """Owner of the child process, and of the placements."""
 
     def __init__(self, data_dir: Path | None, config: Config, on_locked: Callable[[], None]) -> None:
-        """See `RemoteLauncher`. Raises ConfigError."""
+        """Raises ConfigError."""
         if importlib.util.find_spec("ray") is None:
             problem = "needs ray, of the extra ray: `make setup` installs it"
             raise ConfigError("launcher", "a setting", config.launcher, problem)
         self._runtime_env = _read_runtime_env(config.ray_runtime_env)
         self._pool = Path(config.pool) if config.pool else pool_files.own_pool(data_dir)
         super().__init__(data_dir, config, on_locked, self._pool)
-        self._placements: dict[str, _Placement] = {}
+        self._placements: dict[str, PlacedWorker] = {}
         # Names of actors that an earlier gateway has left.
         self._left: list[str] = []
         self._connected = asyncio.Event()
@@ -66,19 +65,19 @@ class RayLauncher(RemoteLauncher):
         """Leases a worker that an earlier gateway has left, or places one. Waits for resources."""
         await self._connected.wait()
         name = self._left.pop() if self._left else secrets.token_hex(_NAME_BYTES)
-        placement = self._placements[name] = _Placement()
+        worker = self._placements[name] = PlacedWorker(lambda: self.remove(name))
         self._send("place", name)
         try:
-            placed = await placement.placed
+            placed = await worker.placed
             _log.info("ray: worker placed", worker_id=config.worker_id, **placed)
-            epoch, endpoint = await self._lease_at(placed["address"], config)
+            worker.epoch, worker.endpoint = await self._lease_at(placed["address"], config)
         except BaseException:
             self.remove(name)
             raise
-        return PlacedWorker(epoch, endpoint, placement, lambda: self.remove(name))
+        return worker
 
     async def room(self, known: int) -> int:
-        """See `ElasticLauncher.room`. What else runs on the nodes is not considered."""
+        """What else runs on the nodes is not considered."""
         while self._room == known:
             self._room_changed.clear()
             await self._room_changed.wait()
@@ -94,7 +93,7 @@ class RayLauncher(RemoteLauncher):
             self._send("remove", self._left.pop())
 
     def close(self) -> None:
-        """See `RemoteLauncher.close`. The child process ends after what it was told."""
+        """The child process ends after what it was told."""
         self._running.cancel()
         if self._child is not None and self._child.stdin is not None:
             self._child.stdin.close()
@@ -171,15 +170,20 @@ def _read_runtime_env(file: str) -> Any:
         raise ConfigError("ray_runtime_env", "a setting", file, "must be a file of JSON") from None
 
 
-class _Placement:
-    """What is known of an actor: where its worker runs and listens, for how long, and how it has ended."""
+class PlacedWorker(LeasedWorker):
+    """An actor and its worker: where that runs and listens, for how long, and how it has ended.
 
-    def __init__(self) -> None:
+    It has an epoch and an endpoint once it is leased.
+    """
+
+    def __init__(self, remove: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         self.placed: asyncio.Future[dict[str, Any]] = loop.create_future()
         # After so many seconds the node may be gone.
         self.leaving: asyncio.Future[float] = loop.create_future()
-        self.ended: asyncio.Future[int | None] = loop.create_future()
+        # The exit status, if the actor has seen it: one of a lost node has not.
+        self._ended: asyncio.Future[int | None] = loop.create_future()
+        self._remove = remove
 
     def on_event(self, kind: str, event: dict[str, Any]) -> None:
         if kind == "placed":
@@ -189,7 +193,7 @@ class _Placement:
             return
         _log.warning(f"ray: actor {kind}", **event)
         if kind == "ended":
-            self.ended.set_result(event["status"])
+            self._ended.set_result(event["status"])
         elif kind == "leaving":
             if not self.leaving.done():
                 within_s = event["within_s"]
@@ -197,21 +201,8 @@ class _Placement:
         elif not self.placed.done():
             self.placed.set_exception(OSError(0, event["why"], f"actor {event['name']}"))
 
-
-class PlacedWorker(LeasedWorker):
-    """A worker that Ray has started. See `WorkerProcesses`."""
-
-    def __init__(
-        self, epoch: int, endpoint: Endpoint, placement: _Placement, remove: Callable[[], None]
-    ) -> None:
-        super().__init__(epoch, endpoint)
-        self.leaving = placement.leaving
-        # The exit status, if the actor has seen it: one of a lost node has not.
-        self._ended = placement.ended
-        self._remove = remove
-
     async def wait(self) -> int | None:
-        """See `WorkerProcesses.wait`. Never returns if Ray or the node is lost: its stream ends."""
+        """Never returns if Ray or the node is lost: its stream ends."""
         return await asyncio.shield(self._ended)
 
     async def stop(self, *, grace_s: float) -> int | None:
@@ -223,5 +214,4 @@ class PlacedWorker(LeasedWorker):
         return self._ended.result() if self._ended.done() else None
 
     def kill(self) -> None:
-        """See `WorkerProcesses.kill`."""
         self._remove()

@@ -147,7 +147,6 @@ def room_of(resources: Mapping[str, float], needed: Mapping[str, float]) -> int:
 
 
 def _find(name: str) -> Any:
-    """The actor of a name. None if there is none."""
     try:
         return ray.get_actor(name)
     except ValueError:

@@ -92,7 +92,6 @@ class RayWorker:
         return {}
 
     def stop(self) -> None:
-        """Kills the worker, if it runs."""
         if self._placed and not self._ended.is_set():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._placed["pid"], signal.SIGKILL)

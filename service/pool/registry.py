@@ -66,7 +66,7 @@ class RegistryEntry:
     secret: str
     config: worker_pb2.WorkerConfig
     protocol: str = PROTOCOL
-    # Digest of the code with which it was started: see `worker_code.py`. Empty: of a version that wrote none.
+    # Digest of the code that it was started with; see `local.worker_code`. Empty: its version wrote none.
     code: str = ""
 
     @property
@@ -115,7 +115,6 @@ class Registry:
 
     @property
     def is_open(self) -> bool:
-        """Whether this gateway holds the lock."""
         return self._lock >= 0
 
     def _has_path(self) -> bool:
@@ -161,7 +160,6 @@ class Registry:
         return entries
 
     def write(self, entry: RegistryEntry) -> None:
-        """Writes an entry atomically."""
         content = {name: getattr(entry, name) for name in RegistryEntry.__slots__ if name != "config"}
         content["config"] = json_format.MessageToDict(entry.config)
         durable_file.write(self._path / f"{entry.name}.json", json.dumps(content), sync=False)
@@ -197,6 +195,36 @@ class Registry:
     def write_epoch(self, epoch: int) -> None:
         """Makes the highest used epoch durable. Blocks on the disk."""
         durable_file.write(self._path / "epoch", str(epoch))
+
+
+class Epochs:
+    """Owner of the counter of incarnations. It is durable if the registry is open."""
+
+    def __init__(self, registry: Registry | None) -> None:
+        self._registry = registry
+        self._last = 0
+        self._lock = asyncio.Lock()
+
+    def continue_after(self, epoch: int) -> None:
+        """The next one is higher than this."""
+        self._last = max(self._last, epoch)
+
+    async def next(self) -> int:
+        """A new epoch, which is durable if the disk allows. Raises nothing."""
+        self._last += 1
+        epoch = self._last
+        if self._registry is not None and self._registry.is_open:
+            # One write at a time, so that the highest epoch is written last.
+            async with self._lock:
+                await asyncio.to_thread(self._write, self._registry)
+        return epoch
+
+    def _write(self, registry: Registry) -> None:
+        try:
+            registry.open()
+            registry.write_epoch(self._last)
+        except OSError as error:
+            _log.warning("cannot store the epoch", epoch=self._last, error=error.strerror)
 
 
 def _read_entry(path: Path) -> RegistryEntry:

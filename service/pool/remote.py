@@ -20,9 +20,8 @@ from service.config import Config
 from service.logging import get_logger
 from service.pool import pool_files
 from service.pool.endpoints import AttachedEndpoint, Endpoint, LeasedEndpoint
-from service.pool.epochs import Epochs
 from service.pool.launcher import PoolFailed
-from service.pool.registry import PROTOCOL, Registry
+from service.pool.registry import PROTOCOL, Epochs, Registry
 from service.shards.leases import Lease
 
 _log = get_logger(__name__)
@@ -165,7 +164,7 @@ class RemoteLauncher:
         )
 
     def close(self) -> None:
-        """See `Launcher.close`. Streams are closed already."""
+        """Streams are closed already."""
         if self._registry is not None:
             self._registry.close()
         if self._server is not None:

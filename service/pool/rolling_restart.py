@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from quire.v1 import executor_pb2
+from quire.v1 import admin_pb2, executor_pb2
 
 from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument, NoWorker
@@ -17,15 +16,6 @@ from service.pool.supervisor import Supervisor
 
 _log = get_logger(__name__)
 _POLL_S = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class ReplacedWorker:
-    """A worker that was restarted."""
-
-    worker_id: str
-    old_pid: int
-    new_pid: int
 
 
 class RollingRestart:
@@ -40,7 +30,7 @@ class RollingRestart:
         self._dispatcher = dispatcher
         self._clock_s = clock_s
 
-    async def replace(self, worker_id: str, grace_s: float) -> list[ReplacedWorker]:
+    async def replace(self, worker_id: str, grace_s: float) -> list[admin_pb2.ReplacedWorker]:
         """Replaces one worker, or all if `worker_id` is empty. Raises InvalidArgument or NoWorker.
 
         If cancelled, the worker that is draining is replaced at once, without waiting for its operations.
@@ -51,20 +41,15 @@ class RollingRestart:
             raise InvalidArgument("UNKNOWN_WORKER", "worker_id", f"no worker has this id; there are {known}")
         replaced = []
         for slot in wanted:
-            async with self.lock:
-                if not self._can_replace(slot):
-                    raise NoWorker
-                replaced.append(await self._replace(slot, grace_s))
+            if (one := await self._replace(slot, grace_s)) is None:
+                raise NoWorker
+            replaced.append(one)
         return replaced
 
-    async def replace_ready(self, grace_s: float) -> list[ReplacedWorker]:
+    async def replace_ready(self, grace_s: float) -> list[admin_pb2.ReplacedWorker]:
         """Replaces all ready workers; the others are being restarted already. Raises NoWorker."""
-        replaced = []
-        for slot in self._pool.versions.serving.slots:
-            async with self.lock:
-                if self._can_replace(slot):
-                    replaced.append(await self._replace(slot, grace_s))
-        return replaced
+        replaced = [await self._replace(slot, grace_s) for slot in self._pool.versions.serving.slots]
+        return [one for one in replaced if one is not None]
 
     async def replace_outdated(self, grace_s: float) -> None:
         """Replaces adopted workers that run the code of another version, once all workers were ready.
@@ -74,25 +59,32 @@ class RollingRestart:
         serving = self._pool.versions.serving
         await serving.loaded(None)
         for slot in serving.slots:
-            async with self.lock:
-                if not (slot.is_outdated and self._can_replace(slot)):
-                    continue
-                _log.info("an adopted worker runs the code of another version", worker_id=slot.worker_id)
-                try:
-                    await self._replace(slot, grace_s)
-                except NoWorker:
-                    event = "the new worker is not ready; others are not replaced"
-                    _log.error(event, worker_id=slot.worker_id)
-                    return
+            try:
+                await self._replace(slot, grace_s, only_outdated=True)
+            except NoWorker:
+                _log.error("the new worker is not ready; others are not replaced", worker_id=slot.worker_id)
+                return
 
-    def _can_replace(self, slot: WorkerSlot) -> bool:
-        """Whether the worker is ready and its model version is the one that is served."""
-        return slot.state == executor_pb2.WORKER_STATE_READY and slot.version is self._pool.versions.serving
+    async def _replace(
+        self, slot: WorkerSlot, grace_s: float, *, only_outdated: bool = False
+    ) -> admin_pb2.ReplacedWorker | None:
+        """None: the worker is not to be replaced, since it is not ready, or not of the served version.
 
-    async def _replace(self, slot: WorkerSlot, grace_s: float) -> ReplacedWorker:
-        """Needs the lock. Raises NoWorker if the new worker is not ready within the start timeout."""
-        epoch, pid = slot.epoch, slot.pid
-        _log.info("replacing a worker", worker_id=slot.worker_id, epoch=epoch)
+        Raises NoWorker if the new worker is not ready within the start timeout.
+        """
+        async with self.lock:
+            is_ready = slot.state == executor_pb2.WORKER_STATE_READY
+            if not is_ready or slot.version is not self._pool.versions.serving:
+                return None
+            if only_outdated and not slot.is_outdated:
+                return None
+            old_pid = slot.pid
+            await self._restart(slot, grace_s)
+            return admin_pb2.ReplacedWorker(worker_id=slot.worker_id, old_pid=old_pid, new_pid=slot.pid)
+
+    async def _restart(self, slot: WorkerSlot, grace_s: float) -> None:
+        epoch = slot.epoch
+        _log.info("replacing a worker", worker_id=slot.worker_id, epoch=epoch, outdated=slot.is_outdated)
         self._dispatcher.worker_draining(slot.worker_id, epoch)
         deadline_s = self._clock_s() + grace_s
         try:
@@ -107,4 +99,3 @@ class RollingRestart:
             if self._clock_s() > deadline_s:
                 raise NoWorker
             await asyncio.sleep(_POLL_S)
-        return ReplacedWorker(slot.worker_id, pid, slot.pid)

@@ -69,11 +69,9 @@ class Supervisor:
 
     @property
     def start_timeout_s(self) -> float:
-        """Timeout from the start of a worker until it is ready."""
         return self._config.worker_start_timeout_s
 
     def start(self, version: ModelVersion) -> None:
-        """Starts the workers of a version."""
         for slot in version.slots:
             self._start(slot)
 
@@ -114,7 +112,6 @@ class Supervisor:
         return self.versions.all_slots
 
     def send_adapters(self, command: worker_pb2.AdapterCommand) -> None:
-        """Tells all workers of changed adapters."""
         for incarnation in self._running.values():
             incarnation.send_adapters(command)
 

@@ -15,7 +15,7 @@ import asyncpg
 from service.postgres.errors import Conflict, DatabaseFailed
 from service.postgres.schema import upgrade
 
-CONNECT_S: Final = 5.0
+CONNECT_S: Final = 3.0
 # The server ends a statement by itself after this, so that it is certain that it has done nothing. If no
 # answer comes either, the connection is closed, and that is not certain.
 STATEMENT_S: Final = 10.0
@@ -29,8 +29,16 @@ _SETTINGS: Final = {
     "statement_timeout": f"{STATEMENT_S:.0f}s",
     "idle_in_transaction_session_timeout": f"{STATEMENT_S:.0f}s",
 }
-# All that the driver raises; ValueError for an address. TimeoutError is an OSError.
-_FAILURES: Final = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, EOFError, ValueError)
+# All that the driver raises; ValueError for an address; an internal error where a connection breaks in an
+# unlucky moment. TimeoutError is an OSError.
+_FAILURES: Final = (
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    OSError,
+    EOFError,
+    ValueError,
+)
 
 
 class Database:
@@ -39,19 +47,21 @@ class Database:
     Between `close` and the next statement it may move to another event loop.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, answer_s: float = ANSWER_S) -> None:
+        """`answer_s`: without an answer to a statement for so long, the connection is closed."""
         self._url = url
+        self._answer_s = answer_s
         self._connection: Any = None
         self._lock = asyncio.Lock()
 
     async def prepare(self) -> None:
         """Creates the tables, or brings those of an earlier version up to date. Raises DatabaseFailed."""
-        async with self._ready() as connection:
+        async with self._ready(ANSWER_S) as connection:
             await upgrade(connection)
 
     async def fetch(self, query: str, *values: object) -> list[Sequence[Any]]:
         """The rows of a statement, which is a transaction of its own. Raises DatabaseFailed."""
-        async with self._ready() as connection:
+        async with self._ready(self._answer_s) as connection:
             rows: list[Sequence[Any]] = await connection.fetch(query, *values)
             return rows
 
@@ -70,7 +80,7 @@ class Database:
                 connection.terminate()
 
     @contextlib.asynccontextmanager
-    async def _ready(self) -> AsyncIterator[Any]:
+    async def _ready(self, answer_s: float) -> AsyncIterator[Any]:
         """The open connection, for one statement."""
         async with self._lock:
             if self._connection is None or self._connection.is_closed():
@@ -79,7 +89,7 @@ class Database:
                         self._url, timeout=CONNECT_S, server_settings=_SETTINGS
                     )
             # Not the driver's timeout: it cancels the statement, and so ends a commit's wait for a standby.
-            timer = asyncio.get_running_loop().call_later(ANSWER_S, self._connection.terminate)
+            timer = asyncio.get_running_loop().call_later(answer_s, self._connection.terminate)
             try:
                 with _translated(is_sent=True):
                     yield self._connection

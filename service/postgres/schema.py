@@ -36,6 +36,8 @@ MIGRATIONS: Final = (
     -- Its row is locked with each commit and renewed every few seconds.
     ALTER TABLE quire.shards SET (fillfactor = 10, autovacuum_vacuum_threshold = 500);
     """,
+    # The process of the server that has the connection of the last renewal. NULL: it is gone.
+    "ALTER TABLE quire.shards ADD COLUMN session integer",
 )
 # Of programs that migrate at the same time. "Quire".
 _LOCK: Final = 0x5175697265

@@ -47,11 +47,9 @@ class BatchCaches:
         return self._dispatcher.caches.index.lookup(key, self._tenant) if key else ()
 
     def add(self, cache_id: str) -> None:
-        """Notes a cache that was made or found."""
         self._ids.add(cache_id)
 
     def discard(self, cache_id: str) -> None:
-        """Notes that a cache was released."""
         self._ids.discard(cache_id)
 
     def finish(self, cache_id: str) -> None:

@@ -80,7 +80,6 @@ class Execution:
         self._release_callbacks: list[Callable[[], None]] = []
 
     def start(self, run: Run) -> None:
-        """Starts `run` in a task."""
         self._task = asyncio.create_task(self._run(run), name="execution")
 
     @property
@@ -104,7 +103,7 @@ class Execution:
     # For the runtime: a ChunkSink.
 
     def put(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
-        """See `ChunkSink`. Chunks of samples that have ended are dropped."""
+        """Chunks of samples that have ended are dropped."""
         self._has_chunks = True
         if self.state is State.CLOSED:
             return
@@ -126,14 +125,12 @@ class Execution:
 
     @property
     def is_full(self) -> bool:
-        """See `ChunkSink`."""
         limit = _MAX_UNREAD_BYTES if self._is_read else MAX_KEPT_BYTES - LAST_READ_BYTES
         if self._unread_budget.is_exceeded:
             limit = min(limit, _MIN_UNREAD_BYTES)
         return self._buffer.unread_bytes > limit
 
     async def wait_for_room(self) -> None:
-        """See `ChunkSink`."""
         while self.is_full:
             self._has_room.clear()
             with contextlib.suppress(TimeoutError):
@@ -141,7 +138,6 @@ class Execution:
                     await self._has_room.wait()
 
     def on_release(self, callback: Callable[[], None]) -> None:
-        """See `ChunkSink`."""
         self._release_callbacks.append(callback)
 
     async def _run(self, run: Run) -> None:
@@ -170,7 +166,6 @@ class Execution:
         self._end_unfinished(finish_reason=runner_pb2.FINISH_REASON_ERROR, error=status)
 
     def _end_unfinished(self, **end: Any) -> None:
-        """Puts a last chunk for each unfinished sample."""
         self.put(
             [
                 runner_pb2.SampleChunk(item_id=item_id, sample=sample, position=position, **end)
@@ -246,7 +241,6 @@ class Execution:
         self._release()
 
     def _release(self) -> None:
-        """Releases the runtime's resources of a kept batch."""
         for callback in self._release_callbacks:
             callback()
         self._release_callbacks.clear()

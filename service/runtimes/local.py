@@ -19,7 +19,6 @@ from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import ItemPreparer, PreparedItem
-from service.runtimes.replacing import WeightsReplacer
 from service.runtimes.weight_uploads import WeightUploads
 from service.text.text_model import TextModel
 
@@ -36,13 +35,11 @@ class LocalRuntime:
         text: TextModel,
         restarts: RollingRestart,
         loader: WeightsLoader,
-        replacer: WeightsReplacer,
         uploads: WeightUploads,
     ) -> None:
         self._dispatcher = dispatcher
         self._restarts = restarts
         self._loader = loader
-        self._replacer = replacer
         self._uploads = uploads
         self._state = state
         self._preparer = ItemPreparer(state, text)
@@ -50,11 +47,9 @@ class LocalRuntime:
 
     @property
     def name(self) -> str:
-        """See `Runtime`."""
         return NAME
 
     def describe(self) -> runner_pb2.Runtime:
-        """See `Runtime`."""
         described = runner_pb2.Runtime(
             name=NAME,
             runtime_kind=runner_pb2.RUNTIME_KIND_LOCAL,
@@ -76,11 +71,9 @@ class LocalRuntime:
 
     @property
     def wait_s(self) -> float:
-        """See `Runtime`."""
         return self._dispatcher.caches.expected_wait_s
 
     async def execute(self, batch: Batch, sink: ChunkSink) -> None:
-        """See `Runtime`."""
         self._executions += 1
         weights = self._state.model_version
         lease_s = self._state.config.default_lease_s
@@ -125,7 +118,7 @@ class LocalRuntime:
             return items.failures(item, error.without_traceback())
 
     async def estimate(self, batch: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
-        """See `Runtime`. Raises the error of the first item that cannot be run."""
+        """Raises the error of the first item that cannot be run."""
         estimate = runner_pb2.CostEstimate(runtime=NAME, max_cost_usd=0, is_counted=True)
         time_slice = TimeSlice()
         for item in batch:
@@ -137,7 +130,7 @@ class LocalRuntime:
         return estimate
 
     async def rebuild_session(self, cause: runner_pb2.RebuildCause) -> int:
-        """See `Runtime`. Replaces the workers one after another; a poisoned one gets no grace."""
+        """Replaces the workers one after another; a poisoned one gets no grace."""
         is_poisoned = cause == runner_pb2.REBUILD_CAUSE_CUDA_CONTEXT_POISONED
         grace_s = 0.0 if is_poisoned else self._state.config.drain_grace_s
         return len(await self._restarts.replace_ready(grace_s))
@@ -145,10 +138,9 @@ class LocalRuntime:
     async def load_weights(
         self, request: runner_pb2.LoadWeightsRequest, drain_s: float
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse]:
-        """See `Runtime`."""
         if request.mode == runner_pb2.LOAD_WEIGHTS_MODE_REPLACE:
             recompute = request.previous_caches == runner_pb2.PREVIOUS_CACHES_RECOMPUTE
-            updates = self._replacer.replace(request.source, recompute=recompute)
+            updates = self._loader.replace(request.source, recompute=recompute)
         else:
             updates = self._loader.load(request.source, drain_s)
         with self._uploads.loading(request.source):
@@ -157,4 +149,4 @@ class LocalRuntime:
                     yield update
 
     async def close(self) -> None:
-        """See `Runtime`. The pool owns the workers."""
+        """The pool owns the workers."""

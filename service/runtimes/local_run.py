@@ -366,7 +366,6 @@ def _require_same_model(item: PreparedItem, cache: Remembered) -> None:
 
 
 def _is_either_prefix(token_ids: Sequence[int], prompt: Sequence[int]) -> bool:
-    """Whether one of the two is a prefix of the other."""
     shorter = min(len(token_ids), len(prompt))
     return array("I", token_ids[:shorter]) == array("I", prompt[:shorter])
 

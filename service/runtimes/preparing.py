@@ -22,7 +22,6 @@ from service.errors import InvalidArgument, WeightsChanged
 from service.runtimes import items
 from service.runtimes.sample import Sample, SampleSpec
 from service.text.constraints import Matcher
-from service.text.stops import StopTexts
 from service.text.text_model import TextModel
 
 _SEEDS = 1 << 64
@@ -47,7 +46,6 @@ class PreparedItem:
 
     @property
     def is_late(self) -> bool:
-        """Whether its deadline has passed."""
         return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
     def sample(self, index: int) -> Sample:
@@ -116,7 +114,7 @@ class ItemPreparer:
                 prompt=prompt,
                 max_tokens=_max_tokens(item, len(prompt), limits),
                 end_ids=self._end_ids(item),
-                stops=StopTexts(item.stop),
+                stops=tuple(item.stop),
                 tokenizer=tokenizer,
                 with_logprobs=item.logprobs or item.sampled_logprobs or item.top_logprobs > 0,
             ),

@@ -66,7 +66,6 @@ class ReplayBuffer:
         self._is_closed = False
 
     def add(self, chunks: Iterable[runner_pb2.SampleChunk]) -> None:
-        """Adds unread chunks."""
         added_bytes = 0
         for chunk in chunks:
             size_bytes = chunk.ByteSize() + _CHUNK_BYTES
@@ -77,7 +76,6 @@ class ReplayBuffer:
 
     @property
     def has_unread(self) -> bool:
-        """Whether there is a chunk to take or to skip."""
         return bool(self._unread)
 
     def take(self) -> list[runner_pb2.SampleChunk]:
@@ -102,7 +100,6 @@ class ReplayBuffer:
         return chunks
 
     def _is_known(self, chunk: runner_pb2.SampleChunk) -> bool:
-        """Whether the reader already has a chunk."""
         position = self._progress.get((chunk.item_id, chunk.sample), 0)
         # A reader that claims more than there is gets the last chunk again.
         is_beyond_end = bool(chunk.finish_reason) and position > end_of(chunk)

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from quire.v1 import runner_pb2
 
-from service.api.status import to_status
+from service.api.status import from_status, to_status
 from service.api.time_slice import TimeSlice
 from service.errors import ProviderFailure, QuireError, RuntimeNotFound
 from service.runtimes.base import Batch, Runtime, SampleKey
@@ -84,7 +84,6 @@ class Router:
         self.runtimes, self._routing = list(runtimes), routing
 
     async def close(self) -> None:
-        """Closes all runtimes."""
         for runtime in self.runtimes:
             await runtime.close()
 
@@ -300,16 +299,11 @@ def _is_full(runtime: Runtime, batch: Batch) -> bool:
 
 
 def _may_fall_back(status: status_pb2.Status) -> bool:
-    reason = _reason(status)
+    reason = from_status(status).reason
     # A tenant's quota applies to all runtimes.
     if reason == "QUOTA":
         return False
     return status.code in _FALLBACK_CODES or reason in _FALLBACK_REASONS
-
-
-def _reason(status: status_pb2.Status) -> str:
-    info = error_details_pb2.ErrorInfo()
-    return next((info.reason for detail in status.details if detail.Unpack(info)), "")
 
 
 def _with_others(status: status_pb2.Status, others: Sequence[_Refusal]) -> status_pb2.Status:
@@ -319,7 +313,7 @@ def _with_others(status: status_pb2.Status, others: Sequence[_Refusal]) -> statu
     info = error_details_pb2.ErrorInfo()
     for detail in extended.details:
         if detail.Unpack(info):
-            elsewhere = ", ".join(f"{runtime}: {_reason(error)}" for runtime, error in others)
+            elsewhere = ", ".join(f"{runtime}: {from_status(error).reason}" for runtime, error in others)
             info.metadata["elsewhere"] = elsewhere[:_MAX_ELSEWHERE]
             detail.Pack(info)
             break

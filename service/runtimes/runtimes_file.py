@@ -1,24 +1,7 @@
 """The configuration file of the remote runtimes and of routing.
 
-It is read at the start, and again when an operator asks for it.
-
-    [routing]
-    policy = "local-first"
-    local_max_wait_s = 5
-    when_full = "fallback"
-
-    [runtimes.gpt]
-    dialect = "openai-chat"
-    base_url = "https://api.openai.com/v1"
-    model = "gpt-x"
-    api_key_env = "OPENAI_API_KEY"
-    requests_per_minute = 500
-
-    [runtimes.gpt.prices."gpt-x"]
-    input_usd = 1.25
-    output_usd = 10
-
-The settings of a provider are the fields of `remote.config.ProviderConfig`.
+It is read at the start, and again when an operator asks for it. It has the fields of `Runtimes` as tables;
+docs/runtimes.md has an example.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from quire.v1 import runner_pb2, types_pb2
 
 from service.text.constraints import Matcher
 from service.text.detokenizer import Detokenizer, TokenDecoder
-from service.text.stops import StopTexts
+from service.text.stops import StopMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class SampleSpec:
     max_tokens: int
     # Each of these tokens ends a sample.
     end_ids: frozenset[int]
-    stops: StopTexts
+    stops: Sequence[str]
     # None: no text is wanted, or the model has no tokenizer.
     tokenizer: TokenDecoder | None
     with_logprobs: bool
@@ -41,7 +41,7 @@ class Sample:
         self.matcher = matcher
         self.is_finished = False
         self._num_tokens = 0
-        self._stops = spec.stops.new_matcher()
+        self._stops = StopMatcher(spec.stops)
         self._detokenizer = None
         if spec.tokenizer is not None:
             self._detokenizer = Detokenizer(spec.tokenizer, spec.prompt)
@@ -57,7 +57,6 @@ class Sample:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has a token."""
         return self._num_tokens > 0
 
     def take(self, token_id: int, output: types_pb2.StepOutput | None = None) -> runner_pb2.SampleChunk:

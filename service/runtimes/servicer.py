@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
@@ -29,29 +30,22 @@ _PREVIOUS_CACHES = frozenset(runner_pb2.PreviousCaches.values())
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
+@dataclass(frozen=True, eq=False)
 class RunnerApi:
     """Implements the service."""
 
-    def __init__(
-        self,
-        executions: Executions,
-        router: Router,
-        state: ServerState,
-        read_runtimes: Callable[[str], Awaitable[int]],
-        uploads: WeightUploads,
-    ) -> None:
-        """`read_runtimes`: see `RuntimesFile.read_again`."""
-        self._executions = executions
-        self._router = router
-        self._state = state
-        self._read_runtimes = read_runtimes
-        self._uploads = uploads
+    executions: Executions
+    router: Router
+    state: ServerState
+    # See `RuntimesFile.read_again`.
+    read_runtimes: Callable[[str], Awaitable[int]]
+    uploads: WeightUploads
 
     async def Execute(self, request: runner_pb2.ExecuteRequest, context: Context) -> None:
-        if self._executions.needs_worker(request):
-            await self._state.first_worker(context.time_remaining())
+        if self.executions.needs_worker(request):
+            await self.state.first_worker(context.time_remaining())
         timeout_s = validation.timeout_seconds(context.time_remaining())
-        execution = self._executions.open(request, current_tenant(), timeout_s)
+        execution = self.executions.open(request, current_tenant(), timeout_s)
         reader = execution.attach({(at.item_id, at.sample): at.position for at in request.resume_after})
         sent, chunks = runner_pb2.ExecutionStarted(), list[runner_pb2.SampleChunk]()
         try:
@@ -63,7 +57,7 @@ class RunnerApi:
                     sent.CopyFrom(execution.started)
                     response.started.CopyFrom(sent)
                 # A reader that does not take it in time is detached.
-                stall_s = self._state.config.session_stall_s
+                stall_s = self.state.config.session_stall_s
                 await write_in_time(context.write(response), stall_s, lambda: execution.detach(reader))
                 if not (chunks := await execution.read(reader)):
                     break
@@ -73,25 +67,25 @@ class RunnerApi:
     async def CancelExecution(
         self, request: runner_pb2.CancelExecutionRequest, context: Context
     ) -> runner_pb2.CancelExecutionResponse:
-        cancelled = self._executions.cancel(request.request_id, current_tenant())
+        cancelled = self.executions.cancel(request.request_id, current_tenant())
         return runner_pb2.CancelExecutionResponse(cancelled=cancelled)
 
     async def ListRuntimes(
         self, request: runner_pb2.ListRuntimesRequest, context: Context
     ) -> runner_pb2.ListRuntimesResponse:
-        runtimes = [runtime.describe() for runtime in self._router.runtimes]
+        runtimes = [runtime.describe() for runtime in self.router.runtimes]
         return runner_pb2.ListRuntimesResponse(runtimes=runtimes)
 
     async def GetRuntime(
         self, request: runner_pb2.GetRuntimeRequest, context: Context
     ) -> runner_pb2.GetRuntimeResponse:
-        return runner_pb2.GetRuntimeResponse(runtime=self._router.named(request.runtime).describe())
+        return runner_pb2.GetRuntimeResponse(runtime=self.router.named(request.runtime).describe())
 
     async def EstimateCost(
         self, request: runner_pb2.EstimateCostRequest, context: Context
     ) -> runner_pb2.EstimateCostResponse:
-        self._executions.check_items(request.items)
-        wanted = [self._router.named(request.runtime)] if request.runtime else self._router.runtimes
+        self.executions.check_items(request.items)
+        wanted = [self.router.named(request.runtime)] if request.runtime else self.router.runtimes
         estimates: list[runner_pb2.CostEstimate] = []
         errors: list[QuireError] = []
         for runtime in wanted:
@@ -107,12 +101,12 @@ class RunnerApi:
 
     async def LoadWeights(self, request: runner_pb2.LoadWeightsRequest, context: Context) -> None:
         self._check_operator()
-        admin.check_only_gateway(self._state.config)
+        admin.check_only_gateway(self.state.config)
         _check_mode(request)
         if not request.source:
             raise InvalidArgument("BAD_SOURCE", "source", "a directory or a model's name is needed")
         drain_s = validation.grace_seconds(request.drain) if request.HasField("drain") else 0.0
-        runtime = self._router.named(request.runtime)
+        runtime = self.router.named(request.runtime)
         async with contextlib.aclosing(runtime.load_weights(request, drain_s)) as progress:
             async for response in progress:
                 await context.write(response)
@@ -121,8 +115,8 @@ class RunnerApi:
         self, requests: AsyncIterator[Any], context: Context
     ) -> runner_pb2.UploadWeightsResponse:
         self._check_operator()
-        admin.check_only_gateway(self._state.config)
-        return runner_pb2.UploadWeightsResponse(source=await self._uploads.receive(parsed(requests)))
+        admin.check_only_gateway(self.state.config)
+        return runner_pb2.UploadWeightsResponse(source=await self.uploads.receive(parsed(requests)))
 
     async def RebuildSession(
         self, request: runner_pb2.RebuildSessionRequest, context: Context
@@ -131,14 +125,14 @@ class RunnerApi:
         if request.cause not in _CAUSES:
             raise InvalidArgument("BAD_CAUSE", "cause", f"cause {request.cause} has no name")
         if request.cause == runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE:
-            rebuilt = await self._read_runtimes(request.runtime)
+            rebuilt = await self.read_runtimes(request.runtime)
         else:
-            rebuilt = await self._router.named(request.runtime).rebuild_session(request.cause)
+            rebuilt = await self.router.named(request.runtime).rebuild_session(request.cause)
         return runner_pb2.RebuildSessionResponse(rebuilt=rebuilt)
 
     def _check_operator(self) -> None:
         """Without authentication, only clients on this machine may change what all clients get."""
-        if not admin.is_available(self._state.config):
+        if not admin.is_available(self.state.config):
             raise RoleMissing(Role.ADMINISTER.value)
 
 

@@ -62,6 +62,8 @@ _IDS: dict[str, Callable[[Any], Iterable[str]]] = {
     for call in CALLS.values()
     if call.is_batch and call.method != "BatchForward"
 }
+# What several shards of a gateway have together, of its status.
+_SUMS = ("caches", "operations_in_flight", "journal_bytes")
 
 
 def ids_in(method: str, request: Any) -> Iterable[str]:
@@ -78,6 +80,8 @@ class Forwarding:
     ) -> None:
         """`home`: the shard whose calls need none of this. `answers`: counts what others answered."""
         self.home = home
+        # By which gateways know each other's calls.
+        self.secret = peers.secret
         self._config = config
         self._table = table
         self._peers = peers
@@ -188,7 +192,15 @@ class Forwarding:
         """Ends the connections to the others."""
         await self._peers.close()
 
-    # ListCaches.
+    # Readers.
+
+    async def observe(self, method: str, request: Any, context: CallContext, response: Any) -> None:
+        """See `Elsewhere.observe`."""
+        for core in [*self.cores.values()]:
+            found = await core(method, request, context)
+            response.workers.extend(found.workers)
+            for name in _SUMS if method == "GetStatus" else ():
+                setattr(response, name, getattr(response, name) + getattr(found, name))
 
     async def list_caches(
         self, request: executor_pb2.ListCachesRequest, context: CallContext, here: Callable[..., Any]

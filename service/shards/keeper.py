@@ -23,6 +23,8 @@ _log = get_logger(__name__)
 _OWNER_BYTES: Final = 8
 # How long a shard is left alone after its core has failed.
 _FAILED_S: Final = 5.0
+# What a cut link has swallowed is not waited for: a lease would be lost after it has healed.
+_ANSWER_S: Final = 3.0
 
 
 class RunningCore(Protocol):
@@ -55,7 +57,7 @@ class Keeper:
         self.owner = secrets.token_hex(_OWNER_BYTES)
         self._config = config
         # Two connections, so that a renewal never waits for a look at the owners.
-        self._table, self._renewals = Database(config.journal), Database(config.journal)
+        self._table, self._renewals = (Database(config.journal, _ANSWER_S) for _ in range(2))
         self._leases = Leases(self._renewals, self.owner, address)
         self._lookups = Leases(self._table, self.owner, address)
         self._membership: Lease
@@ -66,6 +68,8 @@ class Keeper:
         self._changed = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._draining: dict[int, asyncio.Event] = {}
+        # By shard: the last lease that has ended, by its fence.
+        self._ended: dict[int, int] = {}
         self._home: int | None = None
         self._stopping = False
 
@@ -155,8 +159,13 @@ class Keeper:
     def _act(self, group: asyncio.TaskGroup, open_core: OpenCore) -> None:
         if self._stopping:
             return
+        mine = {row.shard: row.fence for row in self._owners if row.owner == self.owner and row.shard >= 0}
+        if any(fence <= self._ended.get(shard, 0) for shard, fence in mine.items()):
+            # Seen before a shard was given back.
+            return
         take, give = decide(self._owners, self.owner)
-        for shard in take:
+        # Also those that were acquired without an answer.
+        for shard in (*take, *mine):
             if shard not in self._tasks and shard != self._home:
                 self._tasks[shard] = group.create_task(self._serve(shard, open_core), name=f"shard-{shard}")
         running = [shard for shard, event in self._draining.items() if not event.is_set()]
@@ -177,6 +186,7 @@ class Keeper:
             try:
                 await self._run_core(shard, core)
             finally:
+                self._ended[shard] = lease.fence
                 core.close()
             _log.info("a shard is given back", shard=shard)
         except (OwnershipLost, DatabaseFailed, JournalUnusable) as error:

@@ -13,7 +13,11 @@ owner, and checks it in its own transaction. So an earlier owner can never appen
 
     await leases.watch(on_owners)              # for routing: the owners, whenever they have changed
 
-An owner answers for its shard only while `lease.is_valid`: afterwards another one may have it already.
+An owner answers for its shard only until `lease.valid_until_s`: afterwards another one may have it already.
+
+A process that is killed need not be waited for: its connection to the database ends with it. Whoever looks at
+the owners shortens leases whose last renewal came on a connection that is gone. So owners count on the short
+time only, and renew often; the long one is for connections that only seem to be there.
 """
 
 from __future__ import annotations
@@ -30,11 +34,13 @@ from service.postgres.errors import DatabaseFailed
 _log = get_logger(__name__)
 
 LEASE_S: Final = 10.0
-# The time of a lease for its owner, as a part of the time in the table: clocks may run at different rates.
+# What is left of a lease when the connection of its last renewal has ended, as a part of its time.
+_SHORT_PART: Final = 0.3
+# That time for its owner, as a part of the time in the table: clocks may run at different rates.
 _OWNERS_PART: Final = 0.9
-# How often owners are looked up for routing.
-WATCH_S: Final = 1.0
-_RETRY_S: Final = 1.0
+# How often owners are looked up, for routing and to take over.
+WATCH_S: Final = 0.5
+_SHORTEST_WATCH_S: Final = 0.05
 _WARN_S: Final = 10.0
 _LEASE_ID_BYTES: Final = 16
 # Epochs of workers that an owner can use: a lease of a worker takes one.
@@ -49,19 +55,26 @@ _COUNT = "SELECT count(*) FROM quire.shards WHERE shard >= 0"
 _ADD = "INSERT INTO quire.shards (shard, lease_id) VALUES ($1, $2) ON CONFLICT DO NOTHING"
 _ACQUIRE = """
     UPDATE quire.shards SET fence = fence + 1, writer = 0, owner = $3, address = $4,
-        expires_at = clock_timestamp() + make_interval(secs => $2::float8)
+        session = pg_backend_pid(), expires_at = clock_timestamp() + make_interval(secs => $2::float8)
     WHERE shard = $1 AND (expires_at IS NULL OR expires_at <= clock_timestamp() OR owner = $3)
     RETURNING fence, lease_id
 """
 _RENEW = """
-    UPDATE quire.shards SET expires_at = clock_timestamp() + make_interval(secs => $2::float8)
+    UPDATE quire.shards SET session = pg_backend_pid(),
+        expires_at = clock_timestamp() + make_interval(secs => $2::float8)
     WHERE shard = $1 AND fence = $3 RETURNING 1
 """
 _GIVE_BACK = """
     UPDATE quire.shards SET expires_at = NULL, owner = '', fence = fence + 1
     WHERE shard = $1 AND fence = $2 RETURNING 1
 """
+# A number of a connection may be used again: then the lease ends by its own time.
 _LIST = """
+    WITH ended AS (
+        UPDATE quire.shards
+        SET session = NULL, expires_at = clock_timestamp() + make_interval(secs => $1::float8)
+        WHERE expires_at > clock_timestamp() + make_interval(secs => $1::float8)
+            AND NOT EXISTS (SELECT FROM pg_stat_get_activity(session)))
     SELECT shard, fence, owner, address,
         greatest(0.0, extract(epoch FROM expires_at - clock_timestamp()))::float8
     FROM quire.shards ORDER BY shard
@@ -115,7 +128,7 @@ class Lease:
         self.shard = shard
         self.fence = fence
         self.lease_id = lease_id
-        # By the monotonic clock.
+        # By the monotonic clock. Until then it is certain that no other gateway owns the shard.
         self.valid_until_s = valid_until_s
         # Why, once it is lost.
         self.loss = ""
@@ -126,14 +139,10 @@ class Lease:
         """The first epoch for leases of workers: above those of all earlier owners."""
         return self.fence << _EPOCHS_BITS
 
-    @property
-    def is_valid(self) -> bool:
-        """Whether it is certain that no other gateway owns the shard."""
-        return not self._lost.is_set() and time.monotonic() < self.valid_until_s
-
     def lose(self, why: str) -> None:
         """Notes that it is lost. `Leases.keep` ends."""
         self.loss = self.loss or why
+        self.valid_until_s = 0.0
         self._lost.set()
 
     async def wait_lost(self, timeout_s: float) -> None:
@@ -160,8 +169,8 @@ class Leases:
         self._warned_at_s = -_WARN_S
 
     async def owners(self) -> list[Owned]:
-        """All shards."""
-        rows = await self._table.fetch(_LIST)
+        """All shards. Shortens the leases of those that have lost their connections."""
+        rows = await self._table.fetch(_LIST, _SHORT_PART * self._lease_s)
         return [
             Owned(shard, fence, owner if left_s else "", address if left_s else "", left_s or 0.0)
             for shard, fence, owner, address, left_s in rows
@@ -187,28 +196,30 @@ class Leases:
     async def renew(self, lease: Lease) -> None:
         """Renews it, or notes that it is lost."""
         asked_at_s = time.monotonic()
-        if await self._table.fetch(_RENEW, lease.shard, self._lease_s, lease.fence):
-            lease.valid_until_s = self._valid_until_s(asked_at_s)
-        else:
+        if not await self._table.fetch(_RENEW, lease.shard, self._lease_s, lease.fence):
             lease.lose("another gateway has taken it over")
+        elif not lease.loss:
+            lease.valid_until_s = self._valid_until_s(asked_at_s)
+
+    async def renew_if_due(self, lease: Lease) -> None:
+        """Renews it if most of its time has passed: during long work, before it is kept."""
+        if self._valid_until_s(time.monotonic()) - lease.valid_until_s > _SHORT_PART * self._lease_s / 3:
+            await self.renew(lease)
 
     def _valid_until_s(self, asked_at_s: float) -> float:
-        return asked_at_s + _OWNERS_PART * self._lease_s
+        return asked_at_s + _OWNERS_PART * _SHORT_PART * self._lease_s
 
     async def keep(self, lease: Lease) -> None:
         """Renews it until cancelled. Raises OwnershipLost.
 
         While the database is away the lease is not lost, but may become invalid.
         """
-        pause_s = self._lease_s / 3
         while True:
-            await lease.wait_lost(pause_s)
-            pause_s = self._lease_s / 3
             try:
                 await self.renew(lease)
             except DatabaseFailed as error:
-                pause_s = min(_RETRY_S, pause_s)
                 self._warn(error)
+            await lease.wait_lost(_SHORT_PART * self._lease_s / 3)
 
     async def give_back(self, lease: Lease) -> None:
         """Frees the shard for others at once. Nothing can be appended with the lease afterwards."""
@@ -222,15 +233,18 @@ class Leases:
         """
         seen: list[tuple[int, int, str, str]] | None = None
         while True:
+            pause_s = WATCH_S
             try:
                 owners = await self.owners()
                 found = [(each.shard, each.fence, each.owner, each.address) for each in owners]
                 if found != seen:
                     seen = found
                     on_owners(owners)
+                # What is free soon is looked at then.
+                pause_s = min([WATCH_S, *(each.left_s for each in owners if each.left_s)])
             except DatabaseFailed as error:
                 self._warn(error)
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(max(pause_s, _SHORTEST_WATCH_S))
 
     def _warn(self, error: DatabaseFailed) -> None:
         now_s = time.monotonic()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
 import grpc
 from grpc_status import rpc_status
 
-from service.api.interceptor import REQUEST_ID_METADATA
+from service.api.interceptor import REQUEST_ID_METADATA, CallInterceptor, Continuation, Handler
 from service.api.status import from_status
 from service.auth.authenticator import current_tenant_name
 from service.auth.forwarded import HOP, TENANT
 from service.config import Config
-from service.errors import DeadlinePassed, GatewayUnavailable, QuireError
+from service.errors import DeadlinePassed, GatewayUnavailable, QuireError, Unauthenticated
 from service.logging import current_request_id, get_logger
 from service.pool.pool_files import GATEWAY_NAME
 
@@ -40,6 +41,10 @@ class Peers:
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.min_reconnect_backoff_ms", 3000),
             ("grpc.max_reconnect_backoff_ms", 1000),
+            # One that was paused or cut off ends its calls, which may have no deadline.
+            ("grpc.keepalive_time_ms", 2000),
+            ("grpc.keepalive_timeout_ms", 3000),
+            ("grpc.http2.ping_timeout_ms", 3000),
         ]
         if credentials is not None:
             # Gateways have one certificate, whatever their addresses are.
@@ -95,6 +100,24 @@ class Peers:
         self._methods.clear()
         while self._channels:
             await self._channels.popitem()[1].close(None)
+
+
+class PeerInterceptor(CallInterceptor):
+    """Of the port for gateways. Certificates of workers open it, too, but only gateways know the secret."""
+
+    def __init__(self, secret: str, *parts: Any) -> None:
+        """`parts`: of a CallInterceptor."""
+        super().__init__(*parts)
+        self._secret = secret.encode()
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        given = dict(handler_call_details.invocation_metadata or ()).get(HOP, "")
+        if not hmac.compare_digest(str(given).encode(), self._secret):
+            refused = Unauthenticated("NOT_A_GATEWAY", "only gateways of this server may call this port")
+            return self._refusing_handler(handler_call_details.method, refused)
+        return await super().intercept_service(continuation, handler_call_details)
 
 
 def is_forwarded(metadata: Metadata) -> bool:

@@ -10,8 +10,7 @@ from array import array
 from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
-from service.text.task_pool import TaskPool
-from service.text.task_process import ProcessLimits, TaskProcess
+from service.text.task_process import ProcessLimits, TaskPool, TaskProcess
 
 # Enough for ten million characters: a tokenizer encodes a million in a second or two, with some 170 bytes for
 # each character.

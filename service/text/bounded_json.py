@@ -2,14 +2,15 @@
 
 Python's parser blocks all other threads, and makes objects of sixty bytes from two bytes of JSON. Its time
 depends on the number of values more than on bytes: a string, list or object costs as much as eight numbers,
-so it counts as 8. Counting creates no objects and stops at a limit.
+so it counts as 8. Counting creates no objects and stops at a limit. Also what templates and providers read of
+a chat in the same way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from quire.v1 import runner_pb2
@@ -22,6 +23,12 @@ MAX_VALUES = 1 << 18
 MAX_MESSAGES = 4096
 # What a string, list or object counts as.
 _COMPOUND_VALUES = 8
+_ROLES = {
+    runner_pb2.CHAT_ROLE_SYSTEM: "system",
+    runner_pb2.CHAT_ROLE_USER: "user",
+    runner_pb2.CHAT_ROLE_ASSISTANT: "assistant",
+    runner_pb2.CHAT_ROLE_TOOL: "tool",
+}
 # Counted at once, in well below a millisecond.
 _SLICE_BYTES = 1 << 16
 
@@ -95,13 +102,28 @@ async def check_chat(chat: runner_pb2.Chat) -> None:
             raise _too_large("BAD_CHAT", field)
 
 
+def chat_role(message: runner_pb2.ChatMessage, index: int) -> str:
+    """A message's role as templates and providers spell it. Raises InvalidArgument."""
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise InvalidArgument("BAD_CHAT", f"chat.messages[{index}].role", "a role is needed")
+    return role
+
+
+def tools_of(chat: runner_pb2.Chat, parse_json: Callable[[str, str, str], Any] = parse) -> list[Any]:
+    """The tools of a chat. Raises InvalidArgument."""
+    tools = parse_json(chat.tools_json, "BAD_CHAT", "chat.tools_json") if chat.tools_json else []
+    if not isinstance(tools, list):
+        raise InvalidArgument("BAD_CHAT", "chat.tools_json", "tools_json is not a list in JSON")
+    return tools
+
+
 def arguments_field(message: int, call: int) -> str:
     """The path of a tool call's arguments in an item."""
     return f"chat.messages[{message}].tool_calls[{call}].arguments_json"
 
 
 def _json_of(chat: runner_pb2.Chat) -> Iterator[tuple[str, bytes]]:
-    """Each field of a chat that is JSON."""
     yield "chat.tools_json", chat.tools_json.encode()
     for index, message in enumerate(chat.messages):
         for number, call in enumerate(message.tool_calls):

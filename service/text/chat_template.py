@@ -13,8 +13,7 @@ from typing import Any
 from quire.v1 import types_pb2
 
 from service.printable import escaped
-from service.text.task_pool import TaskPool
-from service.text.task_process import ProcessLimits, TaskFailed, TaskProcess
+from service.text.task_process import ProcessLimits, TaskFailed, TaskPool, TaskProcess
 
 DEFAULT = "default"
 MAX_PROCESSES = 2
@@ -49,15 +48,7 @@ class ChatTemplates:
     ) -> str:
         """The prompt, which ends where the model's answer begins. Cancelling the call ends the process.
 
-        Args:
-            template: The model's templates, from a worker.
-            messages: Each with its `role` and `content`.
-            name: Which of the model's templates.
-            tools: Descriptions of tools in the form that the template expects.
-
-        Raises:
-            TemplateError: There is no such template, or it fails or exceeds a limit.
-            Draining: This is closed.
+        Raises TemplateError if there is no template of this name, or it fails or exceeds a limit; Draining.
         """
         if name not in template.sources:
             names = ", ".join(sorted(map(escaped, template.sources)))

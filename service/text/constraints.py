@@ -1,41 +1,73 @@
 """Constraints of callers as token masks: JSON Schema, regular expressions, Lark grammars.
 
-One process checks new grammars, and another computes masks of those that passed, so a slow check does not
-delay samples that run. Each process has its own threads. A check that has begun runs to its end, even if its
-caller leaves, and its result is kept for all callers.
+Sandboxed processes (`grammar_process.py`), which may crash, compile grammars and compute masks. One checks
+new grammars, and another computes masks of those that passed, so a slow check does not delay samples that
+run. After a crash a new process gets what the old one knew: a sample is defined by its grammar and its
+tokens. A grammar that ends the process is refused.
+
+This side blocks, so it is called in threads, of which each process has its own. A check that has begun runs
+to its end, even if its caller leaves, and its result is kept for all callers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+import itertools
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from service.errors import Draining, InvalidArgument, QuireError
 from service.printable import escaped
-from service.text.grammar_engine import ConstraintFailed, Grammar, GrammarEngine, SampleState
+from service.text.task_process import ProcessLimits, TaskFailed, TaskProcess
 
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_RESULTS = 256
+# Of a compilation or a mask: both usually take some milliseconds.
+MAX_CPU_S = 2.0
+# A vocabulary of 150,000 tokens takes some 150 MiB of it.
+MAX_MEMORY_BYTES = 1 << 30
+IDLE_S = 300.0
+_MAX_RESULT_BYTES = 16 << 20
 _MAX_REASON_CHARACTERS = 300
 # Threads that wait for masks. The process computes one at a time.
 _MASK_THREADS = 4
+_sample_numbers = itertools.count()
+
+
+class ConstraintFailed(Exception):
+    """A grammar cannot be used, or a sample cannot continue. The text is not sanitized."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A caller's grammar. `kind` is a field of Constraint; `key` identifies the grammar in the process."""
+
+    key: str
+    kind: str
+    text: str
 
 
 class Constraints:
     """The constraints of one tokenizer. Used from one event loop; its matchers in any thread."""
 
     def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int]) -> None:
-        """`tokens`, `special_ids`: as for GrammarEngine."""
+        """`tokens`: the bytes of each; empty: no text. Special ones have the names that grammars use."""
         self.num_tokens = len(tokens)
-        self._checks, self.masks = GrammarEngine(tokens, special_ids), GrammarEngine(tokens, special_ids)
+        # JSON has no bytes: a character stands for each.
+        texts = [token.decode("latin-1") for token in tokens]
+        vocabulary = {"method": "set_vocabulary", "special_ids": special_ids, "tokens": texts}
+        setup_task = json.dumps(vocabulary).encode()
+        self._checks, self.masks = GrammarProcess(setup_task), GrammarProcess(setup_task)
         # One grammar is checked at a time.
         self._check_threads = ThreadPoolExecutor(1, "check")
         self.mask_threads = ThreadPoolExecutor(_MASK_THREADS, "mask")
         # By key of a grammar why it is refused, or nothing; the oldest first. Only the check's thread writes.
         self._results: dict[str, str] = {}
-        self._is_closed = False
 
     async def matcher_factory(
         self, kind: str, text: str, end_ids: frozenset[int], vocab_size: int
@@ -51,7 +83,7 @@ class Constraints:
         grammar = Grammar(hashlib.sha256(f"{kind}\n{text}".encode()).hexdigest(), kind, text)
         reason = self._results.get(grammar.key)
         if reason is None:
-            if self._is_closed:
+            if self._checks.is_closed:
                 raise Draining
             loop = asyncio.get_running_loop()
             reason = await loop.run_in_executor(self._check_threads, self._check, grammar)
@@ -61,7 +93,6 @@ class Constraints:
 
     def close(self) -> None:
         """Ends the processes. Running and waiting checks and masks fail with Draining. Idempotent."""
-        self._is_closed = True
         self._checks.close()
         self.masks.close()
         self._check_threads.shutdown(wait=False)
@@ -72,7 +103,7 @@ class Constraints:
         reason = self._results.get(grammar.key)
         if reason is None:
             try:
-                self._checks.compile(grammar)
+                self._checks.run({"method": "compile", **asdict(grammar)})
                 reason = ""
             except ConstraintFailed as error:
                 reason = _sanitized(error)
@@ -89,62 +120,116 @@ class Matcher:
         self, constraints: Constraints, grammar: Grammar, end_ids: frozenset[int], vocab_size: int
     ) -> None:
         self._constraints = constraints
-        self._state = SampleState(grammar)
+        self._grammar = grammar
         self._end_ids = end_ids
         self._vocab_size = vocab_size
+        self._token_ids: list[int] = []
+        # Identifies the sample in the process, which may know the first `_num_known` tokens.
+        self._number = next(_sample_numbers)
+        self._num_known = 0
         # The mask after the tokens so far; None: not computed yet.
         self._mask: bytes | None = None
-        self._is_complete = False
+        # Whether no further token may follow. Known after `allowed`; False after `take` until then.
+        self.is_complete = False
 
     @property
     def threads(self) -> Executor:
         """Where to call `allowed`, so that it does not block the default executor."""
         return self._constraints.mask_threads
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether no further token may follow. Known after `allowed`; False after `take` until then."""
-        return self._is_complete
-
     def take(self, token_id: int) -> None:
         """Appends the chosen token. Does not block. Raises ValueError if the last mask does not allow it."""
         mask = self._mask
         if mask is not None and not mask[token_id >> 3] >> (token_id & 7) & 1:
             raise ValueError(f"the constraint does not allow token {token_id}")
-        self._mask, self._is_complete = None, False
-        self._state.token_ids.append(token_id)
+        self._mask, self.is_complete = None, False
+        self._token_ids.append(token_id)
 
     def allowed(self) -> bytes:
         """Which tokens may follow, as TokenMask.packed. Blocks; may be called in any thread.
 
-        No bit is set if no token may follow and there is no end token.
-
-        Raises:
-            QuireError: The constraint cannot be applied any further, or the server is stopping.
+        No bit is set if no token may follow and there is no end token. Raises InvalidArgument if the
+        constraint cannot be applied any further; Draining if the server is stopping.
         """
         if self._mask is None:
             try:
                 self._mask = self._compute_mask()
             except ConstraintFailed as error:
-                raise _bad_constraint(self._state.grammar.kind, _sanitized(error)) from None
+                raise _bad_constraint(self._grammar.kind, _sanitized(error)) from None
         return self._mask
 
     def _compute_mask(self) -> bytes:
         """Also sets `is_complete`. Raises ConstraintFailed or Draining."""
-        may_end, bits = self._constraints.masks.mask(self._state)
+        process = self._constraints.masks
+        result, bits = process.run(self._request())
+        if "is_missing" in result:
+            self._num_known = 0
+            result, bits = process.run(self._request())
+        self._num_known = len(self._token_ids)
         # As masks: bit n is token n. Without the token that the library appends for the end of a text. Not
         # kept: for each of many samples they are as large as its mask.
         tokens = (1 << min(self._constraints.num_tokens, self._vocab_size)) - 1
         ends = sum(1 << end_id for end_id in self._end_ids if end_id < self._vocab_size)
         allowed = int.from_bytes(bits, "little") & tokens & ~ends
-        self._is_complete = not allowed
-        if may_end:
+        self.is_complete = not allowed
+        if result["may_end"]:
             allowed |= ends
-        elif self._is_complete:
+        elif self.is_complete:
             raise ConstraintFailed("none of the model's tokens can follow")
-        if not allowed and not self._state.token_ids:
+        if not allowed and not self._token_ids:
             raise ConstraintFailed("it allows only the empty text, and there is no token to end that with")
         return allowed.to_bytes(-(-self._vocab_size // 8), "little")
+
+    def _request(self) -> Mapping[str, Any]:
+        """The request for the mask: with the grammar if the process knows nothing of the sample."""
+        grammar = {} if self._num_known else asdict(self._grammar)
+        token_ids = self._token_ids[self._num_known :]
+        sample = {"sample": self._number, "begin": self._num_known, "token_ids": token_ids}
+        return {"method": "mask", **grammar, **sample}
+
+
+class GrammarProcess:
+    """Owns the process, which the first task starts. Thread-safe: runs one task at a time."""
+
+    def __init__(self, setup_task: bytes) -> None:
+        self._setup_task = setup_task
+        self._process = self._new_process()
+        self._lock = threading.Lock()
+        self.is_closed = False
+
+    def run(self, request: Mapping[str, Any]) -> tuple[Mapping[str, Any], bytes]:
+        """The result of a task, and the bytes after it. Blocks.
+
+        Retries if something other than this task ended the process. Raises ConstraintFailed, or Draining once
+        this is closed.
+        """
+        output, task = None, json.dumps(request).encode()
+        with self._lock:
+            while output is None:
+                if self.is_closed:
+                    raise Draining
+                try:
+                    output = self._process.run(task)
+                except TaskFailed as error:
+                    self._process = self._new_process()
+                    if error.is_task_fault and not self.is_closed:
+                        raise ConstraintFailed(f"it {error}") from None
+        line, _, mask = output.partition(b"\n")
+        result = json.loads(line)
+        if "error" in result:
+            raise ConstraintFailed(result["error"])
+        return result, mask
+
+    def close(self) -> None:
+        """Ends the process; a running task fails. Idempotent."""
+        self.is_closed = True
+        self._process.kill()
+        with self._lock:
+            self._process.close()
+
+    def _new_process(self) -> TaskProcess:
+        limits = ProcessLimits(MAX_CPU_S, MAX_MEMORY_BYTES, _MAX_RESULT_BYTES, idle_s=IDLE_S)
+        return TaskProcess("service.text.grammar_process", limits, self._setup_task)
 
 
 def _bad_constraint(kind: str, reason: str) -> QuireError:

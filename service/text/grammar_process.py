@@ -1,9 +1,8 @@
 """The process that compiles grammars and computes masks, with llguidance.
 
-A task is a line of JSON, and so is its result; bytes may follow. A task for a mask has only the sample's new
-tokens. If this process does not know the earlier ones, the result is `is_missing`, and the gateway sends all
-and the grammar.
-So the grammars and samples kept here, up to a limit of each, are only a cache.
+A task is JSON, and its result a line of JSON, which a mask may follow. A task for a mask has only the
+sample's new tokens. If this process does not know the earlier ones, the result is `is_missing`, and the
+gateway sends all and the grammar. So the grammars and samples kept here, up to a limit, are only a cache.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -56,13 +54,13 @@ class GrammarServer:
 
     def run(self, task: bytes) -> bytes:
         """Runs one task: `set_vocabulary`, `compile` or `mask`."""
-        line, _, rest = task.partition(b"\n")
-        request = json.loads(line)
+        request = json.loads(task)
         result: dict[str, Any] = {}
         mask = b""
         try:
             if request["method"] == "set_vocabulary":
-                self._set_vocabulary(request["special_ids"], request["lengths_bytes"], rest)
+                tokens = [text.encode("latin-1") for text in request["tokens"]]
+                self._tokenizer = LLTokenizer(_Tokens(tokens, request["special_ids"]))
             elif request["method"] == "compile":
                 _mask(self._grammar(request).deep_copy())
             elif (sample := self._sample(request)) is None:
@@ -74,14 +72,6 @@ class GrammarServer:
         except MemoryError:
             result["error"] = "it needs too much memory"
         return json.dumps(result).encode() + b"\n" + mask
-
-    def _set_vocabulary(self, special_ids: list[int], lengths_bytes: int, rest: bytes) -> None:
-        """Builds the tokenizer for all further tasks from the tokens' lengths and bytes."""
-        tokens, start = [], lengths_bytes
-        for length in array("I", rest[:lengths_bytes]):
-            tokens.append(rest[start : start + length])
-            start += length
-        self._tokenizer = LLTokenizer(_Tokens(tokens, special_ids))
 
     def _sample(self, request: dict[str, Any]) -> _Sample | None:
         """The sample after the request's tokens; None: its earlier tokens are missing."""

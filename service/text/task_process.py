@@ -2,11 +2,14 @@
 
 The process gets tasks one by one over a socket. It inherits no other file descriptor and no environment
 variable with a secret. The kernel ends it if a task exceeds the CPU time or the process the memory.
-`task_loop.py` runs in the process. This module is the parent's side: it blocks, so it is called in threads.
+`task_loop.py` runs in the process. A `TaskProcess` is the parent's side: it blocks, so it is used in threads.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import math
 import os
 import signal
 import socket
@@ -15,11 +18,15 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from service.errors import Draining
 from service.text.task_loop import Connection
 
+_Result = TypeVar("_Result")
 _KEPT_ENVIRONMENT = ("PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_TIME")
 
 
@@ -134,6 +141,81 @@ class TaskProcess:
         if status in (-signal.SIGABRT, -signal.SIGKILL):
             return TaskFailed("needs too much memory", is_task_fault=is_task_fault)
         return TaskFailed(f"ended its process with status {status}", is_task_fault=is_task_fault)
+
+
+class TaskPool:
+    """Owns processes of one kind, which are reused: a task costs a millisecond, not a start of Python.
+
+    A process that has ended, or has run `max_tasks` tasks, is replaced. Used from one event loop.
+    """
+
+    def __init__(
+        self,
+        new_process: Callable[[], TaskProcess],
+        max_processes: int = 1,
+        max_tasks: float = math.inf,
+    ) -> None:
+        self._new_process = new_process
+        self._max_tasks = max_tasks
+        self._permits = asyncio.Semaphore(max_processes)
+        # The most recently used last.
+        self.idle: list[TaskProcess] = []
+        self._busy: set[TaskProcess] = set()
+        self._is_closed = False
+
+    async def run(self, work: Callable[[TaskProcess], _Result]) -> _Result:
+        """Calls `work` with a process, in a thread. Cancelling the call ends the process.
+
+        Retries if something other than this task ended the process. Raises what `work` raises; Draining once
+        the pool is closed.
+        """
+        while True:
+            async with self._permits:
+                if self._is_closed:
+                    raise Draining
+                process = self.idle.pop() if self.idle else self._new_process()
+                self._busy.add(process)
+                try:
+                    return await _run_in_thread(work, process)
+                except TaskFailed as error:
+                    if self._is_closed:
+                        raise Draining from None
+                    if error.is_task_fault:
+                        raise
+                finally:
+                    self._busy.discard(process)
+                    self._put_back(process)
+
+    def close(self) -> None:
+        """Ends all processes; running tasks fail. Idempotent."""
+        self._is_closed = True
+        for process in self._busy:
+            process.kill()
+        for process in self.idle:
+            process.close()
+        self.idle.clear()
+
+    def _put_back(self, process: TaskProcess) -> None:
+        if process.is_closed or self._is_closed or process.num_tasks >= self._max_tasks:
+            process.close()
+        else:
+            self.idle.append(process)
+
+
+async def _run_in_thread(work: Callable[[TaskProcess], _Result], process: TaskProcess) -> _Result:
+    """The result of `work`. Returns only when the thread no longer uses the process."""
+    running = asyncio.get_running_loop().run_in_executor(None, work, process)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        process.kill()
+        while not running.done():
+            # Cancelled again: still not before the thread has ended.
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        # Marks the exception as retrieved.
+        _ = running.cancelled() or running.exception()
+        raise
 
 
 def environment() -> dict[str, str]:

@@ -52,12 +52,7 @@ def run(task: bytes) -> bytes:
 
 
 def render(source: str, variables: Mapping[str, Any], max_characters: int) -> str:
-    """Renders a template.
-
-    Raises:
-        OverflowError: The text is longer than `max_characters`.
-        Exception: Any error of the template.
-    """
+    """Raises OverflowError for a text of more than `max_characters`, and any error of the template."""
     environment = make_environment()
     template = environment.template_class.from_code(
         environment, _compiled(source), environment.make_globals(None)

@@ -24,7 +24,7 @@ from service.errors import (
 )
 from service.logging import get_logger
 from service.text.bounded_encoder import BoundedEncoder, check_loading
-from service.text.bounded_json import arguments_field, check_chat, parse
+from service.text.bounded_json import arguments_field, chat_role, check_chat, parse, tools_of
 from service.text.chat_template import DEFAULT, ChatTemplates, TemplateError
 from service.text.constraints import Constraints, Matcher
 from service.text.detokenizer import TokenDecoder
@@ -43,12 +43,6 @@ _SHORT_CHARACTERS = 512
 # No text has more characters per token on average. Encoding takes some 170 bytes for each character.
 _MAX_CHARACTERS_PER_TOKEN = 32
 _MANY_TOKENS = 1 << 20
-_ROLES = {
-    runner_pb2.CHAT_ROLE_SYSTEM: "system",
-    runner_pb2.CHAT_ROLE_USER: "user",
-    runner_pb2.CHAT_ROLE_ASSISTANT: "assistant",
-    runner_pb2.CHAT_ROLE_TOOL: "tool",
-}
 
 
 @dataclass(eq=False, slots=True)
@@ -94,10 +88,7 @@ class TextModel:
     ) -> Sequence[int]:
         """A text's tokens. `field`: the field of the request that has the text.
 
-        Raises:
-            InvalidArgument: The tokenizer fails on it.
-            NoTokenizer: The model has none.
-            SequenceTooLong: It is too long to have at most `max_tokens`.
+        Raises InvalidArgument if the tokenizer fails on it, NoTokenizer, or SequenceTooLong.
         """
         loaded = await self._load()
         tokenizer = loaded.tokenizer
@@ -133,7 +124,8 @@ class TextModel:
             text = "the model has no chat template: send text or tokens"
             raise InvalidArgument("NO_CHAT_TEMPLATE", "chat", text)
         await check_chat(chat)
-        messages, tools = _messages(chat), _tools(chat)
+        messages = _messages(chat)
+        tools = tools_of(chat) if chat.tools_json else None
         name = chat.template or DEFAULT
         try:
             text = await self._templates.render(template, messages, name=name, tools=tools)
@@ -151,17 +143,9 @@ class TextModel:
     async def constraint(
         self, constraint: runner_pb2.Constraint, end_ids: frozenset[int], vocab_size: int
     ) -> Callable[[], Matcher]:
-        """A function that makes a matcher for each sample. The constraint must not be a mask.
+        """A function that makes a matcher for each sample. `end_ids`: allowed where the constraint may end.
 
-        Args:
-            constraint: From the caller.
-            end_ids: Tokens that end a sample: allowed only where the constraint may end.
-            vocab_size: Of the model's logits; may be more than the tokenizer's tokens.
-
-        Raises:
-            InvalidArgument: The constraint cannot be used.
-            NoTokenizer: The model has none.
-            Unsupported: The text of its tokens differs from place to place.
+        Raises InvalidArgument, NoTokenizer, or Unsupported if the text of tokens differs from place to place.
         """
         loaded = await self._load()
         if loaded.tokenizer is None:
@@ -236,10 +220,7 @@ def _messages(chat: runner_pb2.Chat) -> Sequence[Mapping[str, Any]]:
         raise InvalidArgument("EMPTY_PROMPT", "chat.messages", "at least one message is needed")
     messages = []
     for index, message in enumerate(chat.messages):
-        role = _ROLES.get(message.role)
-        if role is None:
-            raise InvalidArgument("BAD_CHAT", f"chat.messages[{index}].role", "a role is needed")
-        fields: dict[str, Any] = {"role": role, "content": message.content}
+        fields: dict[str, Any] = {"role": chat_role(message, index), "content": message.content}
         if message.tool_calls:
             fields["tool_calls"] = [
                 {
@@ -259,12 +240,3 @@ def _messages(chat: runner_pb2.Chat) -> Sequence[Mapping[str, Any]]:
             fields["tool_call_id"] = message.tool_call_id
         messages.append(fields)
     return messages
-
-
-def _tools(chat: runner_pb2.Chat) -> list[Any] | None:
-    if not chat.tools_json:
-        return None
-    tools = parse(chat.tools_json, "BAD_CHAT", "chat.tools_json")
-    if not isinstance(tools, list):
-        raise InvalidArgument("BAD_CHAT", "chat.tools_json", "tools_json is not a list in JSON")
-    return tools

@@ -36,10 +36,7 @@ def token_bytes(tokenizer: Tokenizer) -> tuple[list[bytes], list[int]]:
     """For each id the bytes it adds to a text: UTF-8, perhaps a part of a character; and the special ids.
 
     A special token has the name that grammars use. Empty: an id without a token, or a token whose text
-    differs from place to place. Takes a second for a large vocabulary.
-
-    Raises:
-        Unsupported: The text of too many tokens differs from place to place.
+    differs from place to place. Takes a second for a large vocabulary. Raises Unsupported if these are many.
     """
     ids = sorted(tokenizer.get_vocab(with_added_tokens=True).values())
     found = [b""] * (ids[-1] + 1 if ids else 0)

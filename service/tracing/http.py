@@ -24,7 +24,7 @@ _CLIENT_ERRORS = range(400, 500)
 class TracedHttp:
     """An ASGI application whose requests have spans."""
 
-    def __init__(self, app: Any, sampler: Sampler, emit: Callable[[Span], None]) -> None:
+    def __init__(self, app: Any, sampler: Sampler, emit: Callable[[bytes], None]) -> None:
         """`app`: may describe its answer in the scope: `quire.answer` and, if it failed, `quire.error`."""
         self._app, self._sampler, self._emit = app, sampler, emit
         self._templates = {
@@ -56,7 +56,7 @@ class TracedHttp:
             # Otherwise anybody could push out the spans of callers.
             if status != HTTPStatus.UNAUTHORIZED:
                 _describe(span, status, scope)
-                self._emit(span)
+                self._emit(span.SerializeToString())
 
 
 def _decoded(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
+import grpc
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, SpanFlags, Status
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan
@@ -28,6 +30,9 @@ from service.logging import bind_trace_id, get_logger
 _log = get_logger(__name__)
 _SAMPLER, _SAMPLER_ARG = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
 _FOLLOWING = "parentbased_"
+# Of a trace and a span.
+_ID_BYTES = 16 + 8
+_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 # A span without a parent has the first only.
 _FLAGS = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
 _REMOTE_FLAGS = _FLAGS | SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
@@ -68,7 +73,7 @@ class Sampler:
                 parent = trace_parent(value)
             elif key == "tracestate":
                 state = value
-        ids = os.urandom(24)
+        ids = random.randbytes(_ID_BYTES)
         trace_id, span_id = ids[:16] if parent is None else bytes.fromhex(parent.trace_id), ids[16:]
         is_recorded = self.decide(parent, trace_id)
         trace = trace_id.hex()
@@ -97,7 +102,11 @@ def _rate() -> float:
 
 
 class SpanExporter(OTLPSpanExporter):
-    """The SDK's exporter, for spans of this form."""
+    """The SDK's exporter, for serialized spans. To copy them as messages took its thread 2 us for each."""
+
+    _stub: Any
+    _client: Any
+    _channel: Any
 
     def __init__(self, endpoint: str) -> None:
         """`endpoint`: the collector's URL. Connections are made, and made again, when it exports."""
@@ -112,14 +121,34 @@ class SpanExporter(OTLPSpanExporter):
             resource=own.merge(OTELResourceDetector().detect()),
             instrumentation_scope=InstrumentationScope("quire", ""),
         )
-        self._empty = encode_spans([nothing])
-        self._empty.resource_spans[0].scope_spans[0].ClearField("spans")
+        (empty,) = encode_spans([nothing]).resource_spans
+        self._scope = _field(1, empty.scope_spans[0].scope.SerializeToString())
+        self._resource = _field(1, empty.resource.SerializeToString())
+        self._stub = _Client
+        self._client = _Client(self._channel)
 
-    def _translate_data(self, data: Sequence[Any]) -> ExportTraceServiceRequest:
-        request = ExportTraceServiceRequest()
-        request.CopyFrom(self._empty)
-        request.resource_spans[0].scope_spans[0].spans.extend(data)
-        return request
+    def _translate_data(self, data: Sequence[Any]) -> Any:
+        """An ExportTraceServiceRequest: spans in a scope, in a resource."""
+        spans = b"".join([self._scope, *(_field(2, span) for span in data)])
+        return _field(1, self._resource + _field(2, spans))
+
+
+class _Client:
+    """The collector, for requests that are serialized already."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        from_bytes = ExportTraceServiceResponse.FromString
+        self.Export: Any = channel.unary_unary(_EXPORT, response_deserializer=from_bytes)
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """A field of a message with a message, as protobuf has it."""
+    head, size = bytearray((number << 3 | 2,)), len(content)
+    while size > 0x7F:
+        head.append(size & 0x7F | 0x80)
+        size >>= 7
+    head.append(size)
+    return bytes(head) + content
 
 
 def template(name: str, attributes: Mapping[str, str | int]) -> bytes:

@@ -89,7 +89,7 @@ class CallTracer:
                         stream.finish()
                     span.attributes[_REQUEST_ID].value.string_value = current_request_id()
                     span.end_time_unix_nano = time.time_ns()
-                    emit(span)
+                    emit(span.SerializeToString())
 
         return handle
 

@@ -1,4 +1,4 @@
-"""Two callers that do nothing wrong: `python -m tests.attacks.bystanders ADDRESS WORKER FILE`.
+"""Two callers that do nothing wrong: `python -m tests.attacks.bystanders ADDRESS WORKER FILE PAUSE_S`.
 
 One decodes with unary calls, one on a Session, each on its own cache in that worker, with short pauses. Each
 step is a line of the file: when it began, how long it took, and how it failed, if it did. A caller that fails
@@ -45,7 +45,7 @@ class Waits:
 class Bystanders:
     """The process, within its context. `waits` says what happened to its callers."""
 
-    def __init__(self, address: str, worker_id: str, directory: Path) -> None:
+    def __init__(self, address: str, worker_id: str, directory: Path, pause_s: float = PAUSE_S) -> None:
         self._path = directory / "bystanders"
         self._path.touch()
         command = [
@@ -55,6 +55,7 @@ class Bystanders:
             address,
             worker_id,
             str(self._path),
+            str(pause_s),
         ]
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment(ROOT), stdin=subprocess.PIPE)
 
@@ -97,7 +98,7 @@ async def _placed(client: AsyncClient, worker_id: str, first: int) -> AsyncCache
     return cache
 
 
-async def _decode(cache: AsyncCache, out: TextIO) -> None:
+async def _decode(cache: AsyncCache, out: TextIO, pause_s: float) -> None:
     """Decodes until a step fails, which is written like any other."""
     failed = ""
     while not failed:
@@ -110,10 +111,12 @@ async def _decode(cache: AsyncCache, out: TextIO) -> None:
         except QuireError as error:
             failed = error.reason or error.code.name
         out.write(f"{began_s} {time.monotonic() - began_s} {failed}\n")
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(pause_s)
 
 
-async def _bystander(client: AsyncClient, worker_id: str, out: TextIO, *, on_session: bool) -> None:
+async def _bystander(
+    client: AsyncClient, worker_id: str, out: TextIO, pause_s: float, *, on_session: bool
+) -> None:
     while True:
         with contextlib.suppress(QuireError):
             async with contextlib.AsyncExitStack() as stack:
@@ -122,14 +125,14 @@ async def _bystander(client: AsyncClient, worker_id: str, out: TextIO, *, on_ses
                     (await stack.enter_async_context(client.session())).adopt(cache)
                     # The cache is released after the Session has ended.
                     stack.callback(client.adopt, cache)
-                await _decode(cache, out)
+                await _decode(cache, out, pause_s)
         await asyncio.sleep(0.05)
 
 
-async def _main(address: str, worker_id: str, out: TextIO) -> None:
+async def _main(address: str, worker_id: str, out: TextIO, pause_s: float) -> None:
     async with AsyncClient(address, timeout_s=TIMEOUT_S, retries=False) as client:
         callers = [
-            asyncio.create_task(_bystander(client, worker_id, out, on_session=on_session))
+            asyncio.create_task(_bystander(client, worker_id, out, pause_s, on_session=on_session))
             for on_session in (False, True)
         ]
         await asyncio.to_thread(sys.stdin.read)
@@ -138,6 +141,6 @@ async def _main(address: str, worker_id: str, out: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    _address, _worker_id, _path = sys.argv[1:]
+    _address, _worker_id, _path, _pause_s = sys.argv[1:]
     with Path(_path).open("w", buffering=1) as _out:
-        asyncio.run(_main(_address, _worker_id, _out))
+        asyncio.run(_main(_address, _worker_id, _out, float(_pause_s)))

@@ -22,8 +22,8 @@ SERVICE = "/quire.v1.ModelExecutorService/"
 TIMEOUT_S = 90.0
 # How long bystanders are measured alone, how long after an attack, and what it holds open is held.
 ALONE_S, AFTER_S, HELD_S = 4.0, 1.0, 4.0
-# The same in the short form.
-SHORT_S, SHORT_HELD_S = 0.3, 1.0
+# The same in the short form, with so much of a try, and with bystanders who pause for so long.
+SHORT_S, SHORT_HELD_S, SHORT_SHARE, SHORT_PAUSE_S = 0.3, 1.0, 0.25, 0.02
 # The longest time in which memory may fall to what the gateway may keep.
 GIVEN_BACK_S = 20.0
 # Attacks whose tries are short are tried for at least this long.
@@ -37,6 +37,8 @@ class Scene:
 
     gateway: GatewayProcess
     held_s: float = HELD_S
+    # Of the calls and connections of one try, how many are made.
+    share: float = 1.0
     answers: Counter[str] = field(default_factory=Counter)
     # What an attack has seen besides answers.
     notes: dict[str, Any] = field(default_factory=dict)

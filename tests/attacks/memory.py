@@ -55,7 +55,7 @@ def unread_unary(scene: Scene) -> None:
     """48 answers of 48 MB each. A call that is made as a stream receives nothing until it is read."""
     assert scene.gateway.channel is not None
     request = pb.ForwardRequest(token_ids=[3] * 12_000, output=_LOGITS).SerializeToString()
-    channels = [scene.gateway.connect() for _ in range(48)]
+    channels = [scene.gateway.connect() for _ in range(round(48 * scene.share))]
     calls: list[Any] = []
     for channel in channels:
         method: Any = channel.unary_stream(SERVICE + "Forward")
@@ -165,7 +165,7 @@ class HalfSent:
 
 def half_sent(scene: Scene) -> None:
     """96 of them: 1,440 MiB."""
-    connections = [HalfSent(scene.gateway.address) for _ in range(_HALF_SENT)]
+    connections = [HalfSent(scene.gateway.address) for _ in range(round(_HALF_SENT * scene.share))]
     standing = list(connections)
     give_up_s = time.monotonic() + _UNFINISHED_S
     while standing and time.monotonic() < give_up_s:
@@ -179,11 +179,12 @@ def half_sent(scene: Scene) -> None:
 def connections(scene: Scene) -> None:
     """They are opened, say nothing, and are read once at the end."""
     host, _, port = scene.gateway.address.rpartition(":")
+    count = round(_CONNECTIONS * scene.share)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _CONNECTIONS + 500)), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, count + 500)), hard))
     with contextlib.ExitStack() as stack:
         opened = []
-        for _ in range(_CONNECTIONS):
+        for _ in range(count):
             # Some are not even accepted.
             with contextlib.suppress(OSError):
                 connection = socket.create_connection((host, int(port)), timeout=5)
@@ -193,7 +194,7 @@ def connections(scene: Scene) -> None:
         standing = sum(map(_stands, opened))
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     scene.answers["stands"] += standing
-    scene.answers["hung up on"] += _CONNECTIONS - standing
+    scene.answers["hung up on"] += count - standing
 
 
 def _stands(connection: socket.socket) -> bool:

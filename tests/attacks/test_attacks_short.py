@@ -11,7 +11,7 @@ import pytest
 
 from tests.attacks import fairness, memory, messages
 from tests.attacks.bystanders import Bystanders
-from tests.attacks.frame import SHORT_HELD_S, Attack, Scene, measure
+from tests.attacks.frame import SHORT_HELD_S, SHORT_PAUSE_S, SHORT_SHARE, Attack, Scene, measure
 from tests.gateway_process import GatewayProcess
 
 UNREAD_MIB, JOURNAL_MIB, MESSAGE_MIB, ARRIVING_MIB = 64, 16, 16, 32
@@ -23,7 +23,7 @@ LIMITS = {
     "--max-caches": 4096,
     "--kv-pages": 4096,
     "--max-arriving-bytes": ARRIVING_MIB << 20,
-    "--message-timeout-s": 5,
+    "--message-timeout-s": 2,
     "--max-connections": 200,
 }
 BY_NAME = {
@@ -52,8 +52,8 @@ def scene() -> Iterator[tuple[Scene, Bystanders]]:
     flags = [word for name, value in LIMITS.items() for word in (name, str(value))]
     with GatewayProcess(model="paged-attention", workers=2, flags=flags) as gateway:
         first = gateway.status().workers[0].worker_id
-        with Bystanders(gateway.address, first, gateway.log_path.parent) as bystanders:
-            yield Scene(gateway, SHORT_HELD_S), bystanders
+        with Bystanders(gateway.address, first, gateway.log_path.parent, SHORT_PAUSE_S) as bystanders:
+            yield Scene(gateway, SHORT_HELD_S, SHORT_SHARE), bystanders
 
 
 @pytest.mark.parametrize(("name", "tries", "answer"), SHORT, ids=[name for name, _, _ in SHORT])

@@ -28,9 +28,11 @@ def run_script(script: str, directory: Path, paths: Mapping[str, str]) -> str:
     """What the shell prints in this directory, its home. `paths` of the page are replaced by ones in it."""
     for written, ours in paths.items():
         script = script.replace(written, str(directory / ours))
+    # What measures the machine keeps one core busy, and not all of them.
+    own = {"HOME": str(directory), "XDG_STATE_HOME": str(directory / "state"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [shutil.which("bash") or "sh", "-eu", "-c", script],
-        env=environment(ROOT) | {"HOME": str(directory), "XDG_STATE_HOME": str(directory / "state")},
+        env=environment(ROOT) | own,
         cwd=directory,
         capture_output=True,
         text=True,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
 import pytest
+from quire import Client
 from quire._gateways import Gateways, targets_of
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import types_pb2
+from quire.v1 import runner_pb2, runner_pb2_grpc, types_pb2
 
 ONE, OTHER = "one:1", "other:1"
 
@@ -39,6 +44,35 @@ def test_it_learns_from_forwarded_answers_and_from_failures() -> None:
     assert asked == {ONE, OTHER}, "each attempt goes to another one"
     gateways.answered(ONE, decode, pb.DecodeResponse(), (("quire-gateway", "evil:1"),))
     assert gateways.target(decode) in (ONE, OTHER), "an address that was not given gets no token"
+
+
+class Runner(runner_pb2_grpc.ModelRunnerServiceServicer):
+    """Of a gateway that has an execution, or has it not."""
+
+    def __init__(self, *, has_it: bool) -> None:
+        self.has_it, self.asked = has_it, 0
+
+    def CancelExecution(
+        self, request: runner_pb2.CancelExecutionRequest, context: grpc.ServicerContext
+    ) -> runner_pb2.CancelExecutionResponse:
+        self.asked += 1
+        return runner_pb2.CancelExecutionResponse(cancelled=self.has_it)
+
+
+def test_an_execution_is_cancelled_wherever_it_runs() -> None:
+    """Before, one gateway was asked, whose turn it was."""
+    runners = [Runner(has_it=has_it) for has_it in (True, False)]  # type: ignore[abstract]
+    with contextlib.ExitStack() as stack:
+        addresses = []
+        for runner in runners:
+            server = grpc.server(ThreadPoolExecutor(2))
+            runner_pb2_grpc.add_ModelRunnerServiceServicer_to_server(runner, server)
+            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+            server.start()
+            stack.callback(server.stop, None)
+        client = stack.enter_context(Client(addresses, timeout_s=60))
+        assert [client.cancel_execution("one") for _ in range(2)] == [True, True]
+    assert [runner.asked for runner in runners] == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from pathlib import Path
 
+import grpc
+import pytest
 from quire import Client
 from quire.v1 import executor_pb2 as pb
+from quire.v1 import executor_pb2_grpc
 
+from service.auth.forwarded import HOP
+from service.pool.pool_files import GATEWAY_NAME
 from tests.e2e.several_gateways import retrying
 from tests.e2e.test_remote_workers import PROMPT, Pool, free_address
+from tests.error_details import info_of
 from tests.gateway_process import GatewayProcess
 from tests.postgres_server import PostgresServer
 
@@ -42,6 +49,20 @@ class Text:
         self.decode(gateway, further)
 
 
+def refusal_of(address: str, certificates: Path, role: str) -> str:
+    """Why a call to the port for gateways is refused that has no secret, but the certificate of a role."""
+    ca, key, certificate = (
+        (certificates / name).read_bytes() for name in ("ca.pem", f"{role}-key.pem", f"{role}.pem")
+    )
+    credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+    name = (("grpc.ssl_target_name_override", GATEWAY_NAME),)
+    with grpc.secure_channel(address, credentials, options=name) as channel:
+        stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.ListCaches(pb.ListCachesRequest(), metadata=((HOP, "guessed"),), timeout=30)
+    return info_of(refused.value).reason
+
+
 def decoded_by_a_client(client: Client, found: list[int], event: threading.Event, further: int) -> None:
     """The same with the client, which finds a gateway by itself."""
     cache = client.prefill(PROMPT)
@@ -54,10 +75,12 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
     pool = Pool(tmp_path)
     with PostgresServer() as database:
         workers = ",".join(pool.listen() for _ in range(2))
+        peers: list[str] = []
         own = ("--pool", str(pool.certificates), "--journal", database.url, "--workers-at", workers)
 
         def new() -> GatewayProcess:
-            flags = [*FLAGS, *own, "--peer-listen", free_address()]
+            peers.append(free_address())
+            flags = [*FLAGS, *own, "--peer-listen", peers[-1]]
             # For the client, which gets the addresses of both.
             flags += ["--listen", (address := free_address()), "--advertise", address]
             return GatewayProcess(model="paged-attention", workers=1, flags=flags)
@@ -88,6 +111,11 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
                 for thread in threads:
                     thread.join()
                 client.close()
+                for role in ("gateway", "worker"):
+                    assert refusal_of(peers[0], pool.certificates, role) == "NOT_A_GATEWAY"
+                ready = [one.worker_id for one in first.status().workers if one.counts.steps]
+                assert sorted(ready) == ["worker-0", "worker-1"], "also that of the shard that was taken over"
+                assert first.status().caches >= 4
                 with new() as third:
                     for text in texts:
                         text.decode(third, 10)
@@ -102,5 +130,44 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
                 assert tokens == undisturbed.tokens[: len(tokens)]
             for text in texts:
                 assert text.replayed == 0, "the workers have kept their KV"
+        finally:
+            pool.stop()
+
+
+def test_a_gateway_that_was_paused_past_its_leases_answers_nothing_any_more(tmp_path: Path) -> None:
+    """It goes on with requests that have waited for it, when another one has its shard and its caches."""
+    pool = Pool(tmp_path)
+    with PostgresServer() as database:
+        workers = ",".join(pool.listen() for _ in range(2))
+        own = ("--pool", str(pool.certificates), "--journal", database.url, "--workers-at", workers)
+
+        def new() -> GatewayProcess:
+            flags = [*FLAGS, *own, "--peer-listen", free_address()]
+            return GatewayProcess(model="paged-attention", workers=1, flags=flags)
+
+        try:
+            with new() as other:
+                paused = new()
+                with paused:
+                    text = Text(paused)
+                    text.decode(paused, 3)
+                    paused.process.send_signal(signal.SIGSTOP)
+                    text.decode(other, 10)
+                    # Of before the pause, so that nothing would be appended: both wait for it.
+                    stale = pb.DecodeRequest(cache_id=text.cache_id, token_id=1, position=99)
+                    released = pb.ReleaseCacheRequest(cache_id=text.cache_id[:4] + "x" * 24)
+                    calls = [
+                        paused.stub.Decode.future(stale, timeout=60),
+                        paused.stub.ReleaseCache.future(released, timeout=60),
+                    ]
+                    time.sleep(0.5)
+                    paused.process.send_signal(signal.SIGCONT)
+                    for call in calls:
+                        assert call.code() is grpc.StatusCode.UNAVAILABLE, "not what it knew then"
+                    assert paused.process.wait(60) == 1, "for whoever starts it again"
+                text.decode(other, 10)
+                undisturbed = Text(other)
+                undisturbed.decode(other, len(text.tokens))
+                assert text.tokens == undisturbed.tokens
         finally:
             pool.stop()

@@ -1,26 +1,31 @@
 """Runs the tests that a GPU is for: `python -m tests.gpu.run`, or `make gpu-test`.
 
-Parts are pytest processes of their own, the most important first, several at a time: most of the time goes to
-compiling kernels on one core each. After `--minutes` nothing more is begun, and what runs is stopped a minute
-later. Writes gpu-test.json and gpu-test.md, anew after every part.
+Parts are pytest processes of their own, the most important first, several at a time: most of the time goes
+to compiling kernels on one core each. A part that hangs is ended after its own limit, and the others go on.
+After `--minutes` nothing more is begun, and what runs is stopped half a minute later. Everything is written
+while it happens: gpu-test.log has all output; gpu-test.json and gpu-test.md are written anew after each part.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime as dt
+import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from xml.etree import ElementTree as ET
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = "tests/gpu/"
@@ -32,7 +37,12 @@ _OPERATIONS = (
 )
 # These need no GPU: they compile for one, or break kernels on purpose, or test the interpreter.
 _WITHOUT_GPU = ("test_compile_gate.py", "test_mutations.py", "test_interpreter_bf16.py")
-_GRACE_S = 60.0
+# How long a part may take: one that hangs must not hold up the others, nor the device.
+_LIMIT_S = 150.0
+# For each part that has the device to itself; they are the last.
+_ALONE_S = 40.0
+_GRACE_S = 30.0
+_TAIL_LINES = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +52,12 @@ class Part:
     name: str
     files: tuple[str, ...]
     alone: bool = False
+    limit_s: float = _LIMIT_S
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a part. `state`: passed, failed, timed out or skipped."""
+    """What came of a part. `state`: passed, failed, timed out, crashed or skipped."""
 
     name: str
     state: str
@@ -60,15 +71,16 @@ class Outcome:
 def all_parts() -> list[Part]:
     """Those of the device first, then one for each file with tests of CUDA kernels."""
     own = [
-        Part("memory", (OWN + "test_device_memory.py",), alone=True),
         Part("graphs", (OWN + "test_graphs.py",)),
+        Part("executor", (OWN + "test_executor.py", OWN + "test_device_lost.py")),
+        Part("server", (OWN + "test_server.py",), limit_s=240),
+        Part("real-sizes", (OWN + "test_kernels_at_real_sizes.py",)),
+        Part("sampling", (OWN + "test_sampling.py",)),
         Part("batch-invariance", (OWN + "test_batch_invariance.py",)),
         Part("lora", (OWN + "test_lora.py",)),
-        Part("executor", (OWN + "test_executor.py", OWN + "test_device_lost.py")),
-        Part("real-sizes", (OWN + "test_kernels_at_real_sizes.py",)),
-        Part("operations", (OWN + "test_operations.py",)),
         Part("large-pools", (OWN + "test_large_pools.py",)),
-        Part("sampling", (OWN + "test_sampling.py",)),
+        Part("operations", (OWN + "test_operations.py",)),
+        Part("memory", (OWN + "test_device_memory.py",), alone=True),
     ]
     files = sorted(path.name for path in (ROOT / KERNELS).glob("cuda/test_*.py"))
     kernels = [*_OPERATIONS, *(f"cuda/{name}" for name in files if name not in _WITHOUT_GPU)]
@@ -77,37 +89,80 @@ def all_parts() -> list[Part]:
     return own + [Part(Path(name).stem.removeprefix("test_"), (KERNELS + name,)) for name in kernels]
 
 
-def run_part(part: Part, end_s: float) -> Outcome:
+class Log:
+    """The output of all parts in one file, a line at a time, each after the name of its part."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._lock = file, threading.Lock()
+
+    def write(self, name: str, line: str) -> None:
+        """Writes a line, with its end, at once."""
+        with self._lock:
+            self._file.write(f"[{name}] {line}")
+            self._file.flush()
+
+
+def run_part(part: Part, end_s: float, log: Log) -> Outcome:
     """One process; `end_s` is the time.monotonic() after which it is not begun."""
     began_s = time.monotonic()
     if began_s >= end_s:
         return Outcome(part.name, "skipped")
     with tempfile.TemporaryDirectory() as directory:
-        report, log = Path(directory) / "report.xml", Path(directory) / "log"
+        progress = Path(directory) / "progress"
         command = [sys.executable, "-m", "pytest", "-c", OWN + "gpu.ini", "--rootdir", "."]
-        command += ["-p", "no:cacheprovider", f"--junitxml={report}", *part.files]
+        command += ["-p", "no:cacheprovider", "-p", "tests.gpu.progress", "--progress", str(progress)]
+        process = subprocess.Popen(
+            [*command, *part.files],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
+        )
+        tail = deque[str](maxlen=_TAIL_LINES)
+        reader = threading.Thread(target=_copy, args=(process, part.name, log, tail))
+        reader.start()
         outcome = Outcome(part.name, "timed out")
-        with log.open("wb") as out, suppress(subprocess.TimeoutExpired):
-            timeout_s = end_s + _GRACE_S - began_s
-            done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, timeout=timeout_s)
-            outcome.state = "failed" if done.returncode else "passed"
-        outcome.output = log.read_text(encoding="utf-8", errors="replace")
-        if report.exists():
-            _read(report, outcome)
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(min(part.limit_s, end_s + _GRACE_S - began_s))
+            outcome.state = {0: "passed", 1: "failed"}.get(code, f"crashed ({code})")
+        # Also what the tests have started.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        reader.join(5)  # what a test has started in a session of its own may hold the pipe open
+        outcome.output = "".join(tail)
+        if progress.exists():
+            _read(progress, outcome)
     outcome.seconds = round(time.monotonic() - began_s, 1)
     return outcome
 
 
-def _read(report: Path, outcome: Outcome) -> None:
-    """Counts and failures, from what pytest wrote."""
-    for case in ET.parse(report).iter("testcase"):
-        outcome.tests += 1
-        outcome.skipped += case.find("skipped") is not None
-        for kind in ("failure", "error"):
-            found = case.find(kind)
-            if found is not None:
-                message = (found.get("message") or "").partition("\n")[0]
-                outcome.failures.append(f"{case.get('name')}: {message}"[:300])
+def _copy(process: subprocess.Popen[str], name: str, log: Log, tail: deque[str]) -> None:
+    assert process.stdout is not None
+    with process.stdout as lines:
+        for line in lines:
+            tail.append(line)
+            log.write(name, line)
+
+
+def _read(progress: Path, outcome: Outcome) -> None:
+    """Counts and failures, from what `tests.gpu.progress` wrote."""
+    running = ""
+    for text in progress.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):  # the last line may be cut
+            line = json.loads(text)
+            running = line.get("began", "" if "ended" in line else running)
+            if "outcome" in line:
+                outcome.tests += 1
+                outcome.skipped += line["outcome"] == "skipped"
+                if line["outcome"] == "failed":
+                    name = line["test"].rpartition("::")[2]
+                    outcome.failures.append(f"{name}: {line['message']}"[:300])
+    if running:
+        outcome.failures.append(f"{outcome.state} in {running}")
 
 
 def run_all(parts: Sequence[Part], out: Path, *, jobs: int, minutes: float, commit: str | None) -> bool:
@@ -115,22 +170,26 @@ def run_all(parts: Sequence[Part], out: Path, *, jobs: int, minutes: float, comm
     began_s = time.monotonic()
     end_s = began_s + 60 * minutes
     outcomes: list[Outcome] = []
+    alone = [part for part in parts if part.alone]
+    out.mkdir(parents=True, exist_ok=True)
 
     def note(outcome: Outcome) -> None:
         outcomes.append(outcome)
         counts = f"{outcome.tests} tests, {len(outcome.failures)} failed, {outcome.skipped} skipped"
         print(f"{outcome.name}: {outcome.state}, {counts}, {outcome.seconds:.1f} s", flush=True)
         if outcome.state not in ("passed", "skipped"):
-            print(outcome.output[-6000:], flush=True)
+            print(*outcome.failures, outcome.output[-3000:], sep="\n", flush=True)
         _write(out, outcomes, time.monotonic() - began_s, commit)
 
-    for part in parts:
-        if part.alone:
-            note(run_part(part, end_s))
-    with ThreadPoolExecutor(jobs) as pool:
-        running = [pool.submit(run_part, part, end_s) for part in parts if not part.alone]
-        for done in as_completed(running):
-            note(done.result())
+    with (out / "gpu-test.log").open("w", encoding="utf-8") as file:
+        log = Log(file)
+        together_s = end_s - min(_ALONE_S * len(alone), (end_s - began_s) / 4)
+        with ThreadPoolExecutor(jobs) as pool:
+            running = [pool.submit(run_part, part, together_s, log) for part in parts if not part.alone]
+            for done in as_completed(running):
+                note(done.result())
+        for part in alone:
+            note(run_part(part, end_s, log))
     return all(outcome.state in ("passed", "skipped") for outcome in outcomes)
 
 
@@ -138,13 +197,12 @@ def _write(out: Path, outcomes: Sequence[Outcome], seconds: float, commit: str |
     # Here, since it loads torch, which the processes do anyway.
     from benchmarks import machine
 
-    out.mkdir(parents=True, exist_ok=True)
     result = {
-        "format": "gpu-test 1",
+        "format": "gpu-test 2",
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
         "machine": machine.describe(commit, gpu=True),
-        "parts": [asdict(outcome) | {"output": outcome.output[-6000:]} for outcome in outcomes],
+        "parts": [asdict(outcome) for outcome in outcomes],
     }
     (out / "gpu-test.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (out / "gpu-test.md").write_text(_markdown(result, outcomes), encoding="utf-8")
@@ -169,8 +227,37 @@ def _markdown(result: dict[str, object], outcomes: Sequence[Outcome]) -> str:
     return "\n".join([*lines, "", *failures]).rstrip() + "\n"
 
 
+# What the tests need; the server's part needs all of the second line, too, and says so where one is missing.
+_NEEDED = ("numpy", "torch", "triton", "transformers", "safetensors", "pytest", "peft")
+_OF_THE_SERVER = (
+    *("googleapis-common-protos", "grpcio", "grpcio-health-checking", "grpcio-reflection", "grpcio-status"),
+    *("h11", "httpcore2", "httpx2", "hypothesis", "Jinja2", "llguidance", "packaging", "prometheus_client"),
+    *("protobuf", "psutil", "structlog", "tokenizers", "truststore", "uvloop"),
+)
+
+
+def missing(names: Sequence[str], *, older: bool = False) -> list[str]:
+    """Those that are not installed here, with the version that constraints.txt has; `older`: or are older."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    absent = []
+    for name in names:
+        wanted = pinned.get(name, "")
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found = ""
+        if not found or (older and _major_minor(found) < _major_minor(wanted)):
+            absent.append(f"{name}=={wanted}" if wanted else name)
+    return absent
+
+
+def _major_minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
 def main() -> int:
-    """Returns the exit status: 1 if a test failed, 2 without a GPU."""
+    """Returns the exit status: 1 if a test failed, 2 without a GPU or what the tests need."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.run", description=__doc__)
     parser.add_argument("--minutes", type=float, default=7.5, help="parts not begun by then are skipped")
     parser.add_argument("--parts", type=lambda text: text.split(","), help="only these, separated by commas")
@@ -179,6 +266,13 @@ def main() -> int:
     parser.add_argument("--commit", default=None, help="what is tested, if the copy has no history")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, small and interpreted")
     arguments = parser.parse_args()
+    absent = missing(_NEEDED)
+    if absent:
+        print(f"tests.gpu.run needs {' '.join(absent)}", file=sys.stderr)
+        return 2
+    absent = missing(_OF_THE_SERVER, older=True)
+    if absent:
+        print(f"Missing or older, so some tests are skipped or fail: {' '.join(absent)}", flush=True)
     import torch
 
     if not torch.cuda.is_available() and not arguments.rehearse:

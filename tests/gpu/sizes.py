@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from kernels.few_rows import tiles_for
 from tests.kernels.conftest import INTERPRETED
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
+from workers.models.few_rows import Place, TilesOfPlaces
+
+if TYPE_CHECKING:
+    from kernels.cuda.few_rows import Tiles
 
 T = TypeVar("T")
 
@@ -103,7 +108,17 @@ def random_decoder(config: ModelConfig, device: torch.device) -> Decoder:
         values = torch.randn(target.shape, generator=generator)
         scaled = 1 + 0.1 * values if name.endswith("norm.weight") else values * target.shape[-1] ** -0.5
         target.tensor.copy_(scaled)
+    if INTERPRETED:
+        decoder.fuse_few_rows(FirstTiles(lambda _: 0.0))
     return decoder
+
+
+class FirstTiles(TilesOfPlaces):
+    """Fuses each product, without measuring: for rehearsals."""
+
+    def choose(self, place: Place, rows: int) -> Tiles | None:
+        """The first of them."""
+        return tiles_for(place.dtype, place.activation)[0]
 
 
 def nan_kv(config: ModelConfig, num_pages: int, device: torch.device) -> KvTensors:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 ABSENT = ("structlog", "grpc", "quire", "hypothesis", "rich")
 
 
-def rehearse(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """The result and its tables. Modules of these names, found first, cannot be imported, in no process."""
+def rehearse(out: Path, *arguments: str, hidden: Sequence[str] = ABSENT) -> tuple[dict[str, Any], str]:
+    """The result and its tables. Modules of the `hidden` names, found first, cannot be imported anywhere."""
     absent = out / "absent"
     absent.mkdir()
-    for name in ABSENT:
+    for name in hidden:
         (absent / f"{name}.py").write_text(f"raise ModuleNotFoundError({name!r})\n")
     command = [sys.executable, "-m", "benchmarks.run", "--rehearse", "--out", str(out), *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(absent), str(ROOT)])}
@@ -37,16 +38,21 @@ def rehearse(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads(written.read_text()), written.with_suffix(".md").read_text()
 
 
+@pytest.mark.thorough
 def test_every_row_has_figures(tmp_path: Path) -> None:
     result, text = rehearse(tmp_path, "--commit", "abc")
     names = [workload["name"] for workload in result["workloads"]]
-    kernels = ["attention", "workload", "rows", "sampling"]
-    assert names == ["rehearsal", *kernels, "peer", "rehearsal-experts"]
+    kernels = ["attention", "products", "workload", "rows", "sampling"]
+    assert names == ["rehearsal", "profile", *kernels, "peer", "rehearsal-experts"]
     figures = [figure for workload in result["workloads"] for figure in workload["figures"]]
     assert all("problem" not in figure and figure["ms"]["p50"] > 0 for figure in figures), text
     assert all(ratio["ratio"] for workload in result["workloads"] for ratio in workload["ratios"]), text
+    (log,) = tmp_path.glob("*.log")
+    assert "== device.log" in log.read_text() and "aten::linear" in log.read_text()
     assert result["suite"] == "rehearsal" and result["machine"]["commit"] == "abc"
-    more = result["workloads"][2]["figures"][0]["more"]
+    of_kernels = result["workloads"][1]["figures"][0]["more"]
+    assert of_kernels["kernels"] > 10 and "gaps us" in of_kernels and "other kernels us" in of_kernels
+    more = result["workloads"][4]["figures"][0]["more"]
     assert more["output tokens"] >= 9 and more["decode steps"] > 0
     assert "decode, batch 2, device-fed" in text and "transformers, graph, batch 2" in text
 
@@ -71,6 +77,13 @@ def test_a_window_bounds_what_is_read_and_computed() -> None:
         assert unread == 2 * 40 * (context - 1024) * 2 * 8 * 256 * 2
     assert gemma.prefill_flops(1, 1024) == everything.prefill_flops(1, 1024)
     assert gemma.prefill_flops(1, 8192) < everything.prefill_flops(1, 8192)
+
+
+def test_a_server_is_measured(tmp_path: Path) -> None:
+    result, text = rehearse(tmp_path, "--rows", "server", hidden=())
+    figures = result["workloads"][0]["figures"]
+    assert [figure["label"] for figure in figures][:2] == ["unary, batch 1", "batch, batch 1"]
+    assert all("problem" not in figure and figure["ms"]["p50"] > 0 for figure in figures), text
 
 
 def test_rows_for_which_no_time_is_left_are_reported(tmp_path: Path) -> None:

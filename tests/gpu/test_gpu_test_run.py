@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.gpu.run import ROOT, Part, all_parts, run_all
 
 FAILS = "import pytest\n\ndef test_right(): pass\n\ndef test_wrong(): assert 1 == 2\n"
+CRASHES = "import os\n\ndef test_before(): pass\n\ndef test_it(): os.abort()\n"
 
 
 def write(directory: Path, name: str, text: str) -> Part:
@@ -17,10 +18,16 @@ def write(directory: Path, name: str, text: str) -> Part:
 
 def test_parts_are_run_and_reported(tmp_path: Path) -> None:
     parts = [write(tmp_path, "right", "def test_it(): pass\n"), write(tmp_path, "wrong", FAILS)]
-    assert not run_all(parts, tmp_path / "out", jobs=2, minutes=5, commit="abc")
+    parts += [write(tmp_path, "crash", CRASHES), Part("hanging", (), limit_s=0.01)]
+    assert not run_all(parts, tmp_path / "out", jobs=3, minutes=5, commit="abc")
     result = json.loads((tmp_path / "out" / "gpu-test.json").read_text())
     found = {part["name"]: (part["state"], part["tests"], len(part["failures"])) for part in result["parts"]}
-    assert found == {"right": ("passed", 1, 0), "wrong": ("failed", 2, 1)}
+    told = {"right": ("passed", 1, 0), "wrong": ("failed", 2, 1), "hanging": ("timed out", 0, 0)}
+    assert found == {**told, "crash": ("crashed (-6)", 1, 1)}
+    crash = next(part for part in result["parts"] if part["name"] == "crash")
+    assert "crashed" in crash["failures"][0] and "test_it" in crash["failures"][0]
+    log = (tmp_path / "out" / "gpu-test.log").read_text()
+    assert "Fatal Python error: Aborted" in log and "[wrong] " in log
     assert result["machine"]["commit"] == "abc"
     text = (tmp_path / "out" / "gpu-test.md").read_text()
     assert "| right | passed | 1 | 0 | 0 |" in text and "test_wrong: assert 1 == 2" in text

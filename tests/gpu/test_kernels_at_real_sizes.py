@@ -11,6 +11,7 @@ from kernels.cuda.gated_activation import gated_activation
 from kernels.cuda.paged_attention import paged_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.cuda.rope_kv_write import rope_kv_write
+from kernels.few_rows import MOST_ROWS, NormBefore, few_rows_product, tiles_for
 from kernels.gated_activation import gated_activation_reference
 from kernels.rope import RopeSpec, rope_table
 from kernels.rope_kv_write import rope_kv_write_reference
@@ -74,6 +75,34 @@ def test_norms(width: int, device: torch.device) -> None:
     normed = add_rms_norm(x.to(device), on_device, weight.to(device), EPS)
     assert torch.equal(on_device.cpu(), total)
     assert_rounded(normed, rms_norm64(total, weight, EPS), 2)
+
+
+@pytest.mark.parametrize("rows", sized([1, 5, 16], [3]))
+@pytest.mark.parametrize(
+    ("width", "inner"), sized([(1024, 3072), (4096, 12_288), (5120, 17_408)], [(64, 96)])
+)
+def test_products_of_few_rows(width: int, inner: int, rows: int, device: torch.device) -> None:
+    """The two of an MLP, as the norm, the products, the gate and the sum in float64; twice the same bits."""
+    x, added = (torch.randn(rows, columns, device=device).bfloat16() for columns in (width, inner))
+    gate_up = (torch.randn(2 * inner, width, device=device) * width**-0.5).bfloat16()
+    down = (torch.randn(width, inner, device=device) * inner**-0.5).bfloat16()
+    scale = torch.randn(width, device=device).bfloat16()
+    squares = torch.zeros(1, MOST_ROWS, device=device)
+    squares[0, :rows] = x.float().pow(2).sum(1)
+    for tiles in tiles_for(torch.bfloat16, "silu"):
+        norm = NormBefore(scale, EPS, squares)
+        actual, again = (
+            few_rows_product(x, gate_up, None, tiles, norm=norm, activation="silu")[0] for _ in range(2)
+        )
+        both = rms_norm64(x.cpu(), scale.cpu(), EPS).bfloat16().double() @ gate_up.cpu().double().T
+        gate, up = both.chunk(2, dim=1)
+        torch.testing.assert_close(actual.cpu().double(), gate * gate.sigmoid() * up, rtol=2**-5, atol=2**-5)
+        assert torch.equal(actual, again)
+    for tiles in tiles_for(torch.bfloat16, None):
+        total, again = (few_rows_product(added, down, None, tiles, residual=x.clone())[0] for _ in range(2))
+        expected = added.cpu().double() @ down.cpu().double().T + x.cpu().double()
+        torch.testing.assert_close(total.cpu().double(), expected, rtol=2**-6, atol=2**-6)
+        assert torch.equal(total, again)
 
 
 @pytest.mark.parametrize("width", sized([3072, 12_288, 17_408], [96]))

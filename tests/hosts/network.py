@@ -15,7 +15,7 @@ from typing import Self
 from benchmarks.checkout import ROOT, environment
 from tests.hosts.switch import address_of
 
-GATEWAY, CALLER = "gateway", "caller"
+GATEWAY, CALLER, DATABASE = "gateway", "caller", "database"
 _CLONE_NEWNET = 0x40000000
 _STOP_TIMEOUT_S = 30
 
@@ -23,6 +23,11 @@ _STOP_TIMEOUT_S = 30
 def worker_hosts(count: int) -> list[str]:
     """The names of the workers' hosts."""
     return [f"worker{number}" for number in range(count)]
+
+
+def gateway_hosts(count: int) -> list[str]:
+    """The names of the gateways' hosts, where there are several."""
+    return [f"{GATEWAY}{number}" for number in range(count)]
 
 
 def missing() -> str:

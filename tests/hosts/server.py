@@ -19,7 +19,37 @@ from tests.soak.server import Server
 
 _STOP_TIMEOUT_S = 60
 _HANG_TIMEOUT_S = 3
-_PORT, _POOL_PORT = 50051, 50052
+PORT, _POOL_PORT = 50051, 50052
+
+
+def make_pool(directory: Path) -> Path:
+    """Makes the certificates of a pool."""
+    pool = directory / "pool"
+    command = quire_command(ROOT, "pool", "init", str(pool))
+    subprocess.run(command, check=True, capture_output=True, env=environment(ROOT))
+    return pool
+
+
+def security(directory: Path, pool: Path) -> tuple[str, list[str]]:
+    """A token, and the flags of a gateway. From other hosts only callers with one may load adapters."""
+    token, line = new_token("soak", [Role.ADMINISTER])
+    tokens = directory / "tokens"
+    tokens.write_text(f"[tokens]\n{line}\n")
+    tokens.chmod(0o600)
+    certificate, key = (str(pool / name) for name in ("gateway.pem", "gateway-key.pem"))
+    return token, ["--tokens", str(tokens), "--tls-cert", certificate, "--tls-key", key]
+
+
+def start_worker(
+    network: Network, host: str, pool: Path, directory: Path, *flags: str, hang_timeout_s: float
+) -> subprocess.Popen[bytes]:
+    """Starts `quire worker` on a host."""
+    command = quire_command(ROOT, "worker", "--pool", str(pool), "--threads", "1", *flags)
+    command += ["--log-format", "json", "--hang-timeout-s", f"{hang_timeout_s:g}"]
+    with (directory / f"{host}.log").open("wb") as output:
+        return subprocess.Popen(
+            [*network.command(host), *command], stdout=output, stderr=output, cwd="/", env=environment(ROOT)
+        )
 
 
 class HostsServer(Server):
@@ -40,13 +70,8 @@ class HostsServer(Server):
         self._hosts = worker_hosts(workers)
         self._network = network
         self._calls = calls
-        self._pool = directory / "pool"
-        subprocess.run(
-            quire_command(ROOT, "pool", "init", str(self._pool)),
-            check=True,
-            capture_output=True,
-            env=environment(ROOT),
-        )
+        self._pool = make_pool(directory)
+        self._token, secure = security(directory, self._pool)
         pool_address = f"{network.address(GATEWAY)}:{_POOL_PORT}"
         addresses = {host: f"{network.address(host)}:{_POOL_PORT}" for host in self._hosts}
         where = ["--pool-listen", pool_address] if calls else ["--workers-at", ",".join(addresses.values())]
@@ -54,15 +79,17 @@ class HostsServer(Server):
             model,
             directory,
             workers=workers,
-            flags=[*flags, "--pool", str(self._pool), *where, *self._security(directory)],
+            flags=[*flags, "--pool", str(self._pool), *where, *secure],
             seed=seed,
-            address=f"{network.address(GATEWAY)}:{_PORT}",
+            address=f"{network.address(GATEWAY)}:{PORT}",
             prefix=network.command(GATEWAY),
         )
         self._commands: dict[str, subprocess.Popen[bytes]] = {}
         for host, address in addresses.items():
             flag = ["--gateway", pool_address] if calls else ["--listen", address]
-            self._start_worker(host, *flag)
+            self._commands[host] = start_worker(
+                network, host, self._pool, directory, *flag, hang_timeout_s=_HANG_TIMEOUT_S
+            )
 
     def connect(self, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
         """See `Server.connect`."""
@@ -72,28 +99,6 @@ class HostsServer(Server):
         )
         options = [*options, ("grpc.ssl_target_name_override", GATEWAY_NAME)]
         return grpc.aio.secure_channel(self.address, credentials, options=options)
-
-    def _security(self, directory: Path) -> list[str]:
-        """Flags. From other hosts only callers with a token may load adapters."""
-        self._token, line = new_token("soak", [Role.ADMINISTER])
-        tokens = directory / "tokens"
-        tokens.write_text(f"[tokens]\n{line}\n")
-        tokens.chmod(0o600)
-        certificate, key = (str(self._pool / name) for name in ("gateway.pem", "gateway-key.pem"))
-        return ["--tokens", str(tokens), "--tls-cert", certificate, "--tls-key", key]
-
-    def _start_worker(self, host: str, *flags: str) -> None:
-        log = ("--log-format", "json")
-        command = quire_command(ROOT, "worker", "--pool", str(self._pool), "--threads", "1", *flags, *log)
-        command += ["--hang-timeout-s", str(_HANG_TIMEOUT_S)]
-        with (self.directory / f"{host}.log").open("wb") as output:
-            self._commands[host] = subprocess.Popen(
-                [*self._network.command(host), *command],
-                stdout=output,
-                stderr=output,
-                cwd="/",
-                env=environment(ROOT),
-            )
 
     def worker_pids(self) -> list[int]:
         """The processes that compute, which `quire worker` starts again and again."""

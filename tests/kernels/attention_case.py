@@ -30,11 +30,12 @@ SCORINGS: dict[str, Callable[[int], Any]] = {
 }
 # No model has both a cap and slopes, and no order is known for them.
 FEATURES = [("softcap",), ("sinks",), ("alibi_slopes",), ("softcap", "sinks"), ("alibi_slopes", "sinks")]
-# Who attends: torch, the kernels of the CPU, and the CUDA kernels: with the keys of a decode in one part, in
-# three, in more than are added up at once, and with the tiles for devices with less shared memory.
+# Who attends: torch, the kernels of the CPU, and the CUDA kernels: with the keys of a decode in one part,
+# with units for three parts of each item, for more than are added up at once, and with the tiles for devices
+# with less shared memory.
 TORCH, COMPILED, TRITON, SPLIT = "torch", "compiled", "triton", "triton-split"
 MANY_SPLITS, SMALL = "triton-splits", "triton-small"
-_SPLITS = {TRITON: 1, SPLIT: 3, MANY_SPLITS: 17}
+_UNITS = {TRITON: 1, SPLIT: 3, MANY_SPLITS: 17}
 # Scores of so many elements at a time, in float64: 1 GiB.
 _SCORES = 1 << 27
 # An item: its new tokens, and its context with them (0: a padding item). Or a tree, and the tokens before it.
@@ -244,11 +245,13 @@ def attend(case: Case, backend: str) -> torch.Tensor:
     tensors = case.query, case.k_pages, case.v_pages, case.batch
     with pytest.MonkeyPatch.context() as patch:
         if backend.startswith(TRITON):
+            from kernels.cuda import decode_plan
             from kernels.cuda import paged_attention as cuda
             from kernels.cuda.compile_spec import SHARED_BYTES
 
-            if backend in _SPLITS:
-                patch.setattr(cuda, "num_splits_for", lambda *_: _SPLITS[backend])
+            if backend in _UNITS:
+                patch.setattr(cuda, "num_units_for", lambda items, *_: items * _UNITS[backend])
+                patch.setattr(decode_plan, "MIN_PART_KEYS", 16)
             if backend == SMALL:
                 patch.setattr(cuda, "limits_of", lambda _: cuda.DeviceLimits(132, SHARED_BYTES[89]))
             return cuda.paged_attention(*tensors, case.scoring)

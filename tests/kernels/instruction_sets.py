@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -35,15 +38,19 @@ def need_compiled() -> None:
 
 
 @contextmanager
-def use(name: str) -> Iterator[None]:
-    """Use the kernels for this instruction set; they are built if need be."""
+def use(name: str, sources: Sequence[str] = ()) -> Iterator[None]:
+    """Use the kernels for this instruction set; they are built if need be: of these sources, or of all."""
 
     def forget() -> None:
         for cached in (library.instruction_set, library.load, library.function):
             cached.cache_clear()
 
     try:
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as scratch:
+            if sources:
+                for path in (*library._SOURCES.glob("*.h"), *(library._SOURCES / each for each in sources)):
+                    shutil.copy(path, scratch)
+                patch.setattr(library, "_SOURCES", Path(scratch))
             patch.setenv(library.VARIABLE, name)
             forget()
             library.build()

@@ -30,14 +30,23 @@ def device_of(backend: str, device: str) -> str:
     return device if backend.startswith(TRITON) else "cpu"
 
 
-@pytest.mark.parametrize("backend", CUDA)
+@NEEDS_TRITON
 @DTYPES
-def test_bits_of_an_item_do_not_depend_on_other_items(backend: str, dtype: torch.dtype, device: str) -> None:
+def test_bits_of_an_item_do_not_depend_on_other_items(dtype: torch.dtype, device: str) -> None:
     items = [(1, 7), (1, 100), (1, 0), (6, 9), (33, 80)]
     case = make_case(items, device, kv_heads=1, dtype=dtype, features=FEATURES[-1])
-    together = torch.split(attend(case, backend), list(case.batch.query_lens))
+    together = torch.split(attend(case, TRITON), list(case.batch.query_lens))
     for item in range(len(items)):
-        assert torch.equal(attend(case.part(item, item), backend), together[item])
+        assert torch.equal(attend(case.part(item, item), TRITON), together[item])
+
+
+@NEEDS_TRITON
+def test_bits_of_a_divided_item_depend_on_nothing_but_lengths_of_others(device: str) -> None:
+    case = make_case([(1, 100), (1, 7), (1, 0), (1, 90)], device, kv_heads=1)
+    together = attend(case, SPLIT)
+    case.query[1:] *= -2
+    again = attend(case, SPLIT)
+    assert torch.equal(again[0], together[0]) and not torch.equal(again[1], together[1])
 
 
 @DTYPES
@@ -178,22 +187,3 @@ def test_launches_of_a_mixed_batch(name: str, monkeypatch: pytest.MonkeyPatch, d
         monkeypatch.setattr(cuda, kernel, count)
     attend(case, TRITON)
     assert launched == {"decode_attention": decoded, "prefill_attention": prefilled}
-
-
-@NEEDS_TRITON
-def test_splits_fill_the_device_and_no_more() -> None:
-    import itertools
-
-    from kernels.cuda import decode_attention as module
-
-    batches, heads = (1, 3, 16, 100, 512), (1, 2, 8, 32)
-    contexts = (0, 1, 127, 128, 129, 4096, 1 << 20)
-    for batch, kv_heads, longest, count in itertools.product(batches, heads, contexts, (1, 132, 200)):
-        splits = module.num_splits_for(batch, kv_heads, longest, count)
-        assert 1 <= splits <= module.MAX_SPLITS
-        if splits > 1:
-            # Each reads a good number of keys, and all programs run at once.
-            assert (splits - 1) * module.MIN_SPLIT_KEYS < longest
-            assert batch * kv_heads * splits <= module.PROGRAMS_A_MULTIPROCESSOR * count
-    typical = [(1, 8, 32768), (1, 8, 1024), (8, 8, 32768), (32, 8, 32768), (256, 8, 1024), (1, 1, 1)]
-    assert [module.num_splits_for(*shape, 132) for shape in typical] == [49, 8, 6, 1, 1, 1]

@@ -150,7 +150,7 @@ class Overloaded:
             self._again(call)
 
     def _carry_out(self) -> None:
-        while (effects := self.machine.take_effects()) != Effects():
+        while (effects := self.machine.take_effects()) != Effects([], [], []):
             self._apply(effects)
         if self._numbers % 64 == 0:
             check_invariants(self.machine)

@@ -16,7 +16,7 @@ from tests.service.served import state_of
 async def test_an_adapter_of_the_directory_has_a_rank_once_a_worker_has_loaded_it() -> None:
     adapters = Adapters(9)
     for number, name in enumerate(("used", "not used yet"), start=1):
-        adapters.add(AdapterVersion(number, name, None, "/directory", identity="files"))
+        adapters.update([AdapterVersion(number, name, None, "/directory", identity="files")])
     state, none = state_of(Config(), worker_pb2.WorkerReady()), cast(Any, None)
     of_worker = types_pb2.LoraAdapterMetrics(version=1, rank=8, size_bytes=1 << 20)
     state.slots[0].snapshot = worker_pb2.WorkerSnapshot(

@@ -26,8 +26,7 @@ def run(*groups: Group, seconds: float = SECONDS, **options: float) -> tuple[Gro
     return groups
 
 
-@pytest.mark.parametrize("timeout_s", [1.0, 0.25])
-@pytest.mark.parametrize("times", [1.2, 2, 10, 50])
+@pytest.mark.parametrize(("times", "timeout_s"), [(1.2, 1.0), (1.2, 0.25), (2, 0.25), (10, 1.0), (50, 0.25)])
 def test_goodput_stays_whatever_is_asked(times: float, timeout_s: float) -> None:
     (group,) = run(Group(per_s=times * CAPACITY, timeout_s=timeout_s))
     assert group.per_s_in_time(SECONDS) > 0.9 * CAPACITY, group.answers
@@ -37,8 +36,8 @@ def test_goodput_stays_whatever_is_asked(times: float, timeout_s: float) -> None
 @pytest.mark.parametrize(("spread", "goodput"), [(0.0, 0.9), (0.9, 0.85)])
 def test_forwards_that_all_take_alike_or_very_differently(spread: float, goodput: float) -> None:
     for timeout_s in (1.0, 0.25):
-        (group,) = run(Group(per_s=10 * CAPACITY, timeout_s=timeout_s), spread=spread)
-        assert group.per_s_in_time(SECONDS) > goodput * CAPACITY, group.answers
+        (group,) = run(Group(per_s=10 * CAPACITY, timeout_s=timeout_s), spread=spread, seconds=20)
+        assert group.per_s_in_time(20) > goodput * CAPACITY, group.answers
 
 
 def test_below_the_capacity_nobody_is_refused() -> None:
@@ -68,7 +67,8 @@ def test_those_who_matter_more_are_refused_last() -> None:
 
 def test_who_asks_for_hundreds_at_once_is_refused_and_not_the_others() -> None:
     """By their turns others are served soon, however much stands in the queue."""
-    greedy, other = run(Group(loops=200, timeout_s=1.0), Group(per_s=0.3 * CAPACITY, timeout_s=1.0))
+    other = Group(per_s=0.3 * CAPACITY, timeout_s=1.0)
+    greedy, other = run(Group(loops=200, timeout_s=1.0), other, seconds=15)
     assert greedy.answers["OVERLOADED"] > 100
     assert other.answers["OK"] > 0.97 * other.answers.total(), other.answers
 
@@ -83,7 +83,7 @@ def test_when_a_load_is_over_all_is_as_before() -> None:
     assert after.answers["OK"] > 250 and set(after.answers) == {"OK"}
 
 
-@pytest.mark.parametrize("timeout_s", [0.5, 1.0, 5.0])
+@pytest.mark.parametrize("timeout_s", [0.5, 5.0])
 def test_large_batches_are_not_refused_by_what_small_ones_took(timeout_s: float) -> None:
     """A step takes 20 ms and 0.2 ms for each of what is in it: nothing ever takes long."""
     batches = Group(loops=2, items=256, tokens=1, timeout_s=timeout_s)

@@ -16,10 +16,16 @@ from quire.cli.main import main
 from service.auth.tokens import read_token_store
 from service.config import Config
 from service.data_directory import data_directory
+from service.journal.base import JournalUnusable
+from service.journal.opening import open_configured
 from service.journal.sqlite import open_journal
 from tests.quire_command import run
 
 DAY_S = 86_400
+
+
+def none(*_: object) -> None:
+    """There are no records."""
 
 
 @pytest.fixture
@@ -158,6 +164,30 @@ def test_a_second_server_on_a_port_removes_nothing_of_the_first(tmp_path: Path) 
             process.communicate(timeout=60)
     assert process.returncode == 1
     assert all(path.is_dir() for path in of_first)
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+def test_a_data_directory_is_one_servers_whatever_its_journal(tmp_path: Path, kind: str) -> None:
+    """Adapters and loaded weights are in it, too."""
+    directory = tmp_path / "data"
+    with contextlib.closing(open_configured("memory", "normal", directory, none, none)):
+        flags = ("--listen", "127.0.0.1:0", "--data-dir", str(directory), "--log-format", "json")
+        with run("serve", *flags, "--journal", kind) as process:
+            _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    (line,) = map(json.loads, error.splitlines())
+    assert line["event"] == "cannot use the journal" and "in use by another gateway" in line["error"]
+    with contextlib.closing(open_configured(kind, "normal", directory, none, none)):
+        pass
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "lock").symlink_to(victim)
+    with pytest.raises(JournalUnusable, match="lock"):
+        open_configured("sqlite", "normal", tmp_path, none, none)
+    assert victim.read_text() == "precious"
 
 
 def test_a_journal_that_cannot_be_used_is_told_also_where_a_killed_server_has_left_its_socket(

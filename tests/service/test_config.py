@@ -190,6 +190,10 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'model = "\xe9"')
     with pytest.raises(ConfigError, match="must be a TOML file"):
         load_config({"config": str(tmp_path / "latin.toml")}, {})
+    with pytest.raises(ConfigError, match="must be a TOML file"):
+        load_config({"config": toml(tmp_path, f"workers = {'[' * 10_000}")}, {})
+    with pytest.raises(ConfigError, match=r"a = '\{...\}' .* no such setting"):
+        load_config({"config": toml(tmp_path, f"{'.'.join('a' * 2_000)} = 1")}, {})
 
 
 def test_leases_must_fit_each_other() -> None:

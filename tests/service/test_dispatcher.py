@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from quire.v1 import types_pb2, worker_pb2
 
 from service import dispatcher as dispatcher_module
-from service.caches.requests import Append, Appended, AppendKind, Fork, Renew, Request, Truncate
+from service.caches.requests import Append, Appended, AppendKind, Fork, Release, Renew, Request, Truncate
 from service.dispatcher import Outcome
 from service.errors import CacheNotFound, JournalUnavailable, NoWorker, QuireError
 from tests.sim.harness import Gateway, decode, prefill
@@ -123,6 +125,21 @@ async def test_it_is_found_out_that_the_journal_works_again(
     while isinstance((await bench.dispatcher.run([Truncate(cache, 0)]))[0], QuireError):
         await asyncio.sleep(0)
     keeping.cancel()
+
+
+async def test_without_a_certain_lease_nothing_is_answered_from_memory(bench: Bench) -> None:
+    """Another gateway may have the shard already, and caches that this one does not know."""
+    cache = bench.create(1)
+    lease = SimpleNamespace(valid_until_s=-math.inf)
+    bench.dispatcher.caches.admission.lease = lease
+    requests: list[Request] = [
+        *(decode("unknown", 4), decode(cache, 2, position=9)),
+        *(Release("unknown"), Truncate(cache, 1)),
+    ]
+    assert all(isinstance(one, JournalUnavailable) for one in await bench.dispatcher.run(requests))
+    lease.valid_until_s = math.inf
+    (found,) = await bench.dispatcher.run([decode("unknown", 4)])
+    assert isinstance(found, CacheNotFound)
 
 
 async def test_what_was_made_for_a_caller_who_left_before_he_knew_is_released(bench: Bench) -> None:

@@ -72,6 +72,8 @@ class Cluster:
 class Gateway:
     """Also the table and the peers of its forwarding."""
 
+    secret = "secret"
+
     def __init__(self, cluster: Cluster, shard: Shard, known: list[int | None]) -> None:
         self.cluster, self.home, self.known = cluster, shard.index, known
         answers = AnswerBudget(1 << 30)

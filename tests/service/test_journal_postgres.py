@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import asyncpg
 import pytest
 
 from service.caches.records import CacheReleased
@@ -14,6 +16,7 @@ from service.journal.base import JournalUnusable
 from service.postgres import database
 from service.postgres.database import Database
 from service.postgres.errors import DatabaseFailed
+from service.postgres.schema import MIGRATIONS
 from service.shards.leases import OwnershipLost
 from tests.postgres_server import PostgresServer
 from tests.service.journal_traffic import Traffic, appended, created, facts
@@ -45,6 +48,41 @@ async def test_commits_are_recovered(postgres: PostgresServer) -> None:
             assert first_seq == kept
     assert 1 < first_seqs[0] < first_seqs[1] < first_seqs[2], "each has compacted it"
     assert await recovered(postgres.url) == expected
+
+
+async def test_a_journal_that_fails_in_an_unknown_way_ends_the_ownership(postgres: PostgresServer) -> None:
+    """Before, the answer of the next commit was given to the one that had failed."""
+    async with Owner(postgres.url, "a") as owner:
+        assert await owner.commit(created(1))
+
+        async def fails(*_: object) -> Any:
+            raise RuntimeError("a bug")
+
+        owner.database.fetch = fails  # type: ignore[method-assign]
+        told: list[bool] = []
+        owner.journal.commit([CacheReleased(1)], told.append)
+        with pytest.raises(OwnershipLost, match="its journal failed"):
+            await owner.running
+        del owner.database.fetch
+        assert not await owner.commit(created(2)) and not told
+
+
+async def test_an_internal_error_of_the_driver_is_a_broken_connection(postgres: PostgresServer) -> None:
+    """It is raised when one breaks in an unlucky moment, and the statement may have been executed."""
+    broken = Database(postgres.url)
+    assert await broken.fetch("SELECT 1") == [(1,)]
+
+    async def fails(*_: object) -> Any:
+        raise asyncpg.InternalClientError("cannot switch to state 11; another operation (2) is in progress")
+
+    broken._connection = SimpleNamespace(
+        fetch=fails, is_closed=lambda: False, terminate=broken._connection.terminate
+    )
+    with pytest.raises(DatabaseFailed) as failed:
+        await broken.fetch("SELECT 1")
+    assert not failed.value.is_certain
+    assert await broken.fetch("SELECT 1") == [(1,)], "on another connection"
+    await broken.close()
 
 
 async def test_commits_of_one_turn_are_one_row_and_told_in_order(postgres: PostgresServer) -> None:
@@ -102,7 +140,7 @@ async def test_programs_that_start_together_create_the_tables_once(postgres: Pos
     await asyncio.gather(*(each.prepare() for each in databases))
     async with operator(postgres.url) as connection:
         await connection.execute("UPDATE quire.version SET version = 99")
-    with pytest.raises(DatabaseFailed, match=r"version 99.*knows 1"):
+    with pytest.raises(DatabaseFailed, match=rf"version 99.*knows {len(MIGRATIONS)}"):
         await databases[0].prepare()
     for each in databases:
         await each.close()

@@ -11,9 +11,12 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
+import types
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,22 +106,100 @@ async def test_failing_callback_does_not_stop_others(journal: SqliteJournal) -> 
 
 
 @pytest.mark.parametrize("error", [MemoryError(), BaseException("a panic")], ids=["memory", "panic"])
-@pytest.mark.parametrize("step", ["writer.seal", "writer.Writer._insert", "files.Files.require_names"])
+@pytest.mark.parametrize("step", ["writer.seal", "files.Files.insert", "files.Files.require_names"])
+@pytest.mark.parametrize("sync", ["normal", "full"])
 async def test_failed_write_is_reported_and_the_next_succeeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException, sync: files.Sync
 ) -> None:
-    """Before or after the row is written."""
+    """Before or after the row is written, on the event loop or on the thread."""
 
     def fail(*_: object) -> None:
         raise error
 
-    with contextlib.closing(open_journal(tmp_path)) as journal:
+    with contextlib.closing(open_journal(tmp_path, sync)) as journal:
+        assert await commit(journal, created(1))
         with monkeypatch.context() as patched:
             patched.setattr(f"service.journal.{step}", fail)
-            assert not await commit(journal, created(1))
-        assert await commit(journal, created(2))
+            assert not await commit(journal, created(2))
+        assert await commit(journal, created(3))
     with contextlib.closing(open_journal(tmp_path)) as journal:
-        assert [state.number for state in recovered(journal)] == [2]
+        assert [state.number for state in recovered(journal)] == [1, 3]
+
+
+def _thread_is_idle(journal: SqliteJournal) -> None:
+    """Waits until the thread has done all that follows a commit."""
+    with journal._writer._using:
+        pass
+
+
+@pytest.mark.parametrize(("sync", "expected"), [("normal", [False, True]), ("full", [False, False])])
+async def test_short_commits_are_written_before_the_call_returns(
+    tmp_path: Path, sync: files.Sync, expected: list[bool]
+) -> None:
+    """But for the first one after a checkpoint, which syncs; and none if each is synced."""
+    at_once = []
+    with contextlib.closing(open_journal(tmp_path, sync)) as journal:
+        for number in (1, 2):
+            done = asyncio.get_running_loop().create_future()
+            journal.commit([created(number)], done.set_result)
+            at_once.append(done.done())
+            assert await done
+            _thread_is_idle(journal)
+    assert at_once == expected
+
+
+async def test_a_slow_disk_stops_the_event_loop_for_a_thousandth_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread writes what follows. That others have the CPU is not the disk's fault."""
+    now_s, insert = 1000.0, files.Files.insert
+    on_loop: list[bool] = []
+
+    def insert_slowly(self: files.Files, *row: Any) -> None:
+        nonlocal now_s
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        took_s, waits = next(disk)
+        now_s += took_s
+        if waits:
+            time.sleep(1e-6)
+        insert(self, *row)
+
+    monkeypatch.setattr(writer, "time", types.SimpleNamespace(monotonic=lambda: now_s, time_ns=time.time_ns))
+    # No checkpoint in between.
+    monkeypatch.setattr(writer, "_IDLE_S", 1e6)
+    monkeypatch.setattr(files.Files, "insert", insert_slowly)
+    # After which pause, how long it takes, whether it waits, whether the event loop writes it.
+    schedule = [
+        (0, 0, False, False),
+        (1, 0.001, True, True),
+        (0.002, 0, False, False),
+        (1, 0.05, False, True),
+        (1, 0.05, True, True),
+        (1, 0, False, False),
+        (48, 0, False, False),
+        (2, 0, False, True),
+    ]
+    disk = ((took_s, waits) for _, took_s, waits, _ in schedule)
+    with contextlib.closing(open_journal(tmp_path)) as journal:
+        for number, (pause_s, *_) in enumerate(schedule):
+            now_s += pause_s
+            assert await commit(journal, created(number))
+            _thread_is_idle(journal)
+    assert on_loop == [bool(expected) for *_, expected in schedule]
+
+
+async def test_a_lock_of_another_program_does_not_stop_the_event_loop(
+    journal: SqliteJournal, tmp_path: Path
+) -> None:
+    assert await commit(journal, created(1))
+    other = sqlite3.connect(tmp_path / "journal" / files.DATABASE, isolation_level=None)
+    with contextlib.closing(other):
+        other.execute("BEGIN IMMEDIATE")
+        pending = asyncio.ensure_future(commit(journal, created(2)))
+        await asyncio.sleep(0)
+        assert not pending.done()
+        other.execute("COMMIT")
+        assert await pending
 
 
 async def test_the_time_of_a_record_is_that_of_its_row(
@@ -491,23 +572,23 @@ async def test_checkpoint_frees_a_disk_that_the_log_has_filled(
 ) -> None:
     """The write-ahead log is many times as large as its records, and a checkpoint frees it."""
     room = 20
-    insert = writer.Writer._insert
+    insert = files.Files.insert
 
-    def insert_if_there_is_room(self: writer.Writer, row: bytes, wall_ns: int) -> None:
+    def insert_if_there_is_room(self: files.Files, *row: Any) -> None:
         nonlocal room
         if not room:
             error = sqlite3.OperationalError("database or disk is full")
             error.sqlite_errorname = "SQLITE_FULL"
             raise error
         room -= 1
-        insert(self, row, wall_ns)
+        insert(self, *row)
 
     def checkpoint_gives_room(db: sqlite3.Connection) -> bool:
         nonlocal room
         room = 20
         return files.checkpoint(db)
 
-    monkeypatch.setattr(writer.Writer, "_insert", insert_if_there_is_room)
+    monkeypatch.setattr(files.Files, "insert", insert_if_there_is_room)
     monkeypatch.setattr(writer, "checkpoint", checkpoint_gives_room)
     journal = open_journal(tmp_path)
     assert await commit(journal, created(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -29,7 +30,7 @@ async def expire(postgres: PostgresServer) -> None:
 async def test_a_shard_has_one_owner_at_a_time(postgres: PostgresServer) -> None:
     first, second = await leases_of(postgres, "first"), await leases_of(postgres, "second")
     lease = await first.acquire(3)
-    assert lease is not None and lease.is_valid
+    assert lease is not None and lease.valid_until_s > time.monotonic()
     assert await second.acquire(3) is None
     (owned,) = await second.owners()
     assert owned[:4] == (3, lease.fence, "first", "first:1") and 0 < owned.left_s <= 60
@@ -52,6 +53,28 @@ async def test_of_many_that_want_a_shard_one_gets_it(postgres: PostgresServer) -
     assert sum(lease is not None for lease in taken) == 1
     for rival in rivals:
         await rival._table.close()
+
+
+async def test_a_lease_is_shortened_when_the_connection_of_its_last_renewal_ends(
+    postgres: PostgresServer,
+) -> None:
+    """Whoever was killed need not be waited for. One whose connection is there, may be paused."""
+    killed, other = await leases_of(postgres, "killed"), await leases_of(postgres, "other")
+    assert await killed.acquire(0) is not None
+    lease = await other.acquire(1)
+    assert lease is not None
+    assert all(owned.left_s > 50 for owned in await other.owners())
+    await killed._table.close()
+    while min(owned.left_s for owned in await other.owners()) > 18:
+        await asyncio.sleep(0.02)
+    gone, there = await other.owners()
+    assert gone.owner == "killed" and there.left_s > 50
+    assert lease.valid_until_s < time.monotonic() + 18, "its owner does not count on more either"
+    # It was not killed, and has another connection.
+    assert await killed.acquire(0) is not None
+    assert all(owned.left_s > 50 for owned in await other.owners())
+    await killed._table.close()
+    await other._table.close()
 
 
 async def test_a_shard_that_was_given_back_is_free_at_once(postgres: PostgresServer) -> None:
@@ -78,7 +101,7 @@ async def test_a_lease_is_renewed_until_another_has_taken_it(postgres: PostgresS
     keeping.cancel()
     while await rival.acquire(0) is None:
         await asyncio.sleep(0.05)
-    assert not lease.is_valid
+    assert lease.valid_until_s < time.monotonic()
     with pytest.raises(OwnershipLost):
         await leases.keep(lease)
     await leases._table.close()

@@ -226,7 +226,9 @@ async def test_only_adapters_of_all_tenants_are_named(tmp_path: Path) -> None:
         become_ready(versions, slot, worker_pb2.WorkerReady(executor=executor))
         known = {1: ("shared", None), 2: ("other", None), 3: ("secret", "tenant"), 4: ("waiting", None)}
         for number, (adapter_id, tenant) in known.items():
-            server.gateway.core.api._adapters.add(AdapterVersion(number, adapter_id, tenant, "/somewhere"))
+            server.gateway.core.api._adapters.update(
+                [AdapterVersion(number, adapter_id, tenant, "/somewhere")]
+            )
             slot.snapshot.lora_adapters.add(
                 version=number, resident=number < 4, loads=2, waiting=int(number == 4)
             )

@@ -83,8 +83,7 @@ def test_it_chooses_as_the_plain_model_does(seed: int) -> None:
             model.forget(tokens, chosen, salt)
         if rng.random() < 0.6:
             load = rng.choice(views).load
-            work = load.estimate(caller, rng.randint(1, 60), 1, Priority.NORMAL)
-            load.enter(work)
+            work = load.estimate(caller, rng.randint(1, 60), 1, Priority.NORMAL, enters=True)
             if rng.random() < 0.5:
                 load.leave(work, 0.1, float(caller), End.ANSWERED)
 
@@ -111,8 +110,7 @@ def computed_in_turns(workers: int, *, remembers: bool) -> int:
         tokens = [*prefix, *([caller + 1] * 64)]
         chosen = placement.choose(tokens) if remembers else views[0]
         held = placement.affinity.held(tokens).get((chosen.worker_id, chosen.epoch), 0)
-        work = chosen.load.estimate(caller, len(tokens) - held, 1, Priority.NORMAL)
-        chosen.load.enter(work)
+        chosen.load.estimate(caller, len(tokens) - held, 1, Priority.NORMAL, enters=True)
         computed[chosen] += len(tokens) - held
         placement.affinity.record(tokens, chosen)
     return max(computed.values())

@@ -66,7 +66,7 @@ async def test_the_next_child_watches_what_is_placed(tmp_path: Path) -> None:
     child.says("connected", actors=[name])
     assert await child.said.get() == f"watch {name}"
     child.says("placed", name=name, address="host:1", node="node", pid=1)
-    assert worker.leaving is not None and not worker.leaving.done()
+    assert not worker.leaving.done()
     child.says("leaving", name=name, within_s=3.0)
     child.says("leaving", name=name, within_s=2.0)
     assert worker.leaving.result() == 3.0

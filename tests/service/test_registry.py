@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 from quire.v1 import worker_pb2
 
-from service.pool.local import LocalLauncher
+from service.pool.local import LocalLauncher, worker_code
 from service.pool.process import LocalProcess, address_of, boot_id, start_ticks
 from service.pool.registry import Registry, RegistryEntry, remove_socket
-from service.pool.worker_code import worker_code
 
 CONFIG = worker_pb2.WorkerConfig(
     worker_id="worker-0", model="paged-attention", kv_pages=8, orphan_grace_s=60, log_level="info"
@@ -189,7 +188,7 @@ def test_files_that_are_not_private_are_removed_and_not_followed(registry: Regis
     assert registry.read() == [] and not path.exists()
 
 
-def nothing() -> None:
+def nothing(_: RegistryEntry) -> None:
     """Callback that does nothing."""
 
 

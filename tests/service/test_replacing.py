@@ -14,7 +14,7 @@ from quire.v1 import runner_pb2, worker_pb2
 from service.caches.workers import WorkerView
 from service.config import Config
 from service.pool.rolling_restart import RollingRestart
-from service.runtimes.replacing import WeightsReplacer
+from service.runtimes.loading import WeightsLoader
 from service.runtimes.sources import ModelSources
 from tests.service.test_supervisor import Bench, FakeLauncher, Requests, ready, running
 
@@ -68,16 +68,14 @@ async def test_a_worker_restarted_meanwhile_does_not_pass_for_one_with_the_new_w
     readers, dispatcher = Readers(), Dispatcher()
     bench = Bench(FakeLauncher(tmp_path, readers), monkeypatch, Config(workers=2))
     restarts = RollingRestart(bench.supervisor, cast(Any, dispatcher))
-    loader = SimpleNamespace(is_busy=False, require_memory=lambda _: None)
-    replacer = WeightsReplacer(
-        bench.supervisor, cast(Any, dispatcher), restarts, ModelSources(tmp_path, None), cast(Any, loader)
-    )
+    sources = ModelSources(tmp_path, None)
+    loader = WeightsLoader(bench.supervisor, cast(Any, dispatcher), restarts, sources, Config())
     source = tmp_path / "model"
     source.mkdir()
     (source / "config.json").touch()
 
     async def replace() -> list[runner_pb2.LoadWeightsPhase]:
-        return [update.phase async for update in replacer.replace(str(source), recompute=True)]
+        return [update.phase async for update in loader.replace(str(source), recompute=True)]
 
     async with running(bench):
         assert sorted(await bench.events(2)) == [("ready", 1), ("ready", 2)]

@@ -24,14 +24,14 @@ def ended(state: SlowRequests, seconds: float) -> dict[str, type]:
 def test_of_too_many_slow_ones_the_newest_are_ended() -> None:
     state = slow_requests(slow=2)
     for call in "abcd":
-        state.begin(call)
+        state.began_s[call] = state.now_s
     assert ended(state, 1) == {}, "not slow yet"
     assert ended(state, 1) == {"c": ArrivingFull, "d": ArrivingFull}
-    state.begin("e")
+    state.began_s["e"] = state.now_s
     assert ended(state, 0.5) == {}
-    state.end("a")
+    del state.began_s["a"]
     assert ended(state, 2) == {}, "it takes the place of a"
-    state.begin("f")
+    state.began_s["f"] = state.now_s
     assert ended(state, 2) == {"f": ArrivingFull}
 
 
@@ -39,15 +39,15 @@ def test_any_number_may_arrive_at_once() -> None:
     state = slow_requests(slow=1)
     for turn in range(100):
         for call in range(50):
-            state.begin(f"{turn} {call}")
+            state.began_s[f"{turn} {call}"] = state.now_s
         assert state.tick(TICK_S) == []
         for call in range(50):
-            state.end(f"{turn} {call}")
+            del state.began_s[f"{turn} {call}"]
 
 
 def test_one_alone_always_has_room() -> None:
     state: SlowRequests = SlowRequests(1, 1 << 20, TIMEOUT_S)
-    state.begin("a")
+    state.began_s["a"] = state.now_s
     assert ended(state, 10) == {}
 
 
@@ -55,9 +55,9 @@ def test_a_pause_of_the_gateway_ends_no_call() -> None:
     """It stops for an hour, or repeatedly for seconds. Requests that were sent meanwhile are not read yet."""
     state = slow_requests(slow=1)
     for call in "ab":
-        state.begin(call)
+        state.began_s[call] = state.now_s
     assert state.tick(3600.0) == []
-    state.end("b")
+    del state.began_s["b"]
     for _ in range(20):
         assert state.tick(10.0) == []
     assert ended(state, TIMEOUT_S) == {"a": MessageTimeout}, "the clock runs while the gateway runs"

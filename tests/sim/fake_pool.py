@@ -18,7 +18,7 @@ from quire.v1 import types_pb2, worker_pb2
 from service.caches.effects import Claim
 from service.config import Config
 from service.pool.endpoints import Endpoint, SocketEndpoint
-from service.pool.epochs import Epochs
+from service.pool.registry import Epochs
 from tests.sim.model_worker import ModelWorker, Pool, one_by_one
 from tests.sim.toy_model import VOCAB
 from tests.sim.watched import WatchedDispatcher

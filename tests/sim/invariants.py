@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from service.caches.attempts import Attempts
 from service.caches.cache_index import CacheIndex
+from service.caches.effects import Attempt
 from service.caches.entries import CacheEntry, Operation
 from service.caches.machine import CacheMachine
 from service.caches.requests import Fork, Priority
-from service.caches.worker_load import Work, WorkerLoad
+from service.caches.worker_load import WorkerLoad
+from service.caches.workers import WorkerView
 from tests.sim.moves import check_copies
 
 
@@ -28,48 +30,54 @@ def phase_of(operation: Operation) -> str:
 
 
 def check_invariants(machine: CacheMachine) -> None:
-    """Asserts that the parts of the machine agree."""
-    operations = machine._queues.operations
-    creating = {o.entry.number: o.entry for o in operations.values() if not o.entry.visible}
-    entries = {entry.number: entry for entry in machine.index} | creating
-    assert len(machine.ledger) == len(machine.index)
-    for entry in machine.index:
-        assert machine.ledger.get(entry.number) is entry.state, "there is one copy of a state"
-        assert all(operations.get(o.ticket) is o for o in entry.operations())
-    _check_index(machine.index)
+    """Asserts that the parts of the machine agree. Half of what a schedule costs: no pass is made twice."""
+    index, operations = machine.index, machine._queues.operations
+    entries = {entry.number: entry for entry in index}
+    assert len(machine.ledger) == len(index)
+    for number, entry in entries.items():
+        assert machine.ledger.get(number) is entry.state, "there is one copy of a state"
+        for operation in entry.operations():
+            assert operations.get(operation.ticket) is operation
+    for operation in operations.values():
+        if not operation.entry.visible:
+            entries[operation.entry.number] = operation.entry
+    _check_index(index)
     _check_operations(machine, operations)
     _check_counts(machine, operations, entries)
     _check_placement(machine, entries)
-    _check_attempts(machine._attempts, operations)
+    queued = _check_attempts(machine._attempts, operations)
     check_copies(machine)
     for worker in machine._workers:
-        its = [o.attempt for o in machine._attempts.under_way(worker) if o.attempt is not None]
-        assert worker.pages_queued == sum(attempt.pages for attempt in its)
-        _check_load(worker.load, [attempt.work for attempt in its])
+        its = queued.get(worker, ())
+        assert worker.pages_queued == sum([attempt.pages for attempt in its])
+        _check_load(worker.load, its)
 
 
 def _check_index(index: CacheIndex) -> None:
+    by_number = index._by_number
     for cache_id, entry in index.by_id.items():
         assert entry.visible and entry.state.cache_id == cache_id and not entry.ephemeral
-        assert index._by_number[entry.number] is entry
-    assert len(index._by_number) == len(index.by_id) == sum(map(len, index._by_order.values()))
+        assert by_number[entry.number] is entry
+    assert len(by_number) == len(index.by_id) == sum(map(len, index._by_order.values()))
     for (tenant, request_id), made in index._forks.items():
         for child, entry in made.items():
             fork = entry.state.fork
-            assert index._by_number.get(entry.number) is entry and entry.tenant is tenant
+            assert by_number.get(entry.number) is entry and entry.tenant is tenant
             assert fork is not None and (fork.request_id, fork.index) == (request_id, child)
 
 
 def _check_operations(machine: CacheMachine, operations: Mapping[int, Operation]) -> None:
-    restores = {o for o in operations.values() if o.kind is machine._restores}
-    assert machine._restores.under_way == restores
+    restores = machine._restores
+    assert restores.under_way == {o for o in operations.values() if o.kind is restores}
     for ticket, operation in operations.items():
         assert operation.ticket == ticket
+        turns = 0
         for its in operation.entries:
-            assert sum(o is operation for o in its.operations()) == 1, "it runs or waits, exactly once"
+            runs = its.running is operation
+            assert runs + its.waiting.count(operation) == 1, "it runs or waits, exactly once"
             assert its.tenant is operation.entry.tenant
             assert its.running is not None or its.closing, "an operation waits only behind another"
-        turns = sum(its.running is operation for its in operation.entries)
+            turns += runs
         assert operation.turns_left == len(operation.entries) - turns
         assert operation.entry is operation.entries[0]
         assert len(operation.entries) == 1 or isinstance(operation.request, Fork)
@@ -79,50 +87,75 @@ def _check_operations(machine: CacheMachine, operations: Mapping[int, Operation]
 def _check_counts(
     machine: CacheMachine, operations: Mapping[int, Operation], entries: Mapping[int, CacheEntry]
 ) -> None:
-    under_way = operations.values()
-    assert machine.admission._queued_bytes == sum(o.size_bytes for o in under_way)
-    assert machine.admission._caches == len(entries) + sum(o.caches for o in under_way)
-    for tenant in {entry.tenant for entry in entries.values()} | {machine.index.anonymous}:
-        its = [o for o in under_way if o.entry.tenant is tenant]
-        caches = [entry for entry in entries.values() if entry.tenant is tenant]
-        assert tenant.in_flight == sum(not o.is_internal for o in its)
-        assert tenant.caches == len(caches) + sum(o.caches for o in its)
-        assert tenant.tokens == sum(e.length for e in caches) + sum(o.tokens for o in its)
+    # Of each tenant: caches, tokens and operations in flight. That of no caches may have operations.
+    found = {machine.index.anonymous: [0, 0, 0]}
+    for entry in entries.values():
+        counts = found.setdefault(entry.tenant, [0, 0, 0])
+        counts[0] += 1
+        counts[1] += entry.length
+    size_bytes, caches = 0, len(entries)
+    for operation in operations.values():
+        size_bytes += operation.size_bytes
+        caches += operation.caches
+        counts = found.setdefault(operation.entry.tenant, [0, 0, 0])
+        counts[0] += operation.caches
+        counts[1] += operation.tokens
+        counts[2] += not operation.is_internal
+    assert machine.admission._queued_bytes == size_bytes
+    assert machine.admission._caches == caches
+    for tenant, counts in found.items():
+        assert [tenant.caches, tenant.tokens, tenant.in_flight] == counts
 
 
 def _check_placement(machine: CacheMachine, entries: Mapping[int, CacheEntry]) -> None:
-    placed = {entry.number: entry.worker for entry in entries.values() if entry.worker is not None}
-    assert placed == {entry.number: worker for worker in machine._workers for entry in worker.held}
+    placed = 0
     for entry in entries.values():
-        assert entry.kv_len <= entry.length and (entry.worker is not None or not entry.kv_len)
-        assert entry.worker is None or entry.worker.weights == entry.state.weights, "computed with its own"
+        worker = entry.worker
         assert entry.ownership >= entry.state.ownership
+        if worker is None:
+            assert not entry.kv_len
+            continue
+        placed += 1
+        assert entry in worker.held and machine._workers.find(worker.worker_id, worker.epoch) is worker
+        assert entry.kv_len <= entry.length
+        assert worker.weights == entry.state.weights, "computed with its own"
+    assert placed == sum([len(worker.held) for worker in machine._workers])
 
 
-def _check_attempts(attempts: Attempts, operations: Mapping[int, Operation]) -> None:
-    for operation in operations.values():
-        assert (phase_of(operation) == "parked") is (operation.ticket in attempts.parked)
-        assert (operation.need is not None) is (operation.ticket in attempts.parked)
-    under_way = {o.attempt.op_id: o for o in operations.values() if o.attempt is not None}
-    assert attempts.running == under_way and attempts.parked.keys() <= operations.keys()
+def _check_attempts(
+    attempts: Attempts, operations: Mapping[int, Operation]
+) -> dict[WorkerView, list[Attempt]]:
+    """Returns what each worker computes."""
+    queued: dict[WorkerView, list[Attempt]] = {}
     suspects, replayed = Counter[object](), Counter[object]()
-    for operation in under_way.values():
-        worker, attempt = operation.entry.worker, operation.attempt
-        assert worker is not None and worker.is_ready and attempt is not None
-        assert phase_of(operation) in ("replaying", "computing")
+    num_parked = num_running = 0
+    for ticket, operation in operations.items():
+        phase, attempt = phase_of(operation), operation.attempt
+        is_parked = phase == "parked"
+        assert is_parked is (ticket in attempts.parked) is (operation.need is not None)
+        num_parked += is_parked
+        if attempt is None:
+            continue
+        worker = operation.entry.worker
+        num_running += 1
+        assert attempts.running.get(attempt.op_id) is operation
+        assert worker is not None and worker.is_ready and phase in ("replaying", "computing")
+        queued.setdefault(worker, []).append(attempt)
         suspects[worker] += attempt.is_suspect
         if attempt.first_segment is not None:
             replayed[worker, attempt.first_segment] += 1
+    assert (len(attempts.running), len(attempts.parked)) == (num_running, num_parked)
     assert attempts._suspects == suspects and attempts._replayed == replayed
+    return queued
 
 
-def _check_load(load: WorkerLoad, all_there: list[Work]) -> None:
-    for is_long, queue in enumerate(load._queues):
-        by_caller: dict[int, int] = {}
-        by_priority = dict.fromkeys(Priority, 0)
-        for work in all_there:
-            if work.is_long == is_long:
-                by_caller[work.caller] = by_caller.get(work.caller, 0) + work.cost
-                by_priority[work.priority] += work.cost
-        assert queue.by_caller == by_caller
-        assert queue.cost == list(by_priority.values())
+def _check_load(load: WorkerLoad, all_there: Sequence[Attempt]) -> None:
+    costs = ([0] * len(Priority), [0] * len(Priority))
+    by_caller: tuple[dict[int, int], dict[int, int]] = ({}, {})
+    for attempt in all_there:
+        work = attempt.work
+        costs[work.is_long][work.priority] += work.cost
+        callers = by_caller[work.is_long]
+        callers[work.caller] = callers.get(work.caller, 0) + work.cost
+    for queue, cost, callers in zip(load._queues, costs, by_caller, strict=True):
+        assert queue.by_caller == callers and queue.cost == cost

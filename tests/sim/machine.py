@@ -223,7 +223,7 @@ class PlantedMachine(WatchedMachine):
         super().committed_many([ticket for ticket in tickets if ticket not in self._unknown], now_s)
 
     def changed(self, effects: Effects) -> Effects:
-        changed = Effects()
+        changed = Effects([], [], [])
         for worker_id, epoch, command in effects.commands:
             for passed in self.on_command(worker_id, epoch, command):
                 changed.commands.append((worker_id, epoch, passed))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from service.caches.effects import Claim
-from service.pool.epochs import Epochs
+from service.pool.registry import Epochs
 from tests.sim.fake_leases import LeasedProcesses
 from tests.sim.model_worker import ModelWorker
 

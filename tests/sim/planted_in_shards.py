@@ -19,7 +19,12 @@ def appends_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
 
 def lease_longer_than_its_expiry(patch: pytest.MonkeyPatch) -> None:
     """An owner believes in its lease for longer than the table does."""
-    patch.setattr(leases, "_OWNERS_PART", 1.5)
+    patch.setattr(leases, "_OWNERS_PART", 2.0)
+
+
+def owner_counts_on_the_whole_lease(patch: pytest.MonkeyPatch) -> None:
+    """And not on what is left of it when its connection has ended."""
+    patch.setattr(leases.Leases, "_valid_until_s", lambda self, asked_at_s: asked_at_s + 0.9 * self._lease_s)
 
 
 def lease_counts_from_the_answer(patch: pytest.MonkeyPatch) -> None:
@@ -29,12 +34,12 @@ def lease_counts_from_the_answer(patch: pytest.MonkeyPatch) -> None:
     async def late(self: leases.Leases, shard: int) -> leases.Lease | None:
         lease = await acquire(self, shard)
         if lease is not None:
-            lease.valid_until_s = asyncio.get_running_loop().time() + self._lease_s
+            lease.valid_until_s = self._valid_until_s(asyncio.get_running_loop().time())
         return lease
 
     async def renew(self: leases.Leases, lease: leases.Lease) -> None:
         if await self._table.fetch(leases._RENEW, lease.shard, self._lease_s, lease.fence):
-            lease.valid_until_s = asyncio.get_running_loop().time() + self._lease_s
+            lease.valid_until_s = self._valid_until_s(asyncio.get_running_loop().time())
         else:
             lease.lose("")
 

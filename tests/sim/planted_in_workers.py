@@ -210,6 +210,8 @@ class CachesOfTheWeightsBeforeUsedOn(PlantedMachine):
 class CheckedForAnyWeights(PlantedMachine):
     """What was checked for other weights is computed with those there are."""
 
+    first_seed = 340  # See `AllAreQuarantined`.
+
     def on_request(self, request: Request, asked: Asked) -> Request:
         if isinstance(request, Append) and request.cache_id:
             return dataclasses.replace(request, weights=None)
@@ -245,6 +247,8 @@ class WhatIsUnderWaySurvivesItsWeights(PlantedMachine):
 
 class AnswersOfReplacedWeightsAreRepeated(PlantedMachine):
     """The answers to last appends survive a replacement of the weights."""
+
+    first_seed = 1120  # See `AllAreQuarantined`.
 
     def weights_replaced(self, *args: Any, **settings: Any) -> None:
         kept = [(entry, entry.answer) for entry in self.index]

@@ -7,6 +7,7 @@ from its check until its commit; who changes the row waits for it. Connections b
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -34,15 +35,19 @@ class ModelDatabase:
         self.fence = self.writer = 0
         self.first_seq = 1
         self.expires_at_s = -1.0
+        # The connection of the last renewal, and those that are open.
+        self.session: int | None = None
+        self._connections = itertools.count(1)
+        self.open: set[int] = set()
         # What must not have happened.
         self.broken = ""
         # Appends that were checked and are not committed.
         self._appending = 0
         self._running: set[asyncio.Task[Any]] = set()
 
-    def start(self, query: str, values: Sequence[Any]) -> asyncio.Task[list[Sequence[Any]]]:
+    def start(self, query: str, values: Sequence[Any], session: int) -> asyncio.Task[list[Sequence[Any]]]:
         """Runs a statement, whether or not somebody waits for it."""
-        task = asyncio.get_running_loop().create_task(self._execute(query, values))
+        task = asyncio.get_running_loop().create_task(self._execute(query, values, session))
         self._running.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -53,13 +58,20 @@ class ModelDatabase:
             # Nobody may be there to hear of it.
             task.exception()
 
+    def connect(self) -> int:
+        """The number of a new connection."""
+        number = next(self._connections)
+        self.open.add(number)
+        return number
+
     def crash(self) -> None:
         """What is not committed has not happened."""
         self.is_away = True
+        self.open.clear()
         for task in self._running:
             task.cancel()
 
-    async def _execute(self, query: str, values: Sequence[Any]) -> list[Sequence[Any]]:
+    async def _execute(self, query: str, values: Sequence[Any], session: int) -> list[Sequence[Any]]:
         if self.rng.random() < 0.1:
             await asyncio.sleep(self.rng.uniform(0, _LATE_S))
         if query == postgres_writer.APPEND:
@@ -67,7 +79,7 @@ class ModelDatabase:
         if query in (postgres_writer.LAST, postgres.HEAD, postgres.ROWS):
             return self._read(query, values)
         await self.wait_unlocked()
-        return self._change(query, values)
+        return self._change(query, values, session)
 
     async def wait_unlocked(self) -> None:
         while self._appending:
@@ -102,8 +114,12 @@ class ModelDatabase:
         found: list[Sequence[Any]] = [(seq, *self.rows[seq]) for seq in sorted(self.rows) if seq >= values[1]]
         return found[: values[2]]
 
-    def _change(self, query: str, values: Sequence[Any]) -> list[Sequence[Any]]:  # noqa: PLR0911
+    def _change(  # noqa: C901, PLR0911 - a line or two for each statement
+        self, query: str, values: Sequence[Any], session: int
+    ) -> list[Sequence[Any]]:
         now_s = asyncio.get_running_loop().time()
+        if query == leases._LIST:
+            return self._list(values[0], now_s)
         if query == leases._ADD:
             self.lease_id = self.lease_id or values[1]
             return []
@@ -113,11 +129,12 @@ class ModelDatabase:
                 return []
             self.seen["taken over"] += self.owner not in ("", owner)
             self.fence, self.writer, self.owner, self.expires_at_s = self.fence + 1, 0, owner, now_s + lease_s
+            self.session = session
             return [(self.fence, self.lease_id)]
         if query == leases._RENEW:
             if values[2] != self.fence:
                 return []
-            self.expires_at_s = now_s + values[1]
+            self.expires_at_s, self.session = now_s + values[1], session
         elif query == leases._GIVE_BACK:
             if values[1] != self.fence:
                 return []
@@ -131,6 +148,13 @@ class ModelDatabase:
             return []
         return [(1,)]
 
+    def _list(self, short_s: float, now_s: float) -> list[Sequence[Any]]:
+        is_gone = self.session is not None and self.session not in self.open
+        if is_gone and self.expires_at_s > now_s + short_s:
+            self.seen["shortened"] += 1
+            self.session, self.expires_at_s = None, now_s + short_s
+        return [(0, self.fence, self.owner, "", max(0.0, self.expires_at_s - now_s))]
+
 
 class ModelTable:
     """The connection of a gateway: see `service.shards.leases.Table`."""
@@ -140,6 +164,7 @@ class ModelTable:
         self.is_cut = False
         self._database = database
         self.breaks = breaks
+        self._session = 0
 
     async def fetch(self, query: str, *values: object) -> list[Sequence[Any]]:
         database = self._database
@@ -147,12 +172,18 @@ class ModelTable:
         await asyncio.sleep(rng.uniform(0, 0.01))
         if self.is_cut or database.is_away:
             raise DatabaseFailed("cut", is_certain=True)
-        task = database.start(query, values)
+        if self._session not in database.open:
+            self._session = database.connect()
+        task = database.start(query, values, self._session)
         patience_s = rng.uniform(0, 0.1) if rng.random() < self.breaks else 3 * _LATE_S
         await asyncio.wait({task}, timeout=patience_s)
         if self._breaks_off(task):
             seen["broken in the middle"] += query == postgres_writer.APPEND
             seen["stored, but not answered"] += query == postgres_writer.APPEND and task.done()
+            # The other end learns of it now or never.
+            if rng.random() < 0.5:
+                database.open.discard(self._session)
+            self._session = 0
             raise DatabaseFailed("broken", is_certain=False)
         if rng.random() < 0.25:
             await asyncio.sleep(rng.uniform(0, _LATE_S))
@@ -166,4 +197,4 @@ class ModelTable:
         pass
 
     def terminate(self) -> None:
-        pass
+        self._database.open.discard(self._session)

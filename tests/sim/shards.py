@@ -106,7 +106,9 @@ class ShardSimulation:
     def check(self) -> None:
         """At any moment one owner at most believes in its lease, and only the owner's rows are added."""
         assert not self.database.broken, self.database.broken
-        valid = [gateway for gateway in self.gateways if gateway.lease is not None and gateway.lease.is_valid]
+        now_s = self.loop.time()
+        leases = [gateway.lease for gateway in self.gateways if gateway.lease is not None]
+        valid = [lease for lease in leases if now_s < lease.valid_until_s]
         assert len(valid) <= 1, "two owners"
 
     def recovered(self, numbers: set[int]) -> None:
@@ -144,7 +146,9 @@ class SimulatedGateway:
         leases = Leases(self.leases_table, f"{self._name}{self._lives}", "", LEASE_S)
         with contextlib.suppress(DatabaseFailed, JournalUnusable, OwnershipLost):
             while (lease := await leases.acquire(0)) is None:
-                await asyncio.sleep(0.3)
+                await leases.owners()
+                await asyncio.sleep(0.1)
+            self.lease = lease
             journal = PostgresJournal(self.table, leases, lease)
             numbers: set[int] = set()
 
@@ -155,7 +159,7 @@ class SimulatedGateway:
             await journal.recover(apply, lambda _run, _wall_s: None)
             if not lease.loss and lease.fence == self._simulation.database.fence:
                 self._simulation.recovered(numbers)
-            self.journal, self.lease = journal, lease
+            self.journal = journal
             await journal.run()
 
     def commit(self) -> None:
@@ -172,6 +176,9 @@ class SimulatedGateway:
 
     def cut(self) -> None:
         self.table.is_cut = self.leases_table.is_cut = True
+        if self._simulation.rng.random() < 0.7:
+            # The database learns of it.
+            self.leases_table.terminate()
 
     def heal(self) -> None:
         self.table.is_cut = self.leases_table.is_cut = False
@@ -188,4 +195,5 @@ class SimulatedGateway:
             self.journal.close()
         if self.lease is not None:
             self.lease.lose("killed")
+        self.leases_table.terminate()
         self.stop()

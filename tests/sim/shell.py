@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -389,4 +388,4 @@ class SimulatedLoader(WeightsLoader):
     async def _persist(self, version: ModelVersion) -> None:
         await asyncio.sleep(self._rng.choice((0.0, 0.05)))
         if self._rng.random() < 0.2:
-            raise OSError(errno.ENOSPC, "no space")
+            raise StorageUnavailable("no space")

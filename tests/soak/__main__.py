@@ -48,9 +48,10 @@ async def soak(
     server_type: Callable[..., Server] = Server,
     injector_type: Callable[..., Injector] = Injector,
     more_flags: Sequence[str] = (),
+    spec: TinyModel | None = None,
 ) -> Tally:
-    """Runs one; see `_main`. `more_flags`: of `quire serve`."""
-    spec = TinyModel()
+    """Runs one; see `_main`. `more_flags`: of `quire serve`; `spec`: the model that it serves."""
+    spec = spec or TinyModel()
     model = make_model(directory / "model", spec)
     directories = [make_adapter(directory / f"adapter-{n}", model, n) for n in range(_ADAPTERS)]
     flags = ["--max-lora-adapters", "2", "--heartbeat-timeout-s", "1.5", "--kv-pages", str(options.kv_pages)]

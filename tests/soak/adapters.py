@@ -22,6 +22,9 @@ _RETRY_S = 0.05
 class Adapters:
     """Loads one of some directories under one of the ids, again and again. Knows what each version is."""
 
+    # Those that callers use.
+    ids: Sequence[str] = IDS
+
     def __init__(
         self, channel: grpc.aio.Channel, directories: Sequence[Path], tally: Tally, seed: int
     ) -> None:

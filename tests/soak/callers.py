@@ -16,11 +16,8 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
 from tests.error_details import info_of
-from tests.soak.adapters import IDS, Adapters
 from tests.soak.tally import Tally
 
-# Far more than healing takes: who waits longer hangs.
-_PATIENCE_S = 120.0
 _CALL_TIMEOUT_S = 60.0
 _RETRIED = {
     grpc.StatusCode.UNAVAILABLE,
@@ -96,9 +93,10 @@ async def _text_of(stub: Any, adapter: str, prompt: tuple[int, ...], most: int) 
 class Caller:
     """One loop over sequences."""
 
-    def __init__(
-        self, number: int, stub: Any, texts: Texts, adapters: Adapters, tally: Tally, seed: int
-    ) -> None:
+    # Far more than healing takes: who waits longer hangs.
+    patience_s = 120.0
+
+    def __init__(self, number: int, stub: Any, texts: Texts, adapters: Any, tally: Tally, seed: int) -> None:
         self._number = number
         self._adapters = adapters
         self._stub: executor_pb2_grpc.ModelExecutorServiceAsyncStub = stub
@@ -119,7 +117,7 @@ class Caller:
     async def _sequence(self, stop: asyncio.Event) -> None:
         prompt = self._rng.choice(self._texts.prompts)
         request = pb.PrefillRequest(token_ids=prompt, request_id=self._request_id(), position=0)
-        request.adapter_id = self._rng.choice(["", *IDS])
+        request.adapter_id = self._rng.choice(["", *self._adapters.ids])
         answer = await self._ask(self._stub.Prefill, request, 0)
         cache_id = answer.kv_cache.cache_id
         self._tally.adapted += request.adapter_id != ""
@@ -218,7 +216,7 @@ class Caller:
         """The answer to a request, which is sent until there is one."""
         self._tally.call_began(self._number)
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(self.patience_s):
                 while True:
                     self._tally.calls += 1
                     try:
@@ -228,7 +226,9 @@ class Caller:
                     self._tally.retries += 1
                     await asyncio.sleep(_RETRY_S)
         except TimeoutError:
-            raise Stuck(f"{type(request).__name__} at {length} was not answered in {_PATIENCE_S} s") from None
+            raise Stuck(
+                f"{type(request).__name__} at {length} was not answered in {self.patience_s} s"
+            ) from None
         finally:
             self._tally.call_ended(self._number)
 

@@ -55,13 +55,16 @@ class Injector:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until told to stop."""
-        # The first ones have no marks: none was to end while the undisturbed texts were made.
-        await self._kill_all()
+        await self._begin()
         while not stop.is_set():
             await self._some_work()
             await self._next_kind()()
         # What ends from now on ends at a mark it has; its successors have none.
         self._keeps_rates = False
+
+    async def _begin(self) -> None:
+        # The first ones have no marks: none was to end while the undisturbed texts were made.
+        await self._kill_all()
 
     def _next_kind(self) -> Callable[[], Awaitable[None]]:
         shares, kinds = zip(*self._kinds, strict=True)

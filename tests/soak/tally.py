@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -55,6 +56,7 @@ class Tally:
         """Something must not have happened."""
         assert what in LOSSES
         self.losses[what] += count
+        print(f"{what}: {detail[:500]}", file=sys.stderr, flush=True)
         if len(self.details) < 50:
             self.details.append(f"{what}: {detail}")
 

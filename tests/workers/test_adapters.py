@@ -25,7 +25,8 @@ torch.set_num_threads(1)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The experts of these are changed when PEFT reads an adapter; only their attention can have one here.
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_moe with dense layers")
-ADAPTERS = 8
+# Of the first family more, since what differs between the others is the names of their modules.
+ADAPTERS, FEW_ADAPTERS = 8, 2
 FULL_NAMES = ["model.layers.1.self_attn.o_proj", "layers.3.self_attn.o_proj"]
 # How people name modules in rank_pattern and alpha_pattern.
 PATTERNS = [
@@ -120,7 +121,8 @@ def test_random_adapters_of_all_families(tmp_path: Path, made: tuple[str, Path])
     if name not in WITH_EXPERTS:
         leaves = sorted({module.split(".")[-1] for module in modules})
     ranks = set()
-    for seed in range(ADAPTERS):
+    count = ADAPTERS if name == "llama" else FEW_ADAPTERS
+    for seed in range(count):
         directory = tmp_path / str(seed)
         while not directory.exists():
             with contextlib.suppress(ValueError):  # No module is left.
@@ -129,7 +131,7 @@ def test_random_adapters_of_all_families(tmp_path: Path, made: tuple[str, Path])
         assert_read_as_peft_does(adapter, directory, model)
         ranks |= {len(pair.a) for pair in adapter.weights.values()}
         assert adapter.rank == max(len(pair.a) for pair in adapter.weights.values())
-    assert len(ranks) > 4
+    assert len(ranks) > count // 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

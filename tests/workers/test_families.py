@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneration
 
 from kernels.paged_attention import CUDA_WIDTHS
-from tests.families import MODELS, settings_of
+from tests.families import MODELS, by_turns, settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import dense
 from tests.model_factory import (
@@ -105,7 +105,9 @@ def test_mixed_batches_of_random_chunks(made: tuple[str, Path]) -> None:
     assert_same(directory, texts, found)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("made", "dtype"), by_turns(MODELS, [torch.float32, torch.bfloat16]), indirect=["made"]
+)
 def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: torch.dtype) -> None:
     need_compiled()
     name, directory = made

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers.activations import ClippedGELUActivation
 
+from tests.families import by_turns
 from tests.kernels.instruction_sets import need_compiled
 from tests.workers.company import assert_same_bits
 from tests.workers.test_families import random_texts
@@ -26,8 +27,7 @@ SAME = """
 """
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model_type", SAME.split())
+@pytest.mark.parametrize(("model_type", "dtype"), by_turns(SAME.split(), DTYPES))
 def test_a_row_has_the_same_bits_in_any_company(model_type: str, dtype: torch.dtype) -> None:
     """With a width that is no multiple of what torch computes at once."""
     need_compiled()

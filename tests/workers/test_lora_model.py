@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.families import MODELS, settings_of
+from tests.families import MODELS, by_turns, settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import (
     TinyModel,
@@ -32,6 +32,7 @@ from workers.models.model import new_pages
 torch.set_num_threads(1)
 
 PAGES, SLOTS, MAX_RANK = 60, 5, 40
+DTYPES = [torch.float32, torch.bfloat16]
 # The slot of each text; that of the last one is empty.
 TEXT_SLOTS = (2, -1, 0, 2, 4)
 
@@ -119,7 +120,7 @@ def test_a_batch_of_several_adapters_is_as_models_they_are_merged_into(made: Pat
             assert (plain - expected).abs().max() > 1000 * bound, "the adapter makes no difference"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("made", "dtype"), by_turns(MODELS, DTYPES), indirect=["made"])
 def test_bits_depend_on_nothing_else_in_the_batch(made: Path, dtype: torch.dtype) -> None:
     """Nor on chunks, nor on whether sublayers run one by one."""
     need_compiled()
@@ -129,7 +130,7 @@ def test_bits_depend_on_nothing_else_in_the_batch(made: Path, dtype: torch.dtype
     assert_same_bits(decoder, random_texts(4), made.name, lora_slots=TEXT_SLOTS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("made", "dtype"), by_turns(MODELS, DTYPES), indirect=["made"])
 def test_rows_without_an_adapter_have_the_bits_of_a_step_without(made: Path, dtype: torch.dtype) -> None:
     need_compiled()
     decoder, texts = load(made, dtype), random_texts(5)

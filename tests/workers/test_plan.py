@@ -127,8 +127,12 @@ def test_a_gpu_is_planned_without_expectations(tmp_path: Path) -> None:
     assert rates[0]["roof"] < rates[1]["roof"] < rates[2]["roof"] < 32 * rates[0]["roof"]
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a shape of which no weights exist."""
+    # It measures the machine: one core is enough.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     shape = dataclasses.replace(SHAPES["qwen3-0.6b"], num_hidden_layers=2)
     model = str(with_shape(tmp_path, shape))
     assert main(["plan", "--model", model, "--context", "100", "--json"]) == 0

@@ -146,3 +146,10 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.startswith("python -m workers needs structlog") and "grpcio" in done.stderr
+
+
+def test_a_step_has_more_tokens_on_a_gpu() -> None:
+    auto = worker_pb2.WorkerConfig()
+    assert entry_point._step_tokens(auto, "cpu") == 512
+    assert entry_point._step_tokens(auto, "cuda:0") == 4096
+    assert entry_point._step_tokens(worker_pb2.WorkerConfig(max_batch_tokens=7), "cuda:0") == 7

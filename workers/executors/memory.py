@@ -14,6 +14,11 @@ from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
 from workers.runners.working_memory import measure_working_bytes
 
+# The tokens of a worker's steps if it is not told. 4096 of an 8B model are 0.07 s of an H100 at its peak.
+# Chunks beside decodes are shorter; see `max_mixed_prefill_tokens`.
+GPU_STEP_TOKENS = 4096
+CPU_STEP_TOKENS = 512
+
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
@@ -22,7 +27,7 @@ class StepLimits:
     cuda_graphs: whether decodes on a GPU replay CUDA graphs, or launch each kernel.
     """
 
-    max_tokens: int = 512
+    max_tokens: int = GPU_STEP_TOKENS
     max_items: int = 256
     gpu_memory_utilization: float = 0.9
     cuda_graphs: bool = True

@@ -32,6 +32,10 @@ def build_decoder(
     Raises UnsupportedError if the model cannot be split over the group.
     """
     shard = None if group is None else Shard.of(config, group)
+    if torch.device(device).type == "cuda":
+        # Of the process. Else cuBLAS may add up the parts of a sum in half precision.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     parts = _Parts(config, dtype, device, shard)
     embedding = parts.of_vocabulary()
     lm_head = embedding if config.tie_word_embeddings else parts.of_vocabulary()

@@ -25,8 +25,8 @@ class Stage(Protocol):
 
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Sublayer`."""
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """See `Sublayer`. The output may be None: it was added to the residual stream."""
 
 
 def compiled(model: Sequence[Sublayer], ropes: Sequence[RopeSpec], memory: sublayers.Memory) -> list[Stage]:

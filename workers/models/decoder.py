@@ -23,6 +23,7 @@ from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture, routing_of
 from workers.models.compiled_layers import Stage, compiled
 from workers.models.config import ModelConfig
+from workers.models.few_rows import FewRows, TilesOfPlaces, device_ms
 from workers.models.inputs import ForwardInputs
 from workers.models.layers import ForwardContext, Norm, Sublayer
 from workers.models.linear import Linear, LoadTarget
@@ -78,9 +79,11 @@ class Decoder:
         kv_heads = config.num_key_value_heads if shard is None else len(shard.kv_heads)
         self.kv_layers = (LayerKv(kv_heads, config.head_dim, config.head_dim),) * config.num_hidden_layers
         self.rotation_bytes = len(config.ropes) * config.rotary_dim * torch.float32.itemsize
-        # Packed models run several sublayers in one call.
+        # Packed models run several sublayers in one call, and those on a GPU fuse operations of few rows.
         self._before_last_mlp: Sequence[Stage] = self._sublayers()[:-1]
         self._last_mlp: Stage = self.layers[-1].mlp
+        if self.device.type == "cuda":
+            self.fuse_few_rows(TilesOfPlaces(device_ms))
         self.max_lora_slots = 0
         self._max_lora_rank = 0
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}  # each [positions of the pages in use, R]
@@ -124,8 +127,15 @@ class Decoder:
         # Attention of heads of other widths runs in torch.
         self.batch_invariant = is_packed and can_pack_width(self.config.head_dim)
 
+    def fuse_few_rows(self, tiles: TilesOfPlaces) -> None:
+        """Run steps of few rows in fewer launches, where that is faster; see `workers.models.few_rows`."""
+        *before, last = self._sublayers()
+        self._before_last_mlp, self._last_mlp = [FewRows(before, tiles)], FewRows([last], tiles)
+
     def _compile(self) -> None:
-        """Run sublayers in few calls, where that is possible."""
+        """Run sublayers in few calls, where that is possible on the CPU."""
+        if self.device.type == "cuda":
+            return
         *before, last = self._sublayers()
         ropes, memory = tuple(self.config.ropes), Memory()
         self._before_last_mlp = compiled(before, ropes, memory)
@@ -228,7 +238,7 @@ class Decoder:
         if inputs.lora_slots is not None or routing is not None:
             context = replace(context, lora_slots=context.wanted_lora_slots, routing=last_routing)
         x, residual = self._last_mlp(x, residual, context)
-        hidden = self._final_norm.of_sum(x, residual)  # [R, C]
+        hidden = self._final_norm(residual) if x is None else self._final_norm.of_sum(x, residual)  # [R, C]
         if capture is not None:
             capture.capture_last(len(self.layers), hidden)
         return hidden

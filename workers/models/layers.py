@@ -118,14 +118,14 @@ class Sublayer:
         """Mutates `residual`: x is added to it.
 
         Args:
-            x: [T, C], the output of the previous sublayer; None: this is the first.
+            x: [T, C], the output of the previous sublayer; None: it is in `residual`, or this is the first.
             residual: [T, C], the residual stream without x.
             context: The forward.
 
         Returns:
             The output of this sublayer, and the residual stream without it.
         """
-        return self.leave(self.body(self._enter(x, residual), context)), residual
+        return self.leave(self.body(self.enter(x, residual), context)), residual
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """The output of the sublayer, of what the body returned."""
@@ -135,7 +135,8 @@ class Sublayer:
             x = self.after(x)
         return x if self.scale == 1.0 else x * self.scale
 
-    def _enter(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+    def enter(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        """What the body gets. Mutates `residual`: x is added to it."""
         if x is None:
             return residual if self.before is None else self.before(residual)
         if self.before is None:
@@ -221,31 +222,36 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]; in the last layer only the wanted rows. Writes keys and values to their slots."""
-        shape, pages = self.shape, context.kv.layer(self.index)
-        query = self._project(x, context)  # [T, H, D]
+        lora_slots, invariant = context.lora_slots, context.batch_invariant
+        query = self._write(self.qkv(x, lora_slots, batch_invariant=invariant), context)  # [T, H, D]
         wanted = context.inputs.wanted_rows
         if self.is_last and not len(wanted):
             return x[:0]  # [0, C]: only the keys and values were needed
-        attended = paged_attention(
+        attended = self._attend(query, context)  # [T, H * D]
+        if self.is_last:
+            attended, lora_slots = attended.index_select(0, wanted), context.wanted_lora_slots
+        return self.output(attended, lora_slots, batch_invariant=invariant)
+
+    def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """All but the projections: [T, (H + 2 * K) * D] -> [T, H * D]. Writes keys and values."""
+        return self._attend(self._write(projected, context), context)
+
+    def _attend(self, query: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[T, H, D] -> [T, H * D]."""
+        shape = self.shape
+        return paged_attention(
             query,
-            *pages,
+            *context.kv.layer(self.index),
             context.inputs.attention,
             scale=shape.scale,
             sliding_window=shape.window,
             softcap=shape.softcap,
             batch_invariant=context.batch_invariant,
-        ).flatten(1)  # [T, H * D]
-        lora_slots = context.lora_slots
-        if self.is_last:
-            attended, lora_slots = attended.index_select(0, wanted), context.wanted_lora_slots
-        return self.output(attended, lora_slots, batch_invariant=context.batch_invariant)
+        ).flatten(1)
 
-    def _project(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Queries [T, H, D]. Writes keys and values to their slots."""
+    def _write(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Queries [T, H, D], of projected rows [T, (H + 2 * K) * D]. Writes keys and values."""
         shape = self.shape
-        projected = self.qkv(
-            x, context.lora_slots, batch_invariant=context.batch_invariant
-        )  # [T, (H + 2 * K) * D]
         if self.row_norms is not None:
             sizes = [len(weight) for weight in self.row_norms]
             parts = torch.split(projected[:, : sum(sizes)], sizes, dim=1)  # [T, H * D], [T, K * D]

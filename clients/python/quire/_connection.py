@@ -54,8 +54,12 @@ def connection(
     max_request_bytes: int,
     max_response_bytes: int,
     retries: bool = True,
+    several: bool = False,
 ) -> Connection:
-    """Checks a client's arguments. Raises ValueError for invalid settings, OSError for unreadable files."""
+    """Checks a client's arguments. `several`: of several gateways one may be silent.
+
+    Raises ValueError for invalid settings, OSError for unreadable files.
+    """
     if target.startswith(("http://", "https://")):  # gRPC would try for seconds to resolve it as a name
         raise ValueError(f"a target is HOST:PORT, without http://: {target}")
     # No retry policy, because a channel cannot see which request is fenced. It still resends a request that
@@ -65,6 +69,13 @@ def connection(
         ("grpc.max_receive_message_length", max_response_bytes),
         ("grpc.enable_retries", int(retries)),
     ]
+    if several:
+        # Without an answer to a ping, the next attempt goes to another gateway.
+        options += [
+            ("grpc.keepalive_time_ms", 2000),
+            ("grpc.keepalive_timeout_ms", 3000),
+            ("grpc.http2.ping_timeout_ms", 3000),
+        ]
     credentials = tls if isinstance(tls, grpc.ChannelCredentials) else None
     if tls is True:
         tls = Tls()

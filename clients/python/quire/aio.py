@@ -100,6 +100,7 @@ class AsyncClient(AsyncCaller):
             max_request_bytes=max_request_bytes,
             max_response_bytes=max_response_bytes,
             retries=retries,
+            several=len(targets) > 1,
         )
         self._channels = {
             target: grpc.aio.insecure_channel(target, options=link.options)
@@ -196,8 +197,14 @@ class AsyncClient(AsyncCaller):
         After a server restart an execution is unknown until a client resumes it; without that it expires.
         """
         request = runner_pb2.CancelExecutionRequest(request_id=request_id)
-        answer = await self._call(_methods.CANCEL_EXECUTION, request)
-        return answer.cancelled
+        if self._gateways is None:
+            return (await self._call(_methods.CANCEL_EXECUTION, request)).cancelled
+        was_there = False
+        # Only the gateway that runs it knows it.
+        for target in self._stubs:
+            asked = _methods.CANCEL_EXECUTION, request, target
+            was_there |= (await self._call_one_of(self._gateways, *asked)).cancelled
+        return was_there
 
     async def load_adapter(
         self,
@@ -375,12 +382,13 @@ class AsyncClient(AsyncCaller):
         return self._stubs[next(iter(self._stubs)) if self._gateways is None else self._gateways.next()]
 
     async def _call_one_of(
-        self, gateways: Gateways, method: Method[_Request, _Response], request: _Request
+        self, gateways: Gateways, method: Method[_Request, _Response], request: _Request, first: str = ""
     ) -> _Response:
+        """`first`: where the first attempt goes."""
         _calls.set_priority(request, self._priority)
         attempts = Attempts(method, request, self._timeout_s, retries=self._retries, several=True)
         while True:
-            target = gateways.target(request)
+            target, first = first or gateways.target(request), ""
             call = getattr(getattr(self._stubs[target], method.stub), method.rpc)
             try:
                 response: _Response

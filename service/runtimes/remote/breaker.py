@@ -65,7 +65,6 @@ class Breaker:
         return max(0.0, (self._open_until_s or now_s) - now_s)
 
     def state(self, now_s: float) -> runner_pb2.BreakerState:
-        """The state as clients see it."""
         if self._open_until_s is None:
             return runner_pb2.BREAKER_STATE_CLOSED
         if self.left_s(now_s) > 0:

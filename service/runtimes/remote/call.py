@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.v1 import runner_pb2
@@ -15,7 +15,7 @@ from service.api.trace_context import TRACEPARENT, current_traceparent
 from service.errors import DeadlinePassed, ProviderFailure, QuireError
 from service.logging import current_request_id, get_logger
 from service.runtimes.base import Batch, ChunkSink
-from service.runtimes.remote import exchange, failures, retries
+from service.runtimes.remote import exchange, failures
 from service.runtimes.remote.breaker import Breaker, Result
 from service.runtimes.remote.clock import Clock
 from service.runtimes.remote.config import ProviderConfig
@@ -24,9 +24,10 @@ from service.runtimes.remote.failures import ReaderStalled, failure
 from service.runtimes.remote.limiter import Limiter
 from service.runtimes.remote.samples import Samples
 from service.runtimes.remote.sessions import HttpSession, SessionPool
-from service.runtimes.remote.sse import EventParser
 
 _log = get_logger(__name__)
+# Reasons for which a retry can help.
+_RETRYABLE = frozenset({"RATE_LIMITED", "NETWORK_ERROR", "SERVER_ERROR", "TIMEOUT"})
 # Reasons that count as failures for the circuit breaker.
 _UNHEALTHY = frozenset({"NETWORK_ERROR", "SERVER_ERROR", "TIMEOUT"})
 # The retry delay while another request probes the provider.
@@ -64,7 +65,6 @@ class ProviderCall:
     sink: ChunkSink
 
     def __post_init__(self) -> None:
-        """Nothing has been sent."""
         self._clock = self.provider.clock
         self._samples = self._new_samples()
         # The session of the last attempt.
@@ -107,7 +107,7 @@ class ProviderCall:
     async def _back_off(self, error: ProviderFailure, tries: int) -> None:
         """Waits before the next retry. Raises the failure if there is none."""
         config = self.provider.config
-        delay_s = retries.delay_s(error, tries, self._time_left_s(), config, self._clock.uniform)
+        delay_s = retry_delay_s(error, tries, self._time_left_s(), config, self._clock.uniform)
         if delay_s is None:
             raise error
         _log.debug("a provider request is retried", runtime=config.name, reason=error.reason, delay_s=delay_s)
@@ -180,7 +180,7 @@ class ProviderCall:
 
     async def _read(self, response: exchange.ResponseStream, generation: int) -> None:
         config = self.provider.config
-        parser, reader = EventParser(config.max_line_bytes), self.provider.dialect(config.name)
+        parser, reader = exchange.EventParser(config.max_line_bytes), self.provider.dialect(config.name)
         by_s = asyncio.get_running_loop().time() + config.answer_timeout_s
         while data := await response.read():
             self.provider.breaker.response_started(generation)
@@ -237,6 +237,30 @@ class ProviderCall:
     def _cost_usd(self, usage: runner_pb2.Usage) -> float:
         price = self.provider.config.price
         return 0.0 if price is None else price.cost_usd(usage)
+
+
+def retry_delay_s(
+    error: ProviderFailure,
+    retries: int,
+    left_s: float,
+    config: ProviderConfig,
+    uniform: Callable[[float, float], float],
+) -> float | None:
+    """The delay before the next retry, after `retries` of them. None: no retry.
+
+    Exponential backoff from retry_min_s to retry_max_s with full jitter, so that requests that failed
+    together are not retried together. The provider's Retry-After is a lower bound. `left_s`: until the
+    deadline.
+    """
+    if error.reason not in _RETRYABLE or retries >= config.max_retries:
+        return None
+    ceiling = min(config.retry_max_s, config.retry_min_s * 2.0**retries)
+    delay = uniform(0.0, ceiling)
+    if error.retry_after_s is not None:
+        if error.retry_after_s > config.max_retry_after_s:
+            return None
+        delay = max(delay, error.retry_after_s)
+    return delay if delay < left_s else None
 
 
 def _tokens(usage: runner_pb2.Usage) -> int:

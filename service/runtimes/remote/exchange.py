@@ -8,8 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 import httpx2
@@ -18,7 +22,6 @@ from service.errors import ProviderFailure
 from service.runtimes.remote import failures
 from service.runtimes.remote.clock import Clock
 from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.retries import retry_after_s
 
 _MAX_ERROR_BYTES = 64 << 10
 # How long to wait for the end of a complete response, so that its connection can be reused.
@@ -30,6 +33,9 @@ _HEADERS = {
     "accept-encoding": "identity",
     "user-agent": "quire",
 }
+_BOM = b"\xef\xbb\xbf"
+# A CR at the end may be the first half of a CR LF.
+_LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 _T = TypeVar("_T")
 
 
@@ -104,9 +110,69 @@ async def post(
         await stream.close()
 
 
+class EventParser:
+    """An incremental parser of server-sent events.
+
+    Lines end with CR, LF or CR LF, and input may be split anywhere, also between CR and LF. Names of events
+    are not read: all dialects repeat them in the data.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: the limit of a line, and of an event's data."""
+        self._max_bytes = max_bytes
+        self._line = bytearray()
+        self._data: list[bytes] = []
+        self._data_bytes = 0
+
+    def push(self, data: bytes) -> list[str]:
+        """The data of the events that end. Raises ProviderFailure if a line or an event is too long."""
+        events = []
+        # The buffer is searched only when a line has ended: bytes may arrive one by one.
+        has_line = b"\n" in data or b"\r" in data or self._line.endswith(b"\r")
+        self._line += data
+        if has_line:
+            *lines, rest = _LINE_END.split(self._line)
+            self._line = bytearray(rest)
+            for line in lines:
+                self._check(len(line))
+                name, _, value = line.removeprefix(_BOM).partition(b":")
+                if name == b"data":
+                    self._data.append(value.removeprefix(b" "))
+                    self._data_bytes += len(line)
+                    self._check(self._data_bytes)
+                elif not line and self._data:
+                    events.append(b"\n".join(self._data).decode(errors="replace"))
+                    self._data, self._data_bytes = [], 0
+        self._check(len(self._line))
+        return events
+
+    def _check(self, size_bytes: int) -> None:
+        if size_bytes > self._max_bytes:
+            raise failures.failure(
+                "SERVER_ERROR", f"the provider sent more than {self._max_bytes} bytes in one piece"
+            )
+
+
 def encode_body(body: Mapping[str, object]) -> bytes:
     """A request body as compact JSON."""
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def retry_after_s(header: str | None, wall_s: float) -> float | None:
+    """The delay of a Retry-After header, which holds seconds or a date. None: missing or not valid."""
+    if header is None:
+        return None
+    try:
+        seconds = float(header) if header[:1].isdigit() else _until(header, wall_s)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+def _until(date: str, wall_s: float) -> float:
+    # The zone "-0000" parses as no zone. HTTP dates are in UTC.
+    parsed = parsedate_to_datetime(date)
+    return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() - wall_s
 
 
 async def _error_body(stream: ResponseStream, timeout_s: float) -> bytes:

@@ -76,7 +76,6 @@ class _TenantQueue:
                 self.skipped[priority] += 1
 
     def remove(self, ticket: Ticket) -> None:
-        """Removes a request."""
         tickets = self.tickets[ticket.priority]
         del tickets[ticket]
         if not tickets:
@@ -98,7 +97,6 @@ class FairQueue:
         return self._size
 
     def add(self, tenant: Tenant | None, priority: Priority) -> Ticket:
-        """Adds a request."""
         own = self._tenants.get(tenant)
         if own is None:
             # Forgets idle tenants that would start like a new one.

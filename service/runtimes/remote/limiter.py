@@ -39,7 +39,6 @@ class Limiter:
     def __init__(self, config: ProviderConfig, clock: Clock, spending: Spending) -> None:
         self._config = config
         self._clock = clock
-        # None: no limit.
         self._requests = _bucket(config.requests_per_minute)
         self._tokens = _bucket(config.tokens_per_minute)
         self.running = 0
@@ -59,13 +58,12 @@ class Limiter:
         return wait_s
 
     def message(self) -> runner_pb2.RateLimits:
-        """The limits as clients see them."""
         now_s = self._clock.now_s()
         limits = runner_pb2.RateLimits(max_concurrent=self._config.max_concurrent, running=self.running)
-        if self._requests is not None:
+        if self._config.requests_per_minute is not None:
             limits.requests_per_minute = self._requests.capacity
             limits.requests_left = self._requests.level(now_s)
-        if self._tokens is not None:
+        if self._config.tokens_per_minute is not None:
             limits.tokens_per_minute = self._tokens.capacity
             limits.tokens_left = self._tokens.level(now_s)
         return limits
@@ -110,8 +108,7 @@ class Limiter:
         """The request has ended; `tokens` and `cost_usd` are its actual use."""
         now_s = self._clock.now_s()
         self.running -= 1
-        if self._tokens is not None:
-            self._tokens.take(tokens - permit.tokens, now_s)
+        self._tokens.take(tokens - permit.tokens, now_s)
         if self._budget is not None:
             self._budget.settle(permit.cost_usd, cost_usd, now_s)
             self._spending.save()
@@ -120,10 +117,8 @@ class Limiter:
     def _begin(self, tokens: int, cost_usd: float) -> None:
         now_s = self._clock.now_s()
         self.running += 1
-        if self._requests is not None:
-            self._requests.take(1, now_s)
-        if self._tokens is not None:
-            self._tokens.take(tokens, now_s)
+        self._requests.take(1, now_s)
+        self._tokens.take(tokens, now_s)
         if self._budget is not None:
             self._budget.reserve(cost_usd)
 
@@ -145,13 +140,11 @@ class Limiter:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether max_concurrent requests are running."""
         return self.running >= self._config.max_concurrent
 
     def _bucket_wait_s(self, tokens: int, now_s: float) -> float:
         """How long the rate limits delay a request with `tokens`."""
-        requests_s = 0.0 if self._requests is None else self._requests.wait_s(1, now_s)
-        return requests_s if self._tokens is None else max(requests_s, self._tokens.wait_s(tokens, now_s))
+        return max(self._requests.wait_s(1, now_s), self._tokens.wait_s(tokens, now_s))
 
     def _wait_s(self, tokens: int, cost_usd: float, deadline_s: float) -> float:
         """When to check again, unless another request ends earlier. 0: the request may be sent."""
@@ -167,8 +160,7 @@ class Limiter:
         return math.inf if self._is_busy else max(bucket_s, budget_s)
 
     def _budget_wait_s(self, cost_usd: float, now_s: float) -> float:
-        wait_s = 0.0 if self._budget is None else self._budget.wait_s(cost_usd, now_s)
-        if self._budget is None or wait_s == 0:
+        if self._budget is None or (wait_s := self._budget.wait_s(cost_usd, now_s)) == 0:
             self._is_overspent = False
             return 0.0
         policy = self._config.budget_policy
@@ -182,7 +174,6 @@ class Limiter:
         return wait_s
 
     async def _pause(self, wait_s: float, wake: asyncio.Event) -> None:
-        """Waits for `wait_s`, or until `wake` is set."""
         if math.isinf(wait_s):
             await wake.wait()
             return
@@ -194,8 +185,9 @@ class Limiter:
                 wait.cancel()
 
 
-def _bucket(per_minute: float | None) -> TokenBucket | None:
-    return None if per_minute is None else TokenBucket(per_minute, per_minute / _MINUTE_S)
+def _bucket(per_minute: float | None) -> TokenBucket:
+    limit = math.inf if per_minute is None else per_minute
+    return TokenBucket(limit, limit / _MINUTE_S)
 
 
 def _no_budget(wait_s: float) -> ProviderFailure:

@@ -29,14 +29,12 @@ class Prices:
             raise ValueError("must be finite")
 
     def cost_usd(self, usage: runner_pb2.Usage) -> float:
-        """The cost of the tokens used."""
         cached_usd = self.input_usd if self.cached_input_usd is None else self.cached_input_usd
         cached = min(usage.cached_tokens, usage.input_tokens)
         new = usage.input_tokens - cached
         return (new * self.input_usd + cached * cached_usd + usage.output_tokens * self.output_usd) / 1e6
 
     def message(self) -> runner_pb2.TokenPrices:
-        """The prices as clients see them."""
         return runner_pb2.TokenPrices(
             input_usd=self.input_usd, output_usd=self.output_usd, cached_input_usd=self.cached_input_usd
         )

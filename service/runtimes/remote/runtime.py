@@ -19,7 +19,7 @@ from service.runtimes.remote.call import Provider, ProviderCall
 from service.runtimes.remote.clock import Clock
 from service.runtimes.remote.config import DialectName, ProviderConfig
 from service.runtimes.remote.dialects.anthropic import Messages
-from service.runtimes.remote.dialects.base import Dialect, unsupported
+from service.runtimes.remote.dialects.base import Dialect, refuse
 from service.runtimes.remote.dialects.openai import ChatCompletions, Completions
 from service.runtimes.remote.limiter import Limiter
 from service.runtimes.remote.sessions import SessionPool
@@ -31,6 +31,11 @@ DIALECTS: dict[DialectName, type[Dialect]] = {
     "openai-completions": Completions,
     "anthropic-messages": Messages,
 }
+# Fields that no dialect has: providers send no token ids, and their models have no adapters of ours.
+_UNSUPPORTED = (
+    "tokens_only", "top_logprobs", "sampled_logprobs", "adapter_id", "chat.template", "constraint.mask",
+    "constraint.regex", "constraint.lark",
+)  # fmt: skip
 # A provider's vocabulary is unknown here.
 _LIMITS = validation.RequestLimits(vocab_size=1 << 32, max_response_bytes=1 << 32)
 
@@ -56,11 +61,9 @@ class RemoteRuntime:
 
     @property
     def name(self) -> str:
-        """See `Runtime`."""
         return self.config.name
 
     def describe(self) -> runner_pb2.Runtime:
-        """See `Runtime`."""
         provider, price = self._provider, self.config.price
         now_s = provider.clock.now_s()
         left_s = provider.breaker.left_s(now_s)
@@ -80,12 +83,10 @@ class RemoteRuntime:
 
     @property
     def wait_s(self) -> float:
-        """See `Runtime`."""
         provider = self._provider
         return max(provider.limiter.wait_s, provider.breaker.left_s(provider.clock.now_s()))
 
     async def execute(self, batch: Batch, sink: ChunkSink) -> None:
-        """See `Runtime`."""
         self._executions += 1
         try:
             time_slice = TimeSlice()
@@ -99,7 +100,7 @@ class RemoteRuntime:
             self._executions -= 1
 
     async def estimate(self, items: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
-        """See `Runtime`. Raises the error of the first item that cannot be run."""
+        """Raises the error of the first item that cannot be run."""
         estimate = runner_pb2.CostEstimate(runtime=self.name)
         price = self.config.price
         if price is not None:
@@ -120,7 +121,7 @@ class RemoteRuntime:
         request: runner_pb2.LoadWeightsRequest,  # noqa: ARG002
         drain_s: float,  # noqa: ARG002
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse, None]:
-        """See `Runtime`. The provider has loaded its model already."""
+        """The provider has loaded its model already."""
         phase = runner_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED
         yield runner_pb2.LoadWeightsResponse(phase=phase, progress=1.0, model_id=self.config.model)
 
@@ -159,7 +160,7 @@ class RemoteRuntime:
         self, item: runner_pb2.ExecuteItem
     ) -> tuple[Mapping[str, object], runner_pb2.Usage, runner_pb2.Usage]:
         """The body of each call for an item, and the most that one call and all use. Raises QuireError."""
-        await check(item)
+        await check(item, self._provider.dialect)
         calls = self._sample_groups(item)
         expected = prices.expected(item, len(calls[0]), self.config.max_output_tokens)
         total = runner_pb2.Usage(
@@ -188,25 +189,14 @@ class RemoteRuntime:
             raise ProviderFailure("BUDGET_EXCEEDED", text)
 
 
-async def check(item: runner_pb2.ExecuteItem) -> None:
-    """Checks all that does not depend on the provider.
-
-    Raises InvalidArgument, or ProviderFailure for features that no dialect has.
-    """
+async def check(item: runner_pb2.ExecuteItem, dialect: type[Dialect]) -> None:
+    """Raises InvalidArgument, or ProviderFailure for features that the dialect lacks."""
     items.check(item)
     if not (item.text or item.tokens.token_ids or item.chat.messages):
         raise InvalidArgument("EMPTY_PROMPT", str(item.WhichOneof("prompt")), "the prompt is empty")
     await bounded_json.check_chat(item.chat)
     _check_sampling(item)
-    for name in ("tokens_only", "top_logprobs", "sampled_logprobs", "adapter_id"):
-        if getattr(item, name):
-            # Providers send text, but no token ids. They have models, but no adapters of ours.
-            unsupported(name)
-    if item.chat.template:
-        unsupported("chat.template")
-    constraint = item.constraint.WhichOneof("kind")
-    if constraint not in (None, "json_schema"):
-        unsupported(f"constraint.{constraint}")
+    refuse(item, (*_UNSUPPORTED, *dialect.unsupported_fields))
 
 
 def _check_sampling(item: runner_pb2.ExecuteItem) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -12,8 +13,9 @@ from service.runtimes.base import ChunkSink
 from service.runtimes.remote.dialects.base import Delta, StreamUpdate, ToolCallDelta
 from service.runtimes.remote.failures import malformed
 from service.runtimes.remote.prices import Prices, tokens_of
-from service.text.stops import StopTexts
+from service.text.stops import StopMatcher
 
+_DECODER = codecs.getincrementaldecoder("utf-16-le")
 _UNFINISHED = runner_pb2.FINISH_REASON_UNSPECIFIED
 
 
@@ -24,8 +26,7 @@ class Samples:
         self, item: runner_pb2.ExecuteItem, indexes: Sequence[int], price: Prices | None, sink: ChunkSink
     ) -> None:
         """`indexes`: the index in the item of each of the request's samples, in order."""
-        stops = StopTexts(item.stop)
-        self._samples = [_Sample(item.item_id, index, stops) for index in indexes]
+        self._samples = [_Sample(item.item_id, index, item.stop) for index in indexes]
         self._price = price
         self._sink = sink
         # Whether a chunk was put out. A retry is not possible then.
@@ -87,27 +88,27 @@ class Samples:
 class _Sample:
     """One sample of the request."""
 
-    def __init__(self, item_id: str, index: int, stops: StopTexts) -> None:
+    def __init__(self, item_id: str, index: int, stops: Sequence[str]) -> None:
         self._item_id = item_id
         self._index = index
-        self._stops = stops.new_matcher()
+        self._stops = StopMatcher(stops)
         self._num_chunks = 0
-        self._text = _SurrogateJoiner()
+        self._text = _DECODER("replace")
         # By the index of the call.
-        self._arguments: defaultdict[int, _SurrogateJoiner] = defaultdict(_SurrogateJoiner)
+        self._arguments: defaultdict[int, codecs.IncrementalDecoder]
+        self._arguments = defaultdict(lambda: _DECODER("replace"))
         self._stop = ""
         self.finish: runner_pb2.FinishReason = _UNFINISHED
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop text was found in the text so far."""
         return bool(self._stops.found)
 
     def take(self, delta: Delta) -> runner_pb2.SampleChunk | None:
         """The chunk for an update. None: nothing to show yet."""
         if self.finish:
             return None
-        text = self._stops.push(self._text.push(delta.text))
+        text = self._stops.push(_push(self._text, delta.text))
         if self.is_stopped:
             self.finish, self._stop = runner_pb2.FINISH_REASON_STOP, self._stops.found
         elif delta.finish:
@@ -145,7 +146,7 @@ class _Sample:
         )
 
     def _tool_call(self, delta: ToolCallDelta) -> runner_pb2.ToolCall | None:
-        arguments = self._arguments[delta.index].push(delta.arguments_json)
+        arguments = _push(self._arguments[delta.index], delta.arguments_json)
         if not (delta.id or delta.name or arguments):
             return None
         return runner_pb2.ToolCall(
@@ -153,23 +154,13 @@ class _Sample:
         )
 
 
-class _SurrogateJoiner:
-    """Joins text deltas: JSON may split a surrogate pair between two of them."""
+def _push(decoder: codecs.IncrementalDecoder, text: str, *, is_last: bool = False) -> str:
+    """The text that is complete now: JSON may split a surrogate pair between two deltas.
 
-    def __init__(self) -> None:
-        self._high_surrogate = ""
-
-    def push(self, text: str) -> str:
-        """The text without an unpaired high surrogate at its end."""
-        text = self._high_surrogate + text
-        self._high_surrogate = ""
-        if text and "\ud800" <= text[-1] <= "\udbff":
-            text, self._high_surrogate = text[:-1], text[-1]
-        return _whole(text)
+    An unpaired surrogate is replaced: a protobuf string cannot hold it.
+    """
+    return decoder.decode(text.encode("utf-16-le", "surrogatepass"), is_last)
 
 
 def _whole(text: str) -> str:
-    """Joins surrogate pairs, and replaces unpaired surrogates: a protobuf string cannot hold them."""
-    if text.isascii():
-        return text
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return _push(_DECODER("replace"), text, is_last=True)

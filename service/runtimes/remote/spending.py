@@ -48,7 +48,6 @@ class HourlyBudget:
         return self._reserved_usd + sum(self._spent.values())
 
     def reserve(self, usd: float) -> None:
-        """Reserves the expected cost of a request."""
         self._reserved_usd += usd
 
     def settle(self, reserved_usd: float, spent_usd: float, now_s: float) -> None:

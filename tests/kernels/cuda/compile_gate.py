@@ -98,7 +98,10 @@ def signature_faults(spec: CompileSpec) -> list[str]:
 def digest_of(spec: CompileSpec, architecture: int) -> str:
     """A digest of all that the compiler reads: the kernel, what it calls, its configuration, and Triton."""
     variant = spec.variant
+    options: tuple[object, ...]
     options = (spec.signature, spec.constexprs, spec.divisible_by_16, variant.num_warps, variant.num_stages)
+    if variant.early:
+        options = (*options, "early")
     inputs = repr((triton.__version__, _code_of(variant.kernel), options, architecture))
     return hashlib.sha256(inputs.encode()).hexdigest()[:32]
 
@@ -141,8 +144,7 @@ def compile_for(spec: CompileSpec, architecture: int) -> Any:
         constexprs={position[name]: value for name, value in spec.constexprs.items()},
         attrs={position[name]: [["tt.divisibility", 16]] for name in spec.divisible_by_16},
     )
-    options = {"num_warps": spec.variant.num_warps, "num_stages": spec.variant.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=spec.variant.options)
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -171,10 +173,19 @@ def fewest_buffers(ttgir: str) -> int:
     return min(map(int, tiles)) if len(tiles) >= products else 1
 
 
+def check_waits(ptx: str) -> None:
+    """Check that a kernel waits for the launch before it, before it touches any memory."""
+    touched = re.search(r"(ld|st|red|atom|prefetch)\.global|cp\.async", ptx)
+    waits = ptx.find("griddepcontrol.wait")
+    assert waits >= 0 and (touched is None or waits < touched.start()), "reads or writes before it waits"
+
+
 def compile_and_read(spec: CompileSpec, architecture: int) -> Compiled:
     """Compile a spec, and read what is asserted of the result. Raises whatever the compiler raises."""
     compiled = compile_for(spec, architecture)
     registers, stack = resources(compiled.asm["cubin"])
+    if spec.variant.early:
+        check_waits(compiled.asm["ptx"])
     return Compiled(
         registers=registers,
         stack_bytes=stack,

@@ -98,12 +98,12 @@ def test_widths_that_are_let_through_are_compiled() -> None:
         assert {(each["D"], each["V"]) for each in constexprs} == allowed
 
 
-@pytest.mark.parametrize("options", [{"num_warps": 8, "num_stages": 1}, {"num_warps": 4, "num_stages": 3}])
-def test_a_launch_with_other_options_fails(options: dict[str, int], device: str) -> None:
+@pytest.mark.parametrize(("num_warps", "num_stages"), [(8, 1), (4, 3)])
+def test_a_launch_with_other_options_fails(num_warps: int, num_stages: int, device: str) -> None:
     columns = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(5)]
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
     constexprs = {"PAGE_SIZE": 16, "BLOCK": advance.BLOCK}
-    variant = Variant(advance.advance_kernel, constexprs, **options)
+    variant = Variant(advance.advance_kernel, constexprs, num_warps, num_stages)
     with pytest.raises(AssertionError, match="not compiled by the compile gate"):
         variant.launch((1,), *columns, table, 1, 1, 1)
 

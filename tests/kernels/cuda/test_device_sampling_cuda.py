@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.workers.sampling_reference import FLOAT32_MAX, FORBIDDING_ALL, INF, adjust
-from workers import device_sampling, sampling
+from workers import device_sampling, distribution, sampling
 from workers.counter_rng import gumbel, mix_key
 from workers.device_sampling import choose_tokens
-from workers.operations import Sampling, TokenMask
+from workers.operations import OutputSpec, Sampling, TokenMask
 from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
 
 torch.set_num_threads(1)
@@ -172,3 +172,37 @@ def test_bias_and_penalties_stay_finite_and_never_revive_a_token(device: str) ->
 
 def test_no_rows(device: str) -> None:
     assert choose_tokens(torch.zeros(0, 5, device=device), []).tolist() == []
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+def test_log_probabilities_of_drawn_tokens(
+    spread: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the token that was chosen, of one that is likely, and of one that may be cut off or forbidden."""
+    monkeypatch.setattr(device_sampling, "_ROWS_AT_ONCE", 5)
+    generator = torch.Generator().manual_seed(9)
+    logits = (torch.randn(len(SPECS), 2500, generator=generator) * spread).bfloat16()  # many of them equal
+    history = torch.randint(2500, (300,), generator=generator).tolist()
+    mask = TokenMask(packed=np.packbits(np.arange(2500) % 3 > 0, bitorder="little").tobytes())
+    rows = [
+        SamplingRow(replace(spec, seed=seed), mask if seed % 2 else None, seed, history, 100)
+        for seed, spec in enumerate(SPECS)
+    ]
+    wanted = [OutputSpec(sampled_logprob=True)] * len(rows)
+    chosen = sampling.choose_tokens(logits.float(), rows).tolist()
+    some_impossible = False
+    for tokens in (chosen, logits.argmax(-1).tolist(), [(token + 1) % 2500 for token in chosen]):
+        expected = list(distribution.sampled_logprobs(logits, tokens, rows, wanted).values())
+        found = device_sampling.sampled_logprobs(logits.to(device), tokens, rows)
+        assert found == pytest.approx(expected, rel=1e-11, abs=1e-12)
+        some_impossible |= -INF in expected
+    assert some_impossible
+
+
+def test_a_greedy_token_is_certain(device: str) -> None:
+    """The lowest id of equals is, and nothing else; also without rows."""
+    logits = torch.zeros(2, 1500)
+    logits[:, [1100, 1400]] = 2.0
+    rows = [SamplingRow()] * 2
+    assert device_sampling.sampled_logprobs(logits.to(device), [1100, 1400], rows) == [0.0, -INF]
+    assert device_sampling.sampled_logprobs(logits[:0].to(device), [], []) == []

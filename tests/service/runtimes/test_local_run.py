@@ -28,13 +28,16 @@ from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import SampleSpec
 from service.text.constraints import Matcher
-from service.text.stops import StopTexts
 from tests.error_details import status_reason
 from tests.sim.harness import MAX_SEQ_LEN, Gateway
 from tests.sim.model_worker import Pool
 from tests.sim.toy_model import VOCAB, next_token
 
 END = 3
+# Those of one test.
+SEEDS = pytest.mark.parametrize(
+    "seeds", [range(40), pytest.param(range(40, 160), marks=pytest.mark.thorough)]
+)
 
 
 class Reader:
@@ -73,7 +76,7 @@ class Reader:
 
 
 def prepared(item_id: str, prompt: Sequence[int], max_tokens: int, samples: int) -> PreparedItem:
-    spec = SampleSpec(item_id, prompt, max_tokens, frozenset([END]), StopTexts(()), None, with_logprobs=False)
+    spec = SampleSpec(item_id, prompt, max_tokens, frozenset([END]), (), None, with_logprobs=False)
     return PreparedItem(
         spec,
         samples,
@@ -228,7 +231,7 @@ class World:
                     assert tokens == text
 
 
-@pytest.mark.parametrize("seeds", [range(part, part + 40) for part in range(0, 160, 40)])
+@SEEDS
 async def test_samples_are_complete_and_nothing_leaks_under_faults(seeds: range) -> None:
     assert MAX_SEQ_LEN >= 41
     for seed in seeds:
@@ -253,7 +256,7 @@ async def test_samples_are_complete_and_nothing_leaks_under_faults(seeds: range)
         assert not world.gateway.held()
 
 
-@pytest.mark.parametrize("seeds", [range(part, part + 40) for part in range(0, 160, 40)])
+@SEEDS
 async def test_a_cancelled_batch_releases_its_caches_at_any_point(seeds: range) -> None:
     for seed in seeds:
         world = World(seed)

@@ -300,7 +300,7 @@ async def test_an_item_that_no_runtime_can_run_has_no_estimate(runtime: str, rea
 
 async def test_where_no_worker_is_ready_another_runtime_comes_first() -> None:
     state = state_of(Config(), worker_pb2.WorkerReady(model=types_pb2.ModelDescription(model_id="m")))
-    local = LocalRuntime(cast(Any, None), state, *cast(Any, (None,) * 5))
+    local = LocalRuntime(cast(Any, None), state, *cast(Any, (None,) * 4))
     assert not local.describe().trouble
     state.slots[0].state = executor_pb2.WORKER_STATE_DEAD
     assert local.describe().trouble == "no worker is ready" and local.describe().model_id == "m"

@@ -22,10 +22,8 @@ from tokenizers import Tokenizer
 
 from service.errors import Draining, InvalidArgument
 from service.text import constraints as module
-from service.text import grammar_engine
-from service.text.constraints import Constraints, Matcher
+from service.text.constraints import Constraints, Grammar, Matcher
 from service.text.detokenizer import Detokenizer
-from service.text.grammar_engine import Grammar
 from service.text.token_bytes import token_bytes
 from tests.service.text.kinds import END, KINDS
 
@@ -332,7 +330,7 @@ SLOW = "json_schema", json.dumps({"allOf": ALL_OF})
 
 
 async def test_a_slow_grammar_is_refused_and_delays_no_other_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_engine, "MAX_CPU_S", 0.3)
+    monkeypatch.setattr(module, "MAX_CPU_S", 0.3)
     with opened() as constraints:
         new = await factory(constraints, "regex", "[ab]*")
         hostile = asyncio.create_task(factory(constraints, *SLOW))
@@ -351,13 +349,13 @@ class Checks:
     def __init__(self, constraints: Constraints, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[str] = []
         self.may_run = threading.Event()
-        self._compile = constraints._checks.compile
-        monkeypatch.setattr(constraints._checks, "compile", self._wait)
+        self._run = constraints._checks.run
+        monkeypatch.setattr(constraints._checks, "run", self._wait)
 
-    def _wait(self, grammar: Grammar) -> None:
-        self.begun.append(grammar.text)
+    def _wait(self, request: dict[str, str]) -> object:
+        self.begun.append(request["text"])
         assert self.may_run.wait(60)
-        self._compile(grammar)
+        return self._run(request)
 
     async def until_begun(self, count: int) -> None:
         while len(self.begun) < count:
@@ -416,8 +414,8 @@ async def test_closing_fails_checks_and_masks_with_draining() -> None:
 
 
 async def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_engine, "MAX_CPU_S", 20)
-    monkeypatch.setattr(grammar_engine, "MAX_MEMORY_BYTES", 120 << 20)
+    monkeypatch.setattr(module, "MAX_CPU_S", 20)
+    monkeypatch.setattr(module, "MAX_MEMORY_BYTES", 120 << 20)
     with opened() as constraints:
         with pytest.raises(InvalidArgument, match="too much memory"):
             await factory(constraints, *HUGE)
@@ -466,12 +464,12 @@ async def test_more_samples_and_grammars_than_are_kept(
 
 
 async def test_idle_processes_end_and_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_engine, "IDLE_S", 0.05)
+    monkeypatch.setattr(module, "IDLE_S", 0.05)
     with opened() as constraints:
         constrained = (await factory(constraints, "regex", "ab"))()
         take_text(constrained, "a")
-        for engine in (constraints._checks, constraints.masks):
-            while psutil.Process(engine._process.pid).status() != psutil.STATUS_ZOMBIE:
+        for process in (constraints._checks, constraints.masks):
+            while psutil.Process(process._process.pid).status() != psutil.STATUS_ZOMBIE:
                 await asyncio.sleep(0.01)
         take_text(constrained, "b")
         await factory(constraints, "regex", "cd")

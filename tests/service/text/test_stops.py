@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.text.stops import StopTexts
+from service.text.stops import StopMatcher
 
 TEXTS = st.text(alphabet="ab", max_size=40)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=6), max_size=4)
@@ -31,10 +31,7 @@ def reference(text: str, stops: Sequence[str]) -> tuple[str, str]:
 
 @given(TEXTS, STOPS, st.lists(st.integers(0, 40), max_size=10))
 def test_a_text_ends_where_its_first_stop_begins(text: str, stops: list[str], cuts: list[int]) -> None:
-    prepared = StopTexts(stops)
-    # Other samples of the item do not matter.
-    prepared.new_matcher().push("abab"[: len(text)])
-    matcher = prepared.new_matcher()
+    matcher = StopMatcher(stops)
     pushed, sent = "", ""
     for piece in cut(text, cuts):
         if matcher.found:
@@ -53,7 +50,7 @@ def test_a_text_ends_where_its_first_stop_begins(text: str, stops: list[str], cu
 
 def test_the_cost_of_a_character_does_not_depend_on_the_stop_texts() -> None:
     # A search that restarts at each position would compare 256 characters for each one here.
-    matcher = StopTexts(["a" * 255 + "b"] * 16).new_matcher()
+    matcher = StopMatcher(["a" * 255 + "b"] * 16)
     text = "a" * 20_000
     sent = "".join(matcher.push(text[index : index + 100]) for index in range(0, len(text), 100))
     assert len(sent) == len(text) - 255

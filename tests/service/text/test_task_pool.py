@@ -18,8 +18,7 @@ from quire.v1 import types_pb2
 from service.errors import Draining
 from service.text import chat_template, template_process
 from service.text.chat_template import ChatTemplates, TemplateError
-from service.text.task_pool import TaskPool
-from service.text.task_process import ProcessLimits, TaskProcess
+from service.text.task_process import ProcessLimits, TaskPool, TaskProcess
 
 PLAIN = "{{ messages[0].content }}"
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -14,12 +14,10 @@ from service.runtimes.remote.dialects.base import (
     Fields,
     StreamUpdate,
     ToolCallDelta,
-    chat_role,
     parsed_json,
-    tools_of,
-    unsupported,
 )
 from service.runtimes.remote.failures import stream_error
+from service.text.bounded_json import chat_role, tools_of
 
 _VERSION = "2023-06-01"
 _FINISHES = {
@@ -28,7 +26,6 @@ _FINISHES = {
     "tool_use": runner_pb2.FINISH_REASON_TOOL_CALLS,
     "refusal": runner_pb2.FINISH_REASON_CONTENT_FILTER,
 }
-_UNSUPPORTED_SAMPLING = ("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed")
 
 
 class Messages(Dialect):
@@ -37,6 +34,11 @@ class Messages(Dialect):
     kind = runner_pb2.RUNTIME_KIND_ANTHROPIC_MESSAGES
     path = "/messages"
     takes_n = False
+    unsupported_fields = (
+        "tokens", "sampling.min_p", "sampling.repetition_penalty", "sampling.frequency_penalty",
+        "sampling.presence_penalty", "sampling.seed", "sampling.logit_bias", "stop_token_ids", "ignore_eos",
+        "logprobs", "constraint.json_schema",
+    )  # fmt: skip
 
     def __init__(self, runtime: str) -> None:
         super().__init__(runtime)
@@ -52,7 +54,6 @@ class Messages(Dialect):
     @staticmethod
     def body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
         assert samples == 1
-        _check(item)
         system, messages = _messages(item)
         body: dict[str, object] = {
             "model": config.model,
@@ -71,7 +72,7 @@ class Messages(Dialect):
         stops = [stop for stop in item.stop if stop.strip()]
         if stops:
             body["stop_sequences"] = stops
-        tools = [_tool(tool) for tool in tools_of(item.chat)]
+        tools = [_tool(tool) for tool in tools_of(item.chat, parsed_json)]
         if tools:
             body["tools"] = tools
         return body
@@ -127,22 +128,6 @@ def _end(delta: Fields) -> Delta:
         return Delta()
     finish = _FINISHES.get(reason, runner_pb2.FINISH_REASON_STOP)
     return Delta(finish=finish, stop=delta.text("stop_sequence"))
-
-
-def _check(item: runner_pb2.ExecuteItem) -> None:
-    """Refuses what the dialect has no field for. Raises ProviderFailure."""
-    if item.HasField("tokens"):
-        unsupported("tokens")
-    for name in _UNSUPPORTED_SAMPLING:
-        if item.sampling.HasField(name):
-            unsupported(f"sampling.{name}")
-    if item.sampling.logit_bias:
-        unsupported("sampling.logit_bias")
-    for name in ("stop_token_ids", "ignore_eos", "logprobs"):
-        if getattr(item, name):
-            unsupported(name)
-    if item.constraint.HasField("json_schema"):
-        unsupported("constraint.json_schema")
 
 
 def _messages(item: runner_pb2.ExecuteItem) -> tuple[str, list[dict[str, object]]]:

@@ -5,6 +5,7 @@ Responses are untrusted: a field with an unexpected type makes the response malf
 
 from __future__ import annotations
 
+import functools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,12 +21,6 @@ from service.text import bounded_json
 
 _T = TypeVar("_T")
 _MAX_UINT32 = (1 << 32) - 1
-_ROLES = {
-    runner_pb2.CHAT_ROLE_SYSTEM: "system",
-    runner_pb2.CHAT_ROLE_USER: "user",
-    runner_pb2.CHAT_ROLE_ASSISTANT: "assistant",
-    runner_pb2.CHAT_ROLE_TOOL: "tool",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +58,8 @@ class Dialect(ABC):
     path: ClassVar[str]
     # Whether one request can ask for several samples.
     takes_n: ClassVar[bool]
+    # The fields of an item for which it has none.
+    unsupported_fields: ClassVar[Sequence[str]]
 
     def __init__(self, runtime: str) -> None:
         """`runtime`: its name, for the log."""
@@ -80,7 +77,7 @@ class Dialect(ABC):
     def body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
         """The body of a request for a number of samples of a checked item.
 
-        Raises InvalidArgument, and ProviderFailure for features that the dialect lacks.
+        Raises InvalidArgument, and ProviderFailure for features that the provider lacks.
         """
 
     @abstractmethod
@@ -93,20 +90,14 @@ def unsupported(field: str) -> NoReturn:
     raise ProviderFailure("UNSUPPORTED", f"{field}: this runtime's provider cannot do it", field=field)
 
 
-def chat_role(message: runner_pb2.ChatMessage, index: int) -> str:
-    """A message's role as providers spell it. Raises InvalidArgument."""
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise InvalidArgument("BAD_CHAT", f"chat.messages[{index}].role", "a role is needed")
-    return role
-
-
-def tools_of(chat: runner_pb2.Chat) -> list[Any]:
-    """The tools of a chat. Raises InvalidArgument."""
-    tools = parsed_json(chat.tools_json, "BAD_CHAT", "chat.tools_json") if chat.tools_json else []
-    if not isinstance(tools, list):
-        raise InvalidArgument("BAD_CHAT", "chat.tools_json", "is not a list in JSON")
-    return tools
+def refuse(item: runner_pb2.ExecuteItem, fields: Sequence[str]) -> None:
+    """Raises ProviderFailure if one of these fields is set."""
+    for path in fields:
+        *parents, name = path.split(".")
+        message = functools.reduce(getattr, parents, item)
+        has_presence = message.DESCRIPTOR.fields_by_name[name].has_presence
+        if message.HasField(name) if has_presence else getattr(message, name):
+            unsupported(path)
 
 
 def parsed_json(text: str, reason: str, field: str) -> Any:
@@ -133,7 +124,6 @@ class Fields:
 
     @classmethod
     def of_event(cls, data: str) -> Fields:
-        """Parses the data of an event."""
         try:
             return cls(json.loads(data))
         except (ValueError, RecursionError):
@@ -145,11 +135,9 @@ class Fields:
         return self._values.get(name) is not None
 
     def value(self, name: str) -> object:
-        """A field of any type."""
         return self._values.get(name)
 
     def text(self, name: str) -> str:
-        """A string."""
         return self._get(name, str, "")
 
     def count(self, name: str) -> int:
@@ -160,16 +148,13 @@ class Fields:
         return value
 
     def fields(self, name: str) -> Fields:
-        """A nested object."""
         value = self._values.get(name)
         return Fields({} if value is None else value)
 
     def items(self, name: str) -> list[object]:
-        """A list."""
         return self._get(name, list, [])
 
     def objects(self, name: str) -> list[Fields]:
-        """A list of objects."""
         return [Fields(value) for value in self.items(name)]
 
     def _get(self, name: str, kind: type[_T], nothing: _T) -> _T:

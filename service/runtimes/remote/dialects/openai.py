@@ -16,13 +16,12 @@ from service.runtimes.remote.dialects.base import (
     Fields,
     StreamUpdate,
     ToolCallDelta,
-    chat_role,
     logprob,
     parsed_json,
-    tools_of,
     unsupported,
 )
 from service.runtimes.remote.failures import stream_error
+from service.text.bounded_json import chat_role, tools_of
 
 # OpenAI's limit. The gateway itself looks for all stop texts.
 MAX_STOPS = 4
@@ -129,7 +128,6 @@ class _OpenAI(Dialect):
         return deltas
 
     def _delta(self, choice: Fields) -> Delta:
-        """The update of one choice of an event."""
         raise NotImplementedError
 
 
@@ -138,6 +136,7 @@ class ChatCompletions(_OpenAI):
 
     kind = runner_pb2.RUNTIME_KIND_OPENAI_CHAT
     path = "/chat/completions"
+    unsupported_fields = ("tokens",)
 
     def __init__(self, runtime: str) -> None:
         super().__init__(runtime)
@@ -146,12 +145,10 @@ class ChatCompletions(_OpenAI):
 
     @staticmethod
     def body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
-        if item.HasField("tokens"):
-            unsupported("tokens")
         body = _common_fields(item, samples, config)
         body["messages"] = _messages(item)
         body[config.max_tokens_field] = item.max_tokens or config.max_output_tokens
-        tools = tools_of(item.chat)
+        tools = tools_of(item.chat, parsed_json)
         if tools:
             body["tools"] = tools
         if item.logprobs:
@@ -195,13 +192,10 @@ class Completions(_OpenAI):
 
     kind = runner_pb2.RUNTIME_KIND_OPENAI_COMPLETIONS
     path = "/completions"
+    unsupported_fields = ("chat", "constraint.json_schema")
 
     @staticmethod
     def body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
-        if item.HasField("chat"):
-            unsupported("chat")
-        if item.constraint.HasField("json_schema"):
-            unsupported("constraint.json_schema")
         body = _common_fields(item, samples, config)
         body["prompt"] = list(item.tokens.token_ids) if item.HasField("tokens") else item.text
         body["max_tokens"] = item.max_tokens or config.max_output_tokens

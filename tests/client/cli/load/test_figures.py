@@ -227,12 +227,12 @@ def document(*runs: dict[str, Any], **about: Any) -> dict[str, Any]:
 
 def test_bounds_hold_what_they_promise() -> None:
     """Of many runs that differ by chance alone, nearly all medians lie between the bounds of one of them."""
-    runs = [run_of(seed) for seed in range(30)]
+    runs = [run_of(seed) for seed in range(18)]
     medians = [run["ttft_ms"]["p50"]["value"] for run in runs]
     truth = statistics.fmean(medians)
     covered = sum(run["ttft_ms"]["p50"]["low"] <= truth <= run["ttft_ms"]["p50"]["high"] for run in runs)
     # 95% in theory; the draws are always the same ones.
-    assert covered >= 25
+    assert covered >= 15
     assert all(run["ttft_ms"]["p50"]["high"] / run["ttft_ms"]["p50"]["low"] < 1.2 for run in runs)
 
 

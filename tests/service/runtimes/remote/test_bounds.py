@@ -11,11 +11,11 @@ from quire.v1 import runner_pb2
 
 from service.errors import ProviderFailure
 from service.runtimes.remote.breaker import Breaker, Result
+from service.runtimes.remote.call import retry_delay_s
 from service.runtimes.remote.config import ProviderConfig
+from service.runtimes.remote.exchange import EventParser, retry_after_s
 from service.runtimes.remote.failures import failure
-from service.runtimes.remote.retries import delay_s, retry_after_s
 from service.runtimes.remote.spending import HourlyBudget
-from service.runtimes.remote.sse import EventParser
 
 
 @given(
@@ -105,7 +105,7 @@ def test_retries_are_limited(
     retries: int, after_s: float | None, left_s: float, part: float, reason: str
 ) -> None:
     refused = failure(reason, retry_after_s=after_s)
-    delay = delay_s(refused, retries, left_s, CONFIG, lambda low, high: low + part * (high - low))
+    delay = retry_delay_s(refused, retries, left_s, CONFIG, lambda low, high: low + part * (high - low))
     if delay is None:
         return
     assert retries < 3 and reason != "BAD_REQUEST"

@@ -34,7 +34,7 @@ def body(
     dialect: DialectName, item: runner_pb2.ExecuteItem, samples: int = 1, **settings: Any
 ) -> dict[str, Any]:
     made = ProviderConfig(name="x", dialect=dialect, base_url="https://a.example", model="m", **settings)
-    asyncio.run(check(item))
+    asyncio.run(check(item, DIALECTS[dialect]))
     return dict(DIALECTS[dialect].body(item, samples, made))
 
 
@@ -182,4 +182,4 @@ def test_invalid_items_are_refused_before_they_are_sent(
 
 def test_an_item_without_a_prompt() -> None:
     with pytest.raises(QuireError, match="a prompt is needed"):
-        asyncio.run(check(runner_pb2.ExecuteItem(item_id="a")))
+        asyncio.run(check(runner_pb2.ExecuteItem(item_id="a"), DIALECTS["openai-chat"]))

@@ -1,0 +1,412 @@
+"""Products of up to 16 rows on a GPU, with the norm before them and the gate or the residual after them.
+
+A decode step reads each weight once, for few rows. What surrounds a product is then as long as the launch of
+it, so it is part of the product: `kernels.few_rows` has the formulas and the roundings.
+
+The norm of a row needs the sum of its squares before its first product. The product that has written the row
+has left it in parts, one for each of its tiles, and they are added up in order. So no program reads a whole
+row before it begins.
+
+With SPLITS > 1 each program sums over a part of the inputs, and writes its sums to memory. Another launch
+adds them up in the order of the parts, and does what comes after the product. There are no atomics: the bits
+of a result depend on the tiles, and not on which program ends first.
+
+Every launch can begin before the one before it in its stream has ended (programmatic dependent launch), on
+devices that can do that. It waits for the end of that one before it reads or writes anything.
+
+Dimension letters: T rows, at most M; I inputs; O outputs; S parts of the inputs; M rows, N outputs and K
+inputs of a tile; B columns of a program; P parts of a sum of squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.cuda.compile_spec import (
+    DTYPES,
+    EARLY_FROM,
+    SHARED_BYTES,
+    CompileSpec,
+    Expectations,
+    Variant,
+    launches_early,
+)
+from kernels.cuda.gated_activation import activated
+from kernels.few_rows import MOST_ROWS
+
+# Columns of a program that adds up the sums of the parts of the inputs.
+BLOCK = 64
+# Parts of a sum of squares that are read at a time.
+PARTS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tile sizes and compile options of a product.
+
+    Attributes:
+        outputs: N; with a gate the program computes as many of gate and of up.
+        inputs: K.
+        splits: S; more than one takes a second launch.
+        num_warps: The warps of a program.
+        num_stages: The stages in which weights are loaded.
+    """
+
+    outputs: int
+    inputs: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+# Bytes in flight decide how fast a weight is read, so tiles are narrow and stages are many; or the inputs are
+# split, if even narrow tiles are too few for all processors. Each is a variant that takes seconds to compile.
+HALF = (Tiles(32, 256, 1, 4, 4), Tiles(16, 256, 1, 2, 4), Tiles(32, 256, 4, 4, 4))
+# A gate has two tiles of the weight, so fewer stages fit. With fewer inputs, the norm would not be pipelined.
+HALF_GATED = (Tiles(32, 256, 1, 4, 3), Tiles(16, 256, 1, 2, 4))
+SINGLE = (Tiles(32, 64, 1, 4, 3), Tiles(32, 64, 4, 4, 3))
+SINGLE_GATED = (Tiles(32, 32, 1, 4, 3),)
+
+
+def tiles_for(dtype: torch.dtype, activation: str | None) -> Sequence[Tiles]:
+    """Those worth measuring. They fit the shared memory of each architecture."""
+    if dtype is torch.float32:
+        return SINGLE if activation is None else SINGLE_GATED
+    if activation is None:
+        return HALF
+    # Gemma has a float32 norm and no silu. With that and the larger tiles, registers spill on sm_80.
+    return HALF_GATED if activation == "silu" else HALF_GATED[1:]
+
+
+@triton.jit
+def row_scales(squares, parts, width, eps, M: tl.constexpr, PARTS: tl.constexpr):
+    """What each row [M] is multiplied by in RMSNorm, of the parts [parts, M] of the sums of its squares."""
+    total = tl.zeros([PARTS, M], tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)[:, None]
+        total += tl.load(squares + part * M + tl.arange(0, M)[None, :], mask=part < parts, other=0.0)
+    return tl.rsqrt(tl.sum(total, 0) / width + eps)
+
+
+@triton.jit
+def rounded(total, bias, output, is_output, like):
+    """Sums [M, N] with the bias, in the dtype of `like`."""
+    if bias is not None:
+        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    return total.to(like.dtype.element_ty)
+
+
+@triton.jit
+def finish(
+    total,  # [M, N] float32
+    other,  # [M, N] float32, of up; or None
+    out,
+    squares_out,
+    bias,
+    tile,
+    output,  # [N]
+    num_rows,
+    outputs,
+    out_stride,
+    ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    M: tl.constexpr,
+):
+    """Do what comes after the product, for the outputs of one tile, and write it."""
+    row = tl.arange(0, M)
+    is_output = output < outputs
+    mask = (row < num_rows)[:, None] & is_output[None, :]
+    value = rounded(total, bias, output, is_output, out)
+    if ACTIVATION is not None:
+        up = rounded(other, bias, outputs + output, output < outputs, out)
+        gate = activated(value.to(tl.float32), ACTIVATION).to(value.dtype)
+        value = (gate.to(tl.float32) * up.to(tl.float32)).to(value.dtype)
+    written = out + row.to(tl.int64)[:, None] * out_stride + output[None, :]
+    if RESIDUAL:
+        before = tl.load(written, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + before.to(tl.float32)).to(value.dtype)
+        wide = tl.where(mask, value.to(tl.float32), 0.0)
+        tl.store(squares_out + tile * M + row, tl.sum(wide * wide, 1))
+    tl.store(written, value, mask=mask)
+
+
+# The number of rows may not compile another variant: none may be compiled after the first steps.
+@triton.jit(do_not_specialize=["num_rows", "parts"])
+def product_kernel(
+    out,  # [T, O], written; with RESIDUAL the residual stream, mutated
+    sums,  # [S, T, O] float32, written, with 2 * O for O with a gate; or None: S is 1
+    squares_out,  # [tiles, M] float32, written with RESIDUAL, if S is 1
+    x,  # [T, I]
+    weight,  # [O, I] contiguous; with a gate [2 * O, I]
+    bias,  # [O] or [2 * O], or None
+    norm_weight,  # [I], or None: x is not normalised
+    squares,  # [parts, M] float32, of x
+    num_rows,  # T
+    outputs,  # O
+    inputs,  # I
+    parts,
+    x_stride,
+    out_stride,
+    eps,
+    ACTIVATION: tl.constexpr,  # or None: there is no gate
+    RESIDUAL: tl.constexpr,
+    EARLY: tl.constexpr,
+    SPLITS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """N outputs of all rows, or one part of their sums."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    tile, split = tl.program_id(0), tl.program_id(1)
+    row = tl.arange(0, M).to(tl.int64)[:, None]  # [M, 1]
+    output = tile * N + tl.arange(0, N)  # [N]
+    is_row, is_output = row < num_rows, (output < outputs)[:, None]
+    weight_rows = weight + output.to(tl.int64)[:, None] * inputs  # [N, 1]
+    up_rows = weight + (output + outputs).to(tl.int64)[:, None] * inputs
+    scales = None
+    if norm_weight is not None:
+        scales = row_scales(squares, parts, inputs, eps, M, PARTS)[:, None]  # [M, 1]
+    total = tl.zeros([M, N], tl.float32)
+    other = tl.zeros([M, N], tl.float32) if ACTIVATION is not None else None
+    length = tl.cdiv(tl.cdiv(inputs, K), SPLITS) * K
+    for start in range(split * length, tl.minimum(split * length + length, inputs), K):
+        column = start + tl.arange(0, K)[None, :]  # [1, K]
+        is_input = column < inputs
+        rows = tl.load(x + row * x_stride + column, mask=is_row & is_input, other=0.0)  # [M, K]
+        if norm_weight is not None:
+            scale = tl.load(norm_weight + column, mask=is_input, other=0.0)
+            unit = (rows.to(tl.float32) * scales).to(scale.dtype)
+            rows = (unit.to(tl.float32) * scale.to(tl.float32)).to(rows.dtype)
+        matrix = tl.load(weight_rows + column, mask=is_output & is_input, other=0.0)  # [N, K]
+        total = tl.dot(rows, tl.trans(matrix), total, input_precision="ieee")
+        if ACTIVATION is not None:
+            matrix = tl.load(up_rows + column, mask=is_output & is_input, other=0.0)
+            other = tl.dot(rows, tl.trans(matrix), other, input_precision="ieee")
+    if SPLITS == 1:
+        finish(
+            total,
+            other,
+            out,
+            squares_out,
+            bias,
+            tile,
+            output,
+            num_rows,
+            outputs,
+            out_stride,
+            ACTIVATION,
+            RESIDUAL,
+            M,
+        )
+    else:
+        width = outputs if ACTIVATION is None else 2 * outputs
+        written = sums + (split * num_rows + row) * width + output[None, :]
+        mask = is_row & (output < outputs)[None, :]
+        tl.store(written, total, mask=mask)
+        if ACTIVATION is not None:
+            tl.store(written + outputs, other, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def finish_kernel(
+    out,  # as in `product_kernel`
+    sums,  # [S, T, O], with 2 * O for O with a gate
+    squares_out,  # [blocks, M] float32, written with RESIDUAL
+    bias,
+    num_rows,
+    outputs,
+    out_stride,
+    ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    EARLY: tl.constexpr,
+    SPLITS: tl.constexpr,
+    M: tl.constexpr,
+    B: tl.constexpr,
+):
+    """B outputs of all rows."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.arange(0, M).to(tl.int64)[:, None]
+    output = tl.program_id(0) * B + tl.arange(0, B)
+    mask = (row < num_rows) & (output < outputs)[None, :]
+    width = outputs if ACTIVATION is None else 2 * outputs
+    total = tl.zeros([M, B], tl.float32)
+    other = tl.zeros([M, B], tl.float32) if ACTIVATION is not None else None
+    for split in tl.static_range(SPLITS):
+        read = sums + (split * num_rows + row) * width + output[None, :]
+        total += tl.load(read, mask=mask, other=0.0)
+        if ACTIVATION is not None:
+            other += tl.load(read + outputs, mask=mask, other=0.0)
+    finish(
+        total,
+        other,
+        out,
+        squares_out,
+        bias,
+        tl.program_id(0),
+        output,
+        num_rows,
+        outputs,
+        out_stride,
+        ACTIVATION,
+        RESIDUAL,
+        M,
+    )
+
+
+@cache
+def _product(tiles: Tiles, activation: str | None, *, residual: bool, early: bool) -> Variant:
+    constexprs = {
+        "ACTIVATION": activation,
+        "RESIDUAL": residual,
+        "EARLY": early,
+        "SPLITS": tiles.splits,
+        "M": MOST_ROWS,
+        "N": tiles.outputs,
+        "K": tiles.inputs,
+        "PARTS": PARTS,
+    }
+    return Variant(product_kernel, constexprs, tiles.num_warps, tiles.num_stages, early)
+
+
+@cache
+def _finish(splits: int, activation: str | None, *, residual: bool, early: bool) -> Variant:
+    constexprs = {
+        "ACTIVATION": activation,
+        "RESIDUAL": residual,
+        "EARLY": early,
+        "SPLITS": splits,
+        "M": MOST_ROWS,
+        "B": BLOCK,
+    }
+    return Variant(finish_kernel, constexprs, num_warps=4, num_stages=1, early=early)
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tiles: Tiles,
+    norm: tuple[torch.Tensor, torch.Tensor, float] | None,
+    activation: str | None,
+    residual: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Launch the kernels; see `kernels.few_rows`. Arguments are checked, and there is at least one row.
+
+    Returns the result, and with a residual the parts of the sums of its squares.
+    """
+    rows, inputs = x.shape
+    width = len(weight)
+    outputs = width // 2 if activation is not None else width
+    out = residual if residual is not None else x.new_empty(rows, outputs)
+    early = launches_early(x.device)
+    programs = triton.cdiv(outputs, tiles.outputs)
+    sums = squares = None
+    if residual is not None:
+        parts = programs if tiles.splits == 1 else triton.cdiv(outputs, BLOCK)
+        squares = torch.empty(parts, MOST_ROWS, dtype=torch.float32, device=x.device)
+    if tiles.splits > 1:
+        sums = torch.empty(tiles.splits, rows, width, dtype=torch.float32, device=x.device)
+    norm_weight, norm_squares, eps = norm or (None, None, 0.0)
+    _product(tiles, activation, residual=residual is not None, early=early).launch(
+        (programs, tiles.splits),
+        out,
+        sums,
+        squares,
+        x,
+        weight,
+        bias,
+        norm_weight,
+        norm_squares,
+        rows,
+        outputs,
+        inputs,
+        0 if norm_squares is None else len(norm_squares),
+        x.stride(0),
+        out.stride(0),
+        eps,
+    )
+    if sums is not None:
+        _finish(tiles.splits, activation, residual=residual is not None, early=early).launch(
+            (triton.cdiv(outputs, BLOCK),), out, sums, squares, bias, rows, outputs, out.stride(0)
+        )
+    return out, squares
+
+
+def compile_specs() -> list[CompileSpec]:
+    """What each place in a layer has, with all of its tiles; other dtypes, a bias, and widths of no tile."""
+    shapes: list[tuple[str, Tiles, str | None, str, str]] = []
+    for dtype in ("bf16", "fp32"):
+        for tiles in tiles_for(DTYPES[dtype], None):
+            shapes += [(dtype, tiles, None, has, "") for has in (dtype, "residual")]
+        shapes += [(dtype, tiles, "silu", dtype, "") for tiles in tiles_for(DTYPES[dtype], "silu")]
+    shapes += [("bf16", HALF[2], None, "residual", "bias"), ("bf16", HALF[0], None, "", "bias")]
+    # Families with float32 norms have no silu.
+    shapes += [("bf16", HALF_GATED[0], "silu", "", "bias")]
+    shapes += [("bf16", HALF_GATED[1], activation, "fp32", "") for activation in ("gelu_tanh", "gelu")]
+    shapes += [("fp16", HALF[0], None, "fp16", "odd"), ("bf16", HALF[2], None, "residual", "odd")]
+    specs = [_product_spec(*shape, architecture) for shape in shapes for architecture in SHARED_BYTES]
+    finishes = [("bf16", 4, None, True, ""), ("bf16", 4, None, False, "bias"), ("fp32", 4, None, True, "")]
+    return specs + [_finish_spec(*each, architecture) for each in finishes for architecture in SHARED_BYTES]
+
+
+def _product_spec(
+    dtype: str, tiles: Tiles, activation: str | None, has: str, detail: str, architecture: int
+) -> CompileSpec:
+    """`has`: "residual", or the dtype of the norm's weight, or nothing. `detail`: "bias" or "odd" widths."""
+    residual, norm = has == "residual", has not in ("", "residual")
+    what = f"{activation or 'plain'} {f'norm={has}' if norm else has} {detail}".rstrip()
+    sizes = ("outputs", "inputs", "x_stride", "out_stride")
+    types = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | {
+        "sums": "*fp32" if tiles.splits > 1 else None,
+        "squares_out": "*fp32" if residual else None,
+        "bias": f"*{dtype}" if detail == "bias" else None,
+        "norm_weight": f"*{has}" if norm else None,
+        "squares": "*fp32" if norm else None,
+        **dict.fromkeys((*sizes, "num_rows", "parts"), "i32"),
+        "eps": "fp32",
+    }
+    pointers = [name for name, kind in types.items() if kind is not None and kind.startswith("*")]
+    shape = f"{tiles.outputs}x{tiles.inputs} S={tiles.splits} warps={tiles.num_warps}"
+    return CompileSpec(
+        _product(tiles, activation, residual=residual, early=architecture >= EARLY_FROM),
+        f"few_rows {dtype} {shape} {what}",
+        types,
+        divisible_by_16=(*pointers, *(() if detail == "odd" else sizes)),
+        expects=Expectations(kv_buffers=2 if detail != "odd" else None),
+        architectures=(architecture,),
+    )
+
+
+def _finish_spec(
+    dtype: str, splits: int, activation: str | None, residual: bool, detail: str, architecture: int
+) -> CompileSpec:
+    has = "residual" if residual else ""
+    types = {
+        "out": f"*{dtype}",
+        "sums": "*fp32",
+        "squares_out": "*fp32" if residual else None,
+        "bias": f"*{dtype}" if detail == "bias" else None,
+        **dict.fromkeys(("num_rows", "outputs", "out_stride"), "i32"),
+    }
+    return CompileSpec(
+        _finish(splits, activation, residual=residual, early=architecture >= EARLY_FROM),
+        f"few_rows finish {dtype} S={splits} {activation or 'plain'} {has} {detail}".rstrip(),
+        types,
+        divisible_by_16=tuple(
+            name for name, kind in types.items() if kind is not None and name != "num_rows"
+        ),
+        architectures=(architecture,),
+    )

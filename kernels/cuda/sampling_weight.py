@@ -1,0 +1,158 @@
+"""The log-probability of a token in the distribution that it was drawn from, for rows of logits.
+
+In the first kernel, a program sums the weights of a block of the vocabulary. In the second, a program adds
+those of a row. Weights are exp((logit - best) / temperature) in float64, as on the CPU. Their sums have
+another order, so a log-probability differs by about 1e-13 at most.
+
+Dimension letters: R rows; V vocabulary; B blocks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.cuda.compile_spec import CompileSpec, Variant
+from kernels.cuda.sampling import BLOCK
+
+
+@triton.jit
+def without_cut(values, ids, row, cut_values, cut_ids):
+    """Logits of some tokens; -infinity for those that are cut off. Nothing is if there are no cuts."""
+    if cut_values is not None:
+        value = tl.load(cut_values + row)
+        kept = (values > value) | ((values == value) & (ids <= tl.load(cut_ids + row)))
+        values = tl.where(kept, values, float("-inf"))
+    return values
+
+
+@triton.jit
+def weigh_block_kernel(
+    logits,  # [R, V]
+    logits_stride,
+    vocab,
+    temperatures,  # [R]
+    cut_values,  # [R], or None
+    cut_ids,  # [R], or None
+    block_best,  # [R, B] the largest logit that is kept
+    block_ids,  # [R, B] its token
+    block_weights,  # [R, B] the weights of those that are kept, relative to it
+    BLOCK: tl.constexpr,
+):
+    """Sum the weights of one block."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    out = row * tl.num_programs(1) + tl.program_id(1)
+    ids = first + tl.arange(0, BLOCK)  # [BLOCK]
+    values = tl.load(logits + row * logits_stride + ids, mask=ids < vocab, other=float("-inf"))
+    values = without_cut(values, ids, row, cut_values, cut_ids)
+    best = tl.max(values, 0)
+    temperature = tl.load(temperatures + row).to(tl.float64)
+    temperature = tl.where(temperature > 0, temperature, 1.0)
+    origin = tl.where(best > float("-inf"), best, 0.0).to(tl.float64)  # never -inf - -inf
+    weights = tl.exp((values.to(tl.float64) - origin) / temperature)
+    tl.store(block_best + out, best)
+    tl.store(block_ids + out, first + tl.argmax(values, 0))  # the lowest of equals
+    tl.store(block_weights + out, tl.sum(weights, 0))
+
+
+@triton.jit
+def weigh_row_kernel(
+    out,  # [R]
+    logits,  # [R, V]
+    logits_stride,
+    tokens,  # [R]
+    temperatures,  # [R]
+    cut_values,  # [R], or None
+    cut_ids,  # [R], or None
+    block_best,  # [R, B]
+    block_ids,  # [R, B]
+    block_weights,  # [R, B]
+    num_blocks,
+    WIDTH: tl.constexpr,  # the power of two from B up
+):
+    """The log-probability of the token of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, WIDTH)  # [WIDTH]
+    within = blocks < num_blocks
+    at = row * num_blocks + blocks
+    bests = tl.load(block_best + at, mask=within, other=float("-inf"))
+    weights = tl.load(block_weights + at, mask=within, other=0.0)
+    best = tl.max(bests, 0).to(tl.float64)
+    token = tl.load(tokens + row)
+    value = tl.load(logits + row * logits_stride + token)
+    value = without_cut(value, token, row, cut_values, cut_ids).to(tl.float64)
+    temperature = tl.load(temperatures + row).to(tl.float64)
+    if temperature > 0:
+        total = tl.sum(weights * tl.exp((bests.to(tl.float64) - best) / temperature), 0)
+        probability = tl.exp((value - best) / temperature) / total
+    else:
+        first = tl.load(block_ids + row * num_blocks + tl.argmax(bests, 0))
+        probability = tl.where(token == first, 1.0, 0.0).to(tl.float64)
+    tl.store(out + row, tl.log(probability))
+
+
+_BLOCKS = Variant(weigh_block_kernel, {"BLOCK": BLOCK}, num_warps=4, num_stages=1)
+
+
+@cache
+def _rows(num_blocks: int) -> Variant:
+    constexprs = {"WIDTH": triton.next_power_of_2(num_blocks)}
+    return Variant(weigh_row_kernel, constexprs, num_warps=4, num_stages=1)
+
+
+def log_probabilities(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    tokens: torch.Tensor,
+    out: torch.Tensor,
+    cut_values: torch.Tensor | None = None,
+    cut_ids: torch.Tensor | None = None,
+) -> None:
+    """The log-probability of one token of each row.
+
+    Checks nothing, reads no device tensor, and launches what follows from the shapes alone. Mutates `out`.
+
+    Args:
+        logits: [R, V] float32, V >= 1, in each row one that is finite and kept, none +infinity or NaN; rows
+            at any stride, tokens contiguous.
+        temperatures: [R] float64. 0 or less: the most likely token, the lowest of equals, has probability 1.
+        tokens: [R] int64.
+        out: [R] float64. -infinity for a token that is cut off or forbidden, or whose weight is too small.
+        cut_values, cut_ids: As for `kernels.cuda.sampling.choose`.
+    """
+    rows, vocab = logits.shape
+    if rows == 0:
+        return
+    num_blocks = triton.cdiv(vocab, BLOCK)
+    block_best = torch.empty((rows, num_blocks), dtype=torch.float32, device=logits.device)
+    block_ids = torch.empty((rows, num_blocks), dtype=torch.int32, device=logits.device)
+    block_weights = torch.empty((rows, num_blocks), dtype=torch.float64, device=logits.device)
+    cuts = temperatures, cut_values, cut_ids
+    blocks = block_best, block_ids, block_weights
+    _BLOCKS.launch((rows, num_blocks), logits, logits.stride(0), vocab, *cuts, *blocks)
+    _rows(num_blocks).launch((rows,), out, logits, logits.stride(0), tokens, *cuts, *blocks, num_blocks)
+
+
+def compile_specs() -> list[CompileSpec]:
+    """The configurations that are shipped, for the check without a GPU."""
+    return [_spec(cut, width) for cut in (False, True) for width in (0, 32, 256)]
+
+
+def _spec(cut: bool, width: int) -> CompileSpec:
+    """Of the second kernel; `width` 0: of the first."""
+    pointers = {"logits": "*fp32", "temperatures": "*fp64"}
+    pointers |= {"block_best": "*fp32", "block_ids": "*i32", "block_weights": "*fp64"}
+    cuts = {"cut_values": "*fp32", "cut_ids": "*i32"}
+    pointers |= cuts if cut else {}
+    pointers |= {"out": "*fp64", "tokens": "*i64"} if width else {}
+    sizes = dict.fromkeys(("logits_stride", "num_blocks" if width else "vocab"), "i32")
+    return CompileSpec(
+        _rows(width) if width else _BLOCKS,
+        f"weigh_{f'row B<={width}' if width else 'block'} cut={cut}",
+        {**pointers, **sizes, **({} if cut else dict.fromkeys(cuts))},
+        divisible_by_16=(*pointers, "logits_stride"),
+    )

@@ -1,0 +1,213 @@
+"""The server under test: gateways that share shards, their workers, and a database, each on its own host."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import asyncpg
+import grpc
+import psutil
+
+from benchmarks.checkout import ROOT, environment
+from service.pool.pool_files import GATEWAY_NAME
+from tests.hosts.network import DATABASE, Network, gateway_hosts, worker_hosts
+from tests.hosts.server import PORT, make_pool, security, start_worker
+from tests.postgres_server import PostgresServer
+
+_STOP_TIMEOUT_S = 60
+_QUERY_TIMEOUT_S = 2.0
+# No worker is stopped for good, and a busy machine is slow.
+_HANG_TIMEOUT_S = 30.0
+_PEER_PORT = 50053
+# How soon a supervisor starts a gateway again.
+_RESTART_S = (0.0, 2.0)
+# Exit statuses that a fault may lead to: told to end, also while it starts; another one has its home shard;
+# an end at a mark.
+_EXPECTED = {0, -signal.SIGTERM, 1, 86, -signal.SIGKILL}
+_OWNERS = "SELECT shard, address FROM quire.shards WHERE shard >= 0 AND expires_at > clock_timestamp()"
+
+
+class Gateway:
+    """Owner of the process of one, which is started anew when it has ended."""
+
+    def __init__(self, host: str, address: str, command: Sequence[str], directory: Path, seed: int) -> None:
+        self.host = host
+        self.address = address
+        self.marks_path = directory / f"{host}.marks"
+        self.marks_path.touch()
+        self.log_path = directory / f"{host}.log"
+        self._command = command
+        self._settings: dict[str, object] = {"log": str(self.marks_path), "seed": seed, "rates": {}}
+        self._process: subprocess.Popen[bytes] | None = None
+        # When it is to start again, once it has ended.
+        self.starts_at_s = 0.0
+
+    def start(self, rates: dict[str, float]) -> None:
+        """`rates`: how likely each marked point ends it."""
+        self._settings["rates"] = rates
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env=environment(ROOT) | {"SOAK_MARKS": json.dumps(self._settings)},
+            )
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, once it has ended."""
+        return -1 if self._process is None else self._process.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Nothing happens if it has ended."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """For its end. Returns its exit status."""
+        assert self._process is not None
+        return self._process.wait(_STOP_TIMEOUT_S)
+
+
+class Cluster:
+    """Owner of all processes. Use as a context manager."""
+
+    def __init__(
+        self, network: Network, directory: Path, options: Any, model: str, more_flags: Sequence[str] = ()
+    ) -> None:
+        self.network = network
+        self.rng = random.Random(options.seed)
+        self.worker_hosts = worker_hosts(options.workers)
+        self._directory = directory
+        self._pool = make_pool(directory)
+        self._token, flags = security(directory, self._pool)
+        self.database = PostgresServer(network.address(DATABASE), network.command(DATABASE))
+        self._flags = [
+            *("--model", model, "--device", "cpu", "--dtype", "float32", "--no-self-check"),
+            *("--log-format", "json", "--pool", str(self._pool), "--shards", str(options.shards)),
+            *("--workers-at", ",".join(f"{network.address(host)}:{PORT}" for host in self.worker_hosts)),
+            *("--heartbeat-timeout-s", "3", "--kv-pages", str(options.kv_pages), "--orphan-grace-s", "60"),
+            *(*flags, *more_flags),
+        ]
+        self.gateways: list[Gateway] = []
+        self._commands: dict[str, subprocess.Popen[bytes]] = {}
+        self._seen_owners: dict[int, Gateway] = {}
+
+    def __enter__(self) -> Self:
+        self.database.__enter__()
+        for host in self.worker_hosts:
+            where = f"{self.network.address(host)}:{PORT}"
+            self._commands[host] = start_worker(
+                self.network,
+                host,
+                self._pool,
+                self._directory,
+                *("--listen", where),
+                hang_timeout_s=_HANG_TIMEOUT_S,
+            )
+        for host in gateway_hosts(2):
+            address = self.network.address(host)
+            command = [
+                *self.network.command(host),
+                *(sys.executable, "-m", "tests.soak.marked", "serve", *self._flags),
+                *("--journal", self.database.url, "--listen", f"{address}:{PORT}"),
+                *("--peer-listen", f"{address}:{_PEER_PORT}", "--advertise", f"{address}:{PORT}"),
+            ]
+            gateway = Gateway(
+                host, f"{address}:{PORT}", command, self._directory, self.rng.randrange(1 << 31)
+            )
+            self.gateways.append(gateway)
+            gateway.start({})
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._commands.values():
+            for child in _children(process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.kill()
+            process.wait()
+        for gateway in self.gateways:
+            if gateway.status is None:
+                gateway.signal(signal.SIGKILL)
+                gateway.wait()
+        self.database.__exit__()
+
+    @property
+    def ca(self) -> bytes:
+        """By which callers know the gateways."""
+        return (self._pool / "ca.pem").read_bytes()
+
+    @property
+    def token(self) -> str:
+        """Of a caller who may administer it."""
+        return self._token
+
+    def connect(self, gateway: Gateway, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
+        """A channel to one gateway."""
+        credentials = grpc.composite_channel_credentials(
+            grpc.ssl_channel_credentials(self.ca), grpc.access_token_call_credentials(self._token)
+        )
+        own = (("grpc.ssl_target_name_override", GATEWAY_NAME), ("grpc.use_local_subchannel_pool", 1))
+        return grpc.aio.secure_channel(gateway.address, credentials, options=[*options, *own])
+
+    async def owners(self) -> dict[int, Gateway]:
+        """The gateway that has each shard; as seen last if the database does not answer."""
+        by_address = {gateway.address: gateway for gateway in self.gateways}
+        with contextlib.suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            connection = await asyncpg.connect(self.database.url, timeout=_QUERY_TIMEOUT_S)
+            try:
+                rows = await connection.fetch(_OWNERS, timeout=_QUERY_TIMEOUT_S)
+                self._seen_owners = {shard: by_address[where.partition(" ")[2]] for shard, where in rows}
+            finally:
+                connection.terminate()
+        return self._seen_owners
+
+    def restart_ended(self, rates: dict[str, float]) -> list[str]:
+        """Starts gateways that have ended, each after a while. Returns what must not have happened."""
+        found = []
+        for gateway in self.gateways:
+            if (status := gateway.status) is None:
+                continue
+            if not gateway.starts_at_s:
+                gateway.starts_at_s = time.monotonic() + self.rng.uniform(*_RESTART_S)
+                if status not in _EXPECTED:
+                    found.append(f"{gateway.host} ended with status {status}\n{self.log_tail()}")
+            elif time.monotonic() >= gateway.starts_at_s:
+                gateway.starts_at_s = 0.0
+                gateway.start(rates)
+        return found
+
+    def worker_pids(self) -> list[int]:
+        """The processes that compute, which `quire worker` starts again and again."""
+        return [child.pid for process in self._commands.values() for child in _children(process)]
+
+    def stop(self) -> list[str]:
+        """Ends everything in order. Returns what has not."""
+        for gateway in self.gateways:
+            gateway.signal(signal.SIGTERM)
+        statuses = {gateway.host: gateway.wait() for gateway in self.gateways}
+        for process in self._commands.values():
+            for child in _children(process):
+                child.send_signal(signal.SIGCONT)
+            process.terminate()
+        statuses |= {host: process.wait(_STOP_TIMEOUT_S) for host, process in self._commands.items()}
+        return [f"{host} ended with status {status}" for host, status in statuses.items() if status]
+
+    def log_tail(self, size: int = 4000) -> str:
+        """The end of what each gateway has logged."""
+        return "\n--\n".join(g.log_path.read_text(errors="replace")[-size:] for g in self.gateways)
+
+
+def _children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children() if process.poll() is None else []

@@ -1,0 +1,223 @@
+"""The soak of several gateways: `python -m tests.hosts.gateways --faults 500 --seed 1` (needs root).
+
+Two gateways, a PostgreSQL, four workers and the callers have a network namespace each. Gateways, workers and
+the database are killed, stopped and paused; the links between them are cut in one direction or both, late and
+lossy. Prints JSON. The exit status is 0 if every token was that of an undisturbed run, and nothing else
+happened that must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import machine
+from tests.hosts.network import CALLER, DATABASE, Network, gateway_hosts, missing, worker_hosts
+from tests.postgres_server import programs
+
+if TYPE_CHECKING:
+    from tests.hosts.cluster import Cluster
+    from tests.hosts.takeovers import Takeovers
+    from tests.soak.tally import Tally
+
+WEIGHTLESS, TINY = "paged-attention", "tiny"
+_LONGEST_TEXT = 150
+_VOCAB = 256
+_CHANNEL = (
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
+
+
+def lacks() -> str:
+    """What this machine lacks for it; "" if nothing."""
+    if found := missing():
+        return found
+    if programs() is None:
+        return "needs initdb of PostgreSQL"
+    return "" if shutil.which("setpriv") else "needs the program setpriv"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = argparse.ArgumentParser(prog="python -m tests.hosts.gateways", description=__doc__)
+    made.add_argument("--faults", type=int, default=500, help="end after so many")
+    made.add_argument("--minutes", type=float, default=120.0, help="or after so long")
+    made.add_argument("--seed", type=int, default=random.randrange(1 << 31), help="of prompts and faults")
+    made.add_argument("--callers", type=int, default=8, help="callers, each with a sequence")
+    made.add_argument("--texts", type=int, default=20, help="that they ask for")
+    made.add_argument("--model", choices=(WEIGHTLESS, TINY), default=WEIGHTLESS, help="that is served")
+    made.add_argument("--shards", type=int, default=4, help="of the caches")
+    made.add_argument("--workers", type=int, default=4, help="workers, each on a host of its own")
+    made.add_argument("--kv-pages", type=int, default=64, help="of each worker")
+    made.add_argument("--interval-s", type=float, default=0.5, help="between two faults, on average")
+    made.add_argument("--longest-s", type=float, default=4.0, help="how long something is away at most")
+    made.add_argument(
+        "--spare-workers", action="store_true", help="kill none: on a busy machine they start slowly"
+    )
+    made.add_argument("--keep", type=Path, help="keep the logs in this directory")
+    return made
+
+
+def main() -> int:
+    """Runs the command line."""
+    options = parser().parse_args()
+    if found := lacks():
+        print(f"tests.hosts.gateways: {found}", file=sys.stderr)
+        return 2
+    hosts = [*gateway_hosts(2), DATABASE, CALLER, *worker_hosts(options.workers)]
+    with contextlib.ExitStack() as stack:
+        scratch = options.keep or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-hosts-"))
+        )
+        scratch.mkdir(parents=True, exist_ok=True)
+        network = stack.enter_context(Network(hosts, options.seed))
+        network.enter(CALLER)
+        # Not before: gRPC opens connections on threads that it starts when it is imported.
+        from tests.hosts.cluster import Cluster
+        from tests.hosts.takeovers import Takeovers
+
+        model, vocab = options.model, _VOCAB
+        if model == TINY:
+            # Libraries that take seconds.
+            from tests.model_factory import TinyModel, make_model
+
+            model, vocab = str(make_model(scratch / "model", TinyModel())), TinyModel().vocab_size
+        takeovers = Takeovers()
+        cluster = stack.enter_context(Cluster(network, scratch, options, model))
+        tally = asyncio.run(soak(options, vocab, cluster, takeovers))
+    described = {"seed": options.seed, "model": options.model, "machine": machine.describe()}
+    print(json.dumps(described | tally.summary() | {"takeover_s": takeovers.summary()}, indent=2))
+    return 0 if tally.is_clean() and tally.num_faults >= min(options.faults, 1) else 1
+
+
+async def soak(options: argparse.Namespace, vocab: int, cluster: Cluster, takeovers: Takeovers) -> Tally:
+    """Runs one. `vocab`: prompts have smaller tokens."""
+    from quire import AsyncClient, Tls
+    from quire.v1 import executor_pb2_grpc
+
+    from service.pool.pool_files import GATEWAY_NAME
+    from tests.hosts.cluster_faults import ClusterInjector
+    from tests.hosts.spread import ClientCaller, PlainCaller, Spread
+    from tests.soak.callers import Stuck, Texts
+    from tests.soak.tally import Tally
+
+    tally = Tally()
+    async with contextlib.AsyncExitStack() as stack:
+        channels = {
+            gateway.address: await stack.enter_async_context(cluster.connect(gateway, _CHANNEL))
+            for gateway in cluster.gateways
+        }
+        stubs = [executor_pb2_grpc.ModelExecutorServiceStub(channel) for channel in channels.values()]
+        for stub in stubs:
+            await _wait_until_serving(stub, cluster)
+        texts = Texts.of(options.texts, vocab, options.seed)
+        await texts.decode(stubs[0], "", _LONGEST_TEXT)
+        client = await stack.enter_async_context(
+            AsyncClient(
+                list(channels),
+                timeout_s=90,
+                tls=Tls(ca=cluster.ca, server_name=GATEWAY_NAME),
+                token=cluster.token,
+            )
+        )
+        callers: list[Any] = [
+            PlainCaller(n, Spread(channels, takeovers, learns=n % 2 == 0), texts, tally, options.seed)
+            for n in range(options.callers)
+        ]
+        callers += [ClientCaller(1000, client, texts, tally)]
+        stop, no_more = asyncio.Event(), asyncio.Event()
+        injector = ClusterInjector(
+            cluster,
+            tally,
+            takeovers,
+            options.seed,
+            options.interval_s,
+            options.longest_s,
+            kills_workers=not options.spare_workers,
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(injector.watch())
+                faults = group.create_task(injector.run(no_more))
+                running = [group.create_task(caller.run(stop)) for caller in callers]
+                await _until(options, tally)
+                no_more.set()
+                await faults
+                stop.set()
+                await asyncio.wait(running)
+                await _check_pools(stubs, options.workers, tally)
+                watch.cancel()
+        except* Stuck as stuck:
+            tally.lose("unexpected errors", f"{stuck.exceptions[0]}\n{cluster.log_tail()}")
+    for failed in cluster.stop():
+        tally.lose("unexpected errors", f"{failed}\n{cluster.log_tail()}")
+    return tally
+
+
+async def _wait_until_serving(stub: Any, cluster: Cluster) -> None:
+    import grpc
+    from quire.v1 import executor_pb2
+
+    for _ in range(3000):
+        with contextlib.suppress(grpc.RpcError):
+            status = await stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=5)
+            if status.state == executor_pb2.SERVER_STATE_SERVING:
+                return
+        await asyncio.sleep(0.1)
+    raise RuntimeError(f"a gateway does not serve:\n{cluster.log_tail()}")
+
+
+async def _check_pools(stubs: list[Any], workers: int, tally: Tally) -> None:
+    """Releases what sequences that could not go on have left, and looks into the pools of all workers."""
+    import grpc
+    from quire.v1 import executor_pb2 as pb
+
+    found: Any = "no answer"
+    for _ in range(600):
+        with contextlib.suppress(grpc.RpcError):
+            page = pb.ListCachesRequest(page_size=1000)
+            while True:
+                caches = await stubs[0].ListCaches(page, timeout=5)
+                for cache in caches.kv_caches:
+                    release = pb.ReleaseCacheRequest(cache_id=cache.cache_id)
+                    await stubs[0].ReleaseCache(release, timeout=5)
+                page.page_token = caches.next_page_token
+                if not page.page_token:
+                    break
+            request = pb.GetCacheMetricsRequest(check_integrity=True)
+            found = [
+                each for stub in stubs for each in (await stub.GetCacheMetrics(request, timeout=15)).workers
+            ]
+            whole = {
+                one.worker_id
+                for one in found
+                if one.pool_intact and not one.pool.pages_referenced and not one.pool.sequences
+            }
+            if len(whole) == workers:
+                return
+        await asyncio.sleep(0.1)
+    tally.lose("pools not whole", str(found))
+
+
+async def _until(options: argparse.Namespace, tally: Tally) -> None:
+    loop = asyncio.get_running_loop()
+    end_s, shown_s = loop.time() + 60 * options.minutes, loop.time()
+    while tally.num_faults < options.faults and loop.time() < end_s:
+        await asyncio.sleep(0.05)
+        if loop.time() - shown_s > 5.0:
+            shown_s = loop.time()
+            print(tally.progress(), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

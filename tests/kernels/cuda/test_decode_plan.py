@@ -1,0 +1,91 @@
+"""Work lists of decode attention: all keys are read once, by programs with about as much to do each."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kernels.cuda.decode_plan import MIN_PART_KEYS, DecodePlan, num_units_for, plan_units
+from tests.kernels.attention_case import SPLIT, attend, make_case
+
+TILE = 64
+
+
+def plan_of(lengths: list[int], units: int, window: int | None, device: str) -> DecodePlan:
+    return plan_units(torch.tensor(lengths, dtype=torch.int32, device=device), units, window, TILE)
+
+
+def parts_of(plan: DecodePlan) -> list[int]:
+    """The number of units of each item."""
+    return plan.first_units.diff().tolist()
+
+
+def tiles_of(length: int, window: int | None) -> int:
+    return -(-min(length, window or length) // TILE)
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("items", [1, 5, 150])
+def test_units_are_those_of_items_in_their_order(items: int, window: int | None, device: str) -> None:
+    dice = random.Random(items)
+    for most in (700, 40_000):
+        lengths = [dice.choice((0, dice.randint(0, most), most)) for _ in range(items)]
+        for units in (items + 1, 3 * items):
+            plan = plan_of(lengths, units, window, device)
+            parts, used = parts_of(plan), int(plan.first_units[-1])
+            assert int(plan.first_units[0]) == 0 and min(parts) >= 1 and used <= units
+            owners = [item for item, count in enumerate(parts) for _ in range(count)]
+            assert plan.unit_items.tolist() == owners + [items] * (units - used)
+            tiles = [tiles_of(length, window) for length in lengths]
+            share = max(MIN_PART_KEYS // TILE, -(-sum(tiles) // (units - items)))
+            for count, own in zip(parts, tiles, strict=True):
+                # Every part of several has keys.
+                assert count == 1 or (count - 1) * -(-own // count) < own
+                # Never smaller than a part may be, and never more than a unit's share.
+                assert count == 1 or -(-own // (MIN_PART_KEYS // TILE)) >= count
+                assert -(-own // count) <= share
+
+
+def test_a_long_item_is_divided_as_if_it_were_alone(device: str) -> None:
+    """One of 32k tokens among 31 of 1k, as many as Qwen3-8B has heads: 2k keys are the most for a program."""
+    units = num_units_for(32, 8, 40_960, 132)
+    parts = parts_of(plan_of([1024] * 31 + [32_768], units, None, device))
+    assert parts[:31] == [1] * 31 and parts[31] >= 16
+    # Equal items are divided equally, and into as many parts as the device runs at once.
+    for batch, count in ((1, 49), (8, 6), (16, 3), (24, 2), (64, 1), (256, 1)):
+        units = num_units_for(batch, 8, 40_960, 132)
+        parts = parts_of(plan_of([32_768] * batch, units, None, device))
+        assert len(set(parts)) == 1 and 0.9 * count <= parts[0] <= count
+    assert parts_of(plan_of([1024], num_units_for(1, 8, 1024, 132), None, device)) == [8]
+
+
+def test_the_number_of_units_follows_from_shapes() -> None:
+    for batch in (1, 3, 16, 100, 512):
+        for kv_heads in (1, 2, 8, 32):
+            for longest in (0, 1, 128, 129, 4096, 1 << 20):
+                units = num_units_for(batch, kv_heads, longest, 132)
+                assert batch <= units <= max(2 * batch, 3 * 132 // kv_heads)
+                assert (units == batch) == (longest <= MIN_PART_KEYS)
+
+
+def test_a_unit_without_an_item_changes_nothing(device: str) -> None:
+    """A batch in which one item has several parts, and units are left over."""
+    case = make_case([(1, 300), (1, 5), (1, 0), (1, 20)], device, features=("sinks",))
+    case.check(attend(case, SPLIT))
+
+
+def test_all_layers_with_the_same_window_have_one_list(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    from kernels.cuda import paged_attention as module
+
+    made: list[int | None] = []
+
+    def noted(lengths: torch.Tensor, units: int, window: int | None, tile: int) -> DecodePlan:
+        made.append(window)
+        return plan_units(lengths, units, window, tile)
+
+    monkeypatch.setattr(module, "plan_units", noted)
+    case = make_case([(1, 300), (1, 40)], device)
+    first = attend(case, SPLIT)
+    assert torch.equal(attend(case, SPLIT), first) and made == [None]

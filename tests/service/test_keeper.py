@@ -1,0 +1,128 @@
+"""Who keeps which shards, on a real PostgreSQL: also when something is seen late, or not answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from service.config import Config
+from service.postgres.database import Database
+from service.postgres.errors import DatabaseFailed
+from service.shards.ids import Shard
+from service.shards.keeper import Keeper
+from service.shards.leases import Lease, Leases, Owned
+from tests.postgres_server import PostgresServer
+
+SHARDS = 4
+
+
+class Core:
+    """One that only keeps its lease."""
+
+    def __init__(self, shard: Shard, lease: Lease, leases: Leases, gateway: Gateway) -> None:
+        self._shard, self._lease, self._leases, self._gateway = shard.index, lease, leases, gateway
+        gateway.shards.add(shard.index)
+
+    async def run(self) -> None:
+        try:
+            await self._leases.keep(self._lease)
+        finally:
+            self._gateway.shards.discard(self._shard)
+            self._gateway.given_back.append(self._shard)
+            await self._leases.give_back(self._lease)
+
+    async def drain(self, grace_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Gateway:
+    """A keeper, and the shards that it has."""
+
+    def __init__(self, postgres: PostgresServer, name: str) -> None:
+        config = Config(journal=postgres.url, shards=SHARDS, peer_listen=f"{name}:1", pool="pool")
+        self.keeper = Keeper(config, f"{name}:1")
+        self.shards: set[int] = set()
+        self.given_back: list[int] = []
+
+    async def open(self, shard: Shard, lease: Lease, leases: Leases) -> Core:
+        return Core(shard, lease, leases, self)
+
+    async def run(self) -> None:
+        home, lease, leases = await self.keeper.join()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(Core(home, lease, leases, self).run())
+            group.create_task(self.keeper.run(self.open))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def ended(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_no_more_shards_are_given_back_than_another_gateway_lacks(postgres: PostgresServer) -> None:
+    """Before, what was looked up before a shard was given back made it give back one more."""
+    first, second = Gateway(postgres, "first"), Gateway(postgres, "second")
+    running = [asyncio.create_task(first.run())]
+    await until(lambda: len(first.shards) == SHARDS)
+    running.append(asyncio.create_task(second.run()))
+    await until(lambda: len(first.shards) == len(second.shards) == SHARDS // 2)
+    await asyncio.sleep(2)
+    assert len(first.given_back) == SHARDS // 2 and not second.given_back
+    await ended(*running)
+
+
+async def test_a_shard_that_was_acquired_without_an_answer_is_served(postgres: PostgresServer) -> None:
+    """Before, nobody served it until its lease had expired."""
+    gateway = Gateway(postgres, "first")
+    acquire = gateway.keeper._leases.acquire
+    lost: list[Lease | None] = []
+
+    async def without_an_answer(shard: int) -> Lease | None:
+        lease = await acquire(shard)
+        if shard == SHARDS - 1 and not lost:
+            lost.append(lease)
+            raise DatabaseFailed("the connection broke", is_certain=False)
+        return lease
+
+    gateway.keeper._leases.acquire = without_an_answer  # type: ignore[method-assign]
+    seen: list[Owned] = []
+    running = asyncio.create_task(gateway.run())
+    await until(lambda: len(gateway.shards) == SHARDS)
+    seen += await gateway.keeper._lookups.owners()
+    assert [row.fence for row in seen if row.shard == SHARDS - 1] == [2], "at once, and not when it was free"
+    await ended(running)
+
+
+async def test_the_shards_of_a_killed_gateway_are_taken_long_before_their_leases_end(
+    postgres: PostgresServer,
+) -> None:
+    killed, other = Gateway(postgres, "killed"), Gateway(postgres, "other")
+    running = [asyncio.create_task(killed.run())]
+    await until(lambda: len(killed.shards) == SHARDS)
+    running.append(asyncio.create_task(other.run()))
+    await until(lambda: len(killed.shards) == len(other.shards) == SHARDS // 2)
+    # As by SIGKILL: it does nothing any more, and its connections end.
+    for table in (killed.keeper._renewals, killed.keeper._table):
+        table.fetch = lambda *_: asyncio.Event().wait()  # type: ignore[assignment, method-assign]
+        table.terminate()
+    looks = Leases(Database(postgres.url), "operator", "")
+    left: list[float] = []
+    while len(other.shards) < SHARDS:
+        left += [row.left_s for row in await looks.owners() if row.owner == killed.keeper.owner]
+        await asyncio.sleep(0.05)
+    assert max(left[len(left) // 2 :]) < 3.0
+    await looks._table.close()
+    for table in (killed.keeper._renewals, killed.keeper._table):
+        table._url = "postgresql://quire@127.0.0.1:1/postgres"
+        del table.fetch
+    await ended(*running)

@@ -1,0 +1,236 @@
+"""Runs sublayers on few rows with fewer launches, on a GPU: products do what comes before and after them.
+
+A layer takes 10 launches as separate operations, and 7 as products with their norm, gate and residual. Which
+is faster, and with which tiles, depends on the device, the widths and the number of rows. It is measured for
+each place in a layer when as many rows come first, outside of a capture, so before the graphs are captured.
+
+Steps with adapters, and models that are batch-invariant or split over ranks, run as separate operations. So
+do single sublayers: experts, those without a norm before them, and the last attention.
+
+Dimension letters: T rows; C hidden width; P parts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.few_rows import MOST_ROWS, NormBefore, few_rows_product, tiles_for
+from kernels.gated_activation import Activation, gated_activation
+from workers.models.layers import Attention, ForwardContext, GatedMlp, Norm, Sublayer
+from workers.models.linear import Linear
+
+if TYPE_CHECKING:
+    from kernels.cuda.few_rows import Tiles
+
+_log = logging.getLogger(__name__)
+
+# The most layers that are measured. Their weights are far larger than a cache.
+_LAYERS = 32
+_REPEATS = 3
+# The device waits this long, some milliseconds, while the host launches what is measured.
+_PAUSE_CYCLES = 10_000_000
+
+# The time of the launches of a function, in any unit.
+Measure = Callable[[Callable[[], None]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A product in a layer. Layers in which all of this is the same share their tiles."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    biased: bool
+    norm_dtype: torch.dtype | None  # None: the residual is added after it
+    activation: Activation | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product of one layer, and the norm before it; None: the residual is added after it."""
+
+    place: Place
+    linear: Linear
+    norm: Norm | None
+
+    @classmethod
+    def of(cls, name: str, linear: Linear, norm: Norm | None, activation: Activation | None) -> _Product:
+        weight = linear.weight
+        norm_dtype = None if norm is None else norm.weight.dtype
+        biased = linear.bias is not None
+        return cls(
+            Place(name, tuple(weight.shape), weight.dtype, biased, norm_dtype, activation), linear, norm
+        )
+
+    def alone(self, x: torch.Tensor) -> torch.Tensor:
+        """The separate operations after the norm."""
+        y = self.linear(x, batch_invariant=False)
+        return y if self.place.activation is None else gated_activation(y, self.place.activation)
+
+    def whole(
+        self, x: torch.Tensor, tiles: Tiles, squares: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All in one; without squares x is normalised already. See `few_rows_product`."""
+        assert isinstance(self.linear.weight, torch.Tensor), "weights of a GPU are not packed"
+        norm = None
+        if squares is not None:
+            assert self.norm is not None
+            norm = NormBefore(self.norm.weight, self.norm.eps, squares)
+        return few_rows_product(
+            x,
+            self.linear.weight,
+            self.linear.bias,
+            tiles,
+            norm=norm,
+            activation=self.place.activation,
+            residual=residual,
+        )
+
+
+class TilesOfPlaces:
+    """The fastest tiles of each place, by the number of rows rounded up to a power of two."""
+
+    def __init__(self, measure: Measure) -> None:
+        """`measure` times launches on the device of the model."""
+        self._measure = measure
+        self._products: dict[Place, list[_Product]] = {}
+        self._fastest: dict[tuple[Place, int], Tiles | None] = {}
+
+    def add(self, product: _Product) -> None:
+        """Make a product known, before any is used."""
+        self._products.setdefault(product.place, []).append(product)
+
+    def of(self, place: Place, rows: int) -> Tiles | None:
+        """Those for up to MOST_ROWS rows; None: separate operations are faster, or were not measured."""
+        key = place, 1 << (rows - 1).bit_length()
+        if key not in self._fastest:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                return None
+            self._fastest[key] = self.choose(*key)
+        return self._fastest[key]
+
+    def choose(self, place: Place, rows: int) -> Tiles | None:
+        """Measure each way with the weights of several layers, one after the other, as a step reads them."""
+        products = self._products[place][:_LAYERS]
+        weight = products[0].linear.weight
+        assert isinstance(weight, torch.Tensor)
+        x = torch.zeros(rows, place.shape[1], dtype=place.dtype, device=weight.device)
+        added = place.norm_dtype is None
+        residual = x.new_zeros(rows, place.shape[0]) if added else x.clone()
+        squares = None if added else torch.ones(MOST_ROWS, MOST_ROWS, device=weight.device)
+
+        def separate() -> None:
+            for product in products:
+                # The residual is added by the norm that follows.
+                product.alone(x if product.norm is None else product.norm.of_sum(x, residual))
+
+        def whole(tiles: Tiles) -> None:
+            for product in products:
+                product.whole(x, tiles, squares, residual if added else None)
+
+        times: dict[Tiles | None, float] = {None: self._measure(separate)}
+        for tiles in tiles_for(place.dtype, place.activation):
+            times[tiles] = self._measure(lambda tiles=tiles: whole(tiles))  # type: ignore[misc]
+        fastest = min(times, key=times.__getitem__)
+        _log.info(
+            "%s of %d rows: %s, in %.2f of the time of separate operations",
+            place.name, rows, fastest or "separate operations", times[fastest] / times[None],
+        )  # fmt: skip
+        return fastest
+
+
+class FewRows:
+    """Consecutive sublayers, one of whose products normalises what the one before it has written."""
+
+    def __init__(self, sublayers: Sequence[Sublayer], tiles: TilesOfPlaces) -> None:
+        """Take the sublayers of a model on a GPU, and make their products known to `tiles`."""
+        self._sublayers = list(sublayers)
+        self._tiles = tiles
+        self._pairs = [_products_of(sublayer) for sublayer in sublayers]
+        for pair in self._pairs:
+            for product in pair or ():
+                tiles.add(product)
+
+    def __call__(
+        self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As the sublayers one after the other. The output may be None: it is in the residual stream."""
+        # Between a layer's two sublayers the wanted rows may be selected.
+        few = len(residual) <= MOST_ROWS and context.lora_slots is None and not context.batch_invariant
+        squares: torch.Tensor | None = None
+        for sublayer, pair in zip(self._sublayers, self._pairs, strict=True):
+            if few and pair is not None and len(residual):
+                x, squares = self._run(sublayer, pair, x, residual, squares, context)
+            else:
+                x, residual = sublayer(x, residual, context)
+                squares = None
+        return x, residual
+
+    def _run(
+        self,
+        sublayer: Sublayer,
+        pair: tuple[_Product, ...],
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        squares: torch.Tensor | None,
+        context: ForwardContext,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The output and the parts of the squares of the residual stream; one of them is None.
+
+        Mutates `residual`. `squares`: of the residual stream, if x is None; or None.
+        """
+        into, out = pair[0], pair[1] if len(pair) > 1 else None
+        tiles, rows = self._tiles.of(into.place, len(residual)), len(residual)
+        if tiles is None or squares is None:
+            normed = sublayer.enter(x, residual)  # [T, C]
+            inner = into.alone(normed) if tiles is None else into.whole(normed, tiles, None, None)[0]
+        else:
+            inner, _ = into.whole(residual, tiles, squares, None)
+        body = sublayer.body
+        if isinstance(body, Attention):
+            inner = body.between(inner, context)
+        tiles = None if out is None else self._tiles.of(out.place, rows)
+        if tiles is None:
+            assert isinstance(body, Attention | GatedMlp)
+            last = body.output if isinstance(body, Attention) else body.down
+            return sublayer.leave(last(inner, batch_invariant=False)), None
+        assert out is not None
+        return None, out.whole(inner, tiles, None, residual)[1]
+
+
+def _products_of(sublayer: Sublayer) -> tuple[_Product, ...] | None:
+    """The first product, and the second if it can be added to the residual directly; or None of them."""
+    body, norm = sublayer.body, sublayer.before
+    if norm is None or sublayer.group is not None:
+        return None
+    if isinstance(body, GatedMlp):
+        into = _Product.of("gate_up", body.gate_up, norm, body.activation)
+        out = _Product.of("down", body.down, None, None)
+    elif isinstance(body, Attention) and not body.is_last:
+        into = _Product.of("qkv", body.qkv, norm, None)
+        out = _Product.of("output", body.output, None, None)
+    else:
+        return None
+    return (into, out) if sublayer.after is None and sublayer.scale == 1.0 else (into,)
+
+
+def device_ms(run: Callable[[], None]) -> float:
+    """The device time of launches on the current stream, the least of some. Launches them in advance."""
+    run()  # compiles
+    least = math.inf
+    for _ in range(_REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_PAUSE_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        least = min(least, begin.elapsed_time(end))
+    return least
