@@ -119,10 +119,10 @@ def test_commands_are_those_that_are_sent_one_by_one(seed: int) -> None:
     assert len(by_id) == len(found)
     assert by_id == {command.op_id: described(command) for command in expected}
     cuts = [command.op_id for command in commands if isinstance(command, effects.TruncateSequence)]
-    for cut in cuts:
+    for cut_id in cuts:
         # What was sent before a cut is before it.
-        before = {command.op_id for command in found[: [one.op_id for one in found].index(cut)]}
-        assert before == set(range(1, cut))
+        op_ids = [command.op_id for command in found]
+        assert set(op_ids[: op_ids.index(cut_id)]) == set(range(1, cut_id))
 
 
 def test_equal_options_are_sent_and_decoded_once() -> None:
@@ -153,7 +153,7 @@ def test_results_are_those_of_forwards(*, has_outputs: bool) -> None:
     outputs = [RowOutput(7), RowOutput(999)] if has_outputs else None
     if outputs is not None:
         outputs[1].top_ids, outputs[1].top_logprobs = [1, 2], [-1.0, -2.0]
-    events = []
+    events: list[worker_pb2.WorkerEvent] = []
     for op_id, token, queue_ns, compute_ns, items in columns.T.tolist():
         forward = Forward(op_id, 1, 5, [1])
         forward.outputs = (RowOutput(token) if outputs is None else outputs[len(events)],)
