@@ -1,7 +1,7 @@
 """Writes rows: on a thread, where all queued commits become one row in one transaction; or at once.
 
 It gets encoded records, and reports results of the thread through a callback there. A commit is written at
-once, on the event loop, where that takes less than to wake the thread and to be woken by it: see ADR 36.
+once, on the event loop, where that takes less than to wake the thread and to be woken by it: see ADR 35.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DROP_ROWS: Final = 256
 _DROP_BYTES: Final = 4 << 20
 # A longer commit is for the thread.
 _SHORT_BYTES: Final = 64 << 10
-# The next commit can be written at once after a multiple of the time that this one took: see ADR 36.
+# The next commit can be written at once after a multiple of the time that this one took: see ADR 35.
 _SHORT_S: Final = 0.002
 _PAUSE: Final = 4
 _PAUSE_FOR_DISK: Final = 1000
