@@ -85,8 +85,13 @@ async def open_leased(config: Config, shard: Shard, lease: Lease, leases: Leases
     from service.postgres.database import Database  # noqa: PLC0415
 
     caches, start_s = _new_caches(config, shard), time.monotonic()
-    journal = PostgresJournal(Database(config.journal), leases, lease)
-    await journal.recover(caches.recovering, caches.recovering_run)
+    database = Database(config.journal)
+    journal = PostgresJournal(database, leases, lease)
+    try:
+        await journal.recover(caches.recovering, caches.recovering_run)
+    except BaseException:
+        database.terminate()
+        raise
     _log_recovered(config, shard, caches, start_s)
     return OpenShard(shard, caches, journal, lease=lease)
 

@@ -19,7 +19,7 @@ from service.caches.records import Record
 from service.caches.requests import Release, Request, Result, undelivered
 from service.caches.tenants import Tenant
 from service.caches.workers import WorkerView
-from service.errors import NOT_FAILURES, InternalError, QuireError, WorkerFault
+from service.errors import NOT_FAILURES, InternalError, JournalUnavailable, QuireError, WorkerFault
 from service.journal.base import Journal
 from service.journal.compactor import Compactor
 from service.logging import get_logger
@@ -70,6 +70,11 @@ class Dispatcher:
     def new_caller(self) -> int:
         """A number for a Session or a single call: the unit of fair queueing in workers."""
         return next(self._callers)
+
+    def require_lease(self) -> None:
+        """Raises JournalUnavailable if another gateway may have the caches by now, and know better."""
+        if self._clock_s() >= self.caches.admission.lease.valid_until_s:
+            raise JournalUnavailable
 
     async def run(self, requests: Sequence[Request], tenant: Tenant | None = None) -> list[Outcome]:
         """Runs requests together, as one caller, and returns their outcomes in order.

@@ -77,7 +77,7 @@ async def _join(config: Config) -> tuple[Keeper, OpenShard]:
         raise ConfigError("journal", "a setting", config.journal, allowed) from None
     try:
         return keeper, await open_leased(config, *await keeper.join())
-    except DatabaseFailed as error:
+    except (DatabaseFailed, OwnershipLost) as error:
         raise JournalUnusable(f"the database of the journal: {error}") from None
 
 

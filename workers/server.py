@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import grpc
 import psutil
 import structlog
+from google.protobuf.message import DecodeError
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from workers import wire
@@ -243,14 +244,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                 return
             commands: list[Command | Decodes] = []
             for message in request.commands:
-                if message.WhichOneof("command") != "decodes":
-                    self._take(message, commands)
-                    continue
-                decodes, others = wire.to_decodes(message.decodes, *self._sizes[:2])
-                if len(decodes):
-                    commands.append(decodes)
-                for other in others:
-                    self._take(other, commands)
+                self._take(message, commands)
             if commands:
                 self._submit(commands)
 
@@ -260,9 +254,16 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             self._send([self._snapshot(message.op_id)])
             return
         try:
-            commands.append(wire.to_command(message, *self._sizes))
-        except (KeyError, ValueError) as error:
-            self._send([_error_event(message.op_id, repr(error))])
+            if message.WhichOneof("command") == "decodes":
+                decodes, others = wire.to_decodes(message.decodes, *self._sizes[:2])
+                if len(decodes):
+                    commands.append(decodes)
+                for other in others:
+                    self._take(other, commands)
+            else:
+                commands.append(wire.to_command(message, *self._sizes))
+        except (KeyError, ValueError, DecodeError) as error:
+            self._send([_error_event(op_id, repr(error)) for op_id in wire.op_ids_of(message)])
 
     def _submit(self, commands: Sequence[Command | Decodes]) -> None:
         if self._step_loop is not None:

@@ -186,6 +186,15 @@ def to_decodes(
     return Decodes(columns[:, is_plain], plain), others
 
 
+def op_ids_of(message: worker_pb2.WorkerCommand) -> list[int]:
+    """Of the operations in a command, which may be malformed: those that can be read."""
+    if message.WhichOneof("command") != "decodes":
+        return [message.op_id]
+    numbers = np.frombuffer(message.decodes.rows[: len(message.decodes.rows) // 8 * 8], "<u8")
+    op_ids: list[int] = numbers[OP_ID::_DECODE_NUMBERS].tolist()
+    return op_ids
+
+
 def _command_of(row: list[int], options: Sequence[bytes]) -> worker_pb2.WorkerCommand:
     """A row of a DecodesCommand as a command of its own."""
     forward = worker_pb2.ForwardCommand(

@@ -132,6 +132,7 @@ class ExecutorApi:
         return response
 
     async def _list_here(self, request: pb.ListCachesRequest, context: Context) -> pb.ListCachesResponse:
+        self._dispatcher.require_lease()
         after = _page_start(request.page_token)
         size = min(request.page_size or validation.DEFAULT_PAGE_SIZE, validation.MAX_PAGE_SIZE)
         self._state.answers.take_until_done(size * validation.HANDLE_BYTES, context)

@@ -57,7 +57,7 @@ def from_status(status: status_pb2.Status) -> QuireError:
     else:
         error = QuireError(status.message)
     error.metadata = metadata
-    error.code, error.reason = code_pb2.Code.Name(status.code), info.reason
+    error.code, error.reason = code_pb2.Code.Name(status.code), info.reason or error.reason
     if retry.HasField("retry_delay"):
         error.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     return error

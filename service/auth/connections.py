@@ -59,7 +59,7 @@ def server_options(config: Config) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # Where there are several gateways, clients find out soon that one of them is silent.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
     ]
 
 

@@ -38,8 +38,11 @@ class Lease(Protocol):
     valid_until_s: float
 
 
-class _Forever:
-    valid_until_s = math.inf
+@dataclass
+class Unlimited:
+    """The lease of a gateway that shares its journal with no other."""
+
+    valid_until_s: float = math.inf
 
 
 # The most operations that may wait for one another on one cache.
@@ -77,7 +80,7 @@ class Admission:
         # False after a failed write: nothing is computed that could not be written.
         self.journal_works = True
         # Where several gateways share the journal: until when it is certainly this one's.
-        self.lease: Lease = _Forever
+        self.lease: Lease = Unlimited()
 
     # Admission.
 

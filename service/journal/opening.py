@@ -63,6 +63,7 @@ class _InMemory(Journal):
     def close(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
+            self._lock = None
 
 
 async def _open_postgres(url: str, directory: Path | None, apply: Apply, apply_run: ApplyRun) -> Journal:

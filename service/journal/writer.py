@@ -87,7 +87,7 @@ class Writer:
         self._warned_at = -_WARN_S
         # Held by whoever uses the connection; and whether that waits for locks of other programs.
         self._using = threading.Lock()
-        self._is_patient = True
+        self._waits_for_locks = True
         # No commit is written at once before.
         self._at_once_from = math.inf if files.sync == "full" else 0.0
 
@@ -128,8 +128,8 @@ class Writer:
         ):
             blocked = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
             try:
-                if self._is_patient:
-                    self._set_patient(patient=False)
+                if self._waits_for_locks:
+                    self._set_waiting(for_locks=False)
                 self._store([frames])
                 return True
             except BaseException as error:
@@ -148,11 +148,11 @@ class Writer:
         self.append(item)
         return False
 
-    def _set_patient(self, *, patient: bool) -> None:
+    def _set_waiting(self, *, for_locks: bool) -> None:
         """Whether to wait for the locks of other programs, such as an operator's shell."""
         if self._db is not None:
-            self._db.execute(f"PRAGMA busy_timeout = {round(BUSY_S * 1000) if patient else 0}")
-        self._is_patient = patient
+            self._db.execute(f"PRAGMA busy_timeout = {round(BUSY_S * 1000) if for_locks else 0}")
+        self._waits_for_locks = for_locks
 
     def _run(self) -> None:
         while not self._has_ended:
@@ -164,9 +164,9 @@ class Writer:
                 self._work(item)
 
     def _work(self, item: _Item) -> None:
-        if not self._is_patient:
+        if not self._waits_for_locks:
             # Nothing but memory is changed by it, so it cannot fail.
-            self._set_patient(patient=True)
+            self._set_waiting(for_locks=True)
         commits, then = self._take_commits(item)
         if commits:
             self._commit(commits)
@@ -279,7 +279,7 @@ class Writer:
         except BaseException:
             db.close()
             raise
-        self._db, self._is_patient = db, True
+        self._db, self._waits_for_locks = db, True
 
     def _overwrite(self, db: sqlite3.Connection) -> None:
         db.execute("BEGIN IMMEDIATE")

@@ -121,7 +121,7 @@ class RemoteLauncher:
                 ("grpc.max_allowed_incoming_connections", most),
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
                 # Workers find out by pings whether the gateway is there while they wait.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 1000),
                 ("grpc.keepalive_permit_without_calls", 1),
                 # And the gateway whether they are, so that it does not lease one that is gone.
                 ("grpc.keepalive_time_ms", 10_000),

@@ -23,7 +23,7 @@ _log = get_logger(__name__)
 _OWNER_BYTES: Final = 8
 # How long a shard is left alone after its core has failed.
 _FAILED_S: Final = 5.0
-# What a cut link has swallowed is not waited for: a lease would be lost after it has healed.
+# A statement without an answer for so long has failed, and the connection is opened again.
 _ANSWER_S: Final = 3.0
 
 
@@ -82,7 +82,7 @@ class Keeper:
         return self._public.get(shard, "")
 
     async def join(self) -> tuple[Shard, Lease, Leases]:
-        """Waits for a first shard. Raises DatabaseFailed or ConfigError."""
+        """Waits for a first shard. Raises DatabaseFailed, OwnershipLost or ConfigError."""
         await self._table.prepare()
         count = await self._lookups.create(self._config.shards)
         if count != self._config.shards:
@@ -102,6 +102,8 @@ class Keeper:
                 _log.info("waiting for a shard: others have all of them")
             await asyncio.sleep(WATCH_S)
             await self._leases.renew(self._membership)
+            if self._membership.loss:
+                raise OwnershipLost(f"this gateway: {self._membership.loss}")
 
     async def _be_member(self) -> Lease:
         """Takes the first free row of a gateway."""
@@ -182,12 +184,14 @@ class Keeper:
             if lease is None:
                 return
             _log.info("a shard is taken", shard=shard)
-            core = await open_core(Shard(shard, self._config.shards), lease, self._leases)
             try:
-                await self._run_core(shard, core)
+                core = await self._open(shard, lease, open_core)
+                try:
+                    await self._run_core(shard, core)
+                finally:
+                    core.close()
             finally:
                 self._ended[shard] = lease.fence
-                core.close()
             _log.info("a shard is given back", shard=shard)
         except (OwnershipLost, DatabaseFailed, JournalUnusable) as error:
             _log.warning("a shard cannot be kept", shard=shard, error=str(error))
@@ -197,6 +201,15 @@ class Keeper:
             await asyncio.sleep(_FAILED_S)
         finally:
             del self._tasks[shard]
+
+    async def _open(self, shard: int, lease: Lease, open_core: OpenCore) -> RunningCore:
+        try:
+            return await open_core(Shard(shard, self._config.shards), lease, self._leases)
+        except BaseException:
+            # Another gateway may be able to.
+            with contextlib.suppress(DatabaseFailed):
+                await self._leases.give_back(lease)
+            raise
 
     async def _run_core(self, shard: int, core: RunningCore) -> None:
         asked = self._draining[shard] = asyncio.Event()

@@ -214,12 +214,15 @@ class Leases:
 
         While the database is away the lease is not lost, but may become invalid.
         """
+        every_s = _SHORT_PART * self._lease_s / 3
         while True:
+            next_at_s = time.monotonic() + every_s
             try:
                 await self.renew(lease)
             except DatabaseFailed as error:
                 self._warn(error)
-            await lease.wait_lost(_SHORT_PART * self._lease_s / 3)
+            # From when it was asked: a slow answer makes the next one no later.
+            await lease.wait_lost(max(0.0, next_at_s - time.monotonic()))
 
     async def give_back(self, lease: Lease) -> None:
         """Frees the shard for others at once. Nothing can be appended with the lease afterwards."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import grpc
 import pytest
 import structlog
+from quire import Client
+from quire.v1 import runner_pb2, runner_pb2_grpc
 
-from service.auth.connections import ConnectionCount
+from service.auth.connections import ConnectionCount, server_options
 from service.config import Config
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's /proc")
@@ -109,3 +114,31 @@ async def test_the_count_goes_on_and_says_once_that_there_are_too_many(tmp_path:
         with suppress(asyncio.CancelledError):
             await running
     assert [log["event"] for log in logs] == ["too many connections: further ones are closed"]
+
+
+class QuietRunner(runner_pb2_grpc.ModelRunnerServiceServicer):
+    """Takes long for an answer."""
+
+    def __init__(self, quiet_s: float) -> None:
+        self._quiet_s = quiet_s
+
+    def CancelExecution(
+        self, request: runner_pb2.CancelExecutionRequest, context: grpc.ServicerContext
+    ) -> runner_pb2.CancelExecutionResponse:
+        time.sleep(self._quiet_s)
+        return runner_pb2.CancelExecutionResponse(cancelled=True)
+
+
+def test_a_quiet_call_is_not_ended_by_the_pings_of_a_client_of_several_gateways() -> None:
+    """Before, the server's limit had a name that gRPC does not know, and the fourth ping was one too many."""
+    with ExitStack() as stack:
+        addresses = []
+        for quiet_s in (12, 0):
+            server = grpc.server(ThreadPoolExecutor(1), options=server_options(Config()))
+            runner = QuietRunner(quiet_s)  # type: ignore[abstract]
+            runner_pb2_grpc.add_ModelRunnerServiceServicer_to_server(runner, server)
+            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+            server.start()
+            stack.callback(server.stop, None)
+        client = stack.enter_context(Client(addresses, timeout_s=120, retries=False))
+        assert client.cancel_execution("one")

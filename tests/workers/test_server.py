@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from typing import Any
 
@@ -75,5 +76,29 @@ async def test_snapshots_are_answered_while_a_step_holds_the_interpreter(
         await asyncio.sleep(0.01)
     assert during >= 3, "a gateway that asks a few times in a step is answered"
     assert 0 < expected_ns < STEP_S * 1e9, "from the steps of the warm-up"
+    stream.cancel()
+    worker.stop(5)
+
+
+@pytest.mark.parametrize(
+    ("cut_bytes", "options"),
+    [(0, []), (8, [LAST_ROW]), (4, [LAST_ROW]), (0, [b"\xff\xff"]), (72, [LAST_ROW])],
+)
+async def test_decodes_that_cannot_be_read_fail_alone(cut_bytes: int, options: list[bytes]) -> None:
+    """Before, they ended the stream, and so all that the worker computed."""
+    executor = PagedAttentionExecutor.create(kv_pages=8)
+    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16), secret=SECRET)
+    gateway = Gateway()
+    stream = asyncio.create_task(gateway.connect(worker))
+    worker.start()
+    await gateway.next("ready")
+    row = struct.pack("<9Q", 7, 1, 1, 5, 3, 1, 0, 0, 0)
+    bad = worker_pb2.DecodesCommand(rows=row[: len(row) - cut_bytes], options=options)
+    gateway.ask(decodes=bad)
+    if bad.rows:
+        assert (await gateway.next("error")).op_id == 7
+    gateway.ask(op_id=8, snapshot=worker_pb2.SnapshotCommand())
+    while (await gateway.next("snapshot")).op_id != 8:
+        pass
     stream.cancel()
     worker.stop(5)

@@ -192,10 +192,11 @@ class Engine:
             # The last operation that may fail: it overwrites KV that a second attempt would need.
             has_trees = inputs.attention.trees is not None
             paths = self._keep_paths(chunks, outputs[first:]) if has_trees else {}
+            on_host = chosen.cpu().numpy()[:first]
         except Exception as error:
             raise_if_lost(error)
             raise
-        done = self._append_decodes(decodes, chosen, None if is_bare else outputs[:first], items)
+        done = self._append_decodes(decodes, on_host, None if is_bare else outputs[:first], items)
         for chunk in chunks:
             forward, last = chunk.forward, first + chunk.rows
             self._append(chunk, outputs[last - chunk.output_rows : last], items, paths)
@@ -210,14 +211,14 @@ class Engine:
         return done
 
     def _append_decodes(
-        self, decodes: Decodes, chosen: torch.Tensor, outputs: Sequence[RowOutput] | None, items: int
+        self, decodes: Decodes, chosen: NDArray[np.int64], outputs: Sequence[RowOutput] | None, items: int
     ) -> DecodesDone:
         """Commits the tokens of plain decodes, whose rows are the first ones of the step."""
         columns, done = decodes.columns, np.empty((DONE_WIDTH, decodes.size), np.int64)
         if decodes.size:
             self._kv_table.append_next(decodes.rows, columns[POSITION], columns[TOKEN])
             done[OP_ID] = columns[OP_ID]
-            done[CHOSEN] = chosen.cpu().numpy()[: decodes.size]
+            done[CHOSEN] = chosen
             # Nobody waits for those that have not arrived yet: theirs is 0.
             arrived, started_ns = decodes.column(ARRIVED_NS), decodes.started_ns
             done[QUEUE_NS] = [started_ns - arrived_ns if arrived_ns else 0 for arrived_ns in arrived]

@@ -75,6 +75,8 @@ def connection(
             ("grpc.keepalive_time_ms", 2000),
             ("grpc.keepalive_timeout_ms", 3000),
             ("grpc.http2.ping_timeout_ms", 3000),
+            # Also while a call is quiet: otherwise, after two pings, one a minute.
+            ("grpc.http2.max_pings_without_data", 0),
         ]
     credentials = tls if isinstance(tls, grpc.ChannelCredentials) else None
     if tls is True:

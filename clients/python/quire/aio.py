@@ -27,7 +27,7 @@ from quire._items import Prompt, items_of
 from quire._methods import Method
 from quire._uploads import AsyncUpload
 from quire._weights import WeightFiles, weight_requests
-from quire.errors import from_rpc_error
+from quire.errors import QuireError, from_rpc_error
 from quire.executions import AsyncExecution
 from quire.session import (
     DEFAULT_CLOSE_TIMEOUT_S,
@@ -199,11 +199,16 @@ class AsyncClient(AsyncCaller):
         request = runner_pb2.CancelExecutionRequest(request_id=request_id)
         if self._gateways is None:
             return (await self._call(_methods.CANCEL_EXECUTION, request)).cancelled
-        was_there = False
+        was_there, failures = False, list[QuireError]()
         # Only the gateway that runs it knows it.
         for target in self._stubs:
             asked = _methods.CANCEL_EXECUTION, request, target
-            was_there |= (await self._call_one_of(self._gateways, *asked)).cancelled
+            try:
+                was_there |= (await self._call_one_of(self._gateways, *asked)).cancelled
+            except QuireError as error:
+                failures.append(error)
+        if failures and not was_there:
+            raise failures[0]
         return was_there
 
     async def load_adapter(
