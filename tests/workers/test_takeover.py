@@ -146,10 +146,10 @@ async def test_nothing_of_one_stream_is_said_on_the_next(
     holds, steps = asyncio.Event(), bench.executor.engine
     execute, loop = steps.execute, asyncio.get_running_loop()
 
-    def slowly(chunks: Any) -> None:
+    def slowly(*step: Any) -> Any:
         loop.call_soon_threadsafe(holds.set)
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0.05), loop).result()
-        execute(chunks)
+        return execute(*step)
 
     monkeypatch.setattr(steps, "execute", slowly)
     # Of many steps, of one, behind another, and of no step at all.
