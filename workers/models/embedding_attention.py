@@ -80,7 +80,9 @@ class EmbeddingAttention(WithoutLora):
         k_pages, v_pages = kv.layer(0)
         kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
         attended = paged_attention(
-            embedded.repeat_interleave(self._group_size, dim=1),  # [T, H, D]
+            embedded
+            if self._group_size == 1
+            else embedded.repeat_interleave(self._group_size, dim=1),  # [T, H, D]
             k_pages,
             v_pages,
             inputs.attention,
