@@ -71,6 +71,14 @@ def mix_key(seed: int, position: int) -> int:
     return mix64(mix64(seed) + (position + 1) * _SPLITMIX_GAMMA)
 
 
+def mix_keys(streams: Words, positions: NDArray[np.int64]) -> Words:
+    """As `mix_key`, of several draws: [N]. `streams`: [N], `mix64` of each seed."""
+    words = streams + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_SPLITMIX_GAMMA)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
 def philox(counter: tuple[Words, Words, Words, Words], key: int) -> tuple[Words, Words, Words, Words]:
     """Philox4x32-10: four random 32-bit words for each 128-bit counter under a 64-bit key.
 

@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Rows copied at once: copy and scratch take 8 bytes for each logit, 160 MB for 128 rows of 152k. A row is one
 # program of the kernel, so far fewer rows would leave multiprocessors idle.
-_ROWS_AT_ONCE = 128
+ROWS_AT_ONCE = 128
 
 # The alignment in bytes of each array in a transfer, for which kernels are specialised.
 _ALIGNMENT = 16
@@ -42,10 +42,19 @@ _NONE = np.zeros(0, dtype=np.int64)
 Columns = dict[str, NDArray[Any]]  # settings of some rows, by the name of a kernel's argument
 
 
-def is_simple(row: SamplingRow) -> bool:
+def changes_logits(row: SamplingRow) -> bool:
+    """Whether a row's mask, bias or penalties change its logits."""
+    return row.mask is not None or (row.spec is not None and row.spec.changes_logits)
+
+
+def is_cut(spec: Sampling) -> bool:
+    """Whether top_k, top_p or min_p may matter. They never exclude the most likely token."""
+    return spec.temperature > 0 and (spec.top_k > 0 or spec.top_p < 1.0 or spec.min_p > 0.0)
+
+
+def _is_simple(row: SamplingRow) -> bool:
     """Whether a row's choice only needs a temperature and a key, and so no copy."""
-    spec = row.spec or _GREEDY
-    return row.mask is None and not spec.changes_logits and not _cuts(spec)
+    return not changes_logits(row) and not is_cut(row.spec or _GREEDY)
 
 
 def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -70,10 +79,10 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         raise ValueError(f"logits with a stride of {logits.stride(1)} between tokens")
     from kernels.cuda import sampling  # noqa: PLC0415 - a worker without a GPU never loads triton
 
-    others = [index for index, row in enumerate(rows) if not is_simple(row)]
-    chunks = [others[first : first + _ROWS_AT_ONCE] for first in range(0, len(others), _ROWS_AT_ONCE)]
+    others = [index for index, row in enumerate(rows) if not _is_simple(row)]
+    chunks = [others[first : first + ROWS_AT_ONCE] for first in range(0, len(others), ROWS_AT_ONCE)]
     # The others are validated in the same pass, as greedy rows, which need no noise.
-    plain = [row if is_simple(row) else SamplingRow() for row in rows]
+    plain = [row if _is_simple(row) else SamplingRow() for row in rows]
     settings = [_draws(plain), *(_settings(rows, chunk, logits.shape[1]) for chunk in chunks)]
     draws, *adjusted = _send(settings, logits.device)
 
@@ -85,7 +94,7 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         where = columns["where"]  # [C]
         ids = torch.empty_like(where)
         copy = logits.index_select(0, where).float()  # [C, V]
-        _choose_adjusted(copy, columns, ids, best[validated : validated + len(ids)])
+        choose_adjusted(copy, columns, ids, best[validated : validated + len(ids)])
         chosen.index_copy_(0, where, ids)
         validated += len(ids)
 
@@ -112,7 +121,7 @@ def sampled_logprobs(logits: Tensor, tokens: Sequence[int], rows: Sequence[Sampl
     from kernels.cuda import sampling_weight  # noqa: PLC0415 - as in choose_tokens
 
     everyone = range(len(rows))
-    chunks = [everyone[first : first + _ROWS_AT_ONCE] for first in everyone[::_ROWS_AT_ONCE]]
+    chunks = [everyone[first : first + ROWS_AT_ONCE] for first in everyone[::ROWS_AT_ONCE]]
     settings = [
         {**_settings(rows, chunk, logits.shape[1]), "tokens": np.array(tokens, dtype=np.int64)[chunk]}
         for chunk in chunks
@@ -127,8 +136,12 @@ def sampled_logprobs(logits: Tensor, tokens: Sequence[int], rows: Sequence[Sampl
     return listed
 
 
-def _choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best: Tensor) -> None:
-    """Choose with all settings. Mutates copy [C, V], and ids [C] and best [C] as `choose` does."""
+def choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best: Tensor) -> None:
+    """Choose with all settings, in columns [C] on the device.
+
+    Mutates copy [C, V] float32, and ids [C] and best [C] as `kernels.cuda.sampling.choose` does. Launches what
+    follows from the shapes, and from which columns there are: it can be captured in a CUDA graph.
+    """
     from kernels.cuda import sampling  # noqa: PLC0415 - as in choose_tokens
 
     cuts = _adjust_and_cut(copy, columns)
@@ -158,16 +171,12 @@ def _adjust_and_cut(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | 
     return cut_values, cut_ids
 
 
-def _cuts(spec: Sampling) -> bool:
-    """Whether top_k, top_p or min_p may matter. They never exclude the most likely token."""
-    return spec.temperature > 0 and (spec.top_k > 0 or spec.top_p < 1.0 or spec.min_p > 0.0)
-
-
 def _settings(rows: Sequence[SamplingRow], where: Sequence[int], vocab: int) -> Columns:
     """The columns for the rows with these indexes, without those of settings that no row has."""
     some = [rows[index] for index in where]
     columns = {"where": np.array(where, dtype=np.int64), **_draws(some)}
-    return columns | _masks(some, vocab) | _penalties(some, vocab) | _limits(some)
+    specs = [row.spec or _GREEDY for row in some]
+    return columns | _masks(some, vocab) | _penalties(some, vocab) | limits(specs)
 
 
 def _draws(rows: Sequence[SamplingRow]) -> Columns:
@@ -182,15 +191,15 @@ def _draws(rows: Sequence[SamplingRow]) -> Columns:
     }
 
 
-def _limits(rows: Sequence[SamplingRow]) -> Columns:
-    """[C] top_ks, top_ps and min_ps."""
-    if not any(_cuts(row.spec or _GREEDY) for row in rows):
+def limits(specs: Sequence[Sampling]) -> Columns:
+    """[C] top_ks, top_ps and min_ps. Without those if they matter to none."""
+    if not any(map(is_cut, specs)):
         return {}
-    specs = [row.spec if row.spec is not None and _cuts(row.spec) else _GREEDY for row in rows]
+    cutting = [spec if is_cut(spec) else _GREEDY for spec in specs]
     return {
-        "top_ks": np.array([min(spec.top_k, _INT32_MAX) for spec in specs], dtype=np.int32),
-        "top_ps": np.array([spec.top_p for spec in specs], dtype=np.float64),
-        "min_ps": np.array([spec.min_p for spec in specs], dtype=np.float64),
+        "top_ks": np.array([min(spec.top_k, _INT32_MAX) for spec in cutting], dtype=np.int32),
+        "top_ps": np.array([spec.top_p for spec in cutting], dtype=np.float64),
+        "min_ps": np.array([spec.min_p for spec in cutting], dtype=np.float64),
     }
 
 

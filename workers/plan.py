@@ -134,15 +134,15 @@ def num_gpu_pages(needs: Needs, memory_bytes: int, limits: StepLimits, lora: Lor
     model, config = needs.model, needs.config
     slots, slot_bytes = gpu_lora_slots(model, lora)
     check_weights_fit("the model", needs.weight_bytes + slots * slot_bytes, memory_bytes)
-    row_bytes = config.vocab_size * model.dtype.itemsize
     rows = min(limits.max_items, limits.max_tokens)
     width = max(config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim)
-    step_bytes = rows * row_bytes + _COPIED_ROWS * config.vocab_size * torch.float32.itemsize
+    step_bytes = config.vocab_size * (rows * model.dtype.itemsize + _COPIED_ROWS * torch.float32.itemsize)
     step_bytes += limits.max_tokens * _WIDTHS * width * model.dtype.itemsize
     free_bytes = memory_bytes - needs.weight_bytes - slots * slot_bytes
     positions = min(config.max_position_embeddings, free_bytes // page_bytes(model) * PAGE_SIZE)
     step_bytes += positions * model.rotation_bytes
-    working_bytes = step_bytes + graph_bytes(limits.max_items, row_bytes, with_lora=True) + RESERVE_BYTES
+    logits = config.vocab_size, model.dtype.itemsize
+    working_bytes = step_bytes + graph_bytes(limits.max_items, *logits, with_lora=True) + RESERVE_BYTES
     memory = GpuMemory(memory_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
     return choose_num_gpu_pages(None, page_bytes(model), memory)
 

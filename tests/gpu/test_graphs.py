@@ -55,7 +55,13 @@ def random_tokens(dice: random.Random, count: int) -> list[int]:
 
 
 def random_rows(dice: random.Random, sequences: list[HandSequence]) -> list[SamplingRow]:
-    specs = (None, Sampling(temperature=0.7, seed=5), Sampling(temperature=1.3, seed=2**63))
+    specs = (
+        None,
+        Sampling(temperature=0.7, seed=5),
+        Sampling(temperature=1.3, seed=2**63),
+        Sampling(temperature=0.9, top_p=0.8, seed=6),
+        Sampling(temperature=1.1, top_k=20, min_p=0.01, seed=7),
+    )
     return [SamplingRow(dice.choice(specs), position=sequence.length + 1) for sequence in sequences]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from workers.device_sampling import is_simple
+from workers.device_sampling import ROWS_AT_ONCE, changes_logits, choose_adjusted
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
@@ -48,12 +48,15 @@ class _Graph:
 
     Attributes:
         replay: Launches it.
+        replay_cut: Chooses the tokens once more, with top_k, top_p and min_p. For batches to which they
+            matter, after `replay`.
         logits: One tensor, the logits [bucket, vocab] that it computes.
         experts: For each layer with experts, the ids of those of each row [bucket, E] int64. They are where
             the router writes them, so that they cost nothing if nobody wants them.
     """
 
     replay: Callable[[], None]
+    replay_cut: Callable[[], None]
     logits: list[torch.Tensor]
     experts: list[torch.Tensor]
 
@@ -131,18 +134,22 @@ class CudaGraphRunner:
         buffers.load(inputs, rows)
         self._last = graph
         graph.replay()
+        if buffers.is_cut:
+            graph.replay_cut()
         logits = graph.logits[0][:count]
         chosen = buffers.read(count)
         if capture is not None and graph.experts:
             index = torch.tensor(capture.expert_rows, device=logits.device)  # [K]
             capture.experts = [*torch.stack(graph.experts).index_select(1, index)]
-        if all(is_simple(row) for row in rows):
-            buffers.advanced(inputs, chosen)
-        else:
-            # The graph has chosen greedily for rows with masks, penalties, top_k, top_p or min_p. They are
-            # applied now to its logits, and the tokens in the device's buffers are wrong.
+        if any(map(changes_logits, rows)):
+            # The graph has chosen greedily for rows with masks, bias or penalties. They are applied now to its
+            # logits, and the tokens in the device's buffers are wrong.
             buffers.invalidate()
             return choose_tokens(logits, rows)
+        if buffers.is_cut:
+            buffers.invalidate()  # `replay` has left there the tokens that it has chosen
+        else:
+            buffers.advanced(inputs, chosen)
         return StepResult(logits, chosen)
 
     def replay_last(self, steps: int) -> None:
@@ -198,7 +205,7 @@ class CudaGraphRunner:
             logits[:] = [self._decode(buffers, bucket, routed, lora=lora)]
             experts[:] = routed.experts
 
-        return _Graph(capture(run), logits, experts)
+        return _Graph(capture(run), capture(lambda: _choose_cut(buffers, logits[0])), logits, experts)
 
     def _decode(
         self, buffers: DecodeBuffers, bucket: int, capture: RowCapture, *, lora: bool
@@ -210,8 +217,9 @@ class CudaGraphRunner:
         inputs = buffers.inputs(bucket, lora=lora)
         hidden = self._model.forward(inputs, self._kv, capture)  # [bucket, hidden]
         logits = self._model.logits(hidden)  # [bucket, vocab]
-        chosen = buffers.chosen[:bucket]
-        sampling.choose(logits, *buffers.draws(bucket), chosen, buffers.best[:bucket])
+        chosen, settings = buffers.chosen[:bucket], buffers.settings(slice(bucket))
+        draws = settings["temperatures"], settings["keys"]
+        sampling.choose(logits, *draws, chosen, buffers.best[:bucket])
         advance.advance(
             inputs.token_ids,
             inputs.positions,
@@ -222,6 +230,14 @@ class CudaGraphRunner:
             page_size=self._kv.page_size,
         )
         return logits
+
+
+def _choose_cut(buffers: DecodeBuffers, logits: torch.Tensor) -> None:
+    """Choose tokens for logits [bucket, vocab] of the buffers' first rows, with top_k, top_p and min_p."""
+    for first in range(0, len(logits), ROWS_AT_ONCE):
+        rows = slice(first, min(first + ROWS_AT_ONCE, len(logits)))
+        settings = buffers.settings(rows)
+        choose_adjusted(logits[rows].float(), settings, buffers.chosen[rows], buffers.best[rows])
 
 
 class _CudaCapture:

@@ -15,10 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from workers.counter_rng import mix_key
-from workers.device_sampling import is_simple
+from workers.counter_rng import mix64, mix_keys
+from workers.device_sampling import changes_logits, limits
 from workers.models.inputs import AttentionBatch, ForwardInputs
+from workers.operations import Sampling
 from workers.sampling import BadLogitsError, SamplingRow
+
+_GREEDY = Sampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +33,21 @@ class _Columns:
     slots: torch.Tensor  # int64; -1: nothing is written
     keys: torch.Tensor  # int64, the bits of the uint64 from `mix_key`
     temperatures: torch.Tensor  # float64; 0: the most likely token
+    top_ps: torch.Tensor  # float64
+    min_ps: torch.Tensor  # float64
+    top_ks: torch.Tensor  # int32
     context_lens: torch.Tensor  # int32; 0: a padded row
     lora_slots: torch.Tensor  # int32; -1: no adapter
 
     @classmethod
     def over(cls, memory: torch.Tensor, rows: int) -> _Columns:
-        """Views of `memory`, [48 * B] uint8."""
-        token_ids, positions, slots, keys, last = memory[: 40 * rows].view(torch.int64).view(5, rows)
-        context_lens, lora_slots = memory[40 * rows :].view(torch.int32).view(2, rows)
-        return cls(token_ids, positions, slots, keys, last.view(torch.float64), context_lens, lora_slots)
+        """Views of `memory`, [68 * B] uint8."""
+        integers = memory[: 32 * rows].view(torch.int64).view(4, rows)
+        reals = memory[32 * rows : 56 * rows].view(torch.float64).view(3, rows)
+        return cls(*integers, *reals, *memory[56 * rows :].view(torch.int32).view(3, rows))
 
 
-_COLUMN_BYTES = 48
+_COLUMN_BYTES = 68
 
 
 class DecodeBuffers:
@@ -76,7 +82,12 @@ class DecodeBuffers:
         self._next_tokens: list[int] | None = None
         self._next_positions: list[int] = []
         self._tables = torch.zeros(0, 0, dtype=torch.int32)  # [N, P]
-        self._greedy = True
+        self._specs: list[Sampling] = []  # [N]
+        # The rows that are drawn, and the stream of each.
+        self._drawn = np.zeros(0, np.int64)
+        self._streams = np.zeros(0, np.uint64)
+        # Whether top_k, top_p or min_p matter to a row.
+        self.is_cut = False
         self._lora_slots: list[int] | None = None  # [N]; None: no row has an adapter
 
     def inputs(self, bucket: int, *, lora: bool) -> ForwardInputs:
@@ -99,26 +110,28 @@ class DecodeBuffers:
             lora_slots=self._columns.lora_slots[:bucket] if lora else None,
         )
 
-    def draws(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Temperatures and keys of the first `bucket` rows."""
-        return self._columns.temperatures[:bucket], self._columns.keys[:bucket]
+    def settings(self, rows: slice) -> dict[str, torch.Tensor]:
+        """How tokens of some rows are chosen: the columns that `device_sampling.choose_adjusted` takes."""
+        names = ("temperatures", "keys", "top_ks", "top_ps", "min_ps")
+        return {name: getattr(self._columns, name)[rows] for name in names}
 
     def load(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
         """Load a batch of single tokens into the buffers.
 
-        Rows that need more settings than temperature and key are set to greedy.
+        Rows whose settings change their logits are set to greedy.
 
         Returns:
             Whether data was sent to the device.
         """
         count = len(rows)
-        greedy = all(row.spec is None or row.spec.temperature <= 0 or not is_simple(row) for row in rows)
+        specs = [_GREEDY if row.spec is None or changes_logits(row) else row.spec for row in rows]
+        same_specs = specs == self._specs
         same_tables = torch.equal(inputs.attention.page_tables, self._tables)
         lora_slots = None if inputs.lora_slots is None else inputs.lora_slots.tolist()
         if (
             same_tables
-            and greedy
-            and self._greedy
+            and same_specs
+            and not len(self._drawn)
             and lora_slots == self._lora_slots
             and inputs.token_ids.tolist() == self._next_tokens
             and inputs.positions.tolist() == self._next_positions
@@ -131,12 +144,17 @@ class DecodeBuffers:
         host.slots[:count] = inputs.slots
         host.context_lens[:count] = inputs.attention.context_lens
         host.lora_slots[:count] = -1 if inputs.lora_slots is None else inputs.lora_slots
-        self._set_draws(rows, greedy=greedy)
+        if not same_specs:
+            self._set_specs(specs)
+        if len(self._drawn):
+            positions = np.array([rows[index].position for index in self._drawn.tolist()])
+            keys = mix_keys(self._streams, positions).view(np.int64)
+            host.keys[torch.from_numpy(self._drawn)] = torch.from_numpy(keys)
         self._pad(count)
         self._memory.copy_(self._host_memory, non_blocking=True)
         if not same_tables:
             self._send_tables(inputs.attention.page_tables)
-        self._greedy, self._lora_slots = greedy, lora_slots
+        self._lora_slots = lora_slots
         return True
 
     def read(self, count: int) -> torch.Tensor:
@@ -167,25 +185,23 @@ class DecodeBuffers:
         """Note that the device's buffers are unknown or unusable for the next step."""
         self._next_tokens = None
 
-    def _set_draws(self, rows: Sequence[SamplingRow], *, greedy: bool) -> None:
-        temperatures, keys = self._host.temperatures, self._host.keys
-        temperatures[: len(rows)] = 0.0
-        if greedy:
-            return
-        drawn = [
-            (index, row.spec.temperature, mix_key(row.spec.seed, row.position))
-            for index, row in enumerate(rows)
-            if row.spec is not None and row.spec.temperature > 0 and is_simple(row)
-        ]
-        where, values, bits = (list(column) for column in zip(*drawn, strict=True))
-        temperatures[where] = torch.tensor(values, dtype=torch.float64)
-        keys[where] = torch.from_numpy(np.array(bits, dtype=np.uint64).view(np.int64))
+    def _set_specs(self, specs: list[Sampling]) -> None:
+        """Set how the tokens of the first rows are chosen, on the host."""
+        columns = limits(specs)
+        self._specs, self.is_cut = specs, bool(columns)
+        temperatures = np.array([spec.temperature for spec in specs])
+        for name, values in (columns | {"temperatures": temperatures}).items():
+            getattr(self._host, name)[: len(specs)] = torch.from_numpy(values)
+        self._drawn = (temperatures > 0).nonzero()[0]
+        self._streams = np.array([mix64(specs[index].seed) for index in self._drawn.tolist()], np.uint64)
 
     def _pad(self, count: int) -> None:
         """Pad the rows from `count` on, on the host."""
         for column in (self._host.token_ids, self._host.positions, self._host.context_lens):
             column[count:] = 0
-        self._host.temperatures[count:] = 0.0
+        for column in (self._host.temperatures, self._host.min_ps, self._host.top_ks):
+            column[count:] = 0
+        self._host.top_ps[count:] = 1.0
         for slots in (self._host.slots, self._host.lora_slots):
             slots[count:] = -1
 

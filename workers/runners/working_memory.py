@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from workers.device_sampling import ROWS_AT_ONCE
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.models.model import Model
@@ -46,16 +47,20 @@ def measure_working_bytes(
     step_bytes = torch.cuda.max_memory_allocated(device) - before_bytes
     del inputs, copies
     graphs_take = graph_bytes(
-        max_rows, vocab_size * logits.element_size(), with_lora=bool(model.max_lora_slots)
+        max_rows, vocab_size, logits.element_size(), with_lora=bool(model.max_lora_slots)
     )
     del logits
     torch.cuda.empty_cache()
     return step_bytes + graphs_take + RESERVE_BYTES
 
 
-def graph_bytes(max_rows: int, row_bytes: int, *, with_lora: bool) -> int:
-    """The memory of the CUDA graphs: each bucket's keeps its own logits; with adapters there are two."""
-    return (2 if with_lora else 1) * sum(buckets_up_to(max_rows)) * row_bytes
+def graph_bytes(max_rows: int, vocab_size: int, element_size: int, *, with_lora: bool) -> int:
+    """The memory of the CUDA graphs: each bucket's keeps its own logits; with adapters there are two.
+
+    All share what top_k, top_p and min_p take: a float32 copy of some rows, and their candidates.
+    """
+    rows = (2 if with_lora else 1) * sum(buckets_up_to(max_rows))
+    return (rows * element_size + 2 * 4 * min(max_rows, ROWS_AT_ONCE)) * vocab_size
 
 
 def _prefills(tokens: int, max_seq_len: int, rows: int, page_size: int) -> ForwardInputs:

@@ -135,7 +135,13 @@ def test_any_schedule_of_decodes_prefills_and_settings(decoder: Decoder, device:
             long = random_.random() < 0.05
             items.append(Item(sequences[index], [tokens[index]] * (3 if long else 1)))
             spec = random_.choice(
-                [None, Sampling(temperature=0.8, seed=7), Sampling(temperature=1.5, top_k=5, seed=-1)]
+                [
+                    None,
+                    Sampling(temperature=0.8, seed=7),
+                    Sampling(temperature=1.5, top_k=5, seed=-1),
+                    Sampling(temperature=0.9, top_p=0.7, min_p=0.05, seed=2**64 - 1),
+                    Sampling(temperature=0.9, repetition_penalty=1.3, seed=4),
+                ]
             )
             mask = allowed if random_.random() < 0.2 else None
             rows.append(SamplingRow(spec, mask, position=sequences[index].length + len(items[-1].tokens)))
@@ -178,6 +184,30 @@ def test_another_token_another_batch_and_another_draw_are_sent(
     assert twins.step([Item(first, [token])], [masked]) == [4]
     twins.step([Item(first, [4])])
     assert all(sent) and len(sent) == 8
+
+
+def test_top_k_top_p_and_min_p_are_part_of_the_graph(
+    decoder: Decoder, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside rows without, and rows that come and go; no token is chosen beside the graph."""
+    specs = [
+        Sampling(temperature=1.2, top_k=3, seed=5),
+        None,
+        Sampling(temperature=1.0, top_p=0.6, seed=5),
+        Sampling(temperature=0.8, seed=6),
+        Sampling(temperature=2.0, min_p=0.3, top_k=40, seed=2**63),
+        Sampling(temperature=0.0, top_k=2),
+    ]
+    monkeypatch.setattr("workers.runners.cuda_graph.ROWS_AT_ONCE", 4)
+    twins = Twins(decoder, device)
+    sequences = [HandSequence() for _ in specs]
+    twins.step([Item(sequence, [5, at]) for at, sequence in enumerate(sequences)])
+    monkeypatch.setattr("workers.runners.cuda_graph.choose_tokens", lambda *_: pytest.fail("beside it"))
+    tokens = dict.fromkeys(range(len(specs)), 1)
+    for picked in ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], [4, 2], [1, 3, 5], [3, 0, 1], [1], [1], [2]):
+        rows = [SamplingRow(specs[at], position=sequences[at].length + 1) for at in picked]
+        items = [Item(sequences[at], [tokens[at]]) for at in picked]
+        tokens |= zip(picked, twins.step(items, rows), strict=True)
 
 
 def test_a_step_ahead_uses_the_tokens_on_the_device(decoder: Decoder, device: str) -> None:
