@@ -8,7 +8,8 @@ Compared with the CPU, greedy choices are the same with all settings. So are the
 penalties, bit by bit. Draws are the same unless float64 rounding decides: two scores within about 1e-14 of
 each other, or a token at the very edge of top_p or min_p (see `kernels.cuda.sampling_cut`).
 
-Dimension letters: R rows; V vocabulary; C rows that are copied; M masks; W words of a mask; N changed tokens.
+Dimension letters: R rows; V vocabulary; C rows that are copied; M masks; W words of a mask; N biases; P rows
+with penalties; H tokens of their histories.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.counter_rng import mix_key
-from workers.logit_settings import HistoryCounter, Ids, Masks, in_vocabulary
+from workers.logit_settings import Ids, Masks, in_vocabulary
 from workers.operations import Sampling
 from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
 
@@ -37,7 +38,10 @@ ROWS_AT_ONCE = 128
 _ALIGNMENT = 16
 
 _INT32_MAX = 2**31 - 1
-_NONE = np.zeros(0, dtype=np.int64)
+_PENALTY_COLUMNS = (
+    *("penalty_rows", "history", "begins", "prompt_ends", "ends"),
+    *("repetitions", "frequencies", "presences"),
+)
 
 Columns = dict[str, NDArray[Any]]  # settings of some rows, by the name of a kernel's argument
 
@@ -139,8 +143,8 @@ def sampled_logprobs(logits: Tensor, tokens: Sequence[int], rows: Sequence[Sampl
 def choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best: Tensor) -> None:
     """Choose with all settings, in columns [C] on the device.
 
-    Mutates copy [C, V] float32, and ids [C] and best [C] as `kernels.cuda.sampling.choose` does. Launches what
-    follows from the shapes, and from which columns there are: it can be captured in a CUDA graph.
+    Mutates copy [C, V] float32, and ids [C] and best [C] as `kernels.cuda.sampling.choose` does. Launches
+    what follows from the shapes, and from which columns there are: it can be captured in a CUDA graph.
     """
     from kernels.cuda import sampling  # noqa: PLC0415 - as in choose_tokens
 
@@ -158,10 +162,9 @@ def _adjust_and_cut(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | 
     if "words" in columns:
         sampling_adjust.apply_masks(copy, columns["mask_rows"], columns["words"])
     if "biases" in columns:
-        places = columns["rows"], columns["ids"]
-        sampling_adjust.apply_penalties(
-            copy, *places, columns["biases"], columns["divisors"], columns["losses"]
-        )
+        sampling_adjust.apply_biases(copy, columns["bias_rows"], columns["bias_ids"], columns["biases"])
+    if "history" in columns:
+        sampling_adjust.apply_penalties(copy, *(columns[name] for name in _PENALTY_COLUMNS))
     if "top_ks" not in columns:
         return None, None
     cut_ids = torch.empty_like(columns["top_ks"])
@@ -176,7 +179,8 @@ def _settings(rows: Sequence[SamplingRow], where: Sequence[int], vocab: int) -> 
     some = [rows[index] for index in where]
     columns = {"where": np.array(where, dtype=np.int64), **_draws(some)}
     specs = [row.spec or _GREEDY for row in some]
-    return columns | _masks(some, vocab) | _penalties(some, vocab) | limits(specs)
+    changes = _masks(some, vocab) | _biases(some, vocab) | _penalties(some, vocab)
+    return columns | changes | limits(specs)
 
 
 def _draws(rows: Sequence[SamplingRow]) -> Columns:
@@ -213,30 +217,57 @@ def _masks(rows: Sequence[SamplingRow], vocab: int) -> Columns:
     return {"mask_rows": np.array(list(masks), dtype=np.int32), "words": words}
 
 
-def _penalties(rows: Sequence[SamplingRow], vocab: int) -> Columns:
-    """[N] rows, ids, biases, divisors and losses."""
-    counter = HistoryCounter(vocab)
-    tables = [_row_penalties(row, row.spec or _GREEDY, counter, vocab) for row in rows]
-    owners = np.repeat(np.arange(len(rows), dtype=np.int32), [len(table["ids"]) for table in tables])
-    if not len(owners):
+def _biases(rows: Sequence[SamplingRow], vocab: int) -> Columns:
+    """[N] bias_rows, bias_ids and biases."""
+    listed = [
+        (index, token, row.spec.logit_bias[token])
+        for index, row in enumerate(rows)
+        if row.spec is not None and row.spec.logit_bias
+        for token in in_vocabulary(row.spec.logit_bias, vocab).tolist()
+    ]
+    if not listed:
         return {}
-    return {"rows": owners} | {name: np.concatenate([t[name] for t in tables]) for name in tables[0]}
+    owners, ids, biases = zip(*listed, strict=True)
+    return {
+        "bias_rows": np.array(owners, dtype=np.int32),
+        "bias_ids": np.array(ids, dtype=np.int32),
+        "biases": np.array(biases, dtype=np.float64),
+    }
 
 
-def _row_penalties(row: SamplingRow, spec: Sampling, counter: HistoryCounter, vocab: int) -> Columns:
-    """The tokens that a row's bias or penalties change, ascending, and the change of each."""
-    biased = in_vocabulary(spec.logit_bias, vocab)
-    seen, counts = row.counts(counter) if spec.has_penalty else (_NONE, _NONE)
-    if spec.repetition_penalty == 1.0:
-        seen, counts = seen[counts > 0], counts[counts > 0]
-    ids: Ids = np.union1d(biased, seen)
-    biases, divisors, losses = np.zeros(len(ids)), np.ones(len(ids)), np.zeros(len(ids))
-    biases[np.searchsorted(ids, biased)] = [spec.logit_bias[token] for token in biased.tolist()]
-    places = np.searchsorted(ids, seen)
-    divisors[places] = spec.repetition_penalty
-    lost = counts * spec.frequency_penalty + spec.presence_penalty
-    losses[places] = np.where(counts > 0, lost, 0.0)
-    return {"ids": ids.astype(np.int32), "biases": biases, "divisors": divisors, "losses": losses}
+def _penalties(rows: Sequence[SamplingRow], vocab: int) -> Columns:
+    """[P] penalty_rows, begins, prompt_ends, ends, repetitions, frequencies and presences; [H] history."""
+    having = [(index, row.spec, row) for index, row in enumerate(rows) if row.spec and row.spec.has_penalty]
+    if not having:
+        return {}
+    histories, places, where = list[Ids](), dict[object, int](), list[tuple[int, int, int, int]]()
+    size = 0
+    for index, _, row in having:
+        tokens, key = row.history, id(row.history)
+        end = len(tokens) if row.history_len is None else row.history_len
+        if row.path:
+            tokens, key = [*tokens[:end], *row.path], id(row)
+            end = len(tokens)
+        # Rows of one forward share a history, of which they have more or less.
+        begin = places.get(key)
+        if begin is None:
+            begin = places[key] = size
+            histories.append(np.asarray(tokens, dtype=np.int64))
+            size += len(tokens)
+        where.append((index, begin, begin + row.prompt_len, begin + end))
+    owners, begins, prompt_ends, ends = np.array(where, dtype=np.int64).T
+    specs = [spec for _, spec, _ in having]
+    return {
+        "penalty_rows": owners,
+        "begins": begins,
+        "prompt_ends": prompt_ends,
+        "ends": ends,
+        # Those outside of the vocabulary stay there.
+        "history": np.concatenate(histories).clip(-1, vocab).astype(np.int32),
+        "repetitions": np.array([spec.repetition_penalty for spec in specs], dtype=np.float64),
+        "frequencies": np.array([spec.frequency_penalty for spec in specs], dtype=np.float64),
+        "presences": np.array([spec.presence_penalty for spec in specs], dtype=np.float64),
+    }
 
 
 def _send(tables: Sequence[Columns], device: torch.device) -> list[dict[str, Tensor]]:

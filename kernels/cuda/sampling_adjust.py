@@ -1,6 +1,10 @@
-"""Changes logits before a token is chosen: masks of allowed tokens, then biases and penalties.
+"""Changes logits before a token is chosen: masks of allowed tokens, then biases, then penalties.
 
-Dimension letters: R rows; V vocabulary; M masks; W 32-bit words of a mask; N entries, all rows together.
+For penalties, the tokens of each history are counted in a table of the vocabulary, which is then gone
+through: so neither the host nor the device sorts them.
+
+Dimension letters: R rows; V vocabulary; M masks; W 32-bit words of a mask; N biases, all rows together;
+P rows with penalties; H tokens of all their histories.
 """
 
 from __future__ import annotations
@@ -11,8 +15,11 @@ import triton.language as tl
 
 from kernels.cuda.compile_spec import CompileSpec, Variant
 
-MASK_BLOCK = 1024
-ENTRY_BLOCK = 256
+BLOCK = 1024
+BIAS_BLOCK = 256
+
+# In the counts of tokens: it occurs, in the prompt or after it. The bits below count how often after it.
+_OCCURS = tl.constexpr(1 << 30)
 
 _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
@@ -46,37 +53,82 @@ def kept_finite(values):
     return tl.minimum(tl.maximum(values, -_FLOAT32_MAX), _FLOAT32_MAX).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_entries"])
-def penalty_kernel(
+@triton.jit(do_not_specialize=["num_biases"])
+def bias_kernel(
     logits,  # [R, V]; mutated
     logits_stride,
     rows,  # [N]
     ids,  # [N]
     biases,  # [N]
-    divisors,  # [N]
-    losses,  # [N]
-    num_entries,
+    num_biases,
     BLOCK: tl.constexpr,
 ):
-    """Some of the entries, of any rows."""
+    """Some of the biases, of any rows."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    within = at < num_entries
+    within = at < num_biases
     where = logits + tl.load(rows + at, mask=within, other=0).to(tl.int64) * logits_stride
     where += tl.load(ids + at, mask=within, other=0)
     old = tl.load(where, mask=within, other=float("-inf"))
     bias = tl.load(biases + at, mask=within, other=0.0)
-    divisor = tl.load(divisors + at, mask=within, other=1.0)
-    loss = tl.load(losses + at, mask=within, other=0.0)
-    # Each step is computed in float64 and rounded once, as on the CPU.
-    value = kept_finite(old.to(tl.float64) + bias).to(tl.float64)
-    value = kept_finite(tl.where(value > 0, value / divisor, value * divisor)).to(tl.float64)
-    new = kept_finite(value - loss)
     forbidden = (old == float("-inf")) | (bias == float("-inf"))
-    tl.store(where, tl.where(forbidden, float("-inf"), new), mask=within)
+    tl.store(where, tl.where(forbidden, float("-inf"), kept_finite(old.to(tl.float64) + bias)), mask=within)
 
 
-_MASK = Variant(mask_kernel, {"BLOCK": MASK_BLOCK}, num_warps=4, num_stages=1)
-_PENALTIES = Variant(penalty_kernel, {"BLOCK": ENTRY_BLOCK}, num_warps=4, num_stages=1)
+@triton.jit
+def count_kernel(
+    counts,  # [P, V], zeros; mutated
+    vocab,
+    history,  # [H]
+    begins,  # [P]
+    prompt_ends,  # [P]
+    ends,  # [P]
+    BLOCK: tl.constexpr,
+):
+    """The tokens of one history."""
+    index = tl.program_id(0).to(tl.int64)
+    prompt_end, end = tl.load(prompt_ends + index), tl.load(ends + index)
+    for first in range(tl.load(begins + index), end, BLOCK):
+        at = first + tl.arange(0, BLOCK)  # [BLOCK]
+        ids = tl.load(history + at, mask=at < end, other=-1)
+        within = (ids >= 0) & (ids < vocab)
+        tl.atomic_or(counts + index * vocab + ids, tl.full([BLOCK], _OCCURS, tl.int32), mask=within)
+        is_recent = within & (at >= prompt_end)
+        tl.atomic_add(counts + index * vocab + ids, tl.full([BLOCK], 1, tl.int32), mask=is_recent)
+
+
+@triton.jit
+def penalty_kernel(
+    logits,  # [R, V]; mutated
+    logits_stride,
+    vocab,
+    counts,  # [P, V]
+    rows,  # [P]
+    repetitions,  # [P]
+    frequencies,  # [P]
+    presences,  # [P]
+    BLOCK: tl.constexpr,
+):
+    """One block of the vocabulary of one row."""
+    index = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    count = tl.load(counts + index * vocab + ids, mask=ids < vocab, other=0)
+    occurs = count > 0
+    where = logits + tl.load(rows + index).to(tl.int64) * logits_stride + ids
+    old = tl.load(where, mask=occurs, other=float("-inf"))
+    # Both are computed in float64 and rounded once, as on the CPU.
+    repetition = tl.load(repetitions + index)
+    value = old.to(tl.float64)
+    value = kept_finite(tl.where(value > 0, value / repetition, value * repetition)).to(tl.float64)
+    recent = (count & (_OCCURS - 1)).to(tl.float64)
+    loss = recent * tl.load(frequencies + index) + tl.load(presences + index)
+    new = kept_finite(value - tl.where(recent > 0, loss, 0.0))
+    tl.store(where, tl.where(old == float("-inf"), old, new), mask=occurs)
+
+
+_MASK = Variant(mask_kernel, {"BLOCK": BLOCK}, num_warps=4, num_stages=1)
+_BIASES = Variant(bias_kernel, {"BLOCK": BIAS_BLOCK}, num_warps=4, num_stages=1)
+_COUNTS = Variant(count_kernel, {"BLOCK": BLOCK}, num_warps=4, num_stages=1)
+_PENALTIES = Variant(penalty_kernel, {"BLOCK": BLOCK}, num_warps=4, num_stages=1)
 
 
 def apply_masks(logits: torch.Tensor, mask_rows: torch.Tensor, words: torch.Tensor) -> None:
@@ -92,55 +144,84 @@ def apply_masks(logits: torch.Tensor, mask_rows: torch.Tensor, words: torch.Tens
     if len(mask_rows) == 0:
         return
     vocab = logits.shape[1]
-    grid = len(mask_rows), triton.cdiv(vocab, MASK_BLOCK)
+    grid = len(mask_rows), triton.cdiv(vocab, BLOCK)
     _MASK.launch(grid, logits, logits.stride(0), vocab, mask_rows, words, words.shape[1])
+
+
+def apply_biases(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, biases: torch.Tensor) -> None:
+    """Add biases to the logits of single tokens.
+
+    The sum is computed in float64, rounded to float32 once, and kept finite; a token that was forbidden, or
+    whose bias is -infinity, is forbidden. Checks nothing and reads no device tensor. Mutates `logits`, at
+    these tokens only.
+
+    Args:
+        logits: [R, V] float32; rows at any stride, tokens contiguous.
+        rows: [N] int32 or int64, the row of each bias.
+        ids: [N] int32 or int64, its token; no token of a row occurs twice.
+        biases: [N] float64.
+    """
+    if len(rows) == 0:
+        return
+    grid = (triton.cdiv(len(rows), BIAS_BLOCK),)
+    _BIASES.launch(grid, logits, logits.stride(0), rows, ids, biases, len(rows))
 
 
 def apply_penalties(
     logits: torch.Tensor,
     rows: torch.Tensor,
-    ids: torch.Tensor,
-    biases: torch.Tensor,
-    divisors: torch.Tensor,
-    losses: torch.Tensor,
+    history: torch.Tensor,
+    begins: torch.Tensor,
+    prompt_ends: torch.Tensor,
+    ends: torch.Tensor,
+    repetitions: torch.Tensor,
+    frequencies: torch.Tensor,
+    presences: torch.Tensor,
 ) -> None:
-    """Change the logits of single tokens: add a bias, then divide (multiply, if not positive), then subtract.
+    """Change the logits of the tokens of a history: divide them (multiply, if not positive), then subtract.
 
-    Each of the three is computed in float64, rounded to float32 once, and kept finite; a token that was
-    forbidden, or whose bias is -infinity, is forbidden. Checks nothing and reads no device tensor. Mutates
-    `logits`, at the entries only.
+    Both are computed in float64, rounded to float32 once, and kept finite; a token that was forbidden stays
+    so. Checks nothing and reads no device tensor. Needs 4 * P * V bytes of scratch memory. Mutates `logits`,
+    in the named rows only.
 
     Args:
         logits: [R, V] float32; rows at any stride, tokens contiguous.
-        rows: [N] int32 or int64, the row of each entry.
-        ids: [N] int32 or int64, its token; no token of a row occurs twice.
-        biases: [N] float64; 0: none.
-        divisors: [N] float64, the repetition penalty; 1: none.
-        losses: [N] float64, frequency and presence penalty together; 0: none.
+        rows: [P] int32 or int64, none of them twice.
+        history: [H] int32, the tokens of all histories. Those outside of the vocabulary are ignored.
+        begins: [P] int64, where each row's begins; rows may share one.
+        prompt_ends: [P] int64, from where on frequencies and presences count.
+        ends: [P] int64, where it ends: less than 2**30 tokens later.
+        repetitions: [P] float64, what the logit of a token that occurs is divided by; 1: none.
+        frequencies: [P] float64, what is subtracted for each time that it occurs; 0: none.
+        presences: [P] float64, what is subtracted if it occurs; 0: none.
     """
     if len(rows) == 0:
         return
-    grid = (triton.cdiv(len(rows), ENTRY_BLOCK),)
-    _PENALTIES.launch(grid, logits, logits.stride(0), rows, ids, biases, divisors, losses, len(rows))
+    vocab = logits.shape[1]
+    counts = torch.zeros((len(rows), vocab), dtype=torch.int32, device=logits.device)
+    _COUNTS.launch((len(rows),), counts, vocab, history, begins, prompt_ends, ends)
+    grid = len(rows), triton.cdiv(vocab, BLOCK)
+    settings = repetitions, frequencies, presences
+    _PENALTIES.launch(grid, logits, logits.stride(0), vocab, counts, rows, *settings)
 
 
 def compile_specs() -> list[CompileSpec]:
     """The configurations that are shipped, for the check without a GPU."""
     mask = {"logits": "*fp32", "mask_rows": "*i32", "words": "*i32"}
-    entry = {
-        "logits": "*fp32",
-        "rows": "*i32",
-        "ids": "*i32",
-        "biases": "*fp64",
-        "divisors": "*fp64",
-        "losses": "*fp64",
-    }
+    bias = {"logits": "*fp32", "rows": "*i32", "ids": "*i32", "biases": "*fp64"}
+    history = {"counts": "*i32", "history": "*i32"} | dict.fromkeys(("begins", "prompt_ends", "ends"), "*i64")
+    penalty = {"logits": "*fp32", "counts": "*i32", "rows": "*i32"}
+    penalty |= dict.fromkeys(("repetitions", "frequencies", "presences"), "*fp64")
+    strided = ("logits_stride",)
     return [
-        _spec(_MASK, "sampling_mask", mask, ("vocab", "num_words")),
-        _spec(_PENALTIES, "sampling_penalties", entry, ("num_entries",)),
+        _spec(_MASK, "sampling_mask", mask, (*strided, "vocab", "num_words")),
+        _spec(_BIASES, "sampling_biases", bias, (*strided, "num_biases")),
+        _spec(_COUNTS, "sampling_counts", history, ("vocab",)),
+        _spec(_PENALTIES, "sampling_penalties", penalty, (*strided, "vocab")),
     ]
 
 
 def _spec(variant: Variant, name: str, pointers: dict[str, str], sizes: tuple[str, ...]) -> CompileSpec:
-    types = pointers | dict.fromkeys(("logits_stride", *sizes), "i32")
-    return CompileSpec(variant, name, types, divisible_by_16=(*pointers, "logits_stride"))
+    types = pointers | dict.fromkeys(sizes, "i32")
+    divisible = (*pointers, *(size for size in sizes if size == "logits_stride"))
+    return CompileSpec(variant, name, types, divisible_by_16=divisible)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from workers.counter_rng import mix_key
-from workers.device_sampling import Columns, _send, _settings, choose_tokens, _is_simple
+from workers.device_sampling import Columns, _is_simple, _send, _settings, choose_tokens
 from workers.operations import Sampling, TokenMask
 from workers.sampling import SamplingRow
 
@@ -45,20 +45,31 @@ def test_settings_that_no_row_has_are_left_out() -> None:
     assert columns["keys"].view(np.uint64).tolist() == [mix_key(2**64 - 1, 2**63)]
 
 
-def test_penalties_count_each_token_once_and_pass_over_what_is_none() -> None:
+def test_rows_share_the_history_of_their_forward_and_send_what_they_have_of_it() -> None:
     spec = Sampling(
         repetition_penalty=1.5,
         frequency_penalty=0.25,
         presence_penalty=1.0,
         logit_bias={7: 2.0, 3: -INF, 10: 1.0},
     )
-    rows = [SamplingRow(spec, history=[4, 3, 4, 9, 4, 2**32], prompt_len=1), SamplingRow(), SamplingRow(spec)]
-    columns = _settings(rows, [0, 1, 2], vocab=10)
-    assert columns["rows"].tolist() == [0, 0, 0, 0, 2, 2]
-    assert columns["ids"].tolist() == [3, 4, 7, 9, 3, 7]
-    assert columns["biases"].tolist() == [-INF, 0.0, 2.0, 0.0, -INF, 2.0]
-    assert columns["divisors"].tolist() == [1.5, 1.5, 1.0, 1.5, 1.0, 1.0]
-    assert columns["losses"].tolist() == [1.25, 1.5, 0.0, 1.25, 0.0, 0.0]
+    shared = [4, 3, 4, 9, 4, 2**32]
+    rows = [
+        SamplingRow(spec, history=shared, prompt_len=1),
+        SamplingRow(),
+        SamplingRow(spec, history=shared, history_len=3, prompt_len=5),
+        SamplingRow(spec, history=shared, history_len=2, prompt_len=3, path=[8, 2**33]),
+        SamplingRow(spec),
+    ]
+    columns = _settings(rows, [0, 1, 2, 3, 4], vocab=10)
+    assert columns["bias_rows"].tolist() == [0, 0, 2, 2, 3, 3, 4, 4]
+    assert columns["bias_ids"].tolist() == [7, 3] * 4 and columns["biases"].tolist() == [2.0, -INF] * 4
+    assert columns["history"].tolist() == [4, 3, 4, 9, 4, 10, 4, 3, 8, 10]
+    assert columns["penalty_rows"].tolist() == [0, 2, 3, 4]
+    assert columns["begins"].tolist() == [0, 0, 6, 10]
+    assert columns["prompt_ends"].tolist() == [1, 5, 9, 10]
+    assert columns["ends"].tolist() == [6, 3, 10, 10]
+    assert columns["repetitions"].tolist() == [1.5] * 4
+    assert columns["frequencies"].tolist() == [0.25] * 4 and columns["presences"].tolist() == [1.0] * 4
 
 
 def test_masks_become_words_and_what_they_lack_is_forbidden() -> None:

@@ -142,8 +142,8 @@ class CudaGraphRunner:
             index = torch.tensor(capture.expert_rows, device=logits.device)  # [K]
             capture.experts = [*torch.stack(graph.experts).index_select(1, index)]
         if any(map(changes_logits, rows)):
-            # The graph has chosen greedily for rows with masks, bias or penalties. They are applied now to its
-            # logits, and the tokens in the device's buffers are wrong.
+            # The graph has chosen greedily for rows with masks, bias or penalties. They are applied now to
+            # its logits, and the tokens in the device's buffers are wrong.
             buffers.invalidate()
             return choose_tokens(logits, rows)
         if buffers.is_cut:

@@ -108,7 +108,7 @@ def test_a_large_vocabulary(spread: float, device: str) -> None:
 
 
 def test_more_rows_than_are_copied_at_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(device_sampling, "_ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(device_sampling, "ROWS_AT_ONCE", 2)
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(6))
     rows = [SamplingRow(Sampling(1.0, top_k=3, seed=seed)) for seed in range(6)]
     rows[2] = SamplingRow()
@@ -179,7 +179,7 @@ def test_log_probabilities_of_drawn_tokens(
     spread: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the token that was chosen, of one that is likely, and of one that may be cut off or forbidden."""
-    monkeypatch.setattr(device_sampling, "_ROWS_AT_ONCE", 5)
+    monkeypatch.setattr(device_sampling, "ROWS_AT_ONCE", 5)
     generator = torch.Generator().manual_seed(9)
     logits = (torch.randn(len(SPECS), 2500, generator=generator) * spread).bfloat16()  # many of them equal
     history = torch.randint(2500, (300,), generator=generator).tolist()

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.cuda.sampling import choose
-from kernels.cuda.sampling_adjust import apply_masks, apply_penalties
+from kernels.cuda.sampling_adjust import apply_biases, apply_masks, apply_penalties
 from kernels.cuda.sampling_cut import find_cuts
 from tests.kernels.cuda.poison import far_apart, same_bits, surrounded
 from workers.counter_rng import gumbel, mix_key
@@ -312,24 +312,51 @@ def test_masks_forbid_what_they_do_not_name(vocab: int, device: str) -> None:
     assert int(whole.isnan().sum()) == whole.numel() - values.numel(), "written beside the logits"
 
 
-def test_penalties_round_once_each_and_stay_finite(device: str) -> None:
+def rounded(exact: NDArray[np.float64]) -> NDArray[np.float64]:
+    """To float32, and finite."""
+    return np.clip(exact, -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32).astype(np.float64)
+
+
+def test_biases_round_once_and_stay_finite(device: str) -> None:
     values = torch.randn(3, 700, generator=torch.Generator().manual_seed(2)) * 5
     values[0, :4] = torch.tensor([FLOAT32_MAX, -INF, -FLOAT32_MAX, 1.0])
     random = np.random.default_rng(4)
     rows = np.repeat(np.array([2, 0]), [300, 4])
     ids = np.concatenate([random.permutation(700)[:300], np.arange(4)])
-    bias, divisor, loss = random.normal(0, 3, 304), random.uniform(0.1, 9, 304), random.normal(0, 2, 304)
-    bias[300:], divisor[300:], loss[300:] = [FLOAT32_MAX, 5.0, 0.0, -INF], 1e-30, 0.0
+    bias = np.concatenate([random.normal(0, 3, 300), [FLOAT32_MAX, 5.0, 0.0, -INF]])
     logits = surrounded(values, device)
-    columns = [torch.from_numpy(column).to(device) for column in (rows, ids, bias, divisor, loss)]
-    apply_penalties(logits, *columns)
-
-    def rounded(exact: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.clip(exact, -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32).astype(np.float64)
-
-    value = rounded(values.numpy()[rows, ids] + bias)
-    value = rounded(rounded(np.where(value > 0, value / divisor, value * divisor)) - loss)
+    apply_biases(logits, *(torch.from_numpy(column).to(device) for column in (rows, ids, bias)))
     wanted = values.clone()
-    wanted[rows, ids] = torch.from_numpy(value).float()
+    wanted[rows, ids] = torch.from_numpy(rounded(values.numpy()[rows, ids] + bias)).float()
     wanted[0, [1, 3]] = -INF
     assert same_bits(logits.cpu(), wanted)
+
+
+def test_penalties_round_once_each_and_stay_finite(device: str) -> None:
+    """Of tokens that occur, once or often, in the prompt, after it or in both."""
+    vocab = 1500
+    values = torch.randn(4, vocab, generator=torch.Generator().manual_seed(2)) * 5
+    values[0, :3] = torch.tensor([FLOAT32_MAX, -INF, -FLOAT32_MAX])
+    random = np.random.default_rng(4)
+    rows, settings = [2, 0, 3], random.uniform(-2, 2, (3, 3))
+    settings[0] = [0.3, 1e-30, 1.7]  # divisors
+    histories = [random.integers(0, 40, 2500) * 37, np.array([0, 1, 2, 2, 2]), np.array([-1, vocab, 7])]
+    prompts = [1300, 3, 0]
+    tokens = torch.from_numpy(np.concatenate(histories)).to(device, torch.int32)
+    begins = np.cumsum([0, *map(len, histories)])
+    places = begins[:-1], begins[:-1] + prompts, begins[1:]
+    logits = surrounded(values, device)
+    columns = [torch.from_numpy(column.astype(np.int64)).to(device) for column in (np.array(rows), *places)]
+    apply_penalties(logits, columns[0], tokens, *columns[1:], *torch.from_numpy(settings).to(device))
+
+    wanted = values.numpy().copy()
+    for row, history, prompt, setting in zip(rows, histories, prompts, settings.T, strict=True):
+        repetition, frequency, presence = setting
+        for token in {int(token) for token in history if 0 <= token < vocab}:
+            value, times = wanted[row, token].astype(np.float64), int((history[prompt:] == token).sum())
+            if value == -INF:
+                continue
+            value = rounded(value / repetition if value > 0 else value * repetition)
+            value = rounded(value - (times * frequency + presence if times else 0.0))
+            wanted[row, token] = value
+    assert same_bits(logits.cpu(), torch.from_numpy(wanted))
