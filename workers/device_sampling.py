@@ -34,6 +34,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # program of the kernel, so far fewer rows would leave multiprocessors idle.
 ROWS_AT_ONCE = 128
 
+# Rows with drafts at once: the distributions of their drafts take 8 bytes more for each logit.
+_DRAFTED_AT_ONCE = 64
+
 # The alignment in bytes of each array in a transfer, for which kernels are specialised.
 _ALIGNMENT = 16
 
@@ -138,6 +141,41 @@ def sampled_logprobs(logits: Tensor, tokens: Sequence[int], rows: Sequence[Sampl
         sampling_weight.log_probabilities(copy, columns["temperatures"], columns["tokens"], out, *cuts)
     listed: list[float] = found.tolist()
     return listed
+
+
+def choose_with_drafts(
+    logits: Tensor, rows: Sequence[SamplingRow], keys: Sequence[tuple[int, int]]
+) -> Tensor:
+    """As `workers.distribution.choose_with_draft`, for rows that all have drafts.
+
+    Args:
+        logits: As for `choose_tokens`, which has accepted them with these rows. Not modified.
+        rows: R of them.
+        keys: R pairs: those by which drafts are kept, and by which other tokens are drawn.
+
+    Returns:
+        [R] int64 on the device of `logits`.
+    """
+    from kernels.cuda import sampling_drafts  # noqa: PLC0415 - as in choose_tokens
+
+    vocab, everyone = logits.shape[1], range(len(rows))
+    chunks = [everyone[first : first + _DRAFTED_AT_ONCE] for first in everyone[::_DRAFTED_AT_ONCE]]
+    settings = [
+        _settings(rows, chunk, vocab) | _drafts([rows[index] for index in chunk], vocab) | _pairs(keys, chunk)
+        for chunk in chunks
+    ]
+    chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    for chunk, columns in zip(chunks, _send(settings, logits.device), strict=True):
+        copy = logits.index_select(0, columns["where"]).float()  # [C, V]
+        cuts = _adjust_and_cut(copy, columns)
+        drawn_from = torch.zeros(copy.shape, dtype=torch.float64, device=copy.device)  # [C, V]
+        drawn_from[columns["listed_rows"], columns["listed_ids"]] = columns["listed_probabilities"]
+        if "dense" in columns:
+            drawn_from[columns["dense_rows"]] = columns["dense"]
+        drafts = (columns[name] for name in ("drafts", "begins", "keep_keys", "draw_keys"))
+        out = chosen[chunk.start : chunk.stop]
+        sampling_drafts.keep_or_draw(copy, columns["temperatures"], *cuts, drawn_from, *drafts, out)
+    return chosen
 
 
 def choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best: Tensor) -> None:
@@ -268,6 +306,44 @@ def _penalties(rows: Sequence[SamplingRow], vocab: int) -> Columns:
         "frequencies": np.array([spec.frequency_penalty for spec in specs], dtype=np.float64),
         "presences": np.array([spec.presence_penalty for spec in specs], dtype=np.float64),
     }
+
+
+def _drafts(rows: Sequence[SamplingRow], vocab: int) -> Columns:
+    """[D] drafts and [C + 1] begins; of their distributions [n] listed ids, or [n, V] dense ones."""
+    drafts = [row.draft for row in rows if row.draft is not None]
+    tokens = [np.asarray(draft.token_ids, dtype=np.int64) for draft in drafts]
+    owners, ids, probabilities, dense = (
+        list[Ids](),
+        list[Ids](),
+        list[NDArray[np.float64]](),
+        dict[int, Any](),
+    )
+    for index, draft in enumerate(drafts):
+        own = draft.drawn_from
+        if own.ids is None:
+            dense[index] = own.probabilities
+            continue
+        known = own.ids < vocab
+        ids.append(own.ids[known])
+        probabilities.append(own.probabilities[known])
+        owners.append(np.full(len(ids[-1]), index))
+    none = np.zeros(0, dtype=np.int64)
+    columns: Columns = {
+        "drafts": np.concatenate(tokens),
+        "begins": np.cumsum([0, *map(len, tokens)]),
+        "listed_rows": np.concatenate([none, *owners]),
+        "listed_ids": np.concatenate([none, *ids]),
+        "listed_probabilities": np.concatenate([none.astype(np.float64), *probabilities]),
+    }
+    if dense:
+        columns |= {"dense_rows": np.array(list(dense)), "dense": np.stack(list(dense.values()))}
+    return columns
+
+
+def _pairs(keys: Sequence[tuple[int, int]], where: Sequence[int]) -> Columns:
+    """[C] keep_keys and draw_keys."""
+    words = np.array([keys[index] for index in where], dtype=np.uint64).view(np.int64).T
+    return {"keep_keys": words[0], "draw_keys": words[1]}
 
 
 def _send(tables: Sequence[Columns], device: torch.device) -> list[dict[str, Tensor]]:

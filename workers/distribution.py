@@ -1,8 +1,7 @@
 """The distribution from which a token is drawn, and rejection sampling of drafts (speculative decoding).
 
-For log-probabilities of drawn tokens, and for lossless speculative decoding. On the host: one compiled call
-for all rows, and numpy, row by row, where nothing is compiled. Log-probabilities of logits on a GPU are
-computed there.
+For log-probabilities of drawn tokens, and for lossless speculative decoding. Where the logits are: on a GPU,
+or on the host by one compiled call for all rows, and by numpy, row by row, where nothing is compiled.
 
 A draft x, drawn from q, is kept with probability min(1, p(x) / q(x)). Otherwise the token is drawn from the
 residual max(0, p - q), normalised. So the token is distributed as p for any q (Leviathan et al., "Fast
@@ -117,7 +116,14 @@ def apply_drafts(logits: Tensor, chosen: Tensor, rows: Sequence[SamplingRow]) ->
     drafted = [(index, row, row.draft) for index, row in enumerate(rows) if row.draft is not None]
     if not drafted:
         return chosen
-    on_host, vocab = sampling.on_host(logits[[index for index, _, _ in drafted]]), logits.shape[1]
+    indexes = [index for index, _, _ in drafted]
+    some, vocab, chosen = logits[indexes], logits.shape[1], chosen.clone()
+    if logits.is_cuda:
+        keys = [_keys(row) for _, row, _ in drafted]
+        found = device_sampling.choose_with_drafts(some, [row for _, row, _ in drafted], keys)
+        chosen[indexes] = found.to(chosen.device)
+        return chosen
+    on_host = sampling.on_host(some)
     if compiled.available():
         known, choices = CompiledRows(vocab), dict[int, compiled.RowChoice]()
         for at, (_, row, draft) in enumerate(drafted):
@@ -135,8 +141,7 @@ def apply_drafts(logits: Tensor, chosen: Tensor, rows: Sequence[SamplingRow]) ->
             choose_with_draft(target, draft, _seed(row), row.position)
             for target, (_, row, draft) in zip(targets, drafted, strict=True)
         ]
-    chosen = chosen.clone()
-    chosen[[index for index, _, _ in drafted]] = torch.tensor(tokens, device=chosen.device)
+    chosen[indexes] = torch.tensor(tokens, device=chosen.device)
     return chosen
 
 
@@ -144,14 +149,20 @@ def _seed(row: SamplingRow) -> int:
     return 0 if row.spec is None else row.spec.seed
 
 
+def _keys(row: SamplingRow) -> tuple[int, int]:
+    """By which drafts are kept, and by which other tokens are drawn."""
+    seed = _seed(row)
+    return mix_key(seed ^ _KEEP_STREAM, row.position), mix_key(seed ^ _RESIDUAL_STREAM, row.position)
+
+
 def _compiled_drafts(row: SamplingRow, draft: Draft) -> compiled.Drafts:
-    seed, position, drawn_from = _seed(row), row.position, draft.drawn_from
+    keep_key, residual_key = _keys(row)
     return compiled.Drafts(
         token_ids=np.array(draft.token_ids, dtype=np.int64),
-        ids=drawn_from.ids,
-        probabilities=drawn_from.probabilities,
-        keep_key=mix_key(seed ^ _KEEP_STREAM, position),
-        residual_key=mix_key(seed ^ _RESIDUAL_STREAM, position),
+        ids=draft.drawn_from.ids,
+        probabilities=draft.drawn_from.probabilities,
+        keep_key=keep_key,
+        residual_key=residual_key,
     )
 
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from tests.workers.sampling_reference import FLOAT32_MAX, FORBIDDING_ALL, INF, adjust
 from workers import device_sampling, distribution, sampling
 from workers.counter_rng import gumbel, mix_key
 from workers.device_sampling import choose_tokens
-from workers.operations import OutputSpec, Sampling, TokenMask
-from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
+from workers.operations import DraftProbabilities, OutputSpec, Sampling, TokenMask
+from workers.sampling import BadLogitsError, Draft, NothingAllowedError, SamplingRow
 
 torch.set_num_threads(1)
 
@@ -206,3 +207,67 @@ def test_a_greedy_token_is_certain(device: str) -> None:
     rows = [SamplingRow()] * 2
     assert device_sampling.sampled_logprobs(logits.to(device), [1100, 1400], rows) == [0.0, -INF]
     assert device_sampling.sampled_logprobs(logits[:0].to(device), [], []) == []
+
+
+def random_draft(dice: np.random.Generator, logits: NDArray[np.float32], count: int) -> Draft:
+    """Drafts from a distribution that is about that of the logits, over all tokens or the likely ones."""
+    ids = None if dice.random() < 0.4 else np.sort(logits.argsort()[-20:])
+    some = logits if ids is None else logits[ids]
+    weights = np.exp(some - some.max()).astype(np.float64) * dice.uniform(0.01, 1.0, len(some))
+    proposed = DraftProbabilities(ids, weights / weights.sum())
+    drawn = dice.choice(len(logits) if ids is None else ids, count, p=proposed.probabilities)
+    return Draft(drawn.tolist(), proposed)
+
+
+@pytest.mark.parametrize("siblings", [1, 2, 4])
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_drafts_are_kept_as_on_the_cpu(
+    spread: float, siblings: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all settings: some are kept, some are not, and then another token is drawn."""
+    monkeypatch.setattr(device_sampling, "_DRAFTED_AT_ONCE", 5)
+    dice = np.random.default_rng(siblings)
+    vocab = 1300
+    logits = (torch.from_numpy(dice.normal(size=(len(SPECS), vocab))) * spread).bfloat16()  # many are equal
+    history = dice.integers(0, vocab, 300)
+    mask = TokenMask(packed=np.packbits(np.arange(vocab) % 3 > 0, bitorder="little").tobytes())
+    rows = []
+    for seed, (spec, values) in enumerate(zip(SPECS, logits, strict=True)):
+        draft = random_draft(dice, values.float().numpy(), siblings)
+        settings = replace(spec, seed=seed), mask if seed % 2 else None, seed
+        rows.append(SamplingRow(*settings, history, 100, draft=draft))
+    chosen = torch.zeros(len(rows), dtype=torch.int64)
+    expected = distribution.apply_drafts(logits.float(), chosen, rows).tolist()
+    keys = [distribution._keys(row) for row in rows]
+    found = device_sampling.choose_with_drafts(logits.to(device), rows, keys).tolist()
+    assert found == expected
+    kept = [
+        row.draft is not None and token in row.draft.token_ids for row, token in zip(rows, found, strict=True)
+    ]
+    assert any(kept) and not all(kept)
+
+
+def test_a_draft_from_the_very_distribution_is_kept_and_one_that_cannot_be_is_not(device: str) -> None:
+    """Equal distributions leave nothing to draw from; a forbidden draft leaves the whole distribution."""
+    logits = torch.full((3, 1100), -INF)
+    logits[:, 5], logits[:, 1070] = 1.0, 1.0
+    even, other = np.array([0.5, 0.5]), np.array([1.0])
+    rows = [
+        SamplingRow(
+            Sampling(1.0, seed=1), draft=Draft([1070], DraftProbabilities(np.array([5, 1070]), even))
+        ),
+        SamplingRow(Sampling(1.0, seed=2), draft=Draft([9], DraftProbabilities(np.array([9]), other))),
+        SamplingRow(draft=Draft([1070], DraftProbabilities(np.array([1070]), other))),  # greedy: token 5
+    ]
+    expected = distribution.apply_drafts(logits, torch.zeros(3, dtype=torch.int64), rows).tolist()
+    keys = [distribution._keys(row) for row in rows]
+    found = device_sampling.choose_with_drafts(logits.to(device), rows, keys).tolist()
+    assert found == expected and found[0] == 1070 and found[1] in (5, 1070) and found[2] == 5
+    # Where rounding has left nothing, the most likely token is taken.
+    nothing = SamplingRow(
+        Sampling(1.0), draft=Draft([5, 5], DraftProbabilities(np.array([5, 1070]), even * 3))
+    )
+    rows = [replace(nothing, position=position) for position in range(3)]
+    expected = distribution.apply_drafts(logits, torch.zeros(3, dtype=torch.int64), rows).tolist()
+    keys = [distribution._keys(row) for row in rows]
+    assert device_sampling.choose_with_drafts(logits.to(device), rows, keys).tolist() == expected
