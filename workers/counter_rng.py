@@ -76,7 +76,8 @@ def mix_keys(streams: Words, positions: NDArray[np.int64]) -> Words:
     words = streams + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_SPLITMIX_GAMMA)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    keys: Words = words ^ (words >> np.uint64(31))
+    return keys
 
 
 def philox(counter: tuple[Words, Words, Words, Words], key: int) -> tuple[Words, Words, Words, Words]:

@@ -172,9 +172,17 @@ def choose_with_drafts(
         drawn_from[columns["listed_rows"], columns["listed_ids"]] = columns["listed_probabilities"]
         if "dense" in columns:
             drawn_from[columns["dense_rows"]] = columns["dense"]
-        drafts = (columns[name] for name in ("drafts", "begins", "keep_keys", "draw_keys"))
-        out = chosen[chunk.start : chunk.stop]
-        sampling_drafts.keep_or_draw(copy, columns["temperatures"], *cuts, drawn_from, *drafts, out)
+        sampling_drafts.keep_or_draw(
+            copy,
+            columns["temperatures"],
+            *cuts,
+            drawn_from,
+            columns["drafts"],
+            columns["begins"],
+            columns["keep_keys"],
+            columns["draw_keys"],
+            out=chosen[chunk.start : chunk.stop],
+        )
     return chosen
 
 

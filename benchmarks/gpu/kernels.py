@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -18,6 +19,9 @@ from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
 from kernels.cuda import gated_activation, paged_attention, rms_norm, rope_kv_write, sampling, sampling_cut
 from kernels.gated_activation import Activation
+from workers import device_sampling
+from workers.operations import DraftProbabilities, Sampling
+from workers.sampling import Draft, SamplingRow
 
 EPS = 1e-6
 # The products of a layer. Before those of _NORMED is a norm; the others are added to the residual stream.
@@ -152,6 +156,25 @@ class KernelBench:
             sampling.choose(logits, temperatures, keys, ids, best, values, cut_ids)
 
         return Call(run, logits.nbytes)
+
+    def choose_penalties(self, rows: int) -> Call:
+        """After 2,048 tokens each, with all that the host prepares and sends."""
+        logits, dice = self._random(rows, self.shape.vocab_size), np.random.default_rng(0)
+        spec = Sampling(0.8, top_p=0.9, repetition_penalty=1.1)
+        histories = dice.integers(0, self.shape.vocab_size, (rows, 2048))
+        settings = [SamplingRow(spec, position=2048, history=history) for history in histories]
+        return Call(lambda: device_sampling.choose_tokens(logits, settings), logits.nbytes)
+
+    def choose_drafts(self, rows: int) -> Call:
+        """One draft each, from 64 tokens, with all that the host prepares and sends."""
+        logits, dice = self._random(rows, self.shape.vocab_size), np.random.default_rng(0)
+        settings = []
+        for _ in range(rows):
+            ids = np.sort(dice.choice(self.shape.vocab_size, 64, replace=False))
+            draft = Draft([int(ids[0])], DraftProbabilities(ids, np.full(64, 1 / 64)))
+            settings.append(SamplingRow(Sampling(0.8, top_p=0.9), draft=draft))
+        keys = [(index, index + 1) for index in range(rows)]
+        return Call(lambda: device_sampling.choose_with_drafts(logits, settings, keys), logits.nbytes)
 
     def _choose(self, rows: int, temperature: float) -> Call:
         logits = self._random(rows, self.shape.vocab_size)  # [R, V]

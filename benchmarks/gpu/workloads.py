@@ -240,7 +240,8 @@ def _products(sizes: Sizes) -> Workload:
 
 
 def _sampling(sizes: Sizes) -> Workload:
-    calls = [(name, rows) for rows in sizes.sampling_rows for name in ("greedy", "drawn", "top_p")]
+    names = ("greedy", "drawn", "top_p", "penalties", "drafts")
+    calls = [(name, rows) for rows in sizes.sampling_rows for name in names]
     entries = [_kernel(sizes, f"choose, {name}, {rows} rows", f"choose_{name}", rows) for name, rows in calls]
     return Workload("sampling", "the choice of a token for each row", "call", entries)
 

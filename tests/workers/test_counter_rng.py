@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.counter_rng import GUMBEL_MAX, gumbel, mix64, mix_key, philox, uniform
+from workers.counter_rng import GUMBEL_MAX, gumbel, mix64, mix_key, mix_keys, philox, uniform
 from workers.operations import Sampling
 from workers.sampling import SamplingRow, choose_tokens
 
@@ -73,6 +73,13 @@ def test_keys_are_64_bits_and_count_seeds_modulo_2_to_the_64(seed: int, position
     assert 0 <= mix_key(seed, position) < 2**64
     assert mix_key(seed, position) == mix_key(seed + 2**64, position)
     assert mix_key(seed, position) != mix_key(seed, position + 1)
+
+
+def test_keys_of_several_draws_are_those_of_each() -> None:
+    draws = [(0, 0), (1, 2**63 - 1), (2**64 - 1, 17), (-5, 2**40)]
+    streams = np.array([mix64(seed) for seed, _ in draws], np.uint64)
+    keys = mix_keys(streams, np.array([position for _, position in draws]))
+    assert keys.tolist() == [mix_key(seed, position) for seed, position in draws]
 
 
 def test_neighbouring_seeds_and_positions_have_keys_of_their_own() -> None:

@@ -6,8 +6,9 @@ steps (tokens, positions, lengths, pages) is in fixed device memory, owned by `d
 
 A batch runs in the smallest bucket that it fits, and the other rows are padded. Graphs are captured on the
 first decode: for each size one, and if the model has slots for adapters, one that only batches with adapters
-replay. Other steps (prefills, mixed batches, verifies, larger batches, captured hidden states, given experts)
-run eagerly with the same kernels. So do decodes, more slowly, if a capture fails.
+replay. Each is followed by a short one that only batches with top_k, top_p or min_p replay. Other steps
+(prefills, mixed batches, verifies, larger batches, captured hidden states, given experts) run eagerly with
+the same kernels. So do decodes, more slowly, if a capture fails.
 """
 
 from __future__ import annotations
