@@ -11,7 +11,6 @@ Protobuf, sockets and the event loop are in `server.py`.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +113,7 @@ class StepLoop:
         if replacement is not None:
             replacement.submit = lambda read: self.submit([read])
         self._fingerprint = fingerprint
-        self._stopping = threading.Event()
+        self._is_stopping = False
         # Forwards that have run, and have extra samples left to draw.
         self._drawing: deque[Forward] = deque()
         # The running integrity check, the commands it answers, and those for the next check.
@@ -130,7 +129,7 @@ class StepLoop:
 
     def stop(self) -> None:
         """Ends the loop after the running step."""
-        self._stopping.set()
+        self._is_stopping = True
         self._inbox.put(None)
 
     @property
@@ -143,7 +142,7 @@ class StepLoop:
 
     def run(self) -> None:
         """Runs until `stop`."""
-        while not self._stopping.is_set():
+        while not self._is_stopping:
             self.take()
             # Requests that were prelaunched are answered already: their callers need not wait for a step.
             self.flush()
@@ -178,7 +177,7 @@ class StepLoop:
                 if not wait_ns:
                     return
                 taken = None
-            if self._stopping.is_set():
+            if self._is_stopping:
                 return
 
     def _wait(self) -> _Arrived | None:
@@ -457,7 +456,8 @@ class StepLoop:
             return
         if decodes.size:
             self._finish_decodes(decodes, done)
-        self._finish_chunks(chunks)
+        if chunks:
+            self._finish_chunks(chunks)
 
     def _finish_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Answers the forwards of a step that have run to their end."""

@@ -31,7 +31,7 @@ class WaitingDecodes:
             return False
         decodes.columns[ARRIVAL] = np.arange(arrivals, arrivals + decodes.size)
         self._parts.append(decodes)
-        self._earliest_ns = min(self._earliest_ns, *decodes.column(DEADLINE))
+        self._earliest_ns = min(self._earliest_ns, int(decodes.columns[DEADLINE].min()))
         self.op_ids |= op_ids
         self.sequences |= sequences
         return True
@@ -61,7 +61,7 @@ class WaitingDecodes:
     def _keep(self, decodes: Decodes) -> None:
         if decodes.size:
             self._parts, self.sequences = [decodes], set(decodes.sequences)
-            self.op_ids, self._earliest_ns = set(decodes.column(OP_ID)), min(decodes.column(DEADLINE))
+            self.op_ids, self._earliest_ns = set(decodes.column(OP_ID)), int(decodes.columns[DEADLINE].min())
 
 
 def as_forwards(decodes: Decodes) -> list[Forward]:

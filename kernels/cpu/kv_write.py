@@ -43,7 +43,7 @@ def kv_write(
         IndexError: A slot is beyond the last page.
     """
     for name, rows, pages in (("keys", keys, k_pages), ("values", values, v_pages)):
-        check_tensor(name, rows, (len(slots), *pages.shape[2:]), (pages.dtype,))
+        check_tensor(name, rows, (*slots.shape, *pages.shape[2:]), (pages.dtype,))
     if k_pages.shape[:3] != v_pages.shape[:3] or k_pages.dtype != v_pages.dtype:
         raise ValueError(f"v_pages: {list(v_pages.shape)} do not belong to keys {list(k_pages.shape)}")
     # Variables keep the memory alive that the kernel reads.

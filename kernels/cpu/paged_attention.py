@@ -49,9 +49,8 @@ def attend(
     """
     # Variables keep the memory alive that the kernel reads. int32 tensors are not copied.
     tables = batch.page_tables.to(torch.int32)
-    starts, contexts = (
-        numbers.to(torch.int32).contiguous() for numbers in (batch.query_starts, batch.context_lens)
-    )
+    starts = batch.query_starts.to(torch.int32).contiguous()
+    contexts = batch.context_lens.to(torch.int32).contiguous()
     trees = batch.trees
     roots = None if trees is None else trees.roots.to(torch.int32).contiguous()
     arguments = _Arguments(

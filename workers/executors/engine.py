@@ -152,7 +152,7 @@ class Engine:
         and so does a decode; the others are not affected. On an exception nothing has been appended: the
         caller may run the step again, or roll back what has begun.
         """
-        tokens = decodes.size + sum([chunk.count for chunk in chunks])
+        tokens = decodes.size + (sum([chunk.count for chunk in chunks]) if chunks else 0)
         began_ns = time.monotonic_ns()
         self._step_number += 1
         self._step_tokens = tokens
@@ -173,7 +173,7 @@ class Engine:
             # Nothing is made of each row if nobody wants more than tokens.
             is_bare = not chunks and all([spec.is_token_only for spec in decodes.kinds])  # noqa: C419 - faster
             specs = [] if is_bare else output_specs(chunks, decodes)
-            capture = captured_rows(specs)
+            capture = captured_rows(specs) if specs else None
             result = self.runner.step(inputs, rows, capture)
             if result.failed:
                 kept = _without_failed(chunks, decodes, result, rows, specs, capture)

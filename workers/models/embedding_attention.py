@@ -22,7 +22,11 @@ import math
 
 import torch
 
+from kernels.attention_scoring import Scoring
+from kernels.cpu import kv_write as cpu_kv_write
+from kernels.cpu import paged_attention as cpu_attention
 from kernels.kv_write import kv_write
+from kernels.packed_pages import PackedKeys, PackedValues
 from kernels.paged_attention import paged_attention
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture
@@ -57,9 +61,9 @@ class EmbeddingAttention(WithoutLora):
         self.kv_layers: tuple[LayerKv, ...] = (LayerKv(num_kv_heads, head_dim, head_dim),)
         self._embeddings = embedding_table(vocab_size, num_kv_heads, head_dim).to(self.device)  # [V, K, D]
         self._group_size = num_heads // num_kv_heads
+        self._scoring = Scoring(self.kv_layers[0].key_dim ** -0.5)
         self._head = self._embeddings.repeat_interleave(self._group_size, dim=1).flatten(1)  # [V, H * D]
 
-    @torch.inference_mode()
     def forward(
         self, inputs: ForwardInputs, kv: KvTensors, capture: RowCapture | None = None
     ) -> torch.Tensor:
@@ -77,20 +81,21 @@ class EmbeddingAttention(WithoutLora):
         """
         assert capture is None, "this model has no hidden states"
         embedded = self._embeddings.index_select(0, inputs.token_ids)  # [T, K, D]
+        queries = embedded if self._group_size == 1 else embedded.repeat_interleave(self._group_size, dim=1)
         k_pages, v_pages = kv.layer(0)
-        kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
-        attended = paged_attention(
-            embedded
-            if self._group_size == 1
-            else embedded.repeat_interleave(self._group_size, dim=1),  # [T, H, D]
-            k_pages,
-            v_pages,
-            inputs.attention,
-            scale=self.kv_layers[0].key_dim ** -0.5,
+        if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
+            # Without the checks of both kernels, which cost more than they do here.
+            cpu_kv_write.kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
+            attended = torch.empty_like(queries)  # [T, H, D]
+            cpu_attention.attend(attended, queries, k_pages, v_pages, inputs.attention, self._scoring)
+        else:
+            kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
+            attended = paged_attention(queries, k_pages, v_pages, inputs.attention, scale=self._scoring.scale)
+        rows = attended.flatten(1)
+        return (
+            rows if inputs.wanted_rows.shape == rows.shape[:1] else rows.index_select(0, inputs.wanted_rows)
         )
-        return attended.flatten(1).index_select(0, inputs.wanted_rows)
 
-    @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] in the model's dtype of rows [R, H * D] from `forward`; owned by the caller."""
         return hidden @ self._head.T
