@@ -1,0 +1,274 @@
+"""Gateways and workers of test servers are forked from processes that have imported what they import.
+
+To start them as programs takes a core most of a second each for a gateway, and three for a worker, and the
+tests start hundreds. `python -m tests.forks SOCKET serve ...` is `quire serve ...`, but that its workers are
+forked. The process at the other end of a socket forks for each message, with a command, its environment,
+directory and standard files. It answers with the pid, and with the exit status once there is one.
+
+Not as in production is the parent, whose end is the end of a worker that is stopped. The programs are started
+where `GatewayProcess` is told so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.checkout import ROOT, environment
+
+# What is imported before a fork. The process for gateways is without torch, as they are.
+GATEWAYS = ("quire.cli.main", "service.cli.serve", "service.cli.gateways")
+WORKERS = ("torch", "workers.executors.llm", "workers.executors.weightless", "workers.process")
+_MESSAGE_BYTES = 1 << 20
+# Read when libraries are loaded: as the launcher sets it, and no threads, which a fork would lack.
+_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000", "OPENBLAS_NUM_THREADS": "1"}
+# Where a fork's command line is written, by which the next gateway knows a worker.
+_ROOM_FOR_COMMAND = "-" * (32 << 10)
+_ARG_START, _ARG_END = 45, 46  # In /proc/PID/stat, after the name.
+
+
+@functools.cache
+def fork_server(*modules: str) -> str:
+    """The socket of the process that forks, with these modules; it ends with this one."""
+    path = str(Path(tempfile.mkdtemp(prefix="quire-forks-")) / "socket")
+    # In the place of Python for several gateways, so that their workers are forked, too.
+    script = Path(path).with_name("python")
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.forks "{path}" "$@"\n')
+    script.chmod(0o700)
+    code = "from tests.forks import serve; serve()"
+    command = [sys.executable, "-c", code, path, ",".join(modules), _ROOM_FOR_COMMAND]
+    env = environment(ROOT) | _ENVIRONMENT
+    process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    # Its standard input is closed.
+    atexit.register(process.communicate)
+    assert process.stdout is not None
+    assert process.stdout.readline(), "the process that forks has failed"
+    return path
+
+
+# In the process that forks.
+
+
+def serve() -> None:
+    """Until standard input ends."""
+    for module in sys.argv[2].split(","):
+        importlib.import_module(module)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threads = list(Path("/proc/self/task").iterdir())
+    assert len(threads) == 1, f"{len(threads)} threads, of which only one would be in a fork"
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(sys.argv[1])
+    listener.listen()
+    print("ready", flush=True)
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.data is not None:
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    _tell_status(*key.data)
+                elif key.fd == 0:
+                    return
+                else:
+                    connection, _ = listener.accept()
+                    if pid := _fork(connection):
+                        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
+
+
+def _fork(connection: socket.socket) -> int:
+    """Answers with the pid. 0: whoever asks had no descriptor left for the pipe, and asks for nothing."""
+    message, files, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
+    if not message:
+        connection.close()
+        return 0
+    pid = os.fork()
+    if not pid:
+        status = 70
+        try:
+            for number, file in enumerate(files):
+                os.dup2(file, number)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            status = _become(**json.loads(message))
+        finally:
+            os._exit(status)
+    for file in files:
+        os.close(file)
+    _tell(connection, pid)
+    return pid
+
+
+def _become(command: Sequence[str], env: dict[str, str], cwd: str, *, is_session: bool) -> int:
+    """Runs the module of `python -m MODULE ...`. Returns the exit status."""
+    if is_session:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    python, option, module, *arguments = command
+    assert (python, option) == (sys.executable, "-m")
+    _show(command)
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status: Any = 0
+    except SystemExit as ended:
+        status = ended.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    # What an interpreter does at its end.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if not isinstance(status, int | None):
+        print(status, file=sys.stderr)
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    return status or 0
+
+
+def _show(command: Sequence[str]) -> None:
+    """Makes a command the command line of this process."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
+    text = b"".join(argument.encode() + b"\0" for argument in command)
+    assert 0 < len(text) < end - start, "no room for the command line"
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, text, len(text))
+
+
+def _tell_status(pid: int, connection: socket.socket) -> None:
+    _, status = os.waitpid(pid, 0)
+    with connection:
+        _tell(connection, os.waitstatus_to_exitcode(status))
+
+
+def _tell(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # Whoever asked may be gone.
+        connection.send(str(number).encode())
+
+
+# Elsewhere.
+
+
+class Forked:
+    """What tests and a launcher use of a `Popen`."""
+
+    def __init__(
+        self,
+        server: str,
+        command: Sequence[str],
+        *,
+        env: dict[str, str],
+        cwd: str,
+        files: Sequence[int],
+        is_session: bool = False,
+    ) -> None:
+        """`server`: see `fork_server`. `files`: standard input, output and error."""
+        self.returncode: int | None = None
+        message = {"command": command, "env": env, "cwd": cwd, "is_session": is_session}
+        with contextlib.ExitStack() as stack:
+            self._connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            self._connection.connect(server)
+            socket.send_fds(self._connection, [json.dumps(message).encode()], files)
+            self.pid = int(self._connection.recv(64))
+            stack.pop_all()
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._connection.settimeout(timeout)
+            try:
+                self.returncode = int(self._connection.recv(64))
+            except (BlockingIOError, TimeoutError):
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0) from None
+            self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _ForkedWorker(Forked):
+    """With a pipe to its standard input."""
+
+    def __init__(
+        self, server: str, command: Sequence[str], *, env: dict[str, str], cwd: str, is_session: bool
+    ) -> None:
+        reads, writes = os.pipe()
+        with contextlib.ExitStack() as stack:
+            self.stdin = stack.enter_context(os.fdopen(writes, "wb", buffering=0))
+            try:
+                super().__init__(
+                    server, command, env=env, cwd=cwd, files=(reads, 1, 2), is_session=is_session
+                )
+            finally:
+                os.close(reads)
+            stack.pop_all()
+
+    def communicate(self) -> None:
+        self.stdin.close()
+        self.wait()
+
+
+def main() -> int:
+    """See the module's docstring. The gateways of `quire serve --gateways N` are `python -P -m MODULE`."""
+    from service.cli import gateways
+    from service.pool import local
+
+    server = sys.argv.pop(1)
+
+    def start(command: Sequence[str], *, start_new_session: bool, **options: Any) -> _ForkedWorker:
+        return _ForkedWorker(
+            server, command, env=options["env"], cwd=options["cwd"], is_session=start_new_session
+        )
+
+    vars(local)["subprocess"] = SimpleNamespace(PIPE=subprocess.PIPE, Popen=start)
+    if sys.argv[1] == "-P":
+        module = sys.argv[3]
+        del sys.argv[1:4]
+        runpy.run_module(module, run_name="__main__")
+        return 0
+    from quire.cli.main import main as quire
+
+    vars(gateways)["sys"] = SimpleNamespace(executable=str(Path(server).with_name("python")), path=sys.path)
+    return quire()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
