@@ -85,24 +85,39 @@ def serve() -> None:
         selector.register(listener, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.data is not None:
+                if key.fd == 0:
+                    return
+                if key.fileobj is listener:
+                    connection, _ = listener.accept()
+                    pid, is_tied = _fork(connection)
+                    if pid:
+                        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
+                    if is_tied:
+                        selector.register(connection, selectors.EVENT_READ, (pid, None))
+                    continue
+                pid, connection = key.data
+                if connection is not None:
                     selector.unregister(key.fd)
                     os.close(key.fd)
-                    _tell_status(*key.data)
-                elif key.fd == 0:
-                    return
-                else:
-                    connection, _ = listener.accept()
-                    if pid := _fork(connection):
-                        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
+                    with contextlib.suppress(KeyError):
+                        selector.unregister(connection)
+                    _tell_status(pid, connection)
+                elif key.fileobj.fileno() >= 0:
+                    selector.unregister(key.fileobj)
+                    os.kill(pid, signal.SIGKILL)
 
 
-def _fork(connection: socket.socket) -> int:
-    """Answers with the pid. 0: whoever asks had no descriptor left for the pipe, and asks for nothing."""
-    message, files, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
-    if not message:
+def _fork(connection: socket.socket) -> tuple[int, bool]:
+    """Answers with the pid. 0: whoever asks had no descriptor left for the pipe, and asks for nothing.
+
+    Returns whether it has to end with this connection, too.
+    """
+    content, files, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
+    if not content:
         connection.close()
-        return 0
+        return 0, False
+    message = json.loads(content)
+    is_tied = message.pop("is_tied", False)
     pid = os.fork()
     if not pid:
         status = 70
@@ -110,13 +125,13 @@ def _fork(connection: socket.socket) -> int:
             for number, file in enumerate(files):
                 os.dup2(file, number)
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-            status = _become(**json.loads(message))
+            status = _become(**message)
         finally:
             os._exit(status)
     for file in files:
         os.close(file)
     _tell(connection, pid)
-    return pid
+    return pid, is_tied
 
 
 def _become(command: Sequence[str], env: dict[str, str], cwd: str, *, is_session: bool) -> int:
@@ -130,7 +145,11 @@ def _become(command: Sequence[str], env: dict[str, str], cwd: str, *, is_session
     python, option, module, *arguments = command
     assert (python, option) == (sys.executable, "-m")
     _show(command)
+    # As of a program whose output is read while it runs.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [module, *arguments]
+    # This module is both what forks and a program.
+    sys.modules.pop(module, None)
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         status: Any = 0
