@@ -139,6 +139,7 @@ def _become(command: Sequence[str], env: dict[str, str], cwd: str, *, is_session
     if is_session:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -265,6 +266,50 @@ class _ForkedWorker(Forked):
         self.wait()
 
 
+class _Child:
+    """A fork of this process itself, which has one thread: what `quire worker` starts again and again."""
+
+    def __init__(
+        self, command: Sequence[str], *, stdin: int, env: dict[str, str], pass_fds: Sequence[int]
+    ) -> None:
+        assert stdin == subprocess.PIPE
+        reads, writes = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            status = 70
+            try:
+                os.dup2(reads, 0)
+                first = 3
+                for kept in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
+                    os.closerange(first, kept)
+                    first = kept + 1
+                status = _become(command, env, "/", is_session=False)
+            finally:
+                os._exit(status)
+        os.close(reads)
+        self.stdin = os.fdopen(writes, "wb", buffering=0)
+        self._returncode: int | None = None
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        if self._returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self._returncode = os.waitstatus_to_exitcode(status)
+                self.stdin.close()
+        return self._returncode
+
+    def wait(self) -> int | None:
+        return self.poll(0)
+
+    def terminate(self) -> None:
+        if self._returncode is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self._returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 def main() -> int:
     """See the module's docstring. The gateways of `quire serve --gateways N` are `python -P -m MODULE`."""
     from service.cli import gateways
@@ -285,6 +330,10 @@ def main() -> int:
         return 0
     from quire.cli.main import main as quire
 
+    if sys.argv[1] == "worker":
+        from service.cli import worker
+
+        vars(worker)["subprocess"] = SimpleNamespace(PIPE=subprocess.PIPE, Popen=_Child)
     vars(gateways)["sys"] = SimpleNamespace(executable=str(Path(server).with_name("python")), path=sys.path)
     return quire()
 

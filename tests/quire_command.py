@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from benchmarks.checkout import ROOT, environment
-from tests.forks import GATEWAYS, WORKERS, fork_server
+from tests.forks import GATEWAYS, WORKERS, Forked, fork_server
 
 _CLIENT = ("-I", "-S", str(ROOT / "tests" / "fork_client.py"))
 
@@ -27,3 +28,12 @@ def run(*arguments: str, **settings: str) -> subprocess.Popen[str]:
         env=environment(ROOT) | settings,
         cwd=ROOT,
     )
+
+
+def start_worker(*arguments: str, log: Path) -> Forked:
+    """`quire worker`, with torch for those that it forks."""
+    server = fork_server(*WORKERS)
+    command = [sys.executable, "-m", "tests.forks", server, "worker", *arguments]
+    with log.open("ab") as file:
+        files = (0, file.fileno(), file.fileno())
+        return Forked(server, command, env=environment(ROOT), cwd="/", files=files)
