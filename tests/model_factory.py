@@ -159,14 +159,8 @@ class _Exactly(TorchFunctionMode):
         return found
 
 
-def exact_logits(model: Path, adapter: Path | None, tokens: list[int]) -> torch.Tensor:
-    """Logits of every position [len(tokens), vocab_size] float64: those of PEFT's own float64 model.
-
-    Args:
-        model: A model directory.
-        adapter: Of that model; None: none.
-        tokens: The text.
-    """
+@functools.lru_cache(maxsize=8)
+def _exact_model(model: Path, adapter: Path | None) -> Any:
     base: Any = AutoModelForCausalLM.from_pretrained(
         # The other implementation of experts has no float64.
         model, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
@@ -174,7 +168,18 @@ def exact_logits(model: Path, adapter: Path | None, tokens: list[int]) -> torch.
     if adapter is not None:
         base = quietly(PeftModel.from_pretrained, base, str(adapter))
     # Also buffers.
-    exact = base.double().eval()
+    return base.double().eval()
+
+
+def exact_logits(model: Path, adapter: Path | None, tokens: list[int]) -> torch.Tensor:
+    """Logits of every position [len(tokens), vocab_size] float64: those of PEFT's own float64 model.
+
+    Args:
+        model: A model directory, which does not change.
+        adapter: Of that model; None: none.
+        tokens: The text.
+    """
+    exact = _exact_model(model, adapter)
     with torch.inference_mode(), _Exactly():
         logits: torch.Tensor = exact(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
