@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import BinaryIO
 
 import psutil
 from quire.v1 import executor_pb2
 
 from benchmarks import checkout, gateway_process
-from tests.worker_forks import fork_server
+from tests.forks import GATEWAYS, WORKERS, Forked, fork_server
 
 ROOT = checkout.ROOT
 # Far more than anything takes.
 _PATIENCE_S = 60
+_FORKED = ("-m", "tests.forks")
+
+
+def _start(
+    command: Sequence[str], *, cwd: str, env: dict[str, str], stdout: BinaryIO, stderr: BinaryIO
+) -> subprocess.Popen[bytes] | Forked:
+    if tuple(command[1:3]) != _FORKED:
+        return subprocess.Popen(command, cwd=cwd, env=env, stdout=stdout, stderr=stderr)
+    files = (0, stdout.fileno(), stderr.fileno())
+    return Forked(fork_server(*GATEWAYS), command, cwd=cwd, env=env, files=files)
+
+
+vars(gateway_process)["subprocess"] = SimpleNamespace(Popen=_start, TimeoutExpired=subprocess.TimeoutExpired)
 
 
 class GatewayProcess(gateway_process.GatewayProcess):
@@ -40,7 +56,7 @@ class GatewayProcess(gateway_process.GatewayProcess):
     def _command(self, root: Path, *arguments: str) -> list[str]:
         if not self._forks:
             return super()._command(root, *arguments)
-        return [sys.executable, "-m", "tests.worker_forks", fork_server(), *arguments]
+        return [sys.executable, *_FORKED, fork_server(*WORKERS), *arguments]
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Polls. Fails after a minute, with the log."""

@@ -1,20 +1,39 @@
-"""The command `quire` as a process of its own."""
+"""The command `quire` as a process of its own, forked from one that has its imports (see `tests.forks`)."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from benchmarks.checkout import ROOT, environment
+from tests.forks import GATEWAYS, WORKERS, Forked, fork_server
+
+_CLIENT = ("-I", "-S", str(ROOT / "tests" / "fork_client.py"))
+
+
+def command(*arguments: str) -> list[str]:
+    """For a Popen or a shell. Its process is not that of the command, but both end together."""
+    forked = ("-m", "tests.forks", fork_server(*WORKERS), *arguments)
+    return [sys.executable, *_CLIENT, fork_server(*GATEWAYS), sys.executable, *forked]
 
 
 def run(*arguments: str, **settings: str) -> subprocess.Popen[str]:
     """Starts it, with our environment but for its settings, and `settings`."""
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", "quire.cli", *arguments],
+        command(*arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment(ROOT) | settings,
         cwd=ROOT,
     )
+
+
+def start_worker(*arguments: str, log: Path) -> Forked:
+    """`quire worker`, with torch for those that it forks."""
+    server = fork_server(*WORKERS)
+    command = [sys.executable, "-m", "tests.forks", server, "worker", *arguments]
+    with log.open("ab") as file:
+        files = (0, file.fileno(), file.fileno())
+        return Forked(server, command, env=environment(ROOT), cwd="/", files=files)

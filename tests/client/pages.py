@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.checkout import ROOT, environment
+from tests import quire_command
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -20,7 +21,7 @@ def install_command(directory: Path) -> None:
     """The command as `.venv/bin/quire`."""
     command = directory / ".venv" / "bin" / "quire"
     command.parent.mkdir(parents=True)
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quire.cli "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {shlex.join(quire_command.command())} "$@"\n')
     command.chmod(0o755)
 
 

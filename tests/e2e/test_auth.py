@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire import Client, PermissionDenied, QuireError, SessionEnded, Unauthenticated
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
-from benchmarks.checkout import ROOT, environment, quire_command
+from benchmarks.checkout import ROOT, environment
 from service.auth.tokens import Role, new_token
+from tests import quire_command
 from tests.certificates import Authority
 from tests.gateway_process import GatewayProcess
 
@@ -108,7 +110,7 @@ def test_tokens_reach_no_log(guarded: Guarded) -> None:
 
 
 def run_quire(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = quire_command(ROOT, *arguments)
+    command = quire_command.command(*arguments)
     return subprocess.run(
         command, env=environment(ROOT), capture_output=True, text=True, timeout=60, check=False
     )
@@ -146,6 +148,7 @@ def test_tls_from_the_command_line(tmp_path: Path) -> None:
                 except grpc.RpcError as error:
                     if "NO_WORKER" not in str(error) and "no worker" not in str(error):
                         raise
+                    time.sleep(0.02)
                 else:
                     return executor_pb2.GetStatusResponse()
 
@@ -159,7 +162,7 @@ def test_tls_from_the_command_line(tmp_path: Path) -> None:
 def test_a_log_that_nobody_reads_stops_nothing() -> None:
     """With every call logged, and a pipe that is full after some hundred of them."""
     read_end, write_end = os.pipe()
-    command = quire_command(ROOT, "serve", "--model", "paged-attention", "--listen", "127.0.0.1:0")
+    command = quire_command.command("serve", "--model", "paged-attention", "--listen", "127.0.0.1:0")
     command += ["--device", "cpu", "--log-format", "json", "--log-level", "debug"]
     gateway = subprocess.Popen(command, stderr=write_end, env=environment(ROOT))
     os.close(write_end)

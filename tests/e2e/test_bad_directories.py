@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import quire_command
 from tests.bad_directories import BAD_DIRECTORIES, BadDirectory, make_good
 
 # Before and after the weights are read. tests/workers/test_bad_directories.py has all of them.
@@ -22,7 +22,7 @@ CHOSEN = ("a FIFO as the weights", "NaN in a weight")
 def test_the_server_ends_and_says_why(tmp_path: Path, bad: BadDirectory) -> None:
     directory = make_good(tmp_path / "model", sharded=bad.sharded)
     bad.damage(directory)
-    command = [sys.executable, "-m", "quire.cli", "serve", "--log-format", "json"]
+    command = quire_command.command("serve", "--no-self-check", "--log-format", "json")
     flags = ["--listen", "127.0.0.1:0", "--model", str(directory)]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120, check=False)
     records = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
@@ -40,7 +40,7 @@ def test_weights_that_were_loaded_last_and_are_gone(tmp_path: Path) -> None:
     gone = {"configured": str(model), "model": str(tmp_path / "gone"), "weights": 1, "continued": None}
     (home / "weights.json").write_text(json.dumps(gone))
     flags = ["--listen", "127.0.0.1:0", "--model", str(model), "--data-dir", str(home)]
-    command = [sys.executable, "-m", "quire.cli", "serve", *flags]
+    command = quire_command.command("serve", *flags)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert "what was loaded last is gone; put it back, or remove the data directory" in done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from quire.v1 import executor_pb2_grpc as pb_grpc
 from service.config import Config
 from service.gateway import Gateway
 from service.server import serve
+from tests import quire_command
 from tests.gateway_process import GatewayProcess
 
 MAX_GATEWAY_BYTES = 150 << 20
@@ -29,21 +29,21 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def serve_until_it_ends(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quire.cli", "serve", "--log-format", "json", *flags]
+    command = quire_command.command("serve", "--no-self-check", "--log-format", "json", *flags)
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_the_shipped_model_adds(shipped_gateway: GatewayProcess) -> None:
     target = ["--target", shipped_gateway.address]
     for prompt, answer in (("12+34=", "46"), ("999+1=", "1000"), ("0+0=", "0")):
-        command = [sys.executable, "-m", "quire.cli", "generate", *target, prompt]
+        command = quire_command.command("generate", *target, prompt)
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert answer in done.stdout.replace(prompt, "").split()
     shipped_gateway.assert_pools_are_whole()
 
 
 def test_status_is_a_table_of_workers(shipped_gateway: GatewayProcess) -> None:
-    command = [sys.executable, "-m", "quire.cli", "status", "--target", shipped_gateway.address]
+    command = quire_command.command("status", "--target", shipped_gateway.address)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "worker-0" in done.stdout and "worker-1" in done.stdout
 

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from tests import quire_command
+from tests.forks import Forked
 from tests.gateway_process import GatewayProcess
 from tests.tcp_proxy import TcpProxy
 
@@ -32,12 +32,11 @@ class Pool:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.certificates = make_certificates(directory / "pool")
-        self.workers: list[subprocess.Popen[str]] = []
+        self.workers: list[Forked] = []
 
-    def start_worker(self, *flags: str, certificates: Path | None = None) -> subprocess.Popen[str]:
-        pool = str(certificates or self.certificates)
-        log = ("--log-format", "json")
-        self.workers.append(quire_command.run("worker", "--pool", pool, "--threads", "1", *flags, *log))
+    def start_worker(self, *flags: str, certificates: Path | None = None) -> Forked:
+        flags = ("--pool", str(certificates or self.certificates), "--threads", "1", *flags)
+        self.workers.append(quire_command.start_worker(*flags, log=self.directory / "log"))
         return self.workers[-1]
 
     def listen(self) -> str:
@@ -57,8 +56,7 @@ class Pool:
         for worker in self.workers:
             worker.terminate()
         for worker in self.workers:
-            with worker:
-                assert worker.wait(TIMEOUT_S) == 0
+            assert worker.wait(TIMEOUT_S) == 0
 
 
 def make_certificates(directory: Path) -> Path:
@@ -81,7 +79,7 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
         made.stop()
 
 
-def process_of(worker: subprocess.Popen[str]) -> psutil.Process:
+def process_of(worker: Forked) -> psutil.Process:
     """The process that computes, which the command starts again and again."""
     while True:
         with contextlib.suppress(psutil.NoSuchProcess):

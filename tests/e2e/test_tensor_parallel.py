@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import psutil
 import pytest
 from quire.v1 import executor_pb2 as pb
 
+from tests import quire_command
 from tests.gateway_process import ROOT, GatewayProcess
 
 ANSWER_TIMEOUT_S = 60
@@ -55,7 +55,7 @@ def continued(gateway: GatewayProcess, cache: pb.PrefillResponse, count: int) ->
 
 def test_it_reads_the_sum(gateway: GatewayProcess) -> None:
     group_of(gateway)
-    command = [sys.executable, "-m", "quire.cli", "generate", "12+34=", "--target", gateway.address]
+    command = quire_command.command("generate", "12+34=", "--target", gateway.address)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     assert done.stdout.strip() == "46", done.stderr
 
@@ -105,7 +105,8 @@ def test_a_killed_rank_under_callers(gateway: GatewayProcess, victim: str) -> No
 )
 def test_what_cannot_be_split_is_refused(model: str, ranks: str, why: str) -> None:
     flags = ["--listen", "127.0.0.1:0", "--log-format", "json", "--model", model, "--tensor-parallel", ranks]
-    command = [sys.executable, "-m", "quire.cli", "serve", *flags]
+    flags += ["--no-self-check"]
+    command = quire_command.command("serve", *flags)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     records = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     refusals = [r["error"] for r in records if r["event"] == "cannot serve with this configuration"]

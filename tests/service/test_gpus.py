@@ -96,7 +96,7 @@ def test_one_worker_for_each_gpu(machine: Path) -> None:
 def test_each_worker_has_its_own(machine: Path) -> None:
     """As the first one is told, which hides the others from torch before that is loaded."""
     flags = ["--workers", "auto", "--device", "auto", "--devices", "2,0", "--kv-pages", "16"]
-    with GatewayProcess(model="paged-attention", workers=2, flags=flags, forks=False) as gateway:
+    with GatewayProcess(model="paged-attention", workers=2, flags=flags) as gateway:
         commands = {" ".join(process.cmdline()) for process in gateway.worker_processes()}
         told = {
             uuid for uuid in UUIDS if any(f'"device":"auto:{uuid}"' in c.replace(" ", "") for c in commands)

@@ -1,4 +1,4 @@
-"""Ten thousand seeded schedules keep every promise, and a gateway with a planted bug does not.
+"""Thousands of seeded schedules keep every promise, and a gateway with a planted bug does not.
 
 A failure names its seed: `python -m tests.sim --seeds SEED` runs that schedule again.
 """
@@ -16,7 +16,8 @@ from tests.sim.schedules import Kind, quietly, run_schedules, without_addresses
 from tests.sim.shell import ShellSimulation
 from tests.sim.simulation import Simulation
 
-SCHEDULES = 10_000
+# The rarest of the planted bugs shows in one schedule of 2500, all others within 300.
+SCHEDULES, THOROUGH_SCHEDULES = 3000, 10_000
 # A planted bug shows within this many; most within ten.
 CONTROL_SCHEDULES = 3000
 # Without these a passing run would say little.
@@ -104,6 +105,12 @@ MUST_HAPPEN = (
 
 def test_every_schedule_keeps_every_promise() -> None:
     seen = run_schedules(range(SCHEDULES))
+    assert {what for what in MUST_HAPPEN if not seen[what]} == set()
+
+
+@pytest.mark.thorough  # The others of the schedules above.
+def test_ten_thousand_schedules_keep_every_promise() -> None:
+    seen = run_schedules(range(THOROUGH_SCHEDULES))
     assert {what: seen[what] for what in MUST_HAPPEN if seen[what] < 20} == {}
 
 
