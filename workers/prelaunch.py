@@ -245,17 +245,17 @@ class Prelauncher:
 
         There is no prelaunched forward of the sequences of the others afterwards.
         """
-        sequences, expected = decodes.sequences, self.expected
-        known = list(map(expected.get, sequences))
-        same = [one == asked for one, asked in zip(known, _requests(decodes), strict=True)]
-        ready = [
-            is_same and sequence in self.ready for sequence, is_same in zip(sequences, same, strict=True)
-        ]
-        for sequence, is_same in zip(sequences, same, strict=True) if self.prelaunch_unrequested else ():
-            if is_same:
-                self._repeats[sequence] = self._repeats.get(sequence, 0) + 1
-        if not all(same):
-            self.drop([each for each, one, ok in zip(sequences, known, same, strict=True) if one and not ok])
+        sequences, requests = decodes.sequences, list(_requests(decodes))
+        known = list(map(self.expected.get, sequences))
+        if self.prelaunch_unrequested:
+            for sequence, one, request in zip(sequences, known, requests, strict=True):
+                if one == request:
+                    self._repeats[sequence] = self._repeats.get(sequence, 0) + 1
+        if known != requests:
+            zipped = zip(sequences, known, requests, strict=True)
+            self.drop([sequence for sequence, one, request in zipped if one and one != request])
+        # Those that are left are as they were expected.
+        ready = [sequence in self.ready for sequence in sequences]
         found = np.array(ready, np.bool_)
         if not all(ready):
             self._cancel([each for each, is_ready in zip(sequences, ready, strict=True) if not is_ready])
