@@ -338,7 +338,8 @@ def test_penalties_round_once_each_and_stay_finite(device: str) -> None:
     values = torch.randn(4, vocab, generator=torch.Generator().manual_seed(2)) * 5
     values[0, :3] = torch.tensor([FLOAT32_MAX, -INF, -FLOAT32_MAX])
     random = np.random.default_rng(4)
-    rows, settings = [2, 0, 3], random.uniform(-2, 2, (3, 3))
+    # What is subtracted is about as large as the logits, so that each rounding shows.
+    rows, settings = [2, 0, 3], random.uniform(-2, 2, (3, 3)) * [[1], [0.03], [1]]
     settings[0] = [0.3, 1e-30, 1.7]  # divisors
     histories = [random.integers(0, 40, 2500) * 37, np.array([0, 1, 2, 2, 2]), np.array([-1, vocab, 7])]
     prompts = [1300, 3, 0]
