@@ -31,7 +31,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.checkout import ROOT, environment
 
@@ -70,6 +70,8 @@ def fork_server(*modules: str) -> str:
 
 def serve() -> None:
     """Until standard input ends."""
+    # The current directory, which a fork changes.
+    sys.path.remove("")
     for module in sys.argv[2].split(","):
         importlib.import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -143,8 +145,12 @@ def _become(command: Sequence[str], env: dict[str, str], cwd: str, *, is_session
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    python, option, module, *arguments = command
-    assert (python, option) == (sys.executable, "-m")
+    python, *options, module = command[: command.index("-m") + 2]
+    arguments = command[len(options) + 2 :]
+    assert python == sys.executable and options in (["-m"], ["-P", "-m"])
+    if "torch" in sys.modules and "OMP_NUM_THREADS" in env:
+        # Read when torch was loaded.
+        sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))
     _show(command)
     # As of a program whose output is read while it runs.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -266,6 +272,28 @@ class _ForkedWorker(Forked):
         self.wait()
 
 
+def asked(server: str) -> SimpleNamespace:
+    """In the place of `subprocess` in service.cli.child, which starts what needs torch."""
+
+    def start(
+        command: Sequence[str],
+        *,
+        stdin: int,
+        stdout: IO[str],
+        stderr: IO[str],
+        start_new_session: bool,
+        **of: Any,
+    ) -> Forked:
+        assert stdin == subprocess.DEVNULL
+        with Path(os.devnull).open("rb") as nothing:
+            files = (nothing.fileno(), stdout.fileno(), stderr.fileno())
+            return Forked(
+                server, command, cwd=str(Path.cwd()), files=files, is_session=start_new_session, **of
+            )
+
+    return SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+
+
 class _Child:
     """A fork of this process itself, which has one thread: what `quire worker` starts again and again."""
 
@@ -312,7 +340,7 @@ class _Child:
 
 def main() -> int:
     """See the module's docstring. The gateways of `quire serve --gateways N` are `python -P -m MODULE`."""
-    from service.cli import gateways
+    from service.cli import child, gateways
     from service.pool import local
 
     server = sys.argv.pop(1)
@@ -322,6 +350,7 @@ def main() -> int:
             server, command, env=options["env"], cwd=options["cwd"], is_session=start_new_session
         )
 
+    vars(child)["subprocess"] = asked(server)
     vars(local)["subprocess"] = SimpleNamespace(PIPE=subprocess.PIPE, Popen=start)
     if sys.argv[1] == "-P":
         module = sys.argv[3]

@@ -11,6 +11,7 @@ from quire.cli.main import main
 from transformers import Qwen3MoeConfig
 
 from benchmarks.shapes import SHAPES, Shape
+from tests.forks import WORKERS, asked, fork_server
 from tests.model_factory import TinyModel, hf_config, make_model
 from workers.executors.llm import GPU_LORA_RANK, LlmExecutor, LoraLimits, StepLimits
 from workers.kv.sizing import KvSizingError
@@ -18,6 +19,12 @@ from workers.models.model import PAGE_SIZE, page_bytes
 from workers.plan import GPUS, Needs, num_cpu_pages, num_gpu_pages, plan
 
 LORA = LoraLimits(64, GPU_LORA_RANK, 2 << 30)
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command asks imports torch, for seconds; tests/service/test_cli_doctor.py starts programs."""
+    monkeypatch.setattr("service.cli.child.subprocess", asked(fork_server(*WORKERS)))
 
 
 def with_shape(directory: Path, shape: Shape) -> Path:
