@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from functools import cache
 
 import pytest
 import torch
@@ -83,17 +84,23 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
 
 
+@cache
+def row_weight_and_sums(inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[inputs] and [37, inputs], random, and what the model says: half a second for the largest."""
+    generator = torch.Generator().manual_seed(inputs)
+    row = torch.randn(inputs, generator=generator).bfloat16().float()
+    weight = torch.randn(37, inputs, generator=generator).bfloat16().float()
+    return row, weight, models(row, weight)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 17, 40])
 @pytest.mark.parametrize("inputs", [5, 32, 63, 160])
 @pytest.mark.parametrize("more", [2, GROUP])
 def test_sums_have_the_order_of_the_instruction(rows: int, inputs: int, more: int) -> None:
     """Bit by bit: two more inputs take away what bfloat16 can show of a sum, so that the rest is seen."""
-    generator = torch.Generator().manual_seed(inputs)
     filled = -(-inputs // GROUP) * GROUP
     row, weight = torch.zeros(filled + more), torch.zeros(37, filled + more)
-    row[:inputs] = torch.randn(inputs, generator=generator).bfloat16()
-    weight[:, :inputs] = torch.randn(37, inputs, generator=generator).bfloat16()
-    sums = models(row, weight)
+    row[:inputs], weight[:, :inputs], sums = row_weight_and_sums(inputs)
     row[filled : filled + 2] = 1.0
     weight[:, filled] = -sums.bfloat16().float()
     weight[:, filled + 1] = -(sums + weight[:, filled]).bfloat16().float()

@@ -35,6 +35,12 @@ FUSED = {
     **dict.fromkeys(("gemma2", "gemma3", "granite"), 7),
     **dict.fromkeys(("olmo2", "olmo3"), 0),
 }
+# In their products, what comes before and behind them, or their experts. The others differ from one of these
+# in positions, windows and widths.
+DIFFERING = (
+    *("llama with biases", "qwen3", "mixtral", "qwen3_moe with dense layers", "gemma", "gemma2", "granite"),
+    *("olmo2", "phi3"),
+)
 
 
 def preferring(way: int) -> Measure:
@@ -99,7 +105,9 @@ class Twins:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DIFFERING else pytest.mark.thorough) for name in MODELS]
+)
 def test_every_family(name: str, device: str, fused: list[int]) -> None:
     plain, other = decoder_of(name, device), decoder_of(name, device)
     plain._before_last_mlp, plain._last_mlp = plain._sublayers()[:-1], plain.layers[-1].mlp
