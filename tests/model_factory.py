@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -122,8 +123,10 @@ def make_adapter(
         settings: Of its LoraConfig.
     """
     if isinstance(model, Path):
-        model = AutoModelForCausalLM.from_pretrained(model)
+        model = copy.deepcopy(_read_model(model))
     adapted = quietly(get_peft_model, model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    # A README, whose template is compiled each time.
+    adapted.create_or_update_model_card = lambda _: None
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapted.named_parameters():
         if ".lora_" in name:
@@ -159,22 +162,33 @@ class _Exactly(TorchFunctionMode):
         return found
 
 
+@functools.lru_cache(maxsize=4)
+def _read_model(model: Path, **options: Any) -> PreTrainedModel:
+    """For copies: to read it takes ten times as long."""
+    read: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, **options)
+    return read
+
+
+@functools.lru_cache(maxsize=8)
+def _exact_model(model: Path, adapter: Path | None) -> Any:
+    # The other implementation of experts has no float64.
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    base: Any = copy.deepcopy(_read_model(model, dtype=torch.float64, **options))
+    if adapter is not None:
+        base = quietly(PeftModel.from_pretrained, base, str(adapter))
+    # Also buffers.
+    return base.double().eval()
+
+
 def exact_logits(model: Path, adapter: Path | None, tokens: list[int]) -> torch.Tensor:
     """Logits of every position [len(tokens), vocab_size] float64: those of PEFT's own float64 model.
 
     Args:
-        model: A model directory.
+        model: A model directory, which does not change.
         adapter: Of that model; None: none.
         tokens: The text.
     """
-    base: Any = AutoModelForCausalLM.from_pretrained(
-        # The other implementation of experts has no float64.
-        model, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-    )  # fmt: skip
-    if adapter is not None:
-        base = quietly(PeftModel.from_pretrained, base, str(adapter))
-    # Also buffers.
-    exact = base.double().eval()
+    exact = _exact_model(model, adapter)
     with torch.inference_mode(), _Exactly():
         logits: torch.Tensor = exact(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
