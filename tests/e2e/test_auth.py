@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,7 @@ def test_tls_from_the_command_line(tmp_path: Path) -> None:
                 except grpc.RpcError as error:
                     if "NO_WORKER" not in str(error) and "no worker" not in str(error):
                         raise
+                    time.sleep(0.02)
                 else:
                     return executor_pb2.GetStatusResponse()
 

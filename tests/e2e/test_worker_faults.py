@@ -317,8 +317,9 @@ def test_sockets_go_with_their_workers_and_the_directory_comes_back(gateway: Gat
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_worker_that_hangs_does_not_outlive_its_gateway(how: signal.Signals) -> None:
-    # The kernel ends what the gateway itself has started.
-    with GatewayProcess(model="paged-attention", flags=["--kv-pages", "64"], forks=False) as gateway:
+    # The kernel ends what a killed gateway itself has started.
+    forks, flags = how is not signal.SIGKILL, ["--kv-pages", "64"]
+    with GatewayProcess(model="paged-attention", flags=flags, forks=forks) as gateway:
         workers = [psutil.Process(pid) for pid in worker_pids(gateway).values()]
         # Not continued: nothing is left of them.
         for worker in workers:
