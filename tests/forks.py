@@ -104,7 +104,7 @@ def serve() -> None:
                     with contextlib.suppress(KeyError):
                         selector.unregister(connection)
                     _tell_status(pid, connection)
-                elif key.fileobj.fileno() >= 0:
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() >= 0:
                     selector.unregister(key.fileobj)
                     os.kill(pid, signal.SIGKILL)
 

@@ -126,7 +126,7 @@ def make_adapter(
         model = copy.deepcopy(_read_model(model))
     adapted = quietly(get_peft_model, model, LoraConfig(task_type="CAUSAL_LM", **settings))
     # A README, whose template is compiled each time.
-    adapted.create_or_update_model_card = lambda _: None
+    vars(adapted)["create_or_update_model_card"] = lambda _: None
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapted.named_parameters():
         if ".lora_" in name:

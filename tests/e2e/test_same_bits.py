@@ -85,7 +85,8 @@ class Company:
 
     def _run(self) -> None:
         try:
-            while not self._stop.is_set():
+            # Not all the time: each number that it is given is computed again.
+            while not self._stop.wait(0.02):
                 self._say(self._draw(self._dice.randint(1, 60)))
         except BaseException as failure:
             self.failed = failure
