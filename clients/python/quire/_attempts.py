@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from quire._methods import Method
-from quire.errors import QuireError, Unavailable
+from quire.errors import QuireError, Unavailable, from_status
 
 MAX_ATTEMPTS = 4
 # With several gateways: until another one has taken over.
@@ -22,7 +22,7 @@ _BACKOFF_MULTIPLIER = 3
 class Attempts:
     """The attempts of one call. Does not sleep or send by itself."""
 
-    __slots__ = ("_backoff_s", "_deadline_s", "_left")
+    __slots__ = ("_backoff_s", "_deadline_s", "_is_batch", "_left")
 
     def __init__(
         self,
@@ -36,12 +36,27 @@ class Attempts:
         """`timeout_s` limits all attempts together. None: no limit. `several`: there are several gateways."""
         most = _MAX_ATTEMPTS_OF_SEVERAL if several else MAX_ATTEMPTS
         self._left = most if retries and method.can_retry(request) else 1
+        self._is_batch = method.rpc.startswith("Batch")
         self._backoff_s = _INITIAL_BACKOFF_S
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
 
     def left_s(self) -> float | None:
         """The timeout of the next attempt. None: no limit."""
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
+
+    def failed_item(self, response: Any) -> QuireError | None:
+        """The error of a batch's item whose gateway was away. None: there is none, or no time to repeat it.
+
+        The whole batch is repeated: items that were applied are not applied again.
+        """
+        if self._left == 1 or not self._is_batch:
+            return None
+        left_s = self.left_s()
+        for error in (from_status(result.error) for result in response.results if result.HasField("error")):
+            longest_s = max(_MAX_BACKOFF_S, error.retry_delay_s or 0.0)
+            if isinstance(error, Unavailable) and (left_s is None or longest_s < left_s):
+                return error
+        return None
 
     def backoff_s(self, error: QuireError) -> float:
         """The delay before the next attempt. Raises `error`, that of the failed attempt, if there is none."""

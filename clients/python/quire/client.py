@@ -401,7 +401,10 @@ class Client(Caller):
                     call, request, timeout=attempts.left_s(), metadata=self.metadata
                 )
                 gateways.answered(target, request, response, trailing)
-                return response
+                item_failed = attempts.failed_item(response)
+                if item_failed is None:
+                    return response
+                failed = item_failed
             except grpc.RpcError as error:
                 failed = from_rpc_error(error)
             gateways.failed(target)
