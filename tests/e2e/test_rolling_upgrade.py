@@ -22,7 +22,7 @@ from tests.gateway_process import GatewayProcess
 from tests.postgres_server import PostgresServer
 
 FLAGS = ("--kv-pages", "256", "--orphan-grace-s", "60")
-SHARDS = 4
+SHARDS = 3
 # Between two calls: what is looked for is no effect of load.
 PAUSE_S = 0.02
 # Of each caller, with each set of gateways.

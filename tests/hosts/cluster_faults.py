@@ -60,7 +60,7 @@ class ClusterInjector(Injector):
             *((0.44 / 20, fault) for fault in self._link_faults()),
         ]
         if kills_workers:
-            self._kinds += [(0.12, self._kill_worker), (0.02, self._kill_all)]
+            self._kinds += [(0.12, self._kill_worker), (0.01, self._kill_all)]
         self._first = [method for _, method in self._kinds]
         self._rng.shuffle(self._first)
 
