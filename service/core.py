@@ -218,7 +218,8 @@ class AnsweringCore:
     def __init__(self, core: Core, forwarding: Forwarding) -> None:
         self._core = core
         self._forwarding = forwarding
-        forwarding.cores[core.shard.index] = core.api.run_here
+        self.caches, self.versions, self.run_here = core.caches, core.versions, core.api.run_here
+        forwarding.cores[core.shard.index] = self
 
     async def run(self) -> None:
         """Runs until cancelled, then gives the shard back. Raises OwnershipLost, PoolFailed."""

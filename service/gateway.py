@@ -191,7 +191,8 @@ class Gateway:
         if self.exporter is None:
             return observing
         core, front = self.core, self.front
-        parts = core.state, core.versions, core.caches, core.adapters, self.router, self.executions
+        further = {} if self._forwarding is None else self._forwarding.cores
+        parts = core.state, lambda: [core, *further.values()], core.adapters, self.router, self.executions
         self.exporter.attach(Sources(*parts, lambda: 0 if front is None else len(front.connections)))
         return [*observing, self.exporter.figures.calls.observing]
 

@@ -49,6 +49,14 @@ class CallContext(Protocol):
         """`callback` is called when the answer is sent."""
 
 
+class AnsweringShard(Protocol):
+    """A further shard of this process: what answers for it, and what metrics show of it."""
+
+    run_here: RunHere
+    caches: Any
+    versions: Any
+
+
 # In the trailing metadata of a forwarded call: the address of the gateway that has its cache.
 GATEWAY_METADATA = "quire-gateway"
 # The ids in a request, by call. All others have one `cache_id`.
@@ -87,7 +95,7 @@ class Forwarding:
         self._peers = peers
         self._answers = answers
         # Further shards that this process has: what answers for them.
-        self.cores: dict[int, RunHere] = {}
+        self.cores: dict[int, AnsweringShard] = {}
 
     def ids_in(self, method: str, request: Any) -> Iterable[str]:
         """See `Elsewhere.ids_in`."""
@@ -124,7 +132,7 @@ class Forwarding:
         """The answer of a shard other than the home shard."""
         core = self.cores.get(shard)
         if core is not None:
-            return await core(method, request, context)
+            return await core.run_here(method, request, context)
         return await self.forward(shard, method, request, CALLS[method].response, context)
 
     async def forward(
@@ -197,7 +205,7 @@ class Forwarding:
     async def observe(self, method: str, request: Any, context: CallContext, response: Any) -> None:
         """See `Elsewhere.observe`."""
         for core in [*self.cores.values()]:
-            found = await core(method, request, context)
+            found = await core.run_here(method, request, context)
             response.workers.extend(found.workers)
             for name in _SUMS if method == "GetStatus" else ():
                 setattr(response, name, getattr(response, name) + getattr(found, name))
@@ -217,7 +225,7 @@ class Forwarding:
         if shard == self.home.index:
             response = await here(asked, context)
         elif shard in self.cores:
-            response = await self.cores[shard]("ListCaches", asked, context)
+            response = await self.cores[shard].run_here("ListCaches", asked, context)
         elif is_forwarded(context.invocation_metadata()):
             raise ShardMoved
         else:
