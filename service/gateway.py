@@ -51,7 +51,7 @@ from service.shards.keeper import Keeper, RunningCore
 from service.shards.leases import Lease, Leases
 from service.shards.membership import Membership, stop_parent
 from service.shards.peers import PeerInterceptor, Peers
-from service.shards.table import FixedTable, ShardTable
+from service.shards.table import Addresses
 from service.text.text_model import TextModel
 from service.tracing.opening import open_tracer
 
@@ -139,14 +139,15 @@ class Gateway:
         """Lets this gateway answer for all shards, with the help of the others. None: there are none."""
         config = self.config
         if self._member is not None:
-            table: ShardTable = FixedTable(self._member.addresses)
+            # They share a port.
+            addresses = Addresses(dict(enumerate(self._member.addresses)))
             peers = Peers(config, self._member.secret)
         elif self._keeper is not None:
-            table, pool = self._keeper, Path(config.pool)
+            addresses, pool = self._keeper.addresses, Path(config.pool)
             peers = Peers(config, pool_files.secret(pool), pool_files.channel_credentials(pool))
         else:
             return None
-        forwarding = Forwarding(config, self.core.shard, table, peers, self.state.answers)
+        forwarding = Forwarding(config, self.core.shard, addresses, peers, self.state.answers)
         self.core.api.elsewhere = forwarding
         if self.authenticator is not None:
             self.authenticator.hop_secret = peers.secret

@@ -30,7 +30,7 @@ from service.errors import (
 from service.logging import current_request_id
 from service.shards.ids import Shard, shard_of
 from service.shards.peers import Metadata, Peers, is_forwarded
-from service.shards.table import ShardTable
+from service.shards.table import Addresses
 
 
 class CallContext(Protocol):
@@ -84,14 +84,14 @@ class Forwarding:
     """What is needed to answer for all shards."""
 
     def __init__(
-        self, config: Config, home: Shard, table: ShardTable, peers: Peers, answers: AnswerBudget
+        self, config: Config, home: Shard, addresses: Addresses, peers: Peers, answers: AnswerBudget
     ) -> None:
         """`home`: the shard whose calls need none of this. `answers`: counts what others answered."""
         self.home = home
         # By which gateways know each other's calls.
         self.secret = peers.secret
         self._config = config
-        self._table = table
+        self._addresses = addresses
         self._peers = peers
         self._answers = answers
         # Further shards that this process has: what answers for them.
@@ -120,7 +120,7 @@ class Forwarding:
             raise SeveralShards
         (shard,) = named
         answer = await self._ask(shard, method, request, context)
-        if name := self._table.public_address_of(shard):
+        if name := self._addresses.public.get(shard):
             context.set_trailing_metadata(((GATEWAY_METADATA, name),))
         return answer
 
@@ -139,7 +139,7 @@ class Forwarding:
         self, shard: int, method: str, request: Any, response: type[Any], context: CallContext
     ) -> Any:
         """The answer of the gateway that has a shard."""
-        address = self._table.address_of(shard)
+        address = self._addresses.peers.get(shard)
         if address is None:
             raise GatewayUnavailable
         if self._answers.is_exceeded:

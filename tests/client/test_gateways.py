@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from quire import Client
+from quire import Client, _methods
+from quire._attempts import Attempts
 from quire._gateways import Gateways, targets_of
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import runner_pb2, runner_pb2_grpc, types_pb2
@@ -73,6 +74,28 @@ def test_an_execution_is_cancelled_wherever_it_runs() -> None:
         client = stack.enter_context(Client(addresses, timeout_s=60))
         assert [client.cancel_execution("one") for _ in range(2)] == [True, True]
     assert [runner.asked for runner in runners] == [2, 2]
+
+
+def away() -> pb.BatchDecodeResponse:
+    answer = pb.BatchDecodeResponse()
+    answer.results.add(response=pb.DecodeResponse())
+    answer.results.add().error.code = grpc.StatusCode.UNAVAILABLE.value[0]
+    return answer
+
+
+def test_a_batch_is_repeated_while_the_gateway_of_an_item_is_away() -> None:
+    """Before, the item failed, in each rolling upgrade."""
+    batch = pb.BatchDecodeRequest(items=[pb.DecodeRequest(cache_id="kv0_a", position=3)])
+    attempts = Attempts(_methods.BATCH_DECODE, batch, 60, several=True)
+    assert attempts.failed_item(pb.BatchDecodeResponse(results=away().results[:1])) is None
+    tries = 1
+    while (failed := attempts.failed_item(away())) is not None:
+        attempts.backoff_s(failed)
+        tries += 1
+    assert tries == 16, "then the caller gets what the other items have answered"
+    assert Attempts(_methods.BATCH_DECODE, batch, 1, several=True).failed_item(away()) is None, "no time"
+    batch.items[0].ClearField("position")
+    assert Attempts(_methods.BATCH_DECODE, batch, 60, several=True).failed_item(away()) is None, "not safe"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from typing import Any
@@ -45,18 +46,17 @@ class Attempts:
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
     def failed_item(self, response: Any) -> QuireError | None:
-        """The error of a batch's item whose gateway was away. None: there is none, or no time to repeat it.
+        """The error of an item whose gateway was away. None: there is none, or no time to repeat the batch.
 
-        The whole batch is repeated: items that were applied are not applied again.
+        Items that were applied are not applied again.
         """
         if self._left == 1 or not self._is_batch:
             return None
         left_s = self.left_s()
-        for error in (from_status(result.error) for result in response.results if result.HasField("error")):
-            longest_s = max(_MAX_BACKOFF_S, error.retry_delay_s or 0.0)
-            if isinstance(error, Unavailable) and (left_s is None or longest_s < left_s):
-                return error
-        return None
+        longest_s = min(_MAX_SERVER_DELAY_S, math.inf if left_s is None else left_s)
+        errors = (from_status(result.error) for result in response.results if result.HasField("error"))
+        gone = (error for error in errors if isinstance(error, Unavailable))
+        return next((e for e in gone if max(_MAX_BACKOFF_S, e.retry_delay_s or 0.0) < longest_s), None)
 
     def backoff_s(self, error: QuireError) -> float:
         """The delay before the next attempt. Raises `error`, that of the failed attempt, if there is none."""

@@ -401,10 +401,9 @@ class Client(Caller):
                     call, request, timeout=attempts.left_s(), metadata=self.metadata
                 )
                 gateways.answered(target, request, response, trailing)
-                item_failed = attempts.failed_item(response)
-                if item_failed is None:
+                if (away := attempts.failed_item(response)) is None:
                     return response
-                failed = item_failed
+                failed = away
             except grpc.RpcError as error:
                 failed = from_rpc_error(error)
             gateways.failed(target)
