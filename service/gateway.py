@@ -67,6 +67,7 @@ _HEALTH_NAMES = ("", EXECUTOR_SERVICE, RUNNER_SERVICE)
 # How long streams that do not end by themselves (health watches) stay open after all calls have ended.
 _FINAL_GRACE_S = 0.2
 _POLL_INTERVAL_S = 0.02
+_REFUSING_POLL_S, _MOST_REFUSING_POLLS = 0.05, 10
 
 
 class Gateway:
@@ -286,12 +287,17 @@ class Gateway:
             await asyncio.sleep(_POLL_INTERVAL_S)
         self.executions.end_all()
         self.core.dispatcher.start_draining()
+        if self._forwarding is not None:
+            self._forwarding.is_draining = True
         self.core.api.end_sessions()
         if self._keeper is not None:
             # For the next owner of the shard.
             self.core.pool.detach_workers()
             await self._keeper.drain()
         await self.core.drain(deadline_s - time.monotonic())
+        while self._forwarding is not None and self._forwarding.in_flight and time.monotonic() < deadline_s:
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        await self._refuse_waiting_calls()
         if self.front is not None:
             await self.front.stop(_FINAL_GRACE_S)
         await self.server.stop(_FINAL_GRACE_S)
@@ -299,6 +305,16 @@ class Gateway:
             await self._peer_server.stop(_FINAL_GRACE_S)
         if self._forwarding is not None:
             await self._forwarding.close()
+
+    async def _refuse_waiting_calls(self) -> None:
+        """Those that gRPC has not handed over yet. When the server stops it would drop them, with CANCELLED.
+
+        Callers that were refused wait before they try again.
+        """
+        refusals, seen, polls = self.state.refusals.by_reason, -1, 0
+        while refusals["DRAINING"] != seen and polls < _MOST_REFUSING_POLLS:
+            seen, polls = refusals["DRAINING"], polls + 1
+            await asyncio.sleep(_REFUSING_POLL_S)
 
     def _log_ready(self) -> None:
         if self._ready_fields and self.state.has_ready_worker:

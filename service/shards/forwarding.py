@@ -20,6 +20,7 @@ from service.api.status import renumber, to_status
 from service.config import Config
 from service.errors import (
     AnswersFull,
+    Draining,
     GatewayUnavailable,
     InvalidArgument,
     QuireError,
@@ -94,6 +95,7 @@ class Forwarding:
         self._addresses = addresses
         self._peers = peers
         self._answers = answers
+        self.is_draining, self.in_flight = False, 0
         # Further shards that this process has: what answers for them.
         self.cores: dict[int, AnsweringShard] = {}
 
@@ -139,13 +141,19 @@ class Forwarding:
         self, shard: int, method: str, request: Any, response: type[Any], context: CallContext
     ) -> Any:
         """The answer of the gateway that has a shard."""
+        if self.is_draining:
+            raise Draining
         address = self._addresses.peers.get(shard)
         if address is None:
             raise GatewayUnavailable
         if self._answers.is_exceeded:
             raise AnswersFull(self._answers.max_bytes)
         timeout_s, metadata = context.time_remaining(), context.invocation_metadata()
-        answer = await self._peers.call(address, method, request, response, timeout_s, metadata)
+        self.in_flight += 1
+        try:
+            answer = await self._peers.call(address, method, request, response, timeout_s, metadata)
+        finally:
+            self.in_flight -= 1
         size_bytes = answer.ByteSize()
         self._answers.adjust(size_bytes)
         context.add_done_callback(lambda _: self._answers.adjust(-size_bytes))

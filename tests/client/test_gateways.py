@@ -10,6 +10,7 @@ import pytest
 from quire import Client, _methods
 from quire._attempts import Attempts
 from quire._gateways import Gateways, targets_of
+from quire.errors import Cancelled
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import runner_pb2, runner_pb2_grpc, types_pb2
 
@@ -96,6 +97,15 @@ def test_a_batch_is_repeated_while_the_gateway_of_an_item_is_away() -> None:
     assert Attempts(_methods.BATCH_DECODE, batch, 1, several=True).failed_item(away()) is None, "no time"
     batch.items[0].ClearField("position")
     assert Attempts(_methods.BATCH_DECODE, batch, 60, several=True).failed_item(away()) is None, "not safe"
+
+
+def test_what_grpc_drops_is_repeated_and_what_the_server_cancels_is_not() -> None:
+    """A gateway that stops drops calls that it has not read yet. Before, they failed."""
+    decode = pb.DecodeRequest(cache_id="kv0_a", position=3)
+    attempts = Attempts(_methods.DECODE, decode, 60, several=True)
+    assert attempts.backoff_s(Cancelled(grpc.StatusCode.CANCELLED, "", "CANCELLED")) < 1
+    with pytest.raises(Cancelled):
+        attempts.backoff_s(Cancelled(grpc.StatusCode.CANCELLED, "CANCELLED", "by its caller"))
 
 
 @pytest.mark.parametrize(

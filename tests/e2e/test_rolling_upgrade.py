@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
+import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,13 @@ from typing import Any
 import grpc
 import pytest
 from quire import Cache, Client
-from quire.errors import QuireError
+from quire.errors import QuireError, from_rpc_error
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc
 
-from tests.e2e.test_remote_workers import Pool, free_address
+from service.shards.ids import shard_of
+from tests.e2e.several_gateways import retrying
+from tests.e2e.test_remote_workers import Pool, free_address, process_of
 from tests.gateway_process import GatewayProcess
 from tests.postgres_server import PostgresServer
 
@@ -36,7 +41,7 @@ class Upgraded:
     """Some gateways at fixed addresses. Restarts one at a time."""
 
     def __init__(self, stack: contextlib.ExitStack, count: int, directory: Path) -> None:
-        pool = Pool(directory)
+        self.pool = pool = Pool(directory)
         stack.callback(pool.stop)
         database = stack.enter_context(PostgresServer())
         workers = ",".join(pool.listen() for _ in range(SHARDS))
@@ -53,7 +58,8 @@ class Upgraded:
         address = self.addresses[index]
         own = ("--listen", address, "--advertise", address, "--peer-listen", self._peers[index])
         gateway = GatewayProcess(model="paged-attention", flags=[*FLAGS, *self._own, *own])
-        gateway._wait_for_address()
+        gateway.address = gateway._wait_for_address()
+        gateway.channel = gateway.connect()
         return gateway
 
     def restart(self, index: int) -> None:
@@ -169,7 +175,8 @@ class PlainCaller(Caller):
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > give_up_s:
                     raise
-            time.sleep(0.1)
+                delay_s = max(0.1, from_rpc_error(error).retry_delay_s or 0)
+            time.sleep(delay_s)
 
 
 @pytest.fixture(params=[2, 3])
@@ -210,3 +217,64 @@ def test_no_call_fails_while_gateways_are_restarted_one_after_the_other(upgraded
             assert found == text
             cache.release()
     client.close()
+
+
+def test_a_gateway_that_stops_waits_for_calls_that_it_has_forwarded(tmp_path: Path) -> None:
+    """Before, it did not, and they failed."""
+    with contextlib.ExitStack() as stack:
+        upgraded = Upgraded(stack, 2, tmp_path)
+        stopping, other = upgraded.gateways
+        prefill = pb.PrefillRequest(token_ids=[1, 2, 3])
+        cache_id = retrying(other.stub.Prefill, prefill).kv_cache.cache_id  # type: ignore[attr-defined]
+        shard = shard_of(cache_id)
+        assert shard is not None
+        # Until it knows who has that shard.
+        retrying(stopping.stub.Decode, pb.DecodeRequest(cache_id=cache_id, token_id=4, position=3))
+        worker = process_of(upgraded.pool.workers[shard])
+        worker.suspend()
+        try:
+            call: Any = stopping.stub.Decode.future(
+                pb.DecodeRequest(cache_id=cache_id, token_id=5), timeout=60
+            )
+            other.wait_until_in_flight(1)
+            stopping.process.send_signal(signal.SIGTERM)
+            stopping.wait_until(lambda: "a shard is given back" in stopping.log())
+            # Longer than anything else that it waits for.
+            time.sleep(1)
+        finally:
+            worker.resume()
+        assert call.result().kv_cache.seq_len == 5
+        assert stopping.process.wait(TIMEOUT_S) == 0
+
+
+def test_a_gateway_that_stops_drops_no_call_that_waits(tmp_path: Path) -> None:
+    """Before, nearly each of so many callers without pauses got CANCELLED, and not from the gateway."""
+    with GatewayProcess(model="paged-attention", flags=["--data-dir", str(tmp_path)]) as gateway:
+        codes = asyncio.run(codes_of_errors_while(gateway.address, gateway.process.terminate))
+    assert set(codes) == {"UNAVAILABLE"}, codes
+
+
+async def codes_of_errors_while(address: str, stop: Callable[[], None]) -> Counter[str]:
+    codes: Counter[str] = Counter()
+
+    async def decode(number: int, began: asyncio.Event) -> None:
+        """Until refused, and then, as the refusal says, not again so soon."""
+        prefill = pb.PrefillRequest(token_ids=[1, 2, number])
+        async with grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+            cache_id = (await stub.Prefill(prefill)).kv_cache.cache_id
+            began.set()
+            try:
+                while True:
+                    await stub.Decode(pb.DecodeRequest(cache_id=cache_id, token_id=5), timeout=TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                codes[error.code().name] += 1
+
+    began = [asyncio.Event() for _ in range(64)]
+    async with asyncio.TaskGroup() as callers:
+        for number, event in enumerate(began):
+            callers.create_task(decode(number, event))
+        for event in began:
+            await event.wait()
+        stop()
+    return codes
