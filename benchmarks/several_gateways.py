@@ -3,8 +3,8 @@
 Each caller has a connection of its own, which the kernel gives to one of the gateways, and sends unary
 Decodes of its own cache. The weightless executor computes, with as many workers for one gateway as for N. A
 gateway with a core of its own carries as many tokens a second as its CPU time for a token says, so several
-carry the sum. Prints, for each number of callers and each turn, the microseconds of each gateway's CPU for
-one of its tokens, and what N carry together as a multiple of what one carries.
+carry the sum. Prints the microseconds of each gateway's CPU for one of its tokens, and what N carry together
+as a multiple of what one carries, with the same number of callers in all, and of callers of each gateway.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.gateway_process import CHANNEL_OPTIONS, GatewayProcess
 from service.shards.ids import shard_of
 
 _PROMPT = range(1, 33)
-_CALLERS = (16, 32, 64)
+_CALLERS = (16, 32)
 
 
 def _processes(gateway: GatewayProcess, count: int) -> list[psutil.Process]:
@@ -66,28 +66,36 @@ async def _measure(
     return [(shares[shard], 1e6 * took_s[shard] / tokens[shard]) for shard in sorted(tokens)]
 
 
+async def _carried(server: GatewayProcess, count: int, callers: int, tokens: int) -> float:
+    """Tokens a microsecond, if each gateway has a core."""
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(
+                grpc.aio.insecure_channel(server.address, options=CHANNEL_OPTIONS)
+            )
+            for _ in range(callers)
+        ]
+        stubs = [executor_pb2_grpc.ModelExecutorServiceStub(channel) for channel in channels]
+        found = await _measure(stubs, _processes(server, count), tokens // callers)
+    each = ", ".join(f"{share} callers {used_us:.0f} us" for share, used_us in found)
+    print(f"gateways: {count}: {each}", flush=True)
+    return sum(1 / used_us for _, used_us in found)
+
+
 async def _run(servers: dict[int, GatewayProcess], rounds: int, tokens: int) -> None:
+    one, several = servers
     for callers in _CALLERS:
-        ratios = []
+        ratios: dict[int, list[float]] = {callers: [], several * callers: []}
         for _ in range(rounds):
-            carried = {}
-            for count, server in servers.items():
-                async with contextlib.AsyncExitStack() as stack:
-                    channels = [
-                        await stack.enter_async_context(
-                            grpc.aio.insecure_channel(server.address, options=CHANNEL_OPTIONS)
-                        )
-                        for _ in range(callers)
-                    ]
-                    stubs = [executor_pb2_grpc.ModelExecutorServiceStub(channel) for channel in channels]
-                    found = await _measure(stubs, _processes(server, count), tokens // callers)
-                carried[count] = sum(1 / used_us for _, used_us in found)
-                each = ", ".join(f"{share} callers {used_us:.0f} us" for share, used_us in found)
-                print(f"{callers} callers, gateways: {count}: {each}", flush=True)
-            one, several = sorted(carried)
-            ratios.append(carried[several] / carried[one])
-        shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(f"{callers} callers: {shown}; median {statistics.median(ratios):.2f}", flush=True)
+            alone = await _carried(servers[one], one, callers, tokens)
+            for total, found in ratios.items():
+                found.append(await _carried(servers[several], several, total, tokens) / alone)
+        for total, found in ratios.items():
+            shown = ", ".join(f"{ratio:.2f}" for ratio in found)
+            median = statistics.median(found)
+            print(
+                f"{total} callers of {several}, of {callers} of one: {shown}; median {median:.2f}", flush=True
+            )
 
 
 def main() -> None:
@@ -103,7 +111,10 @@ def main() -> None:
         for count in (1, arguments.gateways):
             data = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-gateways-"))
             flags = ["--no-self-check", "--data-dir", data, "--gateways", str(count)]
-            server = GatewayProcess(model="paged-attention", workers=arguments.gateways, flags=flags)
+            flags += ["--workers", str(arguments.gateways)]
+            # A gateway tells of its own workers.
+            own = arguments.gateways // count
+            server = GatewayProcess(model="paged-attention", workers=own, flags=flags)
             servers[count] = stack.enter_context(server)
         asyncio.run(_run(servers, arguments.rounds, arguments.tokens))
 
