@@ -98,12 +98,10 @@ class Keeper:
 
     async def _be_member(self) -> Lease:
         """Takes the first free row of a gateway."""
-        taken = {row.shard for row in await self._leases.owners() if row.owner}
         number = -1
-        while True:
-            if number not in taken and (lease := await self._leases.acquire(number)) is not None:
-                return lease
+        while (lease := await self._leases.acquire(number)) is None:
             number -= 1
+        return lease
 
     def _on_owners(self, owners: Sequence[Owned]) -> None:
         self._owners = owners
