@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -193,7 +193,7 @@ class Gateway:
         if self.exporter is None:
             return observing
         core, front = self.core, self.front
-        further = {} if self._forwarding is None else self._forwarding.cores
+        further: dict[int, Any] = {} if self._forwarding is None else self._forwarding.cores
         parts = core.state, lambda: [core, *further.values()], core.adapters, self.router, self.executions
         self.exporter.attach(Sources(*parts, lambda: 0 if front is None else len(front.connections)))
         return [*observing, self.exporter.figures.calls.observing]

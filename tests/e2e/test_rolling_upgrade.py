@@ -45,8 +45,8 @@ class Upgraded:
         stack.callback(pool.stop)
         database = stack.enter_context(PostgresServer())
         workers = ",".join(pool.listen() for _ in range(SHARDS))
-        self._own = ("--pool", str(pool.certificates), "--journal", database.url, "--workers-at", workers)
-        self._own += ("--shards", str(SHARDS))
+        self._own = ["--pool", str(pool.certificates), "--journal", database.url, "--workers-at", workers]
+        self._own += ["--shards", str(SHARDS)]
         self._peers = [free_address() for _ in range(count)]
         self.addresses = [free_address() for _ in range(count)]
         self.gateways: list[GatewayProcess] = []
@@ -188,7 +188,7 @@ def upgraded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Upgrade
 def test_no_call_fails_while_gateways_are_restarted_one_after_the_other(upgraded: Upgraded) -> None:
     client = Client(upgraded.addresses, timeout_s=TIMEOUT_S)
     callers: list[Caller] = [OurCaller(number, client) for number in range(3)]
-    callers += [PlainCaller(number, upgraded.addresses) for number in (3, 4)]
+    callers += [PlainCaller(number, upgraded.addresses) for number in range(3, 7)]
 
     def wait_until_all_came_on() -> None:
         before = [one.tokens for one in callers]

@@ -68,7 +68,7 @@ class Cluster:
             self.gateways.append(gateway)
             for index, owner in enumerate(owners):
                 if owner == home != index:
-                    gateway.forwarding.cores[index] = SimpleNamespace(run_here=gateway.core(index))  # type: ignore[assignment]
+                    gateway.forwarding.cores[index] = SimpleNamespace(run_here=gateway.core(index))
 
 
 class Gateway:
