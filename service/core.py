@@ -15,6 +15,7 @@ from pathlib import Path
 from service.adapters.loader import AdapterLoader, FindAdapter
 from service.adapters.registry import Adapters
 from service.adapters.store import AdapterStore
+from service.api.elsewhere import RunHere
 from service.api.executor import ExecutorApi
 from service.api.server_state import ServerState
 from service.auth.authenticator import current_tenant
@@ -218,7 +219,9 @@ class AnsweringCore:
     def __init__(self, core: Core, forwarding: Forwarding) -> None:
         self._core = core
         self._forwarding = forwarding
-        forwarding.cores[core.shard.index] = core.api.run_here
+        self.caches, self.versions = core.caches, core.versions
+        self.run_here: RunHere = core.api.run_here
+        forwarding.cores[core.shard.index] = self
 
     async def run(self) -> None:
         """Runs until cancelled, then gives the shard back. Raises OwnershipLost, PoolFailed."""

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -51,7 +51,7 @@ from service.shards.keeper import Keeper, RunningCore
 from service.shards.leases import Lease, Leases
 from service.shards.membership import Membership, stop_parent
 from service.shards.peers import PeerInterceptor, Peers
-from service.shards.table import FixedTable, ShardTable
+from service.shards.table import Addresses
 from service.text.text_model import TextModel
 from service.tracing.opening import open_tracer
 
@@ -67,6 +67,7 @@ _HEALTH_NAMES = ("", EXECUTOR_SERVICE, RUNNER_SERVICE)
 # How long streams that do not end by themselves (health watches) stay open after all calls have ended.
 _FINAL_GRACE_S = 0.2
 _POLL_INTERVAL_S = 0.02
+_REFUSING_POLL_S, _MOST_REFUSING_POLLS = 0.05, 10
 
 
 class Gateway:
@@ -139,14 +140,15 @@ class Gateway:
         """Lets this gateway answer for all shards, with the help of the others. None: there are none."""
         config = self.config
         if self._member is not None:
-            table: ShardTable = FixedTable(self._member.addresses)
+            # They share a port.
+            addresses = Addresses(dict(enumerate(self._member.addresses)))
             peers = Peers(config, self._member.secret)
         elif self._keeper is not None:
-            table, pool = self._keeper, Path(config.pool)
+            addresses, pool = self._keeper.addresses, Path(config.pool)
             peers = Peers(config, pool_files.secret(pool), pool_files.channel_credentials(pool))
         else:
             return None
-        forwarding = Forwarding(config, self.core.shard, table, peers, self.state.answers)
+        forwarding = Forwarding(config, self.core.shard, addresses, peers, self.state.answers)
         self.core.api.elsewhere = forwarding
         if self.authenticator is not None:
             self.authenticator.hop_secret = peers.secret
@@ -191,7 +193,8 @@ class Gateway:
         if self.exporter is None:
             return observing
         core, front = self.core, self.front
-        parts = core.state, core.versions, core.caches, core.adapters, self.router, self.executions
+        further: dict[int, Any] = {} if self._forwarding is None else self._forwarding.cores
+        parts = core.state, lambda: [core, *further.values()], core.adapters, self.router, self.executions
         self.exporter.attach(Sources(*parts, lambda: 0 if front is None else len(front.connections)))
         return [*observing, self.exporter.figures.calls.observing]
 
@@ -284,12 +287,17 @@ class Gateway:
             await asyncio.sleep(_POLL_INTERVAL_S)
         self.executions.end_all()
         self.core.dispatcher.start_draining()
+        if self._forwarding is not None:
+            self._forwarding.is_draining = True
         self.core.api.end_sessions()
         if self._keeper is not None:
             # For the next owner of the shard.
             self.core.pool.detach_workers()
             await self._keeper.drain()
         await self.core.drain(deadline_s - time.monotonic())
+        while self._forwarding is not None and self._forwarding.in_flight and time.monotonic() < deadline_s:
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        await self._refuse_waiting_calls()
         if self.front is not None:
             await self.front.stop(_FINAL_GRACE_S)
         await self.server.stop(_FINAL_GRACE_S)
@@ -297,6 +305,16 @@ class Gateway:
             await self._peer_server.stop(_FINAL_GRACE_S)
         if self._forwarding is not None:
             await self._forwarding.close()
+
+    async def _refuse_waiting_calls(self) -> None:
+        """Those that gRPC has not handed over yet. When the server stops it would drop them, with CANCELLED.
+
+        Callers that were refused wait before they try again.
+        """
+        refusals, seen, polls = self.state.refusals.by_reason, -1, 0
+        while refusals["DRAINING"] != seen and polls < _MOST_REFUSING_POLLS:
+            seen, polls = refusals["DRAINING"], polls + 1
+            await asyncio.sleep(_REFUSING_POLL_S)
 
     def _log_ready(self) -> None:
         if self._ready_fields and self.state.has_ready_worker:

@@ -17,6 +17,7 @@ import functools
 import io
 import logging
 import sys
+import time
 from array import array
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -35,6 +36,7 @@ _KEYS_OF_LINES = frozenset({"exception", "stack"})
 _REQUEST_ID, _TRACE_ID = "request_id", "trace_id"
 # How long the process waits at its end until the log is written.
 _DRAIN_S = 1.0
+_RARE_S = 10.0
 _COMMON_KEYS = ("timestamp", "level", "logger", "event", _REQUEST_ID, _TRACE_ID)
 
 
@@ -108,6 +110,18 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """The logger of a module: `log = get_logger(__name__)`, then `log.info("worker_ready", worker_id=id)`."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
     return logger
+
+
+class RareWarnings:
+    """Logs failures that repeat with each attempt: one in ten seconds. `values`: of each line."""
+
+    def __init__(self, name: str, **values: object) -> None:
+        self._log, self._values, self._next_s = get_logger(name), values, 0.0
+
+    def __call__(self, event: str, error: BaseException | None = None) -> None:
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _RARE_S
+            self._log.warning(event, error=None if error is None else str(error), **self._values)
 
 
 # It is never reset: grpc.aio handles each call in its own task, with its own context.

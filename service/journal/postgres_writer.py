@@ -17,7 +17,7 @@ from typing import Final
 from service.journal.encoding import seal
 from service.journal.recovery import ROW_BYTES
 from service.journal.stored import MAX_ROW_BYTES
-from service.logging import get_logger
+from service.logging import RareWarnings, get_logger
 from service.postgres.errors import Conflict, DatabaseFailed
 from service.shards.leases import Lease, Table
 
@@ -53,7 +53,6 @@ _FIRST_RETRY_S: Final = 0.05
 _MAX_RETRY_S: Final = 2.0
 # While the database cannot be reached, commits are refused without another attempt for so long.
 _REFUSED_S: Final = 0.2
-_WARN_S: Final = 10.0
 
 # Called with a number of commits, the oldest that were not reported yet. True: they are durable. False: none
 # of them is stored.
@@ -82,7 +81,7 @@ class PostgresWriter:
         # `first_seq` is not in the table yet.
         self._first_is_new = False
         self._refused_until_s = 0.0
-        self._warned_at_s = -_WARN_S
+        self._warn = RareWarnings(__name__, shard=lease.shard)
 
     def begin(self, first_seq: int, next_seq: int, size_bytes: int) -> None:
         """Continues after the rows that were recovered."""
@@ -212,9 +211,3 @@ class PostgresWriter:
             self._warn("rows of the journal could not be dropped", error)
             return False
         return True
-
-    def _warn(self, event: str, error: DatabaseFailed) -> None:
-        now_s = time.monotonic()
-        if now_s - self._warned_at_s >= _WARN_S:
-            self._warned_at_s = now_s
-            _log.warning(event, shard=self._lease.shard, error=str(error))

@@ -29,9 +29,7 @@ from service.journal.files import (
 )
 from service.journal.recovery import ROW_BYTES
 from service.journal.stored import MAX_ROW_BYTES
-from service.logging import get_logger
-
-_log = get_logger(__name__)
+from service.logging import RareWarnings
 
 # A checkpoint runs after so long without commits,
 _IDLE_S: Final = 1.0
@@ -48,8 +46,6 @@ _SHORT_BYTES: Final = 64 << 10
 _SHORT_S: Final = 0.002
 _PAUSE: Final = 4
 _PAUSE_FOR_DISK: Final = 1000
-# Minimum time between two warnings.
-_WARN_S: Final = 10.0
 
 
 # The frames of a commit, or what runs on the thread between commits.
@@ -84,7 +80,7 @@ class Writer:
         # Bytes since the last checkpoint, and when the next one is due.
         self._wal_bytes = 0
         self._checkpoint_at = 0.0
-        self._warned_at = -_WARN_S
+        self._warn = RareWarnings(__name__, file=str(files.path))
         # Held by whoever uses the connection; and whether that waits for locks of other programs.
         self._using = threading.Lock()
         self._waits_for_locks = True
@@ -343,12 +339,6 @@ class Writer:
         self._has_ended = True
         self._checkpoint()
         self._disconnect()
-
-    def _warn(self, event: str, error: BaseException | None = None) -> None:
-        now = time.monotonic()
-        if now - self._warned_at >= _WARN_S:
-            self._warned_at = now
-            _log.warning(event, file=str(self._files.path), error=None if error is None else str(error))
 
 
 def _is_unwritten(error: BaseException) -> bool:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import Metric, metrics_core
 from prometheus_client.registry import Collector
@@ -23,7 +23,7 @@ from service.caches.machine import CacheMachine
 from service.caches.requests import AppendKind
 from service.metrics.figures import Distribution, Figures
 from service.metrics.totals import Totals
-from service.pool.model_versions import ModelVersions
+from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
 
@@ -60,17 +60,27 @@ _ADAPTER_COUNTS = {
 }
 
 
+class ShownShard(Protocol):
+    """A shard of the gateway."""
+
+    caches: CacheMachine
+    versions: ModelVersions
+
+
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The parts of the gateway whose figures are shown."""
+    """The parts of the gateway whose figures are shown. `shards`: the one that it got first is the first."""
 
     state: ServerState
-    versions: ModelVersions
-    caches: CacheMachine
+    shards: Callable[[], Sequence[ShownShard]]
     adapters: Adapters
     router: Router
     executions: Executions
     num_http_connections: Callable[[], int]
+
+    def slots(self) -> list[WorkerSlot]:
+        """The workers of all shards."""
+        return [slot for shard in self.shards() for slot in shard.versions.all_slots]
 
 
 class QuireCollector(Collector):
@@ -81,7 +91,7 @@ class QuireCollector(Collector):
         self._figures = figures
         self._totals = Totals()
         # Notes the last counts of a worker that has died.
-        sources.versions.subscribe(self._count)
+        sources.shards()[0].versions.subscribe(self._count)
 
     def collect(self) -> Iterator[Metric]:
         """Yields all families, also those without a value."""
@@ -98,9 +108,11 @@ class QuireCollector(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         """What vLLM has by the same names."""
-        appends, kv, serving = self._figures.appends, self._of.caches.parts.kv, self._of.versions.serving
+        appends, shards = self._figures.appends, self._of.shards()
+        kv, serving = shards[0].caches.parts.kv, shards[0].versions.serving
         running, waiting = running_and_waiting(self._of)
-        pools = [slot.snapshot.pool for slot in serving.slots if slot.state == _READY]
+        served = (slot for shard in shards for slot in shard.versions.serving.slots)
+        pools = [slot.snapshot.pool for slot in served if slot.state == _READY]
         total = sum(pool.pages_total for pool in pools)
         used = sum(pool.pages_referenced for pool in pools) / max(1, total)
         yield _gauge("quire_num_requests_running", "Appends that fit into the next steps.", running)
@@ -135,21 +147,24 @@ class QuireCollector(Collector):
         yield _histogram("grpc_server_handling_seconds", text, figures.calls.seconds, *_CALL)
 
     def _gateway(self) -> Iterator[Metric]:
-        state, caches, figures = self._of.state, self._of.caches, self._figures
+        state, figures, home = self._of.state, self._figures, self._of.shards()[0]
+        caches = [shard.caches for shard in self._of.shards()]
         connections = {("grpc",): state.connections.count, ("openai",): self._of.num_http_connections()}
         states = _one_hot(executor_pb2.ServerState, "SERVER_STATE_", state.state)
-        serving = self._of.versions.serving.number
         stall_s, unfinished = state.watch.longest_stretch_s, self._of.executions.num_unfinished
         yield _gauge("quire_state", "1 for the current state.", states, "state")
-        yield _gauge("quire_weights_version", "Number of the served weights.", serving)
-        yield _gauge("quire_caches", "Caches.", len(caches))
-        yield _gauge("quire_operations_in_flight", "Operations in all.", caches.operations_in_flight)
-        yield _gauge("quire_operations_parked", "Those that wait for a worker or pages.", caches.num_parked)
+        yield _gauge("quire_weights_version", "Number of the served weights.", home.versions.serving.number)
+        in_flight = sum(one.operations_in_flight for one in caches)
+        parked = sum(one.num_parked for one in caches)
+        yield _gauge("quire_caches", "Caches.", sum(map(len, caches)))
+        yield _gauge("quire_operations_in_flight", "Operations in all.", in_flight)
+        yield _gauge("quire_operations_parked", "Those that wait for a worker or pages.", parked)
         yield _gauge("quire_executions_running", "Executions with unfinished samples.", unfinished)
         yield _gauge("quire_sessions", "Open Sessions and other streams.", state.receiver.streams)
         yield _gauge("quire_connections", "Open connections.", connections, "port")
         yield _gauge("quire_arriving_requests", "Requests that have not arrived.", state.receiver.arriving)
-        yield _gauge("quire_journal_bytes", "The journal's contents.", caches.ledger.size_bytes)
+        journal_bytes = sum(one.ledger.size_bytes for one in caches)
+        yield _gauge("quire_journal_bytes", "The journal's contents.", journal_bytes)
         yield _gauge("quire_unread_bytes", "Answers computed or not yet read.", state.answers.used_bytes)
         yield _gauge("quire_event_loop_longest_stall_seconds", "The longest since the start.", stall_s)
         kinds = {kind.name.lower(): figures.appends.answered[kind] for kind in AppendKind}
@@ -157,7 +172,7 @@ class QuireCollector(Collector):
         failed = {**dict.fromkeys(_ALERTED_REASONS, 0), **figures.appends.failed}
         yield _counter("quire_appends_failed", "Appends that failed.", failed, "reason")
         yield _counter("quire_refusals", "Refused calls.", state.refusals.by_reason, "reason")
-        replayed = caches.parts.attempts.replayed_tokens
+        replayed = home.caches.parts.attempts.replayed_tokens
         yield _counter("quire_replayed_tokens", "Tokens whose lost KV was computed again.", replayed)
         breakers = {}
         for runtime in self._of.router.runtimes[1:]:
@@ -170,21 +185,22 @@ class QuireCollector(Collector):
 
     def _count(self) -> None:
         sources: dict[Hashable, tuple[str, Mapping[str, int]]] = {}
-        for slot in self._of.versions.all_slots:
+        for slot in self._of.slots():
+            # Epochs are numbers of a shard, and a worker belongs to one.
             index = str(slot.index)
-            sources[slot.epoch] = index, _values(slot.snapshot, _WORKER_COUNTS)
+            sources[index, slot.epoch] = index, _values(slot.snapshot, _WORKER_COUNTS)
             for adapter in slot.snapshot.lora_adapters:
-                sources[slot.epoch, adapter.version] = index, _values(adapter, _ADAPTER_COUNTS)
+                sources[index, slot.epoch, adapter.version] = index, _values(adapter, _ADAPTER_COUNTS)
         self._totals.update(sources)
 
     def _workers(self) -> Iterator[Metric]:
         self._count()
-        slots = [(str(slot.index), slot) for slot in self._of.versions.all_slots]
+        slots = [(str(slot.index), slot) for slot in self._of.slots()]
         ready = _summed((index, slot.state == _READY) for index, slot in slots)
         yield _gauge("quire_worker_ready", "Workers of this slot that serve.", ready, "worker")
         epochs = {index: slot.epoch for index, slot in sorted(slots, key=lambda one: one[1].epoch)}
         yield _gauge("quire_worker_epoch", "Number of the last start.", epochs, "worker")
-        starts = {str(index): count for index, count in self._of.versions.starts.items()}
+        starts = {str(index): count for index, count in self._of.shards()[0].versions.starts.items()}
         yield _counter("quire_worker_starts", "Starts, also with other weights.", starts, "worker")
         for name, (path, text) in _WORKER_GAUGES.items():
             scale = 1e-9 if path.endswith("_ns") else 1
@@ -201,7 +217,7 @@ class QuireCollector(Collector):
             yield _counter(name, text, {index: counts[name] for index, counts in totals.items()}, "worker")
 
     def _adapters(self) -> Iterator[Metric]:
-        slots, first = self._of.versions.all_slots, self._of.versions.serving.first_ready
+        slots, first = self._of.slots(), self._of.shards()[0].versions.serving.first_ready
         known = [(str(slot.index), one) for slot in slots for one in slot.snapshot.lora_adapters]
         none = [(str(slot.index), 0) for slot in slots]
         resident = _summed([*none, *((index, one.resident) for index, one in known)])
@@ -224,20 +240,22 @@ class QuireCollector(Collector):
 
 def running_and_waiting(sources: Sources) -> tuple[int, int]:
     """How many appends fit into the next steps of their workers, short ones first; and the rest."""
-    attempts, config = sources.caches.parts.attempts, sources.state.config
+    config, machines = sources.state.config, [one.caches.parts.attempts for one in sources.shards()]
     sizes: defaultdict[object, list[int]] = defaultdict(list)
-    for operation in attempts.running.values():
-        if operation.attempt is not None:
-            sizes[operation.entry.worker].append(len(operation.attempt.append.token_ids))
+    for shard, attempts in enumerate(machines):
+        for operation in attempts.running.values():
+            if operation.attempt is not None:
+                tokens = len(operation.attempt.append.token_ids)
+                sizes[shard, operation.entry.worker].append(tokens)
     running = 0
-    ready = [slot.ready for slot in sources.versions.all_slots if slot.ready is not None]
+    ready = [slot.ready for slot in sources.slots() if slot.ready is not None]
     step_tokens = max((each.executor.max_batch_tokens for each in ready), default=0)
     for of_worker in sizes.values():
         left = config.max_batch_tokens or step_tokens
         for tokens in sorted(of_worker)[: config.max_batch_items]:
             running += left > 0
             left -= tokens
-    return running, len(attempts.running) + len(attempts.parked) - running
+    return running, sum(len(each.running) + len(each.parked) for each in machines) - running
 
 
 def state_word(state: executor_pb2.ServerState) -> str:

@@ -37,8 +37,8 @@ def status_json(sources: Sources, figures: Figures) -> Callable[[], Awaitable[by
 
 
 def _figures(sources: Sources, figures: Figures) -> dict[str, Any]:
-    state, caches, appends = sources.state, sources.caches, figures.appends
-    ready = sources.versions.serving.first_ready
+    state, shards, appends = sources.state, sources.shards(), figures.appends
+    ready = shards[0].versions.serving.first_ready
     running, waiting = running_and_waiting(sources)
     refusals = state.refusals.by_reason
     return {
@@ -48,9 +48,9 @@ def _figures(sources: Sources, figures: Figures) -> dict[str, Any]:
         "now": {
             "running": running,
             "waiting": waiting,
-            "operations_in_flight": caches.operations_in_flight,
+            "operations_in_flight": sum(one.caches.operations_in_flight for one in shards),
             "executions": sources.executions.num_unfinished,
-            "caches": len(caches),
+            "caches": sum(len(one.caches) for one in shards),
             "sessions": state.receiver.streams,
             "connections": state.connections.count + sources.num_http_connections(),
         },
@@ -63,7 +63,7 @@ def _figures(sources: Sources, figures: Figures) -> dict[str, Any]:
             "refusals": refusals.total(),
         },
         "refusals": dict(refusals.most_common()),
-        "workers": [_worker(slot) for slot in sources.versions.all_slots],
+        "workers": [_worker(slot) for slot in sources.slots()],
         "times": _times(figures),
     }
 

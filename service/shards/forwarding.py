@@ -20,6 +20,7 @@ from service.api.status import renumber, to_status
 from service.config import Config
 from service.errors import (
     AnswersFull,
+    Draining,
     GatewayUnavailable,
     InvalidArgument,
     QuireError,
@@ -30,7 +31,7 @@ from service.errors import (
 from service.logging import current_request_id
 from service.shards.ids import Shard, shard_of
 from service.shards.peers import Metadata, Peers, is_forwarded
-from service.shards.table import ShardTable
+from service.shards.table import Addresses
 
 
 class CallContext(Protocol):
@@ -47,6 +48,14 @@ class CallContext(Protocol):
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """`callback` is called when the answer is sent."""
+
+
+class AnsweringShard(Protocol):
+    """A further shard of this process: what answers for it, and what metrics show of it."""
+
+    run_here: RunHere
+    caches: Any
+    versions: Any
 
 
 # In the trailing metadata of a forwarded call: the address of the gateway that has its cache.
@@ -76,18 +85,19 @@ class Forwarding:
     """What is needed to answer for all shards."""
 
     def __init__(
-        self, config: Config, home: Shard, table: ShardTable, peers: Peers, answers: AnswerBudget
+        self, config: Config, home: Shard, addresses: Addresses, peers: Peers, answers: AnswerBudget
     ) -> None:
         """`home`: the shard whose calls need none of this. `answers`: counts what others answered."""
         self.home = home
         # By which gateways know each other's calls.
         self.secret = peers.secret
         self._config = config
-        self._table = table
+        self._addresses = addresses
         self._peers = peers
         self._answers = answers
+        self.is_draining, self.in_flight = False, 0
         # Further shards that this process has: what answers for them.
-        self.cores: dict[int, RunHere] = {}
+        self.cores: dict[int, AnsweringShard] = {}
 
     def ids_in(self, method: str, request: Any) -> Iterable[str]:
         """See `Elsewhere.ids_in`."""
@@ -112,7 +122,7 @@ class Forwarding:
             raise SeveralShards
         (shard,) = named
         answer = await self._ask(shard, method, request, context)
-        if name := self._table.public_address_of(shard):
+        if name := self._addresses.public.get(shard):
             context.set_trailing_metadata(((GATEWAY_METADATA, name),))
         return answer
 
@@ -124,20 +134,26 @@ class Forwarding:
         """The answer of a shard other than the home shard."""
         core = self.cores.get(shard)
         if core is not None:
-            return await core(method, request, context)
+            return await core.run_here(method, request, context)
         return await self.forward(shard, method, request, CALLS[method].response, context)
 
     async def forward(
         self, shard: int, method: str, request: Any, response: type[Any], context: CallContext
     ) -> Any:
         """The answer of the gateway that has a shard."""
-        address = self._table.address_of(shard)
+        if self.is_draining:
+            raise Draining
+        address = self._addresses.peers.get(shard)
         if address is None:
             raise GatewayUnavailable
         if self._answers.is_exceeded:
             raise AnswersFull(self._answers.max_bytes)
         timeout_s, metadata = context.time_remaining(), context.invocation_metadata()
-        answer = await self._peers.call(address, method, request, response, timeout_s, metadata)
+        self.in_flight += 1
+        try:
+            answer = await self._peers.call(address, method, request, response, timeout_s, metadata)
+        finally:
+            self.in_flight -= 1
         size_bytes = answer.ByteSize()
         self._answers.adjust(size_bytes)
         context.add_done_callback(lambda _: self._answers.adjust(-size_bytes))
@@ -197,7 +213,7 @@ class Forwarding:
     async def observe(self, method: str, request: Any, context: CallContext, response: Any) -> None:
         """See `Elsewhere.observe`."""
         for core in [*self.cores.values()]:
-            found = await core(method, request, context)
+            found = await core.run_here(method, request, context)
             response.workers.extend(found.workers)
             for name in _SUMS if method == "GetStatus" else ():
                 setattr(response, name, getattr(response, name) + getattr(found, name))
@@ -217,7 +233,7 @@ class Forwarding:
         if shard == self.home.index:
             response = await here(asked, context)
         elif shard in self.cores:
-            response = await self.cores[shard]("ListCaches", asked, context)
+            response = await self.cores[shard].run_here("ListCaches", asked, context)
         elif is_forwarded(context.invocation_metadata()):
             raise ShardMoved
         else:

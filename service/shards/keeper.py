@@ -18,6 +18,7 @@ from service.postgres.errors import DatabaseFailed
 from service.shards.ids import Shard
 from service.shards.leases import WATCH_S, Lease, Leases, Owned, OwnershipLost
 from service.shards.sharing import decide
+from service.shards.table import Addresses
 
 _log = get_logger(__name__)
 _OWNER_BYTES: Final = 8
@@ -45,7 +46,7 @@ OpenCore = Callable[[Shard, Lease, Leases], Awaitable[RunningCore]]
 
 
 class Keeper:
-    """Owner of the leases of this gateway, and of its cores beside the home core. Also a `ShardTable`."""
+    """Owner of the leases of this gateway, and of its cores beside the home core."""
 
     def __init__(self, config: Config, address: str) -> None:
         """`address`: of this gateway, for the others and, behind a space, for clients.
@@ -62,9 +63,7 @@ class Keeper:
         self._lookups = Leases(self._table, self.owner, address)
         self._membership: Lease
         self._owners: Sequence[Owned] = ()
-        # For gateways, and for clients, by shard.
-        self._addresses: dict[int, str] = {}
-        self._public: dict[int, str] = {}
+        self.addresses = Addresses()
         self._changed = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._draining: dict[int, asyncio.Event] = {}
@@ -72,14 +71,6 @@ class Keeper:
         self._ended: dict[int, int] = {}
         self._home: int | None = None
         self._stopping = False
-
-    def address_of(self, shard: int) -> str | None:
-        """See `ShardTable.address_of`."""
-        return self._addresses.get(shard)
-
-    def public_address_of(self, shard: int) -> str:
-        """See `ShardTable.public_address_of`."""
-        return self._public.get(shard, "")
 
     async def join(self) -> tuple[Shard, Lease, Leases]:
         """Waits for a first shard. Raises DatabaseFailed, OwnershipLost or ConfigError."""
@@ -107,19 +98,18 @@ class Keeper:
 
     async def _be_member(self) -> Lease:
         """Takes the first free row of a gateway."""
-        taken = {row.shard for row in await self._leases.owners() if row.owner}
         number = -1
-        while True:
-            if number not in taken and (lease := await self._leases.acquire(number)) is not None:
-                return lease
+        while (lease := await self._leases.acquire(number)) is None:
             number -= 1
+        return lease
 
     def _on_owners(self, owners: Sequence[Owned]) -> None:
         self._owners = owners
-        self._addresses, self._public = {}, {}
-        for row in owners:
-            if row.owner and row.owner != self.owner:
-                self._addresses[row.shard], _, self._public[row.shard] = row.address.partition(" ")
+        others = [
+            (row.shard, row.address.partition(" ")) for row in owners if row.owner not in ("", self.owner)
+        ]
+        self.addresses.peers = {shard: both[0] for shard, both in others}
+        self.addresses.public = {shard: both[-1] for shard, both in others}
         self._changed.set()
 
     async def run(self, open_core: OpenCore) -> None:

@@ -28,10 +28,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from service.logging import get_logger
+from service.logging import RareWarnings
 from service.postgres.errors import DatabaseFailed
-
-_log = get_logger(__name__)
 
 LEASE_S: Final = 10.0
 # What is left of a lease when the connection of its last renewal has ended, as a part of its time.
@@ -41,7 +39,6 @@ _OWNERS_PART: Final = 0.9
 # How often owners are looked up, for routing and to take over.
 WATCH_S: Final = 0.5
 _SHORTEST_WATCH_S: Final = 0.05
-_WARN_S: Final = 10.0
 _LEASE_ID_BYTES: Final = 16
 # Epochs of workers that an owner can use: a lease of a worker takes one.
 _EPOCHS_BITS: Final = 24
@@ -166,7 +163,7 @@ class Leases:
         self._owner = owner
         self._address = address
         self._lease_s = lease_s
-        self._warned_at_s = -_WARN_S
+        self._warn = RareWarnings(__name__)
 
     async def owners(self) -> list[Owned]:
         """All shards. Shortens the leases of those that have lost their connections."""
@@ -220,7 +217,7 @@ class Leases:
             try:
                 await self.renew(lease)
             except DatabaseFailed as error:
-                self._warn(error)
+                self._warn("leases of shards cannot be read or renewed", error)
             # From when it was asked: a slow answer makes the next one no later.
             await lease.wait_lost(max(0.0, next_at_s - time.monotonic()))
 
@@ -246,11 +243,5 @@ class Leases:
                 # What is free soon is looked at then.
                 pause_s = min([WATCH_S, *(each.left_s for each in owners if each.left_s)])
             except DatabaseFailed as error:
-                self._warn(error)
+                self._warn("leases of shards cannot be read or renewed", error)
             await asyncio.sleep(max(pause_s, _SHORTEST_WATCH_S))
-
-    def _warn(self, error: DatabaseFailed) -> None:
-        now_s = time.monotonic()
-        if now_s - self._warned_at_s >= _WARN_S:
-            self._warned_at_s = now_s
-            _log.warning("leases of shards cannot be read or renewed", error=str(error))

@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from quire import Client
+from quire import Client, _methods
+from quire._attempts import Attempts
 from quire._gateways import Gateways, targets_of
+from quire.errors import Cancelled
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import runner_pb2, runner_pb2_grpc, types_pb2
 
@@ -73,6 +75,37 @@ def test_an_execution_is_cancelled_wherever_it_runs() -> None:
         client = stack.enter_context(Client(addresses, timeout_s=60))
         assert [client.cancel_execution("one") for _ in range(2)] == [True, True]
     assert [runner.asked for runner in runners] == [2, 2]
+
+
+def away() -> pb.BatchDecodeResponse:
+    answer = pb.BatchDecodeResponse()
+    answer.results.add(response=pb.DecodeResponse())
+    answer.results.add().error.code = grpc.StatusCode.UNAVAILABLE.value[0]
+    return answer
+
+
+def test_a_batch_is_repeated_while_the_gateway_of_an_item_is_away() -> None:
+    """Before, the item failed, in each rolling upgrade."""
+    batch = pb.BatchDecodeRequest(items=[pb.DecodeRequest(cache_id="kv0_a", position=3)])
+    attempts = Attempts(_methods.BATCH_DECODE, batch, 60, several=True)
+    assert attempts.failed_item(pb.BatchDecodeResponse(results=away().results[:1])) is None
+    tries = 1
+    while (failed := attempts.failed_item(away())) is not None:
+        attempts.backoff_s(failed)
+        tries += 1
+    assert tries == 16, "then the caller gets what the other items have answered"
+    assert Attempts(_methods.BATCH_DECODE, batch, 1, several=True).failed_item(away()) is None, "no time"
+    batch.items[0].ClearField("position")
+    assert Attempts(_methods.BATCH_DECODE, batch, 60, several=True).failed_item(away()) is None, "not safe"
+
+
+def test_what_grpc_drops_is_repeated_and_what_the_server_cancels_is_not() -> None:
+    """A gateway that stops drops calls that it has not read yet. Before, they failed."""
+    decode = pb.DecodeRequest(cache_id="kv0_a", position=3)
+    attempts = Attempts(_methods.DECODE, decode, 60, several=True)
+    assert attempts.backoff_s(Cancelled(grpc.StatusCode.CANCELLED, "", "CANCELLED")) < 1
+    with pytest.raises(Cancelled):
+        attempts.backoff_s(Cancelled(grpc.StatusCode.CANCELLED, "CANCELLED", "by its caller"))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from quire.v1 import executor_pb2_grpc
 from service.auth.forwarded import HOP
 from service.pool.pool_files import GATEWAY_NAME
 from tests.e2e.several_gateways import retrying
+from tests.e2e.test_metrics import Scraped, value
 from tests.e2e.test_remote_workers import PROMPT, Pool, free_address
 from tests.error_details import info_of
 from tests.gateway_process import GatewayProcess
@@ -84,6 +85,7 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
             flags = [*FLAGS, *own, "--peer-listen", peers[-1]]
             # For the client, which gets the addresses of both.
             flags += ["--listen", (address := free_address()), "--advertise", address]
+            flags += ["--metrics-listen", "127.0.0.1:0"]
             return GatewayProcess(model="paged-attention", workers=1, flags=flags)
 
         try:
@@ -117,6 +119,9 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
                 ready = [one.worker_id for one in first.status().workers if one.counts.steps]
                 assert sorted(ready) == ["worker-0", "worker-1"], "also that of the shard that was taken over"
                 assert first.status().caches >= 4
+                shown = Scraped(first).samples()
+                assert [value(shown, "quire_worker_ready", worker=worker) for worker in "01"] == [1, 1]
+                assert value(shown, "quire_caches") >= 4
                 with new() as third:
                     for text in texts:
                         text.decode(third, 10)

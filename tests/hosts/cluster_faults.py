@@ -21,6 +21,8 @@ from tests.soak.tally import Tally
 _SHORTEST_S = 0.2
 # Longer than any lease.
 _PAST_A_LEASE_S = (11.0, 14.0)
+# Longer than gateways wait for a heartbeat (see `Cluster`).
+_PAST_HEARTBEATS_S = (3.5, 6.0)
 _POLL_S = 0.02
 Fault = Callable[[], Awaitable[None]]
 
@@ -52,12 +54,13 @@ class ClusterInjector(Injector):
             (0.04, self._pause_gateway),
             (0.03, self._pause_gateway_past_its_leases),
             (0.04, self._pause_worker),
+            (0.03, self._pause_worker_past_its_lease),
             (0.06, self._kill_database),
             (0.05, self._pause_database),
             *((0.44 / 20, fault) for fault in self._link_faults()),
         ]
         if kills_workers:
-            self._kinds += [(0.06, self._kill_worker), (0.01, self._kill_all)]
+            self._kinds += [(0.12, self._kill_worker), (0.01, self._kill_all)]
         self._first = [method for _, method in self._kinds]
         self._rng.shuffle(self._first)
 
@@ -145,11 +148,18 @@ class ClusterInjector(Injector):
             _signal(self._rng.choice(pids), signal.SIGKILL)
 
     async def _pause_worker(self) -> None:
+        await self._paused_worker("worker paused", 0.05, 2.0)
+
+    async def _pause_worker_past_its_lease(self) -> None:
+        """It goes on when its gateway has given it up."""
+        await self._paused_worker("worker paused past its lease", *_PAST_HEARTBEATS_S)
+
+    async def _paused_worker(self, kind: str, shortest_s: float, longest_s: float) -> None:
         if pids := self._cluster.worker_pids():
             pid = self._rng.choice(pids)
-            self._note("worker paused")
+            self._note(kind)
             _signal(pid, signal.SIGSTOP)
-            await self._wait()
+            await asyncio.sleep(self._rng.uniform(shortest_s, longest_s))
             _signal(pid, signal.SIGCONT)
 
     async def _kill_database(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from service.shards import forwarding
 from service.shards.forwarding import Forwarding
 from service.shards.ids import Shard, shard_of
 from service.shards.peers import Metadata
+from service.shards.table import Addresses
 
 CONFIG = Config()
 # A call may be sent to one other gateway, for each of its parts.
@@ -66,25 +68,20 @@ class Cluster:
             self.gateways.append(gateway)
             for index, owner in enumerate(owners):
                 if owner == home != index:
-                    gateway.forwarding.cores[index] = gateway.core(index)
+                    gateway.forwarding.cores[index] = SimpleNamespace(run_here=gateway.core(index))
 
 
 class Gateway:
-    """Also the table and the peers of its forwarding."""
+    """Also the peers of its forwarding."""
 
     secret = "secret"
 
     def __init__(self, cluster: Cluster, shard: Shard, known: list[int | None]) -> None:
         self.cluster, self.home, self.known = cluster, shard.index, known
-        answers = AnswerBudget(1 << 30)
-        self.forwarding = Forwarding(CONFIG, shard, self, self, answers)  # type: ignore[arg-type]
-
-    def address_of(self, shard: int) -> str | None:
-        owner = self.known[shard]
-        return None if owner is None else str(owner)
-
-    def public_address_of(self, shard: int) -> str:
-        return f"public:{shard}"
+        peers = {index: str(owner) for index, owner in enumerate(known) if owner is not None}
+        addresses = Addresses(peers, {index: f"public:{index}" for index in range(len(known))})
+        parts = addresses, self, AnswerBudget(1 << 30)
+        self.forwarding = Forwarding(CONFIG, shard, *parts)  # type: ignore[arg-type]
 
     async def call(
         self, address: str, method: str, request: Any, _kind: object, _timeout_s: object, metadata: Metadata

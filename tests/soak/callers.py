@@ -71,7 +71,12 @@ class Texts:
     async def decode(self, stub: Any, adapter: str, most: int) -> None:
         """Decodes all with an adapter, which has its name as its id, undisturbed and side by side."""
         texts = await asyncio.gather(*(_text_of(stub, adapter, prompt, most) for prompt in self.prompts))
-        self._texts.update(((adapter, p), text) for p, text in zip(self.prompts, texts, strict=True))
+        for prompt, text in zip(self.prompts, texts, strict=True):
+            self.add(adapter, prompt, text)
+
+    def add(self, adapter: str, prompt: tuple[int, ...], text: list[int]) -> None:
+        """A prompt and what follows."""
+        self._texts[adapter, prompt] = text
 
     def whole(self, adapter: str, prompt: tuple[int, ...]) -> list[int]:
         """A prompt and what follows."""

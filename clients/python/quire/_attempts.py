@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from typing import Any
 
 from quire._methods import Method
-from quire.errors import QuireError, Unavailable
+from quire.errors import Cancelled, QuireError, Unavailable, from_status
 
 MAX_ATTEMPTS = 4
 # With several gateways: until another one has taken over.
@@ -22,7 +23,7 @@ _BACKOFF_MULTIPLIER = 3
 class Attempts:
     """The attempts of one call. Does not sleep or send by itself."""
 
-    __slots__ = ("_backoff_s", "_deadline_s", "_left")
+    __slots__ = ("_backoff_s", "_deadline_s", "_is_batch", "_left")
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class Attempts:
         """`timeout_s` limits all attempts together. None: no limit. `several`: there are several gateways."""
         most = _MAX_ATTEMPTS_OF_SEVERAL if several else MAX_ATTEMPTS
         self._left = most if retries and method.can_retry(request) else 1
+        self._is_batch = method.rpc.startswith("Batch")
         self._backoff_s = _INITIAL_BACKOFF_S
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
 
@@ -43,10 +45,25 @@ class Attempts:
         """The timeout of the next attempt. None: no limit."""
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
+    def failed_item(self, response: Any) -> QuireError | None:
+        """The error of an item whose gateway was away. None: there is none, or no time to repeat the batch.
+
+        Items that were applied are not applied again.
+        """
+        if self._left == 1 or not self._is_batch:
+            return None
+        left_s = self.left_s()
+        longest_s = min(_MAX_SERVER_DELAY_S, math.inf if left_s is None else left_s)
+        errors = (from_status(result.error) for result in response.results if result.HasField("error"))
+        gone = (error for error in errors if isinstance(error, Unavailable))
+        return next((e for e in gone if max(_MAX_BACKOFF_S, e.retry_delay_s or 0.0) < longest_s), None)
+
     def backoff_s(self, error: QuireError) -> float:
         """The delay before the next attempt. Raises `error`, that of the failed attempt, if there is none."""
         self._left -= 1
-        if not self._left or not isinstance(error, Unavailable):
+        # Without a reason it is not the gateway's, but of gRPC: one that stops drops calls that wait there.
+        is_dropped = isinstance(error, Cancelled) and not error.reason
+        if not self._left or not (is_dropped or isinstance(error, Unavailable)):
             raise error
         # Jitter spreads the retries of many clients. The server's delay is the minimum.
         server_delay_s = error.retry_delay_s or 0.0

@@ -401,7 +401,9 @@ class Client(Caller):
                     call, request, timeout=attempts.left_s(), metadata=self.metadata
                 )
                 gateways.answered(target, request, response, trailing)
-                return response
+                if (away := attempts.failed_item(response)) is None:
+                    return response
+                failed = away
             except grpc.RpcError as error:
                 failed = from_rpc_error(error)
             gateways.failed(target)
