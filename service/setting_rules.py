@@ -65,7 +65,7 @@ def is_private(listen: str) -> bool:
 
 
 def is_listen_address(value: str) -> bool:
-    """Whether it is host:port, [ipv6]:port or unix:/path. Raises UnicodeError if the host cannot be a name."""
+    """Whether it is host:port, [ipv6]:port or unix:/path. Raises UnicodeError for what is no host name."""
     if value.startswith("unix:"):
         path = value.removeprefix("unix:")
         return path.startswith("/") and len(path.encode()) <= MAX_SOCKET_PATH_BYTES
