@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,7 +178,7 @@ def build() -> Path:
     if target.exists():
         return target
     print("Compiling the kernels for this CPU", flush=True)
-    _compile([compiler, "-mtune=native", *instructions.compiler_flags], _sources(), target)
+    _compile([compiler], ("-mtune=native", *instructions.compiler_flags), target)
     return target
 
 
@@ -203,33 +203,32 @@ def prebuild(instructions: InstructionSet, directory: Path) -> Path:
         flag.replace("x86-64-", "x86_64_").replace("armv8-a", "generic")
         for flag in instructions.compiler_flags
     ]
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
-        commands = [
-            [*compiler, *flags, *_FLAGS, "-c", source, "-o", str(Path(scratch, f"{index}.o"))]
-            for index, source in enumerate(_sources())
-        ]
-        list(pool.map(_run, commands))
-        # Without the flags of the CPU: for each Zig would compile its library of C++, which takes minutes.
-        _compile([*compiler, "-s"], [command[-1] for command in commands], target)
+    _compile([*compiler, "-s"], flags, target)
     return target
 
 
-def _sources() -> list[str]:
-    return sorted(str(path) for path in _SOURCES.glob("*.cpp"))
-
-
-def _compile(compiler: list[str], sources: list[str], target: Path) -> None:
-    """Compile or link a library with this command.
+def _compile(compiler: list[str], flags: Sequence[str], target: Path) -> None:
+    """Compile the sources with these flags on all cores, and link the library.
 
     Raises:
-        BuildError: The compiler fails, or the file cannot be written.
+        BuildError: The compiler fails, or a file cannot be written.
     """
     try:
         target.parent.mkdir(exist_ok=True)
         # In the same directory, since a rename is atomic only within a file system.
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            made = Path(scratch) / target.name
-            _run([*compiler, *_FLAGS, "-shared", *sources, "-o", str(made)])
+        with (
+            tempfile.TemporaryDirectory(dir=target.parent) as scratch,
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+        ):
+            made, sources = Path(scratch) / target.name, sorted(_SOURCES.glob("*.cpp"))
+            objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+            commands = [
+                [*compiler, *_FLAGS, *flags, "-c", str(source), "-o", file]
+                for source, file in zip(sources, objects, strict=True)
+            ]
+            list(pool.map(_run, commands))
+            # Without the flags of a CPU, for each of which Zig would compile its library of C++, for minutes.
+            _run([*compiler, *_FLAGS, "-shared", *objects, "-o", str(made)])
             made.replace(target)
     except OSError as error:
         raise BuildError(f"cannot write to {target.parent}: {error}") from error
