@@ -8,6 +8,8 @@ BIN := .venv/bin
 PIP_LOG := .venv/pip.log
 INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt $(1) \
   >$(PIP_LOG) 2>&1 || { cat $(PIP_LOG) >&2; false; }
+# Python compiles what it imports at the first start, a fourth of what is installed. Without leave to keep that, each start would.
+NO_COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 # Changes with what has to be installed, so that an unchanged environment costs nothing.
 REQUIREMENTS := constraints.txt pyproject.toml clients/python/pyproject.toml
 STATE := $(shell cat $(REQUIREMENTS) | cksum | tr ' ' '-')
@@ -54,14 +56,16 @@ $(SERVING):
 	@if ! { $(NEEDS_UV); }; then echo '  $(if $(GPU),for CUDA,for the CPU)'; \
 	  elif echo '  for the CPU, by uv: there is no nvidia-smi'; ! $(UV_TORCH); then \
 	    echo '  with the libraries of CUDA after all: uv cannot get the other one'; fi
-	@$(call INSTALL,setuptools $(PINNED_TORCH))
+	@$(call INSTALL,$(NO_COMPILE) setuptools $(PINNED_TORCH))
 	@echo 'Installing Quire and what else it needs'
-	@$(call INSTALL,--no-build-isolation --editable clients/python --editable '$(SERVED)')
+	@$(call INSTALL,$(NO_COMPILE) --no-build-isolation --editable clients/python --editable '$(SERVED)')
 	@touch $@
 
 $(INSTALLED): $(SERVING)
 	@echo 'Installing what tests and checks need'
 	@$(call INSTALL,--no-build-isolation --editable '.[dev]')
+	@# In tests a warning while something is compiled would be an error.
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
 
 # llama.cpp takes minutes to build, and is one competitor of several: without it its rows say so.

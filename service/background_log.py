@@ -29,6 +29,8 @@ class BackgroundLog:
         self._waiting: collections.deque[bytes] = collections.deque()
         self._waiting_bytes = 0
         self._dropped = 0
+        # Ends a line of which only the beginning could be written.
+        self._line_end = b""
         self._changed = threading.Condition()
         # A daemon thread: a blocked write must not keep the process alive.
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
@@ -71,13 +73,16 @@ class BackgroundLog:
                 self._on_dropped(dropped)
 
     def _write(self, data: bytes) -> bool:
-        """Writes all of `data`, however long that takes. False if the reader is gone."""
-        rest = memoryview(data)
+        """Writes all of `data`, however long that takes. False if the reader is gone, or the disk is full."""
+        rest = whole = memoryview(self._line_end + data)
         while rest:
             try:
                 rest = rest[os.write(self._fd, rest) :]
             except BlockingIOError:
                 time.sleep(_RETRY_S)
             except OSError:
+                if len(rest) < len(whole):
+                    self._line_end = b"\n"
                 return False
+        self._line_end = b""
         return True

@@ -520,6 +520,8 @@ class Setting:
         # In Python a bool is an int, but `workers = true` is a mistake.
         if not text and (isinstance(value, bool) or not isinstance(value, accepted)):
             raise TypeError
+        if "\0" in str(value):
+            raise ValueError
         return self.kind(value)
 
 

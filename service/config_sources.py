@@ -27,6 +27,8 @@ from service.setting_rules import POSTGRES, is_private
 
 # Names of values that are not shown.
 _SECRET = re.compile("token|secret|passw|key|credential")
+# Many times what all settings take with comments. A device may have no end.
+_MAX_FILE_BYTES = 1 << 16
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -257,7 +259,12 @@ def _shown(name: str, value: object) -> object:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
+            raise ConfigError("config", path, path, f"must have at most {_MAX_FILE_BYTES} bytes")
+        # Some editors put a byte order mark before it.
+        return tomllib.loads(content.decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError("config", "--config or QUIRE_CONFIG", path, f"{error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

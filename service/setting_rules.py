@@ -65,13 +65,14 @@ def is_private(listen: str) -> bool:
 
 
 def is_listen_address(value: str) -> bool:
-    """Whether it is host:port, [ipv6]:port or unix:/path."""
+    """Whether it is host:port, [ipv6]:port or unix:/path. Raises UnicodeError for what is no host name."""
     if value.startswith("unix:"):
         path = value.removeprefix("unix:")
         return path.startswith("/") and len(path.encode()) <= MAX_SOCKET_PATH_BYTES
     host, colon, port = value.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
         return False
+    host.encode("idna")
     # An IPv6 address contains colons, so it needs brackets.
     return ":" not in host or (host.startswith("[") and host.endswith("]"))
 

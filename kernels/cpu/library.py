@@ -20,7 +20,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -36,7 +37,6 @@ _FLAGS = (
     "-O3",
     "-pthread",
     "-fPIC",
-    "-shared",
     "-fno-math-errno",
     "-ffp-contract=off",  # see vectors.h
     "-Wno-psabi",
@@ -178,7 +178,7 @@ def build() -> Path:
     if target.exists():
         return target
     print("Compiling the kernels for this CPU", flush=True)
-    _compile([compiler, "-mtune=native", *instructions.compiler_flags], target)
+    _compile([compiler], ("-mtune=native", *instructions.compiler_flags), target)
     return target
 
 
@@ -197,29 +197,38 @@ def prebuild(instructions: InstructionSet, directory: Path) -> Path:
     """
     target = directory / f"{_prefix(instructions)}-prebuilt.so"
     system = f"{instructions.machine}-linux-gnu.{_OLDEST_GLIBC}"
-    compiler = [sys.executable, "-m", "ziglang", "c++", "-target", system, "-s"]
+    compiler = [sys.executable, "-m", "ziglang", "c++", "-target", system]
     # Zig spells the names of CPUs without hyphens.
     flags = [
         flag.replace("x86-64-", "x86_64_").replace("armv8-a", "generic")
         for flag in instructions.compiler_flags
     ]
-    _compile([*compiler, *flags], target)
+    _compile([*compiler, "-s"], flags, target)
     return target
 
 
-def _compile(compiler: list[str], target: Path) -> None:
-    """Compile the sources with this command.
+def _compile(compiler: list[str], flags: Sequence[str], target: Path) -> None:
+    """Compile the sources with these flags on all cores, and link the library.
 
     Raises:
-        BuildError: The compiler fails, or the file cannot be written.
+        BuildError: The compiler fails, or a file cannot be written.
     """
-    sources = sorted(str(path) for path in _SOURCES.glob("*.cpp"))
     try:
         target.parent.mkdir(exist_ok=True)
         # In the same directory, since a rename is atomic only within a file system.
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            made = Path(scratch) / target.name
-            _run([*compiler, *_FLAGS, *sources, "-o", str(made)])
+        with (
+            tempfile.TemporaryDirectory(dir=target.parent) as scratch,
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+        ):
+            made, sources = Path(scratch) / target.name, sorted(_SOURCES.glob("*.cpp"))
+            objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+            commands = [
+                [*compiler, *_FLAGS, *flags, "-c", str(source), "-o", file]
+                for source, file in zip(sources, objects, strict=True)
+            ]
+            list(pool.map(_run, commands))
+            # Without the flags of a CPU, for each of which Zig would compile its library of C++, for minutes.
+            _run([*compiler, *_FLAGS, "-shared", *objects, "-o", str(made)])
             made.replace(target)
     except OSError as error:
         raise BuildError(f"cannot write to {target.parent}: {error}") from error

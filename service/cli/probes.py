@@ -126,8 +126,7 @@ def _addresses(config: Config) -> Iterator[Finding]:
         if problem == ADDRESS_IS_FREE:
             yield Finding("address", OK, f"{address} is free")
         else:
-            advice = "end what uses it (`ss -ltnp` shows it), or choose another one with --listen"
-            yield Finding("address", PROBLEM, f"{address}: {problem}", advice)
+            yield Finding("address", PROBLEM, f"{address}: {problem}", "`ss -ltnp` shows what uses it")
 
 
 def _clock(_: Config) -> Iterator[Finding]:

@@ -124,8 +124,10 @@ class Exporter:
         reason = HTTPStatus(status).phrase
         head = connection.send(h11.Response(status_code=status, headers=headers, reason=reason))
         assert head is not None
-        writer.write(head if is_head else head + body)
-        await writer.drain()
+        # Of a connection that its client has reset, uvloop's raises RuntimeError.
+        if not writer.is_closing():
+            writer.write(head if is_head else head + body)
+            await writer.drain()
 
     async def _answer(self, request: h11.Request) -> tuple[int, str, bytes]:
         """The status, the content type and the body."""

@@ -33,6 +33,8 @@ _FOLLOWING = "parentbased_"
 # Of a trace and a span.
 _ID_BYTES = 16 + 8
 _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+# How long a collector may take to speak HTTP/2. By default 20 s, for which the end of the process would wait.
+_CHANNEL_OPTIONS: Any = (("grpc.min_reconnect_backoff_ms", 2_000),)
 # A span without a parent has the first only.
 _FLAGS = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
 _REMOTE_FLAGS = _FLAGS | SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
@@ -110,7 +112,7 @@ class SpanExporter(OTLPSpanExporter):
 
     def __init__(self, endpoint: str) -> None:
         """`endpoint`: the collector's URL. Connections are made, and made again, when it exports."""
-        super().__init__(endpoint=endpoint)
+        super().__init__(endpoint=endpoint, channel_options=_CHANNEL_OPTIONS)
         own = Resource.create(
             {"service.name": "quire", "service.version": metadata.version("quire-llm-server")}
         )

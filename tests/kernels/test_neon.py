@@ -22,7 +22,7 @@ def compiled(target: str, options: list[str], directory: Path) -> Path:
     """The driver and all kernels as one program without shared libraries."""
     program = directory / target
     command = [sys.executable, "-m", "ziglang", "c++", "-target", target, "-static", "-I", str(SOURCES)]
-    flags = [flag for flag in library._FLAGS if flag not in ("-shared", "-fPIC")]
+    flags = [flag for flag in library._FLAGS if flag != "-fPIC"]
     files = [str(DRIVER), *map(str, SOURCES.glob("*.cpp"))]
     subprocess.run([*command, *options, *flags, *files, "-o", str(program)], check=True, timeout=900)
     return program

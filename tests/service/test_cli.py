@@ -149,7 +149,7 @@ def test_a_second_server_on_a_port_is_told_of_the_port(tmp_path: Path) -> None:
     assert process.returncode == 1
     (line,) = map(json.loads, error.splitlines())
     assert (line["event"], line["listen"]) == ("cannot listen", listen)
-    assert line["error"] == "another process has this address; choose another one with --listen"
+    assert line["error"] == "another process has this address: end it, or choose another address"
 
 
 def test_a_second_server_on_a_port_removes_nothing_of_the_first(tmp_path: Path) -> None:

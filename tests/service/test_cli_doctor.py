@@ -169,7 +169,7 @@ def test_files_that_may_not_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         (address,) = found("address", listen=f"127.0.0.1:{taken.getsockname()[1]}")
-        assert address.state == PROBLEM and "--listen" in address.advice
+        assert address.state == PROBLEM and "end it, or choose another address" in address.text
     assert found("address", listen="127.0.0.1:0")[0].state == OK
 
 

@@ -196,6 +196,22 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         load_config({"config": toml(tmp_path, f"{'.'.join('a' * 2_000)} = 1")}, {})
 
 
+def test_a_file_without_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must have at most 65536 bytes"):
+        load_config({"config": "/dev/zero"}, {})
+
+
+def test_a_byte_order_mark_is_no_setting(tmp_path: Path) -> None:
+    assert load_config({"config": toml(tmp_path, "\ufeffworkers = 2")}, {}).workers == 2
+
+
+@pytest.mark.parametrize("name", ["model", "data_dir", "tls_cert", "pool", "ray_address"])
+def test_no_text_has_a_zero_byte(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"config": toml(tmp_path, f'{name} = "a\\u0000b"')}, {})
+    assert caught.value.setting == name
+
+
 def test_leases_must_fit_each_other() -> None:
     with pytest.raises(ConfigError, match="at most max_lease_s, which is 60") as caught:
         load_config(parse("--max-lease-s", "60"), {})
@@ -212,7 +228,7 @@ def test_a_private_address_needs_no_tls(address: str) -> None:
 @pytest.mark.parametrize(
     "address",
     ["", "localhost", ":50051", "localhost:", "localhost:65536", "localhost:-1", "::1:50051", "unix:relative",
-     "unix:/" + "a" * 107, "localhost:٣"],
+     "unix:/" + "a" * 107, "localhost:٣", "..:1", "\u202e127.0.0.1:1"],
 )  # fmt: skip
 def test_bad_listen_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match=r"host:port"):

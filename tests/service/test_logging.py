@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import datetime as dt
+import errno
 import fcntl
 import importlib
 import io
@@ -217,6 +218,31 @@ def test_a_closed_pipe_is_not_an_error(module: str) -> None:
     log.write("b\n")
     log.drain(30.0)
     assert not log._waiting
+
+
+@pytest.mark.parametrize("module", ["service.background_log", "workers.logging"])
+def test_a_line_that_a_full_disk_cut_off_ends_before_the_next(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write, room = tmp_path / "log", os.write, [9, 2]
+
+    def write_what_fits(fd: int, data: bytes) -> int:
+        if not room:
+            return write(fd, data)
+        if not room[0]:
+            del room[0]
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(fd, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", write_what_fits)
+    with path.open("wb") as file:
+        log = importlib.import_module(module).BackgroundLog(file.fileno(), lambda _: None)
+        for line in ("first\n", "second\n", "third\n", "fourth\n"):
+            log.write(line)
+        log.drain(30.0)
+    assert [line for line in path.read_text().splitlines() if line] == ["first", "sec", "t", "fourth"]
 
 
 def test_the_twins_are_equal() -> None:

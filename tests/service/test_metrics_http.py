@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import uvloop
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parsed
 from quire.v1 import executor_pb2
@@ -144,6 +147,24 @@ async def test_an_unread_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.
             await asyncio.sleep(0.01)
         assert (await server.get("/healthz")).status == 200
         writer.close()
+
+
+def test_resets_are_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(exporter, "_log", SimpleNamespace(exception=logged.append))
+
+    async def reset() -> None:
+        async with serving(tmp_path) as server:
+            for _ in range(20):
+                with socket.create_connection(("127.0.0.1", server.port)) as client:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await server.get("/metrics")).status == 200
+
+    # As the server runs: the transports of the standard library raise nothing.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(reset())
+    assert logged == []
 
 
 async def test_idle_connections_keep_nobody_out(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -238,6 +239,18 @@ async def test_a_collector_that_is_down_costs_callers_nothing(monkeypatch: pytes
     async with traced(endpoint) as server:
         for _ in range(100):
             await server.decode()
+
+
+async def test_why_a_collector_that_says_nothing_gets_nothing_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with traced(f"http://127.0.0.1:{silent.getsockname()[1]}") as server:
+            await server.decode()
+            while "traces" not in caplog.text:
+                await asyncio.sleep(0.01)
+    assert "before receiving SETTINGS frame" in caplog.text, "the deadline of the export comes later"
 
 
 async def test_a_slow_collector_gets_what_fits_into_the_queue(

@@ -20,6 +20,7 @@ from quire.v1 import executor_pb2, types_pb2
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from benchmarks.checkout import environment
 from tests.chat_templates import QWEN, byte_tokenizer
 from tests.fake_executor import EOS, FakeExecutor, rich_status
 from tests.quire_command import run
@@ -603,3 +604,18 @@ def test_what_is_to_be_done_has_to_be_said(
         main(arguments.split())
     error = capsys.readouterr().err
     assert caught.value.code == 2 and "usage: quire" in error and said in error
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_to_a_full_disk_fails_with_one_line(unbuffered: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "quire.cli", "completion", "bash"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(ROOT) | {"PYTHONUNBUFFERED": unbuffered},
+            cwd=ROOT,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "quire: the output cannot be written: No space left on device\n"

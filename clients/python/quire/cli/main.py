@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import re
@@ -36,6 +37,7 @@ _CLIENT_COMMANDS = {
 _SERVER_COMMANDS = ("serve", "config", "doctor", "plan", "state", "journal", "token")
 # The order in the help. Other commands come last.
 _ORDER = ("serve", *_CLIENT_COMMANDS, *_SERVER_COMMANDS[1:])
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_EXTRA = "needs the extra `cli`; in a checkout of Quire: `pip install './clients/python[cli]'`"
 _NO_SERVER = (
     "comes with the server (quire-llm-server); in a checkout of Quire: `pip install ./clients/python .`"
@@ -46,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status. argparse exits with 2 on invalid usage."""
     parsed = _parsed(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _run(parsed)
+        status = _run(parsed)
+        # What can fail here would fail later, where Python prints a traceback.
+        sys.stdout.flush()
+        return status
     except CommandFailed as error:
         for line in error.args:
             tell(line)
@@ -55,14 +60,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader has closed the pipe. Prevent a second error when Python flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader has closed the pipe.
+        _drop_output()
         return 1
     except OSError as error:
-        if error.filename is None or parsed.command == "serve":
+        if parsed.command == "serve":
+            raise
+        if error.filename is None and error.errno in _NO_ROOM:
+            _drop_output()
+            tell(f"the output cannot be written: {error.strerror}")
+            return 1
+        if error.filename is None:
             raise
         print(f"quire: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
+
+
+def _drop_output() -> None:
+    """Prevents a second error when Python flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(parsed: argparse.Namespace) -> int:
