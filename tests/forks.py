@@ -224,6 +224,10 @@ class Forked:
             self.pid = int(self._connection.recv(64))
             stack.pop_all()
 
+    def __del__(self) -> None:
+        # A killed process that nobody waits for is no mistake, as with Popen.
+        self._connection.close()
+
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)

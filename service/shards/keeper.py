@@ -203,6 +203,9 @@ class Keeper:
 
     async def _run_core(self, shard: int, core: RunningCore) -> None:
         asked = self._draining[shard] = asyncio.Event()
+        if self._stopping:
+            # It was being opened then.
+            asked.set()
         running = asyncio.create_task(core.run())
         waiting = asyncio.create_task(asked.wait())
         try:

@@ -103,6 +103,30 @@ async def test_a_shard_that_was_acquired_without_an_answer_is_served(postgres: P
     await ended(running)
 
 
+async def test_shards_that_are_being_opened_are_given_back_when_their_gateway_stops(
+    postgres: PostgresServer,
+) -> None:
+    """Before, the gateway waited for them for ever."""
+    gateway, opening, stopping = Gateway(postgres, "first"), list[int](), asyncio.Event()
+    opened = gateway.open
+
+    async def open_late(shard: Shard, lease: Lease, leases: Leases) -> Core:
+        opening.append(shard.index)
+        await stopping.wait()
+        return await opened(shard, lease, leases)
+
+    gateway.open = open_late  # type: ignore[method-assign]
+    running = asyncio.create_task(gateway.run())
+    await until(lambda: len(opening) == SHARDS - 1)
+    draining = asyncio.create_task(gateway.keeper.drain())
+    await until(lambda: gateway.keeper._stopping)
+    stopping.set()
+    async with asyncio.timeout(60):
+        await draining
+    assert sorted(gateway.given_back) == sorted(opening)
+    await ended(running)
+
+
 async def test_the_shards_of_a_killed_gateway_are_taken_long_before_their_leases_end(
     postgres: PostgresServer,
 ) -> None:
