@@ -84,17 +84,15 @@ class EmbeddingAttention(WithoutLora):
         queries = embedded if self._group_size == 1 else embedded.repeat_interleave(self._group_size, dim=1)
         k_pages, v_pages = kv.layer(0)
         if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
-            # Without the checks of both kernels, which cost more than they do here.
+            # Not by `kv_write` and `paged_attention`, whose checks cost more than they do here.
             cpu_kv_write.kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
             attended = torch.empty_like(queries)  # [T, H, D]
             cpu_attention.attend(attended, queries, k_pages, v_pages, inputs.attention, self._scoring)
         else:
             kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
             attended = paged_attention(queries, k_pages, v_pages, inputs.attention, scale=self._scoring.scale)
-        rows = attended.flatten(1)
-        return (
-            rows if inputs.wanted_rows.shape == rows.shape[:1] else rows.index_select(0, inputs.wanted_rows)
-        )
+        rows, wanted = attended.flatten(1), inputs.wanted_rows
+        return rows if wanted.shape == rows.shape[:1] else rows.index_select(0, wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] in the model's dtype of rows [R, H * D] from `forward`; owned by the caller."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from workers.device_sampling import ROWS_AT_ONCE, changes_logits, choose_adjusted
+from workers.device_sampling import ROWS_AT_ONCE, choose_adjusted
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
@@ -135,14 +135,14 @@ class CudaGraphRunner:
         buffers.load(inputs, rows)
         self._last = graph
         graph.replay()
-        if buffers.is_cut:
+        if buffers.is_cut and not buffers.is_adjusted:
             graph.replay_cut()
         logits = graph.logits[0][:count]
         chosen = buffers.read(count)
         if capture is not None and graph.experts:
             index = torch.tensor(capture.expert_rows, device=logits.device)  # [K]
             capture.experts = [*torch.stack(graph.experts).index_select(1, index)]
-        if any(map(changes_logits, rows)):
+        if buffers.is_adjusted:
             # The graph has chosen greedily for rows with masks, bias or penalties. They are applied now to
             # its logits, and the tokens in the device's buffers are wrong.
             buffers.invalidate()
@@ -237,8 +237,7 @@ def _choose_cut(buffers: DecodeBuffers, logits: torch.Tensor) -> None:
     """Choose tokens for logits [bucket, vocab] of the buffers' first rows, with top_k, top_p and min_p."""
     for first in range(0, len(logits), ROWS_AT_ONCE):
         rows = slice(first, min(first + ROWS_AT_ONCE, len(logits)))
-        settings = buffers.settings(rows)
-        choose_adjusted(logits[rows].float(), settings, buffers.chosen[rows], buffers.best[rows])
+        choose_adjusted(logits[rows].float(), buffers.settings(rows), buffers.chosen[rows], buffers.best[rows])
 
 
 class _CudaCapture:

@@ -86,8 +86,8 @@ class DecodeBuffers:
         # The rows that are drawn, and the stream of each.
         self._drawn = np.zeros(0, np.int64)
         self._streams = np.zeros(0, np.uint64)
-        # Whether top_k, top_p or min_p matter to a row.
-        self.is_cut = False
+        # Whether top_k, top_p or min_p matter to a row; whether a mask, bias or penalties change its logits.
+        self.is_cut = self.is_adjusted = False
         self._lora_slots: list[int] | None = None  # [N]; None: no row has an adapter
 
     def inputs(self, bucket: int, *, lora: bool) -> ForwardInputs:
@@ -124,7 +124,10 @@ class DecodeBuffers:
             Whether data was sent to the device.
         """
         count = len(rows)
-        specs = [_GREEDY if row.spec is None or changes_logits(row) else row.spec for row in rows]
+        adjusted = list(map(changes_logits, rows))
+        self.is_adjusted = any(adjusted)
+        both = zip(rows, adjusted, strict=True)
+        specs = [_GREEDY if row.spec is None or is_adjusted else row.spec for row, is_adjusted in both]
         same_specs = specs == self._specs
         same_tables = torch.equal(inputs.attention.page_tables, self._tables)
         lora_slots = None if inputs.lora_slots is None else inputs.lora_slots.tolist()
