@@ -237,7 +237,8 @@ def _choose_cut(buffers: DecodeBuffers, logits: torch.Tensor) -> None:
     """Choose tokens for logits [bucket, vocab] of the buffers' first rows, with top_k, top_p and min_p."""
     for first in range(0, len(logits), ROWS_AT_ONCE):
         rows = slice(first, min(first + ROWS_AT_ONCE, len(logits)))
-        choose_adjusted(logits[rows].float(), buffers.settings(rows), buffers.chosen[rows], buffers.best[rows])
+        settings = buffers.settings(rows)
+        choose_adjusted(logits[rows].float(), settings, buffers.chosen[rows], buffers.best[rows])
 
 
 class _CudaCapture:
