@@ -61,7 +61,7 @@ class CountedServer:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            # In memory: whether a commit is given to a thread must not depend on a disk.
+            # In memory, because a disk that is full or slow would change what is called.
             memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - for the directory below
             directory = tempfile.TemporaryDirectory(prefix="quire-calls-", dir=memory)
             self._directory = Path(stack.enter_context(directory))
@@ -72,6 +72,8 @@ class CountedServer:
                 self.gateway = stack.enter_context(GatewayProcess(model="paged-attention", flags=flags))
                 # Its timers are stopped, so that it could not drain. Its worker exits with it.
                 stack.callback(self.gateway.process.kill)
+            for role in ROLES:
+                self._ask(role)
             self._stack = stack.pop_all()
         return self
 
