@@ -58,7 +58,10 @@ $(SERVING):
 	    echo '  with the libraries of CUDA after all: uv cannot get the other one'; fi
 	@$(call INSTALL,$(NO_COMPILE) setuptools $(PINNED_TORCH))
 	@echo 'Installing Quire and what else it needs'
-	@$(call INSTALL,$(NO_COMPILE) --no-build-isolation --editable clients/python --editable '$(SERVED)')
+	@# The kernels are compiled meanwhile; what hinders that is told when they are asked for.
+	@$(BIN)/python -m kernels.cpu.library >/dev/null 2>&1 & \
+	  $(call INSTALL,$(NO_COMPILE) --no-build-isolation --editable clients/python --editable '$(SERVED)'); \
+	  installed=$$?; wait; exit $$installed
 	@touch $@
 
 $(INSTALLED): $(SERVING)

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 
 from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES
 
 # The tokens whose elements are interleaved, and the elements of a value that are together.
 _PART = 16
@@ -26,7 +27,7 @@ def can_pack(pages: torch.Tensor) -> bool:
     """Whether there are compiled kernels for pages like these, [P, S, K, D]."""
     return (
         pages.device.type == "cpu"
-        and pages.dtype in library.SUFFIXES
+        and pages.dtype in SUFFIXES
         and pages.is_contiguous()
         and pages.shape[1] % _PART == 0
         and can_pack_width(pages.shape[3])

@@ -145,4 +145,9 @@ def test_of_two_makes_at_once_one_sets_up(checkout: Path, python: str) -> None:
     run = (checkout / "modules").read_text().split()
     # Once to see what it would take.
     pips = 3 if shutil.which("nvidia-smi") else 4
-    assert (run.count("venv"), run.count("pip"), run.count("kernels.cpu.library")) == (1, pips, 2)
+    assert (run.count("venv"), run.count("pip"), run.count("kernels.cpu.library")) == (1, pips, 3)
+
+
+def test_kernels_are_compiled_before_anything_is_installed() -> None:
+    command = [sys.executable, "-S", "-c", "import kernels.cpu.library"]
+    subprocess.run(command, cwd=ROOT, check=True)

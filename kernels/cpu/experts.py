@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.linear import copied_rows
 from kernels.packed_weight import PackedWeight
 
@@ -84,7 +85,7 @@ def experts(
         x.stride(0),
         torch.get_num_threads(),
     )
-    name = f"quire_experts_{activation}_{library.SUFFIXES[x.dtype]}"
+    name = f"quire_experts_{activation}_{SUFFIXES[x.dtype]}"
     run = library.function(name, (ctypes.c_void_p,), ctypes.c_bool)
     if not run(ctypes.addressof(arguments)):
         raise IndexError(f"expert_ids: must be from 0 to {len(gate_up) - 1}")

@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES
 
 
 class _Arguments(ctypes.Structure):
@@ -20,7 +21,7 @@ class _Arguments(ctypes.Structure):
 
 def can_gated_activation(gate_up: torch.Tensor) -> bool:
     """Whether there is a kernel for this device and dtype. It supports every activation."""
-    return gate_up.device.type == "cpu" and gate_up.dtype in library.SUFFIXES and library.available()
+    return gate_up.device.type == "cpu" and gate_up.dtype in SUFFIXES and library.available()
 
 
 def gated_activation(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
@@ -31,7 +32,7 @@ def gated_activation(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype)  # [T, I]
     arguments = _Arguments(out.data_ptr(), gate_up.data_ptr(), rows, width, gate_up.stride(0), activation)
-    name = f"quire_gated_activation_{library.SUFFIXES[gate_up.dtype]}"
+    name = f"quire_gated_activation_{SUFFIXES[gate_up.dtype]}"
     run = library.function(name, (ctypes.c_void_p, ctypes.c_int64))
     run(ctypes.addressof(arguments), torch.get_num_threads())
     return out

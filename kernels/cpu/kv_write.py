@@ -8,6 +8,7 @@ import torch
 
 from kernels.checks import check_tensor
 from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES
 from kernels.packed_pages import PackedKeys, PackedValues
 
 _TYPES = (ctypes.c_void_p, ctypes.c_int64)
@@ -58,6 +59,6 @@ def kv_write(
         values.shape[2],
         k_pages.shape[0] * k_pages.shape[1],
     )
-    run = library.function(f"quire_kv_write_{library.SUFFIXES[keys.dtype]}", _TYPES, ctypes.c_bool)
+    run = library.function(f"quire_kv_write_{SUFFIXES[keys.dtype]}", _TYPES, ctypes.c_bool)
     if not run(ctypes.addressof(arguments), torch.get_num_threads()):
         raise IndexError("slots: a slot is beyond the last page")

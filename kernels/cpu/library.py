@@ -6,7 +6,8 @@ sources that was built on this machine, else the wheel's. Without one `available
 compute in plain torch, with correct results. The environment variable QUIRE_CPU_ISA, which workers inherit,
 selects a lower instruction set than that of the CPU.
 
-The library has a C interface and threads of its own (threads.h), and does not use torch.
+The library has a C interface and threads of its own (threads.h), and does not use torch. Nor does this
+module: `make` compiles while pip still installs torch.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
-
-import torch
 
 _SOURCES = Path(__file__).resolve().parent
 # Next to the sources, so that each checkout or installation has its own builds, with the same owner.
@@ -94,8 +93,6 @@ EMULATED_SETS = tuple(
 )
 
 
-# The dtypes that kernels for several have, as the names of their functions end.
-SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 # Names the instruction set to use; "none": no compiled kernels.
 VARIABLE = "QUIRE_CPU_ISA"
 _NONE = "none"

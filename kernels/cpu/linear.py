@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES
 from kernels.packed_weight import PackedWeight
 
 # The rows that are copied at a time where the CPU has no instructions for their dtype.
@@ -24,7 +25,7 @@ class _Arguments(ctypes.Structure):
 
 def can_multiply(dtype: torch.dtype) -> bool:
     """Whether there is a kernel for weights and rows of this dtype."""
-    return dtype in library.SUFFIXES and library.available()
+    return dtype in SUFFIXES and library.available()
 
 
 def copied_rows(dtype: torch.dtype, rows: int, inputs: int) -> torch.Tensor | None:
@@ -50,6 +51,6 @@ def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -
         outputs,
         x.stride(0),
     )
-    run = library.function(f"quire_linear_{library.SUFFIXES[x.dtype]}", (ctypes.c_void_p, ctypes.c_int64))
+    run = library.function(f"quire_linear_{SUFFIXES[x.dtype]}", (ctypes.c_void_p, ctypes.c_int64))
     run(ctypes.addressof(arguments), torch.get_num_threads())
     return out

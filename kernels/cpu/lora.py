@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.linear import copied_rows
 from kernels.packed_weight import PackedWeight
 
@@ -93,6 +94,6 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, table: Table, slots: torch.Tensor
         x.stride(0),
         torch.get_num_threads(),
     )
-    run = library.function(f"quire_lora_{library.SUFFIXES[x.dtype]}", (ctypes.c_void_p,), ctypes.c_bool)
+    run = library.function(f"quire_lora_{SUFFIXES[x.dtype]}", (ctypes.c_void_p,), ctypes.c_bool)
     if not run(ctypes.addressof(arguments)):
         raise IndexError("slots: there is no such slot")

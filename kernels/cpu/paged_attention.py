@@ -13,6 +13,7 @@ import torch
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
 from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES
 from kernels.packed_pages import PackedKeys, PackedValues
 
 
@@ -77,6 +78,6 @@ def attend(
         scoring.scale,
         scoring.softcap or 0.0,
     )
-    name = f"quire_paged_attention_{library.SUFFIXES[query.dtype]}"
+    name = f"quire_paged_attention_{SUFFIXES[query.dtype]}"
     run = library.function(name, (ctypes.c_void_p, ctypes.c_int64))
     run(ctypes.addressof(arguments), torch.get_num_threads())

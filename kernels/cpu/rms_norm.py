@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES
 
 
 class _Arguments(ctypes.Structure):
@@ -22,7 +23,7 @@ class _Arguments(ctypes.Structure):
 
 def can_rms_norm(x: torch.Tensor) -> bool:
     """Whether the kernel is available and supports this device and dtype."""
-    return x.device.type == "cpu" and x.dtype in library.SUFFIXES and library.available()
+    return x.device.type == "cpu" and x.dtype in SUFFIXES and library.available()
 
 
 def rms_norm(
@@ -45,6 +46,6 @@ def rms_norm(
         weight.dtype is torch.float32,
         eps,
     )
-    run = library.function(f"quire_rms_norm_{library.SUFFIXES[x.dtype]}", (ctypes.c_void_p, ctypes.c_int64))
+    run = library.function(f"quire_rms_norm_{SUFFIXES[x.dtype]}", (ctypes.c_void_p, ctypes.c_int64))
     run(ctypes.addressof(arguments), torch.get_num_threads())
     return out

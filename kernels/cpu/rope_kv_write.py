@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES
 from kernels.packed_pages import PackedKeys, PackedValues
 
 _TYPES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
@@ -64,7 +65,7 @@ def rope_kv_write(
         qk_norm is not None and qk_norm.dtype is torch.float32,
         eps,
     )
-    run = library.function(f"quire_rope_kv_write_{library.SUFFIXES[qkv.dtype]}", _TYPES, ctypes.c_bool)
+    run = library.function(f"quire_rope_kv_write_{SUFFIXES[qkv.dtype]}", _TYPES, ctypes.c_bool)
     num_slots = k_pages.shape[0] * k_pages.shape[1]
     if not run(ctypes.addressof(arguments), num_slots, torch.get_num_threads()):
         raise IndexError("slots: a slot is beyond the last page")

@@ -15,6 +15,7 @@ import torch
 
 from kernels.attention_batch import AttentionBatch
 from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES
 from kernels.packed_pages import PackedKeys, PackedValues, Pages
 
 
@@ -125,7 +126,7 @@ class Sublayers:
         self._address = new(ctypes.addressof(array), len(array), memory.address)
         _delete_with(self, "quire_sublayers_delete", self._address)
         self._keep = memory, keep
-        name = f"quire_sublayers_run_{library.SUFFIXES[dtype]}"
+        name = f"quire_sublayers_run_{SUFFIXES[dtype]}"
         self._run = library.function(name, (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int)
 
     def run(  # noqa: PLR0913 - what differs between steps

@@ -7,6 +7,7 @@ import os
 import torch
 
 from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.library import InstructionSetError, instruction_set, kernel_name
 from kernels.paged_attention import CUDA_WIDTHS
 from workers.models.errors import ModelError, UnsupportedError
@@ -34,7 +35,7 @@ def active_products(device: torch.device, dtype: str, *, batch_invariant: bool =
     """
     if device.type == "cuda":
         return f"{'triton' if batch_invariant else 'torch'} ({dtype} weights)"
-    if getattr(torch, dtype) not in library.SUFFIXES:
+    if getattr(torch, dtype) not in SUFFIXES:
         reason = f"there are no {dtype} products for a CPU"
     elif name := kernel_name():
         if dtype == "float32":
