@@ -47,12 +47,12 @@ def rendered(directory: Path) -> list[Object]:
     return list(yaml.safe_load_all(done.stdout))
 
 
-@pytest.fixture(params=["base", "plaintext", "example"])
+@pytest.fixture(params=["base", "plaintext", "postgres", "example"])
 def variant(request: pytest.FixtureRequest, tmp_path: Path) -> list[Object]:
-    if request.param != "plaintext":
+    if request.param in ("base", "example"):
         return rendered(DEPLOY / "kubernetes" / request.param)
     found = Path(os.path.relpath(DEPLOY / "kubernetes", tmp_path.resolve()))
-    text = f"resources: [{found}/base]\ncomponents: [{found}/plaintext]\n"
+    text = f"resources: [{found}/base]\ncomponents: [{found}/{request.param}]\n"
     (tmp_path / "kustomization.yaml").write_text(text)
     return rendered(tmp_path)
 
@@ -126,7 +126,11 @@ def settings_of(gateway: Object, here: Path) -> Config:
         return text
 
     (here / "config" / "quire.toml").write_text(placed((BASE / "quire.toml").read_text()))
-    environ = {each["name"]: placed(each["value"]) for each in gateway["env"]}
+    environ: dict[str, str] = {}
+    for each in gateway["env"]:
+        value = re.sub(r"\$\((\w+)\)", lambda name: environ[name[1]], each.get("value", ""))
+        # What the cluster fills in is an address here, as that of the pod is.
+        environ[each["name"]] = placed(value) or "127.0.0.1"
     # A directory of the cluster, not of this machine.
     environ.pop("QUIRE_MODEL", None)
     parsed = complete_parser().parse_args([placed(argument) for argument in gateway["args"]])
@@ -138,9 +142,13 @@ def settings_of(gateway: Object, here: Path) -> Config:
 def check_settings(objects: list[Object], here: Path) -> None:
     gateway, worker = container(objects, "quire-gateway"), container(objects, "quire-worker")
     config = settings_of(gateway, here)
-    listening = {config.listen: "grpc", config.metrics_listen: "metrics"}
+    listening = {config.listen: "grpc", config.metrics_listen: "metrics", config.peer_listen: "peers"}
+    listening.pop("", None)
     ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
     assert {name: int(address.rpartition(":")[2]) for address, name in listening.items()} == ports
+    if config.peer_listen:
+        # No hook is needed: also at SIGTERM the workers keep their KV, for the other gateways.
+        assert config.journal.startswith("postgresql:") and "lifecycle" not in gateway
     grace_s = one(objects, "StatefulSet", "quire-gateway")["spec"]["template"]["spec"][
         "terminationGracePeriodSeconds"
     ]
@@ -198,4 +206,4 @@ def test_images_have_the_pinned_torch() -> None:
     assert len(installs) == 3 and all("--constraint /wheels/constraints.txt" in part for part in installs)
     assert set(re.findall(r"^FROM base AS (\w+)$", text, flags=re.MULTILINE)) == {"cpu", "cuda"}
     extras = {extra for found in re.findall(r"\[([\w,]+)\]\"", text) for extra in found.split(",")}
-    assert extras == {"cuda", "openai", "otel"}
+    assert extras == {"cuda", "openai", "otel", "postgres"}
