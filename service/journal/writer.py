@@ -122,7 +122,7 @@ class Writer:
             and len(frames) <= _SHORT_BYTES
             and self._using.acquire(blocking=False)
         ):
-            blocked = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+            blocked, computed_s = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, time.process_time()
             try:
                 if self._waits_for_locks:
                     self._set_waiting(for_locks=False)
@@ -137,8 +137,9 @@ class Writer:
                 self._using.release()
                 took_s = time.monotonic() - began_at
                 waited_for_disk = (
-                    # Unlike the clock, the system does not count that others had the CPU.
-                    took_s > _SHORT_S and resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw > blocked
+                    # Neither for Python's lock, while another thread computed, nor for the CPU.
+                    took_s - (time.process_time() - computed_s) > _SHORT_S
+                    and resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw > blocked
                 )
                 self._at_once_from = began_at + took_s * (_PAUSE_FOR_DISK if waited_for_disk else _PAUSE)
         self.append(item)
