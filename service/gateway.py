@@ -160,8 +160,11 @@ class Gateway:
         opened = await open_leased(self.config, shard, lease, leases)
         figures = None if self.exporter is None else self.exporter.figures
         core = Core(self.config, opened, self._tenant_of, figures, self._find_adapter)
-        # The limit is of the process.
+        # Of the process: the limit, and what is counted, also after the shard is given back.
         core.state.answers = self.state.answers
+        core.versions.starts = self.core.versions.starts
+        core.caches.parts.context.counts = self.core.caches.parts.context.counts
+        core.versions.subscribe(self.core.versions.changed)
         return AnsweringCore(core, self._forwarding)
 
     def _read_runtimes(self) -> RuntimesFile:

@@ -6,6 +6,7 @@ Commands name a sequence by its number. An `op_id` is never used twice; the answ
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -135,11 +136,15 @@ class Effects(NamedTuple):
 
 
 class Context:
-    """The time of the current input, the effects so far, and the numbers of tickets, commands and caches."""
+    """The time of the current input, the effects so far, and the numbers of tickets, commands and caches.
+
+    `counts`: for metrics; a process with several of these shares them.
+    """
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.effects = Effects([], [], [])
+        self.counts: Counter[str] = Counter()
         # Returns a number that was never used before. Numbers only grow.
         self.number = itertools.count(1).__next__
 

@@ -121,6 +121,7 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
                 assert first.status().caches >= 4
                 shown = Scraped(first).samples()
                 assert [value(shown, "quire_worker_ready", worker=worker) for worker in "01"] == [1, 1]
+                assert all(value(shown, "quire_worker_starts_total", worker=worker) for worker in "01")
                 assert value(shown, "quire_caches") >= 4
                 with new() as third:
                     for text in texts:
