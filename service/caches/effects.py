@@ -136,14 +136,12 @@ class Effects(NamedTuple):
 
 
 class Context:
-    """The time of the current input, the effects so far, and the numbers of tickets, commands and caches.
-
-    `counts`: for metrics; a process with several of these shares them.
-    """
+    """The time of the current input, the effects so far, and the numbers of tickets, commands and caches."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.effects = Effects([], [], [])
+        # For metrics. Those of a process share it.
         self.counts: Counter[str] = Counter()
         # Returns a number that was never used before. Numbers only grow.
         self.number = itertools.count(1).__next__

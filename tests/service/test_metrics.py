@@ -331,6 +331,7 @@ async def test_all_shards_are_counted_also_one_that_was_given_back(
             gateway._forwarding.cores.clear()
             server.gateway.exporter._texts.clear()  # type: ignore[union-attr]
         further.close()
+        assert not further.caches.index.anonymous.caches, "its tenants do not hold them here"
 
 
 async def test_a_slot_of_two_versions_is_one_worker(tmp_path: Path) -> None:
