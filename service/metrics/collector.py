@@ -118,8 +118,7 @@ class QuireCollector(Collector):
         yield _gauge("quire_num_requests_running", "Appends that fit into the next steps.", running)
         yield _gauge("quire_num_requests_waiting", "Appends that wait for a later step.", waiting)
         yield _gauge("quire_kv_cache_usage_perc", "The part of KV pages in use, 0 to 1.", used)
-        preempted = counts["preempted"]
-        yield _counter("quire_num_preemptions", "Caches whose KV gave way to that of others.", preempted)
+        yield _counter("quire_num_preemptions", "Caches whose KV gave way to others'.", counts["preempted"])
         yield _counter("quire_prompt_tokens", "Prompt tokens of answered appends.", appends.prompt_tokens)
         yield _counter("quire_generation_tokens", "Tokens that were generated.", appends.generated_tokens)
         described: dict[tuple[str, ...], int] = {}

@@ -140,14 +140,9 @@ export class Connection {
     const maxAttempts = mayRepeat(name, message) ? MAX_ATTEMPTS : 1;
     for (let attempt = 1, longestMs = INITIAL_BACKOFF_MS; ; attempt++) {
       let answer: any;
-      let failed: QuireError | undefined;
-      try {
-        answer = await this.#attempt(service, method, message, deadline, options.signal);
-        failed = failedItem(answer);
-        if (!failed) return answer;
-      } catch (error) {
-        failed = error as QuireError;
-      }
+      const failed: QuireError | undefined = await this.#attempt(service, method, message, deadline, options.signal)
+        .then((found) => failedItem((answer = found)), (error) => error);
+      if (!failed) return answer;
       // Jitter spreads the retries of many clients. The server's delay is the minimum.
       const serverDelayMs = failed.retryDelayMs ?? 0;
       const pauseMs = Math.max(longestMs * (0.5 + Math.random() / 2), serverDelayMs);
@@ -156,7 +151,7 @@ export class Connection {
       const isDropped = failed.code === status.CANCELLED && !failed.reason && !options.signal?.aborted;
       const isGone = isDropped || failed.code === status.UNAVAILABLE;
       if (!isGone || attempt === maxAttempts || isLate || serverDelayMs > MAX_SERVER_DELAY_MS) {
-        if (answer) return answer;
+        if (answer) return answer; // What the other items are answered.
         throw failed;
       }
       await sleep(pauseMs, undefined, options.signal && { signal: options.signal }).catch(() => {
