@@ -219,7 +219,7 @@ def test_a_tenant_holds_nothing_of_a_shard_that_another_gateway_has(gateway: Sha
     kept, other = gateway.make(alice, 1, 2), gateway.make(alice, 3)
     gateway.disk.is_slow = True
     committing = gateway.dispatcher.start([Release(other)], lambda *_: None, 1, alice)
-    requests = [
+    requests: list[Request] = [
         prefill(1, 2, 3),
         decode(kept, 3),
         decode(kept, 4),
