@@ -101,8 +101,8 @@ class Gateway:
             opened = open_alone(config, Shard(), data_directory(config))
         self._find_adapter = find_adapter
         self._tenant_of = None if self.authenticator is None else self.authenticator.tenant
-        figures = None if self.exporter is None else self.exporter.figures
-        self.core = Core(config, opened, self._tenant_of, figures, find_adapter, own_gpus)
+        self._figures = None if self.exporter is None else self.exporter.figures
+        self.core = Core(config, opened, self._tenant_of, self._figures, find_adapter, own_gpus)
         self.state = self.core.state
         self._member = member
         self._forwarding = self._connect()
@@ -158,10 +158,12 @@ class Gateway:
         """The core of a further shard, which answers from now on."""
         assert self._forwarding is not None
         opened = await open_leased(self.config, shard, lease, leases)
-        figures = None if self.exporter is None else self.exporter.figures
-        core = Core(self.config, opened, self._tenant_of, figures, self._find_adapter)
-        # The limit is of the process.
+        core = Core(self.config, opened, self._tenant_of, self._figures, self._find_adapter)
+        # Of the process: the limit, and what is counted, also after the shard is given back.
         core.state.answers = self.state.answers
+        core.versions.starts = self.core.versions.starts
+        core.caches.parts.context.counts = self.core.caches.parts.context.counts
+        core.versions.subscribe(self.core.versions.changed)
         return AnsweringCore(core, self._forwarding)
 
     def _read_runtimes(self) -> RuntimesFile:

@@ -78,8 +78,6 @@ class Attempts:
         # The begin of the current moment, and the tokens to replay that were sent in it.
         self._replays_since_s = -math.inf
         self._replayed_tokens = 0
-        # All that workers have replayed.
-        self.replayed_tokens = 0
         # Whether parked operations have to be checked.
         self.changed = False
 
@@ -163,7 +161,7 @@ class Attempts:
         if attempt.replays:
             entry.has_computed(operation.base)
             operation.replayed_tokens += len(attempt.append.token_ids)
-            self.replayed_tokens += len(attempt.append.token_ids)
+            self._context.counts["replayed_tokens"] += len(attempt.append.token_ids)
             return self.begin_again(operation)
         if entry.crash_score:
             clear(entry)

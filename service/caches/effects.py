@@ -6,6 +6,7 @@ Commands name a sequence by its number. An `op_id` is never used twice; the answ
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -140,6 +141,8 @@ class Context:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.effects = Effects([], [], [])
+        # For metrics. Those of a process share it.
+        self.counts: Counter[str] = Counter()
         # Returns a number that was never used before. Numbers only grow.
         self.number = itertools.count(1).__next__
 

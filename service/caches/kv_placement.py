@@ -21,8 +21,6 @@ class KvPlacement:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        # How many caches lost their KV because others needed the room.
-        self.preempted = 0
 
     def assign(self, entry: CacheEntry, worker: WorkerView, kv_len: int = 0) -> None:
         """Assigns a cache to a worker, which has KV of its first `kv_len` tokens."""
@@ -90,7 +88,7 @@ class KvPlacement:
                 freed += max(1, worker.pages_for(entry.kv_len))
                 evicted.append(entry)
         self.drop(*evicted)
-        self.preempted += len(evicted)
+        self._context.counts["preempted"] += len(evicted)
         return freed > 0
 
     def _is_preemptible(self, entry: CacheEntry, wanted_by: Operation) -> bool:

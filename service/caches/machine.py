@@ -336,6 +336,14 @@ class CacheMachine:
         for ticket in tickets:
             self._queues.not_committed(self._queues.operations[ticket], JournalUnavailable())
 
+    def close(self) -> None:
+        """Tenants hold nothing of this any more: another gateway has the caches. Nothing is answered."""
+        operations = [*self._queues.operations.values()]
+        entries = {*self.index}.union(*(operation.entries for operation in operations))
+        for operation in operations:
+            self._queues.finish(operation, None)
+        self.admission.remove(entries)
+
     # State.
 
     def __len__(self) -> int:

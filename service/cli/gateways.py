@@ -162,10 +162,6 @@ def to_member(line: bytes) -> tuple[Config, Membership]:
     """What `_member` has written."""
     content = json.loads(line)
     config = Config(**content["config"])
-    directory = content["directory"]
-    return config, Membership(
-        Shard(content["index"], config.gateways),
-        None if directory is None else Path(directory),
-        content["addresses"],
-        content["secret"],
-    )
+    shard, directory = Shard(content["index"], config.gateways), content["directory"]
+    path = None if directory is None else Path(directory)
+    return config, Membership(shard, path, content["addresses"], content["secret"])

@@ -109,7 +109,7 @@ class QuireCollector(Collector):
     def _requests(self) -> Iterator[Metric]:
         """What vLLM has by the same names."""
         appends, shards = self._figures.appends, self._of.shards()
-        kv, serving = shards[0].caches.parts.kv, shards[0].versions.serving
+        counts, serving = shards[0].caches.parts.context.counts, shards[0].versions.serving
         running, waiting = running_and_waiting(self._of)
         served = (slot for shard in shards for slot in shard.versions.serving.slots)
         pools = [slot.snapshot.pool for slot in served if slot.state == _READY]
@@ -118,7 +118,7 @@ class QuireCollector(Collector):
         yield _gauge("quire_num_requests_running", "Appends that fit into the next steps.", running)
         yield _gauge("quire_num_requests_waiting", "Appends that wait for a later step.", waiting)
         yield _gauge("quire_kv_cache_usage_perc", "The part of KV pages in use, 0 to 1.", used)
-        yield _counter("quire_num_preemptions", "Caches whose KV gave way to that of others.", kv.preempted)
+        yield _counter("quire_num_preemptions", "Caches whose KV gave way to others'.", counts["preempted"])
         yield _counter("quire_prompt_tokens", "Prompt tokens of answered appends.", appends.prompt_tokens)
         yield _counter("quire_generation_tokens", "Tokens that were generated.", appends.generated_tokens)
         described: dict[tuple[str, ...], int] = {}
@@ -172,7 +172,7 @@ class QuireCollector(Collector):
         failed = {**dict.fromkeys(_ALERTED_REASONS, 0), **figures.appends.failed}
         yield _counter("quire_appends_failed", "Appends that failed.", failed, "reason")
         yield _counter("quire_refusals", "Refused calls.", state.refusals.by_reason, "reason")
-        replayed = home.caches.parts.attempts.replayed_tokens
+        replayed = home.caches.parts.context.counts["replayed_tokens"]
         yield _counter("quire_replayed_tokens", "Tokens whose lost KV was computed again.", replayed)
         breakers = {}
         for runtime in self._of.router.runtimes[1:]:

@@ -148,8 +148,7 @@ class Exporter:
             case b"/status.json":
                 return 200, _JSON, await self._recent(_JSON, self._status)
             case b"/metrics":
-                content_type, body = await self._metrics(accepts_openmetrics)
-                return 200, content_type, body
+                return 200, *await self._metrics(accepts_openmetrics)
             case b"/healthz":
                 return 200, _TEXT, b"ok\n"
             case b"/readyz":

@@ -201,7 +201,8 @@ class Executions:
             _ = self._state.limits
         # Otherwise another runtime may have generated the client's part. See `Batch.resumed`.
         is_only_local = bool(request.runtime) or self._router.runtimes == [local]
-        return frozenset() if is_only_local else resumed
+        is_same_again = not resumed or self._state.first_ready.executor.batch_invariant
+        return frozenset() if is_only_local and is_same_again else resumed
 
     def _on_state(self, key: _Key, execution: Execution) -> None:
         tenant, _ = key

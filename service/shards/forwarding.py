@@ -199,9 +199,7 @@ class Forwarding:
                     renumber(results[index].error, index)
         if response.ByteSize() > self._config.max_response_bytes:
             # Each part was within the limit. Repeating the items, fewer at a time, returns these answers.
-            raise InvalidArgument(
-                "OUTPUT_TOO_LARGE", "items", "the answers of several gateways are too large"
-            )
+            raise InvalidArgument("OUTPUT_TOO_LARGE", "items", "answers of several gateways are too large")
         return response
 
     async def close(self) -> None:

@@ -60,7 +60,5 @@ def opened(directory: Path | None, gateways: int) -> Iterator[tuple[list[Path | 
         sockets = shards
         if len(os.fsencode(shards / f"{gateways}.sock")) > _MAX_SOCKET_PATH_BYTES:
             sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-gateways-")))
-        yield (
-            [shards / str(index) for index in range(gateways)],
-            [str(sockets / f"{index}.sock") for index in range(gateways)],
-        )
+        names = [str(index) for index in range(gateways)]
+        yield [shards / name for name in names], [str(sockets / f"{name}.sock") for name in names]

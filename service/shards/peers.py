@@ -90,11 +90,7 @@ class Peers:
 
     def passed_on(self, metadata: Metadata) -> Sequence[tuple[str, str | bytes]]:
         """The caller's metadata, with what makes it a forwarded call."""
-        own = (
-            (HOP, self.secret),
-            (TENANT, current_tenant_name()),
-            (REQUEST_ID_METADATA, current_request_id()),
-        )
+        own = (HOP, self.secret), (TENANT, current_tenant_name()), (REQUEST_ID_METADATA, current_request_id())
         return (*((key, value) for key, value in metadata or () if key not in _OWN), *own)
 
     async def close(self) -> None:

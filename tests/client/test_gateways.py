@@ -12,7 +12,7 @@ from quire._attempts import Attempts
 from quire._gateways import Gateways, targets_of
 from quire.errors import Cancelled
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import runner_pb2, runner_pb2_grpc, types_pb2
+from quire.v1 import executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
 
 ONE, OTHER = "one:1", "other:1"
 
@@ -97,6 +97,30 @@ def test_a_batch_is_repeated_while_the_gateway_of_an_item_is_away() -> None:
     assert Attempts(_methods.BATCH_DECODE, batch, 1, several=True).failed_item(away()) is None, "no time"
     batch.items[0].ClearField("position")
     assert Attempts(_methods.BATCH_DECODE, batch, 60, several=True).failed_item(away()) is None, "not safe"
+
+
+class Executor(executor_pb2_grpc.ModelExecutorServiceServicer):
+    """Of a gateway that reaches another one at the second attempt."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def BatchDecode(self, request: pb.BatchDecodeRequest, context: object) -> pb.BatchDecodeResponse:
+        self.asked += 1
+        return away() if self.asked == 1 else pb.BatchDecodeResponse(results=2 * away().results[:1])
+
+
+def test_a_batch_is_repeated_also_where_all_gateways_have_one_address() -> None:
+    """Before, it was where the client was given several."""
+    executor, server = Executor(), grpc.server(ThreadPoolExecutor(2))  # type: ignore[abstract]
+    executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(executor, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    batch = pb.BatchDecodeRequest(items=[pb.DecodeRequest(cache_id=f"kv{n}_a", position=3) for n in range(2)])
+    with Client(address, timeout_s=60) as client:
+        results = client._call(_methods.BATCH_DECODE, batch).results
+    server.stop(None)
+    assert executor.asked == 2 and not any(one.HasField("error") for one in results)
 
 
 def test_what_grpc_drops_is_repeated_and_what_the_server_cancels_is_not() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,26 @@ import grpc
 import pytest
 from quire import Client
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import executor_pb2_grpc
+from quire.v1 import executor_pb2_grpc, types_pb2
 
 from service.auth.forwarded import HOP
 from service.pool.pool_files import GATEWAY_NAME
 from tests.e2e.several_gateways import retrying
+from tests.e2e.test_execute import (
+    PATIENCE_S,
+    execute,
+    go_on,
+    item,
+    kept,
+    read_into,
+    read_some,
+    resumed,
+    runner,
+    tokens,
+)
 from tests.e2e.test_metrics import Scraped, value
 from tests.e2e.test_remote_workers import PROMPT, Pool, free_address
-from tests.error_details import info_of
+from tests.error_details import info_of, status_reason
 from tests.gateway_process import GatewayProcess
 from tests.postgres_server import PostgresServer
 
@@ -121,6 +135,7 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
                 assert first.status().caches >= 4
                 shown = Scraped(first).samples()
                 assert [value(shown, "quire_worker_ready", worker=worker) for worker in "01"] == [1, 1]
+                assert all(value(shown, "quire_worker_starts_total", worker=worker) for worker in "01")
                 assert value(shown, "quire_caches") >= 4
                 with new() as third:
                     for text in texts:
@@ -138,6 +153,41 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
                 assert text.replayed == 0, "the workers have kept their KV"
         finally:
             pool.stop()
+
+
+def test_a_kept_execution_of_a_dead_gateway_is_generated_again_by_another(tmp_path: Path) -> None:
+    """With the same tokens, or not at all: the weightless model guarantees no bits."""
+    for model in ("adder", "paged-attention"):
+        pool = Pool(tmp_path / model)
+        with PostgresServer() as database:
+            workers = ",".join(pool.listen() for _ in range(2))
+            own = ("--pool", str(pool.certificates), "--journal", database.url, "--workers-at", workers)
+
+            def new(own: Sequence[str] = own, model: str = model) -> GatewayProcess:
+                flags = [*FLAGS, *own, "--peer-listen", free_address()]
+                return GatewayProcess(model=model, workers=1, flags=flags)
+
+            try:
+                with new() as other, new() as killed:
+                    drawn = types_pb2.SamplingParams(temperature=1.0, seed=5)
+                    items = [item("a", PROMPT, 100, sampling=drawn), item("b", [1, 2], 90)]
+                    request = kept(model, *items)
+                    call = runner(killed).Execute(request, timeout=PATIENCE_S)
+                    seen = read_some(call, 5)
+                    killed.process.send_signal(signal.SIGKILL)
+                    with contextlib.suppress(grpc.RpcError):
+                        read_into(seen, call)
+                    # Whoever has its caches now.
+                    other.wait_until(lambda: len(other.status().workers) == 2)
+                    if model == "adder":
+                        whole = {key: tokens(chunks) for key, chunks in execute(other, *items).items()}
+                        assert go_on(other, request, seen) == whole
+                        continue
+                    again = read_some(runner(other).Execute(resumed(request, seen), timeout=PATIENCE_S), 100)
+                    for chunks in again.values():
+                        assert status_reason(chunks[-1].error) == "EXECUTION_LOST" and not tokens(chunks)
+            finally:
+                pool.stop()
 
 
 def test_a_gateway_that_was_paused_past_its_leases_answers_nothing_any_more(tmp_path: Path) -> None:

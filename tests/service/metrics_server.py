@@ -11,6 +11,7 @@ from typing import Any
 
 from service.config import Config
 from service.gateway import Gateway
+from service.shards.membership import Membership
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,11 @@ class MetricsServer:
 
 
 @contextlib.asynccontextmanager
-async def serving(tmp_path: Path, **settings: Any) -> AsyncIterator[MetricsServer]:
+async def serving(
+    tmp_path: Path, member: Membership | None = None, **settings: Any
+) -> AsyncIterator[MetricsServer]:
     defaults = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "model": "paged-attention"}
-    gateway = Gateway(Config(**(defaults | settings), data_dir=str(tmp_path)))
+    gateway = Gateway(Config(**(defaults | settings), data_dir=str(tmp_path)), member=member)
     assert gateway.exporter is not None
     port = gateway.exporter.bind()
     running = asyncio.create_task(gateway.exporter.run())

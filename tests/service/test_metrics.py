@@ -20,13 +20,20 @@ from service.adapters.registry import AdapterVersion
 from service.caches.requests import Append, Appended, AppendKind, Release, Released, Request
 from service.caches.workers import WorkerView
 from service.config import Config
+from service.core import AnsweringCore, OpenShard, open_alone
 from service.dispatcher import Dispatcher
 from service.errors import QueueFull
 from service.gateway import Gateway
 from service.metrics.figures import TIMES_S, Appends, Calls, Distribution
 from service.metrics.totals import Totals
+from service.shards.ids import Shard
+from service.shards.leases import Lease
+from service.shards.membership import Membership
 from tests.service.metrics_server import MetricsServer, serving
 from tests.service.served import become_ready
+from tests.sim.harness import Gateway as Caller
+from tests.sim.harness import decode
+from tests.sim.model_worker import Pool
 
 
 def test_counts_go_on_when_a_worker_starts_anew() -> None:
@@ -286,6 +293,45 @@ async def test_breakers(tmp_path: Path) -> None:
         if name == "quire_runtime_breaker"
     }
     assert found == {"closed": 0, "open": 1, "half_open": 0}
+
+
+async def test_all_shards_are_counted_also_one_that_was_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def open_without_database(config: Config, shard: Shard, *_: object) -> OpenShard:
+        return open_alone(config, shard, None)
+
+    monkeypatch.setattr("service.gateway.open_leased", open_without_database)
+    member = Membership(Shard(0, 2), None, ["unix:0", "unix:1"], "secret")
+    async with serving(tmp_path, member, workers=2) as server:
+        gateway = server.gateway
+        further = await gateway._open_core(Shard(1, 2), Lease(1, 1, "", 0.0), None)  # type: ignore[arg-type]
+        assert isinstance(further, AnsweringCore)
+        for shard in (gateway.core, further):
+            caller = Caller(pool=Pool(3, page_tokens=4), machine=shard.caches)
+            caches = []
+            for token in range(4):
+                caches.append(caller.create(token))
+                caller.now_s += 1.0
+            # The fourth has taken the room of the first, which takes that of the second.
+            caller.append(decode(caches[0], 7))
+            (slot,) = shard.versions.serving.slots
+            shard.versions.starts[slot.index] += 1
+            slot.snapshot.counts.steps = 5
+            shard.versions.changed()
+        expected = {"num_preemptions": 4.0, "replayed_tokens": 2.0, "worker_starts": 2.0, "steps": 10.0}
+        assert gateway._forwarding is not None
+        for shards in (2, 1):
+            samples = await scraped(server)
+            found = {
+                name: sum(number for (of, _), number in samples.items() if of == f"quire_{name}_total")
+                for name in expected
+            }
+            assert found == expected, shards
+            gateway._forwarding.cores.clear()
+            server.gateway.exporter._texts.clear()  # type: ignore[union-attr]
+        further.close()
+        assert not further.caches.index.anonymous.caches, "its tenants do not hold them here"
 
 
 async def test_a_slot_of_two_versions_is_one_worker(tmp_path: Path) -> None:

@@ -211,3 +211,25 @@ def test_what_is_undone_is_given_back(gateway: Shared) -> None:
     gateway.lose_worker()
     gateway.ask_as(alice, Release(cache))
     assert (alice.caches, alice.tokens) == (0, 0)
+
+
+def test_a_tenant_holds_nothing_of_a_shard_that_another_gateway_has(gateway: Shared) -> None:
+    """Before, each time that a gateway gave a shard back, its caches were counted there for ever."""
+    alice = Tenant("alice")
+    kept, other = gateway.make(alice, 1, 2), gateway.make(alice, 3)
+    gateway.disk.is_slow = True
+    committing = gateway.dispatcher.start([Release(other)], lambda *_: None, 1, alice)
+    requests: list[Request] = [
+        prefill(1, 2, 3),
+        decode(kept, 3),
+        decode(kept, 4),
+        Fork.of(kept, 3),
+        Append(AppendKind.SCORE, "", [1]),
+    ]
+    running = gateway.dispatcher.start(requests, lambda *_: None, 1, alice)
+    assert (alice.caches, alice.in_flight) == (4, 6)
+    gateway.machine.close()
+    assert (alice.caches, alice.tokens, alice.in_flight) == (0, 0, 0)
+    # Callers go when their deadlines pass.
+    gateway.dispatcher.cancel([*committing, *running])
+    assert (alice.caches, alice.tokens, alice.in_flight) == (0, 0, 0)

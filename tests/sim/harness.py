@@ -62,14 +62,17 @@ class Gateway:
         workers: int = 1,
         pool: Pool | None = None,
         journal: Journal | None = None,
+        machine: CacheMachine | None = None,
     ) -> None:
         names = itertools.count(1)
         self.now_s = 0.0
         self.pool = pool or Pool(100)
         self.disk = FailingJournal()
-        self.machine = CacheMachine(
-            limits or Limits(), new_cache_id=lambda: f"kv{next(names)}", new_seed=lambda: 7
-        )
+        if machine is None:
+            machine = CacheMachine(
+                limits or Limits(), new_cache_id=lambda: f"kv{next(names)}", new_seed=lambda: 7
+            )
+        self.machine = machine
         self.dispatcher = Dispatcher(
             self.machine, journal or self.disk, self._send, clock_s=lambda: self.now_s
         )

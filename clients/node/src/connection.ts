@@ -4,13 +4,15 @@ import { setTimeout as sleep } from "node:timers/promises";
 
 import { type CallOptions as GrpcCallOptions, Client, type ChannelCredentials, Metadata, status } from "@grpc/grpc-js";
 
-import { cancelled, errorFromCall, QuireError } from "./errors.js";
+import { cancelled, errorFromCall, errorFromStatus, QuireError } from "./errors.js";
 import type { DeepPartial } from "./gen/quire/v1/executor.js";
 
 const INITIAL_BACKOFF_MS = 100;
 const MAX_BACKOFF_MS = 2000;
 const BACKOFF_MULTIPLIER = 3;
 const MAX_ATTEMPTS = 4;
+// If the server asks for a longer delay, the call fails at once.
+const MAX_SERVER_DELAY_MS = 60_000;
 
 /** The generated codec of a message. */
 export interface Message<T> {
@@ -137,19 +139,25 @@ export class Connection {
     const deadline = this.#deadlineOf(options);
     const maxAttempts = mayRepeat(name, message) ? MAX_ATTEMPTS : 1;
     for (let attempt = 1, longestMs = INITIAL_BACKOFF_MS; ; attempt++) {
-      try {
-        return await this.#attempt(service, method, message, deadline, options.signal);
-      } catch (error) {
-        const failed = error as QuireError;
-        if (failed.code !== status.UNAVAILABLE || attempt === maxAttempts) throw failed;
-        // Jitter spreads the retries of many clients. The server's delay is the minimum.
-        const pauseMs = Math.max(longestMs * (0.5 + Math.random() / 2), failed.retryDelayMs ?? 0);
-        if (deadline !== undefined && Date.now() + pauseMs >= deadline) throw failed;
-        await sleep(pauseMs, undefined, options.signal && { signal: options.signal }).catch(() => {
-          throw cancelled();
-        });
-        longestMs = Math.min(longestMs * BACKOFF_MULTIPLIER, MAX_BACKOFF_MS);
+      let answer: any;
+      const failed: QuireError | undefined = await this.#attempt(service, method, message, deadline, options.signal)
+        .then((found) => failedItem((answer = found)), (error) => error);
+      if (!failed) return answer;
+      // Jitter spreads the retries of many clients. The server's delay is the minimum.
+      const serverDelayMs = failed.retryDelayMs ?? 0;
+      const pauseMs = Math.max(longestMs * (0.5 + Math.random() / 2), serverDelayMs);
+      const isLate = deadline !== undefined && Date.now() + pauseMs >= deadline;
+      // Without a reason it is not the gateway's, but of gRPC: one that stops drops calls that wait there.
+      const isDropped = failed.code === status.CANCELLED && !failed.reason && !options.signal?.aborted;
+      const isGone = isDropped || failed.code === status.UNAVAILABLE;
+      if (!isGone || attempt === maxAttempts || isLate || serverDelayMs > MAX_SERVER_DELAY_MS) {
+        if (answer) return answer; // What the other items are answered.
+        throw failed;
       }
+      await sleep(pauseMs, undefined, options.signal && { signal: options.signal }).catch(() => {
+        throw cancelled();
+      });
+      longestMs = Math.min(longestMs * BACKOFF_MULTIPLIER, MAX_BACKOFF_MS);
     }
   }
 
@@ -204,6 +212,13 @@ interface Append {
   cacheId: string;
   position?: number | undefined;
   requestId?: string;
+}
+
+/** The error of an item of a batch whose gateway was away. Items that were applied are not applied again. */
+function failedItem(answer: any): QuireError | undefined {
+  const isAway = ({ result }: any) => result?.$case === "error" && result.value.code === status.UNAVAILABLE;
+  const item = answer.results?.find(isAway);
+  return item && errorFromStatus(item.result.value);
 }
 
 /** Whether a request is safe to retry: it is read-only, fenced, has a request id, or is idempotent. */

@@ -2,9 +2,13 @@ import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { after, test } from "node:test";
 
-import { QuireClient, QuireError, status, types } from "quire-llm";
+import { Metadata } from "@grpc/grpc-js";
 
-import { breakingWay, GUARDED, silentServer, TARGET, TIMEOUT_MS, unavailableServer } from "./servers.mjs";
+import { executor, QuireClient, QuireError, status, types } from "quire-llm";
+
+import { ErrorInfo, RetryInfo } from "../dist/gen/google/rpc/error_details.js";
+import { Status } from "../dist/gen/google/rpc/status.js";
+import { breakingWay, failingServer, GUARDED, silentServer, TARGET, TIMEOUT_MS } from "./servers.mjs";
 
 const client = new QuireClient(TARGET, { timeoutMs: TIMEOUT_MS });
 after(() => client.close());
@@ -145,15 +149,72 @@ test("what may be sent twice is sent again where a connection breaks", async () 
   }
 });
 
+const DECODE = { cacheId: "any", tokenId: 1 };
+
 test("an append without a position is sent once, one with a position again", async () => {
-  const server = await unavailableServer("/quire.v1.ModelExecutorService/Decode");
+  const away = { code: status.UNAVAILABLE };
+  const dropped = { code: status.CANCELLED }; // by gRPC in a gateway that stops
+  for (const error of [away, dropped]) {
+    const server = await failingServer("/quire.v1.ModelExecutorService/Decode", error);
+    const other = new QuireClient(server.target, { timeoutMs: TIMEOUT_MS });
+    try {
+      assert.equal((await refused(other.executor.decode(DECODE))).code, error.code);
+      assert.equal(server.calls, 1);
+      assert.equal((await refused(other.executor.decode({ ...DECODE, position: 2 }))).code, error.code);
+      assert.equal(server.calls, 1 + 4);
+    } finally {
+      other.close();
+      server.close();
+    }
+  }
+});
+
+test("what the server cancels, or wants to have late, is sent once", async () => {
+  const details = (code, typeUrl, detail) => {
+    const metadata = new Metadata();
+    const value = { code, details: [{ typeUrl, value: detail }] };
+    metadata.set("grpc-status-details-bin", Buffer.from(Status.encode(Status.fromPartial(value)).finish()));
+    return { code, metadata };
+  };
+  const reason = ErrorInfo.encode(ErrorInfo.fromPartial({ reason: "CANCELLED" })).finish();
+  const delay = RetryInfo.encode(RetryInfo.fromPartial({ retryDelay: { seconds: 600n } })).finish();
+  for (const error of [
+    details(status.CANCELLED, "google.rpc.ErrorInfo", reason),
+    details(status.UNAVAILABLE, "google.rpc.RetryInfo", delay),
+  ]) {
+    const server = await failingServer("/quire.v1.ModelExecutorService/Decode", error);
+    const other = new QuireClient(server.target);
+    try {
+      await refused(other.executor.decode({ ...DECODE, position: 2 }));
+      assert.equal(server.calls, 1);
+    } finally {
+      other.close();
+      server.close();
+    }
+  }
+});
+
+test("a batch is sent again while the gateway of an item is away", async () => {
+  const { BatchDecodeResponse } = executor;
+  const results = [{ $case: "response", value: {} }, { $case: "error", value: { code: status.UNAVAILABLE } }];
+  const answer = { results: results.map((result) => ({ result })) };
+  const bytes = Buffer.from(BatchDecodeResponse.encode(BatchDecodeResponse.fromPartial(answer)).finish());
+  const server = await failingServer("/quire.v1.ModelExecutorService/BatchDecode", undefined, bytes);
   const other = new QuireClient(server.target, { timeoutMs: TIMEOUT_MS });
   try {
-    const decode = { cacheId: "any", tokenId: 1 };
-    assert.equal((await refused(other.executor.decode(decode))).code, status.UNAVAILABLE);
+    for (const [items, calls] of [[[{ ...DECODE, position: 2 }], 4], [[DECODE], 1]]) {
+      server.calls = 0;
+      const { results } = await other.executor.batchDecode({ items });
+      assert.deepEqual(results.map(({ result }) => result.$case), ["response", "error"]); // what there is at last
+      assert.equal(server.calls, calls);
+    }
+    server.calls = 0;
+    const given = new AbortController();
+    const waiting = refused(other.executor.batchDecode({ items: [{ ...DECODE, position: 2 }] }, { signal: given.signal }));
+    while (!server.calls) await new Promise(setImmediate);
+    given.abort();
+    assert.equal((await waiting).code, status.CANCELLED);
     assert.equal(server.calls, 1);
-    assert.equal((await refused(other.executor.decode({ ...decode, position: 2 }))).code, status.UNAVAILABLE);
-    assert.ok(server.calls > 2);
   } finally {
     other.close();
     server.close();

@@ -62,14 +62,14 @@ export async function silentServer() {
   return { target: `127.0.0.1:${server.address().port}`, close };
 }
 
-/** A server that counts the calls of one method, and answers each with UNAVAILABLE. */
-export async function unavailableServer(method) {
+/** A server that counts the calls of one method, and answers each with an error, or with the bytes `answer`. */
+export async function failingServer(method, error = { code: status.UNAVAILABLE }, answer = undefined) {
   const server = new Server();
   const counting = { target: "", calls: 0, close: () => server.forceShutdown() };
   const asBytes = (bytes) => bytes;
   const refuse = (_, callback) => {
     counting.calls += 1;
-    callback({ code: status.UNAVAILABLE });
+    callback(answer ? null : error, answer);
   };
   server.register(method, refuse, asBytes, asBytes, "unary");
   const bind = promisify(server.bindAsync).bind(server);

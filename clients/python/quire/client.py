@@ -109,7 +109,7 @@ class Client(Caller):
             for target in targets
         }
         self._stubs = {target: _Stubs(channel) for target, channel in self._channels.items()}
-        self._gateways = Gateways(targets) if len(targets) > 1 else None
+        self._gateways = Gateways(targets)
         self._is_closed = False
         self._timeout_s = timeout_s
         self._priority = priority
@@ -197,14 +197,11 @@ class Client(Caller):
         After a server restart an execution is unknown until a client resumes it; without that it expires.
         """
         request = runner_pb2.CancelExecutionRequest(request_id=request_id)
-        if self._gateways is None:
-            return (self._call(_methods.CANCEL_EXECUTION, request)).cancelled
         was_there, failures = False, list[QuireError]()
         # Only the gateway that runs it knows it.
         for target in self._stubs:
-            asked = _methods.CANCEL_EXECUTION, request, target
             try:
-                was_there |= (self._call_one_of(self._gateways, *asked)).cancelled
+                was_there |= (self._call(_methods.CANCEL_EXECUTION, request, target)).cancelled
             except QuireError as error:
                 failures.append(error)
         if failures and not was_there:
@@ -366,47 +363,29 @@ class Client(Caller):
     ) -> None:
         self.close()
 
-    def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
-        if self._gateways is not None:
-            return self._call_one_of(self._gateways, method, request)
-        _calls.set_priority(request, self._priority)
-        call = getattr(getattr(self, method.stub), method.rpc)
-        attempts = Attempts(method, request, self._timeout_s, retries=self._retries)
-        while True:
-            try:
-                response: _Response = call(request, timeout=attempts.left_s(), metadata=self.metadata)
-                return response
-            except grpc.RpcError as error:
-                failed = from_rpc_error(error)
-            backoff_s = attempts.backoff_s(failed)
-            time.sleep(backoff_s)
-            if self._is_closed:
-                raise failed
-
     def _next_stubs(self) -> _Stubs:
-        return self._stubs[next(iter(self._stubs)) if self._gateways is None else self._gateways.next()]
+        return self._stubs[self._gateways.next()]
 
-    def _call_one_of(
-        self, gateways: Gateways, method: Method[_Request, _Response], request: _Request, first: str = ""
-    ) -> _Response:
+    def _call(self, method: Method[_Request, _Response], request: _Request, first: str = "") -> _Response:
         """`first`: where the first attempt goes."""
         _calls.set_priority(request, self._priority)
-        attempts = Attempts(method, request, self._timeout_s, retries=self._retries, several=True)
+        several = len(self._stubs) > 1
+        attempts = Attempts(method, request, self._timeout_s, retries=self._retries, several=several)
         while True:
-            target, first = first or gateways.target(request), ""
+            target, first = first or self._gateways.target(request), ""
             call = getattr(getattr(self._stubs[target], method.stub), method.rpc)
             try:
                 response: _Response
                 response, trailing = Answer.get(
                     call, request, timeout=attempts.left_s(), metadata=self.metadata
                 )
-                gateways.answered(target, request, response, trailing)
+                self._gateways.answered(target, request, response, trailing)
                 if (away := attempts.failed_item(response)) is None:
                     return response
                 failed = away
             except grpc.RpcError as error:
                 failed = from_rpc_error(error)
-            gateways.failed(target)
+            self._gateways.failed(target)
             backoff_s = attempts.backoff_s(failed)
             time.sleep(backoff_s)
             if self._is_closed:

@@ -38,9 +38,11 @@ class Slow(FakeRuntime):
         await super().execute(batch, sink)
 
 
-def executions(*runtimes: FakeRuntime, has_worker: bool = True, **settings: Any) -> Executions:
+def executions(
+    *runtimes: FakeRuntime, has_worker: bool = True, batch_invariant: bool = True, **settings: Any
+) -> Executions:
     model = types_pb2.ModelDescription(vocab_size=100)
-    able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
+    able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000, batch_invariant=batch_invariant)
     ready = worker_pb2.WorkerReady(model=model, executor=able) if has_worker else None
     state = state_of(Config(**settings), ready)
     return Executions(Router(cast(Any, runtimes)), state)
@@ -149,6 +151,15 @@ async def test_a_lost_execution_is_not_resumed_by_another_runtime() -> None:
     assert not local.batches[-1].resumed
     await ended(served.open(request("c", runtime="other"), None, None))
     assert other.asked == [["x"]]
+
+
+async def test_a_lost_execution_starts_again_only_where_that_gives_the_same_text() -> None:
+    local = FakeRuntime("local")
+    served = executions(local, batch_invariant=False)
+    await ended(served.open(request("a", at=3), None, None))
+    assert local.batches[-1].resumed == {"x"}, "it needs its caches"
+    await ended(served.open(request("b"), None, None))
+    assert not local.batches[-1].resumed
 
 
 async def test_a_finished_execution_holds_no_reference_to_its_request() -> None:
