@@ -181,6 +181,7 @@ def _become(
         # Read when torch was loaded.
         sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))
     _show(command)
+    _customize(command, env.get("PYTHONPATH", ""))
     # As of a program whose output is read while it runs.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [module, *arguments]
@@ -204,6 +205,19 @@ def _become(
         with contextlib.suppress(OSError):
             stream.flush()
     return status or 0
+
+
+def _customize(command: Sequence[str], python_path: str) -> None:
+    """Runs the first `sitecustomize` of the path, which an interpreter does at its start."""
+    sys.orig_argv = [*command]
+    for directory in python_path.split(os.pathsep):
+        if (path := Path(directory, "sitecustomize.py")).exists():
+            # For the processes that it starts, too.
+            sys.path.append(directory)
+            # What forks may have run it, or another one.
+            sys.modules.pop(path.stem, None)
+            importlib.import_module(path.stem)
+            return
 
 
 def _show(command: Sequence[str]) -> None:
