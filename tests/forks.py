@@ -44,11 +44,16 @@ _ENVIRONMENT = {"GOMP_SPINCOUNT": "20000", "OPENBLAS_NUM_THREADS": "1"}
 # Where a fork's command line is written, by which the next gateway knows a worker.
 _ROOM_FOR_COMMAND = "-" * (32 << 10)
 _ARG_START, _ARG_END = 45, 46  # In /proc/PID/stat, after the name.
+# Names the sockets of another process, as JSON, by the modules.
+_GIVEN = "FORK_SERVERS"
+_CLONE_NEWNET = 0x40000000
 
 
 @functools.cache
 def fork_server(*modules: str) -> str:
-    """The socket of the process that forks, with these modules; it ends with this one."""
+    """The socket of the process that forks, with these modules. It ends with this one, or was given."""
+    if given := json.loads(os.environ.get(_GIVEN, "{}")).get(",".join(modules)):
+        return str(given)
     path = str(Path(tempfile.mkdtemp(prefix="quire-forks-")) / "socket")
     # In the place of Python for several gateways, so that their workers are forked, too.
     script = Path(path).with_name("python")
@@ -63,6 +68,26 @@ def fork_server(*modules: str) -> str:
     assert process.stdout is not None
     assert process.stdout.readline(), "the process that forks has failed"
     return path
+
+
+def for_a_soak() -> dict[str, str]:
+    """Settings of a process that starts others: it has them forked by our processes (see `are_given`)."""
+    return {_GIVEN: json.dumps({",".join(modules): fork_server(*modules) for modules in (GATEWAYS, WORKERS)})}
+
+
+def are_given() -> bool:
+    """Whether this process has those settings."""
+    return _GIVEN in os.environ
+
+
+def enter_network(namespace: str) -> None:
+    """Moves this thread, and those that it starts, to a network namespace."""
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    finally:
+        os.close(descriptor)
 
 
 # In the process that forks.
@@ -136,8 +161,12 @@ def _fork(connection: socket.socket) -> tuple[int, bool]:
     return pid, is_tied
 
 
-def _become(command: Sequence[str], env: dict[str, str], cwd: str, *, is_session: bool) -> int:
+def _become(
+    command: Sequence[str], env: dict[str, str], cwd: str, *, is_session: bool, namespace: str = ""
+) -> int:
     """Runs the module of `python -m MODULE ...`. Returns the exit status."""
+    if namespace:
+        enter_network(namespace)
     if is_session:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -152,6 +181,7 @@ def _become(command: Sequence[str], env: dict[str, str], cwd: str, *, is_session
         # Read when torch was loaded.
         sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))
     _show(command)
+    _customize(command, env.get("PYTHONPATH", ""))
     # As of a program whose output is read while it runs.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [module, *arguments]
@@ -175,6 +205,19 @@ def _become(command: Sequence[str], env: dict[str, str], cwd: str, *, is_session
         with contextlib.suppress(OSError):
             stream.flush()
     return status or 0
+
+
+def _customize(command: Sequence[str], python_path: str) -> None:
+    """Runs the first `sitecustomize` of the path, which an interpreter does at its start."""
+    sys.orig_argv = [*command]
+    for directory in python_path.split(os.pathsep):
+        if (path := Path(directory, "sitecustomize.py")).exists():
+            # For the processes that it starts, too.
+            sys.path.append(directory)
+            # What forks may have run it, or another one.
+            sys.modules.pop(path.stem, None)
+            importlib.import_module(path.stem)
+            return
 
 
 def _show(command: Sequence[str]) -> None:
@@ -213,10 +256,13 @@ class Forked:
         cwd: str,
         files: Sequence[int],
         is_session: bool = False,
+        namespace: str = "",
     ) -> None:
-        """`server`: see `fork_server`. `files`: standard input, output and error."""
+        """`server`: see `fork_server`. `files`: standard input, output and error. `namespace`: network's."""
         self.returncode: int | None = None
-        message = {"command": command, "env": env, "cwd": cwd, "is_session": is_session}
+        message = {
+            "command": command, "env": env, "cwd": cwd, "is_session": is_session, "namespace": namespace
+        }  # fmt: skip
         with contextlib.ExitStack() as stack:
             self._connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             self._connection.connect(server)
@@ -343,7 +389,7 @@ class _Child:
 
 
 def main() -> int:
-    """See the module's docstring. The gateways of `quire serve --gateways N` are `python -P -m MODULE`."""
+    """See the module's docstring. Gateways of `quire serve --gateways N` and of a soak are `-P -m MODULE`."""
     from service.cli import child, gateways
     from service.pool import local
 

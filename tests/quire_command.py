@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.checkout import ROOT, environment
-from tests.forks import GATEWAYS, WORKERS, Forked, fork_server
+from tests.forks import GATEWAYS, WORKERS, Forked, for_a_soak, fork_server
 
 _CLIENT = ("-I", "-S", str(ROOT / "tests" / "fork_client.py"))
 
@@ -16,6 +16,18 @@ def command(*arguments: str) -> list[str]:
     """For a Popen or a shell. Its process is not that of the command, but both end together."""
     forked = ("-m", "tests.forks", fork_server(*WORKERS), *arguments)
     return [sys.executable, *_CLIENT, fork_server(*GATEWAYS), sys.executable, *forked]
+
+
+def soak(module: str, *flags: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Runs a soak's module, forked as all that it starts, with torch."""
+    return subprocess.run(
+        [sys.executable, *_CLIENT, fork_server(*WORKERS), sys.executable, "-m", module, *flags],
+        cwd=ROOT,
+        env=environment(ROOT) | for_a_soak(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
 
 
 def run(*arguments: str, **settings: str) -> subprocess.Popen[str]:

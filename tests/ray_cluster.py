@@ -33,6 +33,8 @@ class RayCluster:
     def __init__(self) -> None:
         settings = {
             "RAY_USAGE_STATS_ENABLED": "0",
+            # By default a node starts a process for work that may come, and another for our actor's settings.
+            "RAY_enable_worker_prestart": "0",
             # By default it takes Ray a quarter of a minute to miss a node. Of a process that is gone all
             # calls fail at once; one that is only slow has the whole timeout.
             "RAY_health_check_initial_delay_ms": "0",
@@ -40,6 +42,9 @@ class RayCluster:
             "RAY_health_check_timeout_ms": "10000",
             "RAY_health_check_failure_threshold": "3",
         }
+        self.has_head = True
+        # Those that are neither lost nor leaving.
+        self.nodes: set[str] = set()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.ray_cluster"],
             stdin=subprocess.PIPE,
@@ -66,14 +71,20 @@ class RayCluster:
 
     def add_node(self) -> str:
         """Returns its id."""
-        return self._ask("add")
+        node = self._ask("add")
+        self.nodes.add(node)
+        return node
 
     def kill(self, node: str = "head") -> None:
         """SIGKILL, as a machine that loses its power."""
+        if node == "head":
+            self.has_head = False
+        self.nodes.discard(node)
         self._ask(f"kill {node}")
 
     def drain(self, node: str) -> None:
         """Says that a node will be gone in a minute, as the notice of a preemption does."""
+        self.nodes.discard(node)
         self._ask(f"drain {node}")
 
     def _ask(self, line: str) -> str:
@@ -120,6 +131,9 @@ def main() -> None:
             "object_store_memory": _OBJECTS_BYTES,
             "temp_dir": directory,
             "include_dashboard": False,
+            # Programs that import Ray, for an autoscaler and for logs of drivers.
+            "no_monitor": True,
+            "include_log_monitor": False,
         }
         cluster = Cluster()
         nodes = {"head": cluster.add_node(num_cpus=0, **options)}

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.size.calls import ITEMS, ROLES, CountedServer, decodes, most_called
 from benchmarks.size.lines import PRODUCT, length, longest_file, most_methods
 from benchmarks.size.way import TYPES, Way, way_of
+from tests.gateway_process import GatewayProcess
 
 SERVICE_LINES = 32_237
 PRODUCT_LINES = 74_553
@@ -54,7 +55,7 @@ Kinds = dict[str, tuple[Callable[[], object], int]]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[CountedServer]:
-    with CountedServer() as server:
+    with CountedServer(program=GatewayProcess) as server:
         yield server
 
 
@@ -99,7 +100,8 @@ def test_a_token_costs_no_more_calls(server: CountedServer, kinds: Kinds, kind: 
 
 
 def test_metrics_cost_few_calls() -> None:
-    with CountedServer("--metrics-listen", "127.0.0.1:0") as server, decodes(server) as kinds:
+    flags = ["--metrics-listen", "127.0.0.1:0"]
+    with CountedServer(*flags, program=GatewayProcess) as server, decodes(server) as kinds:
         for kind, (step, tokens) in kinds.items():
             found = server.calls_per_step(step)["gateway"]
             counted = sum(calls for name, calls in found.items() if "/service/metrics/" in name)
@@ -111,7 +113,8 @@ def test_metrics_cost_few_calls() -> None:
 def test_traces_cost_few_calls(monkeypatch: pytest.MonkeyPatch, sampler: str) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
     # Nothing listens there, and exports are rare enough not to count.
-    with CountedServer("--otlp-endpoint", "http://127.0.0.1:9") as server, decodes(server) as kinds:
+    flags = ["--otlp-endpoint", "http://127.0.0.1:9"]
+    with CountedServer(*flags, program=GatewayProcess) as server, decodes(server) as kinds:
         for kind, (step, tokens) in kinds.items():
             found = server.calls_per_step(step)["gateway"]
             assert found.total() / tokens <= CALLS_WITH_TRACES[sampler][kind] * SLACK, kind

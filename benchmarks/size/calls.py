@@ -54,9 +54,10 @@ class Use:
 class CountedServer:
     """A gateway with one worker, with counted calls of Python functions. Use as a context manager."""
 
-    def __init__(self, *flags: str) -> None:
-        """`flags`: more of them for the gateway."""
+    def __init__(self, *flags: str, program: type[GatewayProcess] = GatewayProcess) -> None:
+        """`flags`: more of them for the gateway. `program`: how it is started."""
         self._flags = flags
+        self._program = program
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -69,7 +70,7 @@ class CountedServer:
             with mock.patch.dict(os.environ, {"PYTHONPATH": path, "COUNTED_CALLS_DIR": str(self._directory)}):
                 # With a journal on disk, as in production.
                 flags = ["--no-self-check", "--data-dir", str(self._directory / "data"), *self._flags]
-                self.gateway = stack.enter_context(GatewayProcess(model="paged-attention", flags=flags))
+                self.gateway = stack.enter_context(self._program(model="paged-attention", flags=flags))
                 # Its timers are stopped, so that it could not drain. Its worker exits with it.
                 stack.callback(self.gateway.process.kill)
             for role in ROLES:

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.sizes import sized
 from tests.model_factory import TinyModel, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("operation", ["prefill", "decode"])
+@pytest.mark.parametrize("operation", sized(("prefill", "decode"), ("decode",)))
 def test_an_assertion_in_a_kernel_loses_the_device(
     operation: str, tmp_path: Path, device: torch.device
 ) -> None:

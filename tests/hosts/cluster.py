@@ -7,7 +7,6 @@ import json
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +16,12 @@ import asyncpg
 import grpc
 import psutil
 
-from benchmarks.checkout import ROOT, environment
 from service.pool.pool_files import GATEWAY_NAME
+from tests.forks import Forked
 from tests.hosts.network import DATABASE, Network, gateway_hosts, worker_hosts
 from tests.hosts.server import PORT, make_pool, security, start_worker
 from tests.postgres_server import PostgresServer
+from tests.soak.programs import start_gateway
 
 _STOP_TIMEOUT_S = 60
 _QUERY_TIMEOUT_S = 2.0
@@ -39,29 +39,28 @@ _OWNERS = "SELECT shard, address FROM quire.shards WHERE shard >= 0 AND expires_
 class Gateway:
     """Owner of the process of one, which is started anew when it has ended."""
 
-    def __init__(self, host: str, address: str, command: Sequence[str], directory: Path, seed: int) -> None:
+    def __init__(
+        self, host: str, namespace: str, address: str, flags: Sequence[str], directory: Path, seed: int
+    ) -> None:
         self.host = host
+        self._namespace = namespace
         self.address = address
         self.marks_path = directory / f"{host}.marks"
         self.marks_path.touch()
         self.log_path = directory / f"{host}.log"
-        self._command = command
+        self._flags = flags
         self._settings: dict[str, object] = {"log": str(self.marks_path), "seed": seed, "rates": {}}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         # When it is to start again, once it has ended.
         self.starts_at_s = 0.0
 
     def start(self, rates: dict[str, float]) -> None:
         """`rates`: how likely each marked point ends it."""
         self._settings["rates"] = rates
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdout=log,
-                stderr=log,
-                cwd="/",
-                env=environment(ROOT) | {"SOAK_MARKS": json.dumps(self._settings)},
-            )
+        marks = {"SOAK_MARKS": json.dumps(self._settings)}
+        self._process = start_gateway(
+            *self._flags, log=self.log_path, settings=marks, namespace=self._namespace
+        )
 
     @property
     def status(self) -> int | None:
@@ -100,7 +99,7 @@ class Cluster:
             *(*flags, *more_flags),
         ]
         self.gateways: list[Gateway] = []
-        self._commands: dict[str, subprocess.Popen[bytes]] = {}
+        self._commands: dict[str, subprocess.Popen[bytes] | Forked] = {}
         self._seen_owners: dict[int, Gateway] = {}
 
     def __enter__(self) -> Self:
@@ -117,15 +116,13 @@ class Cluster:
             )
         for host in gateway_hosts(2):
             address = self.network.address(host)
-            command = [
-                *self.network.command(host),
-                *(sys.executable, "-m", "tests.soak.marked", "serve", *self._flags),
+            flags = [
+                *self._flags,
                 *("--journal", self.database.url, "--listen", f"{address}:{PORT}"),
                 *("--peer-listen", f"{address}:{_PEER_PORT}", "--advertise", f"{address}:{PORT}"),
             ]
-            gateway = Gateway(
-                host, f"{address}:{PORT}", command, self._directory, self.rng.randrange(1 << 31)
-            )
+            namespace, seed = self.network.namespace(host), self.rng.randrange(1 << 31)
+            gateway = Gateway(host, namespace, f"{address}:{PORT}", flags, self._directory, seed)
             self.gateways.append(gateway)
             gateway.start({})
         return self
@@ -209,5 +206,5 @@ class Cluster:
         return "\n--\n".join(g.log_path.read_text(errors="replace")[-size:] for g in self.gateways)
 
 
-def _children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def _children(process: subprocess.Popen[bytes] | Forked) -> list[psutil.Process]:
     return psutil.Process(process.pid).children() if process.poll() is None else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.checkout import ROOT, environment
+from tests.forks import enter_network
 from tests.hosts.switch import address_of
 
 GATEWAY, CALLER, DATABASE = "gateway", "caller", "database"
-_CLONE_NEWNET = 0x40000000
 _STOP_TIMEOUT_S = 30
 
 
@@ -87,16 +86,11 @@ class Network:
 
     def command(self, host: str) -> list[str]:
         """What to put before a command so that it runs there."""
-        return ["ip", "netns", "exec", self._namespace(host)]
+        return ["ip", "netns", "exec", self.namespace(host)]
 
     def enter(self, host: str) -> None:
         """Moves this thread, and those that it starts, to a host."""
-        namespace = os.open(f"/run/netns/{self._namespace(host)}", os.O_RDONLY)
-        try:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns")
-        finally:
-            os.close(namespace)
+        enter_network(self.namespace(host))
 
     def set_direction(self, source: str, sink: str, *, delay_s: float = 0.0, loss: float = 0.0) -> None:
         """From now on, packets arrive so late, or are lost with this probability. Nobody is told."""
@@ -111,7 +105,8 @@ class Network:
         """Its interface is up, or down: programs there are told that the network cannot be reached."""
         self._tell({"host": host, "up": up})
 
-    def _namespace(self, host: str) -> str:
+    def namespace(self, host: str) -> str:
+        """The name of its network namespace."""
         return f"{self._prefix}-{host}"
 
     def _tell(self, command: dict[str, object]) -> None:

@@ -14,7 +14,9 @@ import psutil
 from benchmarks.checkout import ROOT, environment, quire_command
 from service.auth.tokens import Role, new_token
 from service.pool.pool_files import GATEWAY_NAME
+from tests.forks import Forked
 from tests.hosts.network import GATEWAY, Network, worker_hosts
+from tests.soak import programs
 from tests.soak.server import Server
 
 _STOP_TIMEOUT_S = 60
@@ -42,14 +44,14 @@ def security(directory: Path, pool: Path) -> tuple[str, list[str]]:
 
 def start_worker(
     network: Network, host: str, pool: Path, directory: Path, *flags: str, hang_timeout_s: float
-) -> subprocess.Popen[bytes]:
+) -> subprocess.Popen[bytes] | Forked:
     """Starts `quire worker` on a host."""
-    command = quire_command(ROOT, "worker", "--pool", str(pool), "--threads", "1", *flags)
-    command += ["--log-format", "json", "--hang-timeout-s", f"{hang_timeout_s:g}"]
-    with (directory / f"{host}.log").open("wb") as output:
-        return subprocess.Popen(
-            [*network.command(host), *command], stdout=output, stderr=output, cwd="/", env=environment(ROOT)
-        )
+    return programs.start_worker(
+        *("--pool", str(pool), "--threads", "1", *flags),
+        *("--log-format", "json", "--hang-timeout-s", f"{hang_timeout_s:g}"),
+        log=directory / f"{host}.log",
+        namespace=network.namespace(host),
+    )
 
 
 class HostsServer(Server):
@@ -82,9 +84,9 @@ class HostsServer(Server):
             flags=[*flags, "--pool", str(self._pool), *where, *secure],
             seed=seed,
             address=f"{network.address(GATEWAY)}:{PORT}",
-            prefix=network.command(GATEWAY),
+            namespace=network.namespace(GATEWAY),
         )
-        self._commands: dict[str, subprocess.Popen[bytes]] = {}
+        self._commands: dict[str, subprocess.Popen[bytes] | Forked] = {}
         for host, address in addresses.items():
             flag = ["--gateway", pool_address] if calls else ["--listen", address]
             self._commands[host] = start_worker(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from benchmarks.checkout import ROOT, environment
+from tests import quire_command
 from tests.hosts.gateways import lacks
 
 # Of each kind the soak makes one before it repeats any; these are the first of this seed.
@@ -20,12 +18,9 @@ TIMEOUT_S = 400
 def test_faults_of_several_gateways_lose_nothing() -> None:
     if found := lacks():
         pytest.skip(f"network namespaces with a database: {found}")
-    command = [sys.executable, "-m", "tests.hosts.gateways", "--faults", str(FAULTS), "--seed", "3"]
-    command += ["--callers", "4", "--texts", "2", "--longest-s", "2", "--interval-s", "0.1"]
-    command += ["--spare-workers"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(ROOT), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    flags = ["--faults", str(FAULTS), "--seed", "3", "--callers", "4", "--texts", "2"]
+    flags += ["--longest-s", "2", "--interval-s", "0.1", "--spare-workers"]
+    done = quire_command.soak("tests.hosts.gateways", *flags, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     found_by_it = json.loads(done.stdout)
     assert len(found_by_it["faults"]) >= FAULTS - 2 and found_by_it["tokens"], found_by_it

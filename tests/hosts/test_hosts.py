@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from benchmarks.checkout import ROOT, environment
+from tests import quire_command
 from tests.hosts.network import missing
 
 # Each kind of fault once, and the first one that the soak makes. Where workers call the gateway, those in
@@ -22,11 +20,9 @@ TIMEOUT_S = 270
 def test_each_fault_loses_nothing(faults: int, flags: list[str]) -> None:
     if lacks := missing():
         pytest.skip(f"network namespaces: {lacks}")
-    command = [sys.executable, "-m", "tests.hosts", "--faults", str(faults), "--seed", "5", *flags]
-    command += ["--callers", "4", "--texts", "2", "--longest-s", "2.5", "--interval-s", "0.1"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(ROOT), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    flags = ["--faults", str(faults), "--seed", "5", *flags]
+    flags += ["--callers", "4", "--texts", "2", "--longest-s", "2.5", "--interval-s", "0.1"]
+    done = quire_command.soak("tests.hosts", *flags, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert len(found["faults"]) >= faults - 2 and found["sequences"] and found["tokens"], found

@@ -48,9 +48,10 @@ def _interpret() -> None:
     triton.knobs.propagate_env = False
     triton.knobs.runtime.interpret = True
     _interpret_library()
-    from tests.kernels.cuda import interpreter_bf16
+    from tests.kernels.cuda import interpreter_bf16, interpreter_speed
 
     interpreter_bf16.install()
+    interpreter_speed.install()
 
 
 if not HAS_TRITON:

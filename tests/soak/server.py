@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import Any
 import grpc
 import psutil
 
-from benchmarks.checkout import ROOT, environment
+from tests.forks import Forked
+from tests.soak.programs import start_gateway
 
 
 class Server:
@@ -32,23 +32,23 @@ class Server:
         flags: Sequence[str],
         seed: int,
         address: str = "",
-        prefix: Sequence[str] = (),
+        namespace: str = "",
     ) -> None:
-        """`address`: by default a free port. `prefix`: of the gateway's command."""
+        """`address`: by default a free port. `namespace`: of the gateway's network."""
         self.directory = directory
         self.marks_path = directory / "marks"
         self.marks_path.touch()
         self._log_path = directory / "log"
         self.address = address or _free_address()
-        self._command = [
-            *prefix,
-            *(sys.executable, "-m", "tests.soak.marked", "serve"),
-            *("--model", str(model), "--listen", self.address, "--workers", str(workers)),
+        self._model = str(model)
+        self._namespace = namespace
+        self._flags = [
+            *("--model", self._model, "--listen", self.address, "--workers", str(workers)),
             *("--device", "cpu", "--dtype", "float32", "--log-format", "json", "--no-self-check"),
             *("--data-dir", str(directory / "data"), *flags),
         ]
         self._settings: dict[str, object] = {"log": str(self.marks_path), "seed": seed, "rates": {}}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._workers: dict[int, psutil.Process] = {}
         self.starts = 0
 
@@ -63,14 +63,10 @@ class Server:
     def start(self) -> None:
         """Starts a gateway, which need not answer yet."""
         self.starts += 1
-        with self._log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdout=log,
-                stderr=log,
-                cwd="/",
-                env=environment(ROOT) | {"SOAK_MARKS": json.dumps(self._settings)},
-            )
+        marks = {"SOAK_MARKS": json.dumps(self._settings)}
+        self._process = start_gateway(
+            *self._flags, log=self._log_path, settings=marks, namespace=self._namespace
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -84,13 +80,17 @@ class Server:
         return self._process.pid
 
     def worker_pids(self) -> list[int]:
-        """The workers that run: those that were children of our gateways, which they may have outlived."""
-        if not self.has_ended:
-            for child in psutil.Process(self.pid).children():
-                if child.pid not in self._workers and "worker" in " ".join(_command_line(child)):
-                    self._workers[child.pid] = child
+        """The workers that run. They may have outlived the gateways that have started them."""
+        for process in psutil.process_iter():
+            if process.pid not in self._workers and self._is_worker(_command_line(process)):
+                self._workers[process.pid] = process
         self._workers = {pid: p for pid, p in self._workers.items() if runs(p)}
         return list(self._workers)
+
+    def _is_worker(self, command: Sequence[str]) -> bool:
+        return list(command[2:4]) == ["tests.soak.marked", "worker"] and any(
+            self._model in argument for argument in command
+        )
 
     def rank_pids(self) -> list[int]:
         """The processes of the workers' other ranks, which run or are stopped."""

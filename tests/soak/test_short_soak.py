@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import for_a_soak
 from tests.soak.__main__ import soak
 
 
 @pytest.mark.timeout(280)
-def test_a_few_faults_lose_nothing(tmp_path: Path) -> None:
+def test_a_few_faults_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in for_a_soak().items():
+        monkeypatch.setenv(name, value)
     options = Namespace(
         faults=8, minutes=3.5, seed=7, callers=4, texts=8, workers=2, kv_pages=40, interval_s=0.2
     )
