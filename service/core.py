@@ -237,5 +237,5 @@ class AnsweringCore:
 
     def close(self) -> None:
         """Closes what is left."""
-        self.caches.close()
+        self._core.dispatcher.close()
         self._core.close()

@@ -149,6 +149,11 @@ class Dispatcher:
         """Refuses new operations. Those in flight continue."""
         self.caches.admission.draining = True
 
+    def close(self) -> None:
+        """See `CacheMachine.close`."""
+        self.caches.close()
+        self._answer(self.caches.take_effects().replies)
+
     def expire(self, at_most: int | None = None) -> int:
         """Releases unused caches whose lease has expired. Returns how many."""
         expired = self.caches.expire(self._clock_s(), at_most)

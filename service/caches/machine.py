@@ -39,7 +39,7 @@ from service.caches.restore import Restores
 from service.caches.tenants import Tenant
 from service.caches.weights import operations_with
 from service.caches.workers import WorkerView
-from service.errors import JournalUnavailable, WeightsChanged, WorkerLost
+from service.errors import JournalUnavailable, ShardMoved, WeightsChanged, WorkerLost
 
 
 def _new_cache_id() -> str:
@@ -337,11 +337,11 @@ class CacheMachine:
             self._queues.not_committed(self._queues.operations[ticket], JournalUnavailable())
 
     def close(self) -> None:
-        """Tenants hold nothing of this any more: another gateway has the caches. Nothing is answered."""
+        """Another gateway has the caches: tenants hold nothing of them here, and who waits is told so."""
         operations = [*self._queues.operations.values()]
         entries = {*self.index}.union(*(operation.entries for operation in operations))
         for operation in operations:
-            self._queues.finish(operation, None)
+            self._queues.finish(operation, ShardMoved())
         self.admission.remove(entries)
 
     # State.
