@@ -57,7 +57,7 @@ def test_what_was_used_lately_is_there_again_before_anyone_asks() -> None:
 
 
 def test_a_server_that_stops_computes_nothing_ahead() -> None:
-    """The workers that it leaves one after the other are the next server's, with what these have in memory."""
+    """The workers that it leaves are the next server's, with what they have in memory."""
     gateway = Gateway(workers=2)
     cache = gateway.create(1, 2, 3)
     gateway.machine.admission.draining = True
