@@ -373,7 +373,8 @@ class CacheMachine:
         while self._attempts.changed and self._attempts.parked:
             for result in self._attempts.go_on():
                 self._queues.attempt_ended(*result)
-        if self._restores.waiting:
+        # A server that stops leaves its workers to the next one, or ends them.
+        if self._restores.waiting and not self.admission.draining:
             self._restore_some()
         context = self._context
         # Without the call of a Python function that `Effects()` is.

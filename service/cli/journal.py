@@ -35,7 +35,7 @@ from service.uploads import sync_tree
 
 _NAMES_SHOWN = 20
 # Of the table, where those of the JSON say too little.
-_NAMES = {"size_bytes": "bytes on disk", "memory_bytes": "of max_journal_bytes"}
+_NAMES = {"size_bytes": "bytes of rows", "memory_bytes": "of max_journal_bytes"}
 
 
 @dataclasses.dataclass(slots=True)
@@ -149,7 +149,7 @@ def backup(options: argparse.Namespace) -> int:
             return _refused(error)
         raise
     size_bytes = sum(path.stat().st_size for path in target.iterdir())
-    print(f"copied {size_bytes / 2**20:.1f} MiB to {escaped(options.to)}")
+    print(f"copied {size_bytes:,} bytes to {escaped(options.to)}")
     return 0
 
 

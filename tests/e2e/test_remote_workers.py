@@ -140,7 +140,10 @@ def test_workers_at_addresses(pool: Pool, expected: list[int]) -> None:
         assert not set(now) & set(before)
     # Given back, they end at once, and wait for the next gateway with empty pools.
     psutil.wait_procs(now, timeout=TIMEOUT_S)
-    with pool.gateway("--workers-at", ",".join(addresses), workers=2, state="other") as gateway:
+    # The default, which addresses override.
+    flags = "--workers-at", ",".join(addresses), "--workers", "1"
+    with pool.gateway(*flags, workers=2, state="other") as gateway:
+        assert [r["workers"] for r in gateway.records() if r["event"] == "listening"] == [2]
         gateway.assert_pools_are_whole()
         Text(gateway, expected).decode(gateway, 3)
 

@@ -56,6 +56,16 @@ def test_what_was_used_lately_is_there_again_before_anyone_asks() -> None:
     assert gateway.append(decode(cache, 4)).replayed_tokens == 0
 
 
+def test_a_server_that_stops_computes_nothing_ahead() -> None:
+    """The workers that it leaves are the next server's, with what they have in memory."""
+    gateway = Gateway(workers=2)
+    cache = gateway.create(1, 2, 3)
+    gateway.machine.admission.draining = True
+    gateway.lose_worker(handle_of(gateway, cache).worker_id)
+    gateway.work()
+    assert gateway.held() == []
+
+
 def test_who_waits_for_a_worker_is_told_before_his_deadline(gateway: Gateway) -> None:
     gateway.lose_worker()
     ticket = gateway.ask(Append(prefill().kind, "", (1,), timeout_s=2.0))
