@@ -138,6 +138,7 @@ def test_it_fits_the_terminal(width: int) -> None:
         now.status.workers.add(worker_id=f"worker-{index}", state=index, trouble="it does not fit " * 20)
     lines = shown(now, before, width, notes=["x" * 300])
     assert max(map(len, lines)) <= width and len(lines) <= 24
+    assert lines[1].startswith("xxx"), "what a low terminal must not cut off"
     header = next(line for line in lines if line.startswith("worker "))
     assert all(name in header for name in ("state", "queue", "batch", "tokens/s", "KV in use", "hits"))
     assert ("memory" in header) == (width == 160)

@@ -42,7 +42,7 @@ class Reading:
 
 
 def frame(now: Reading, before: Reading | None, target: str, notes: Sequence[str] = ()) -> RenderableType:
-    """Lines about all of the server, `notes` in red, and a table of the workers."""
+    """Lines about all of the server, `notes` in red below the first, and a table of the workers."""
     elapsed_s = 0.0 if before is None else now.taken_s - before.taken_s
     earlier = {} if before is None else {worker.worker_id: worker for worker in before.status.workers}
     grown = {worker.worker_id: _grown(worker, earlier.get(worker.worker_id)) for worker in now.status.workers}
@@ -57,7 +57,7 @@ def frame(now: Reading, before: Reading | None, target: str, notes: Sequence[str
         Text.assemble((f"{escaped(title):<11}", "bold"), escaped("   ".join(filter(None, parts))))
         for title, *parts in lines
     ]
-    text += [Text(escaped(note), style="bold red") for note in notes]
+    text[1:1] = [Text(escaped(note), style="bold red") for note in notes]
     rows = [_cells(worker, grown[worker.worker_id], elapsed_s) for worker in now.status.workers]
     troubles = [Text(escaped(f"{w.worker_id}: {w.trouble}")) for w in now.status.workers if w.trouble]
     for line in (*text, *troubles):
