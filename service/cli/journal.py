@@ -148,8 +148,7 @@ def backup(options: argparse.Namespace) -> int:
         if isinstance(error, JournalUnusable):
             return _refused(error)
         raise
-    size_bytes = sum(path.stat().st_size for path in target.iterdir())
-    print(f"copied {size_bytes:,} bytes to {escaped(options.to)}")
+    print(f"copied {sum(path.stat().st_size for path in target.iterdir()):,} bytes to {escaped(options.to)}")
     return 0
 
 
