@@ -14,8 +14,8 @@ from benchmarks.size.lines import PRODUCT, length, longest_file, most_methods
 from benchmarks.size.way import TYPES, Way, way_of
 from tests.gateway_process import GatewayProcess
 
-SERVICE_LINES = 32_245
-PRODUCT_LINES = 74_575
+SERVICE_LINES = 32_250
+PRODUCT_LINES = 74_580
 LONGEST_FILE_LINES = 575
 MOST_METHODS = 34
 FILES_ON_THE_WAY = 22

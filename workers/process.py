@@ -112,8 +112,8 @@ class _ToStructlog(logging.Handler):
 def _renderers(*, pretty: bool) -> list[structlog.typing.Processor]:
     # structlog's other tracebacks print local variables, which contain callers' tokens.
     if pretty:
-        plain = structlog.dev.plain_traceback
-        return [structlog.dev.ConsoleRenderer(exception_formatter=plain)]
+        colors, plain = sys.stderr.isatty(), structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)]
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
 
 

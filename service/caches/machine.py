@@ -373,8 +373,7 @@ class CacheMachine:
         while self._attempts.changed and self._attempts.parked:
             for result in self._attempts.go_on():
                 self._queues.attempt_ended(*result)
-        # A server that stops leaves its workers to the next one, or ends them.
-        if self._restores.waiting and not self.admission.draining:
+        if self._restores.waiting:
             self._restore_some()
         context = self._context
         # Without the call of a Python function that `Effects()` is.

@@ -37,8 +37,8 @@ class Restores(OperationKind[Restore]):
         self.waiting = deque(entry for entry in self.waiting if entry.state.weights != weights)
 
     def next(self) -> CacheEntry | None:
-        """The next cache to restore now, the last used first. None: none for now."""
-        while self.waiting:
+        """The next cache to restore now, the last used first. None: none for now, or the server stops."""
+        while self.waiting and not self._parts.admission.draining:
             there = self._parts.workers.open_workers(self.waiting[0].state.weights)
             if len(self.under_way) >= _AT_ONCE_PER_WORKER * len(there):
                 break

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -148,8 +149,7 @@ def backup(options: argparse.Namespace) -> int:
         if isinstance(error, JournalUnusable):
             return _refused(error)
         raise
-    size_bytes = sum(path.stat().st_size for path in target.iterdir())
-    print(f"copied {size_bytes:,} bytes to {escaped(options.to)}")
+    print(f"copied {sum(path.stat().st_size for path in target.iterdir()):,} bytes to {escaped(options.to)}")
     return 0
 
 
@@ -226,7 +226,12 @@ def _copy(directory: Path, target: Path) -> bool:
             contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as source,
             contextlib.closing(sqlite3.connect(copy_path)) as copy,
         ):
-            source.backup(copy)
+            try:
+                source.backup(copy)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorname != "SQLITE_FULL":
+                    raise
+                raise OSError(errno.ENOSPC, str(error), copy_path) from error
         return True
 
 

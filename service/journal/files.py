@@ -271,7 +271,8 @@ def translate_errors(path: Path) -> Iterator[None]:
         advice = "Make sure that it can be written to, and that the disk has room."
         if isinstance(error, FileExistsError | NotADirectoryError):
             advice = "It must be a directory, but is a file: choose another one with --data-dir."
-        raise JournalUnusable(f"{error.filename or path}: {error.strerror}. {advice}") from error
+        named = error.filename2 or error.filename or path  # of a copy that which is written
+        raise JournalUnusable(f"{named}: {error.strerror}. {advice}") from error
 
 
 def checkpoint(db: sqlite3.Connection) -> bool:

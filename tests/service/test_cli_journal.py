@@ -85,6 +85,8 @@ def test_inspect(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["tenants"] == "tenant: 2 caches, bob: 1 cache" and rows["caches"] == "3"
     assert rows["weights"] == "number 0: 2 caches, number 2: 1 cache"
     assert rows["of max_journal_bytes"] == str(found["memory_bytes"])
+    # Pages of the file that are empty are not counted.
+    assert rows["bytes of rows"] == str(found["size_bytes"])
 
 
 def test_caches_of_no_tenant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +221,8 @@ def test_a_server_starts_with_a_backup(
 ) -> None:
     copy = tmp_path / "copy"
     with unchanged(directory):
-        said(capsys, "backup", str(directory), str(copy))
+        told = said(capsys, "backup", str(directory), str(copy))
+    assert told == f"copied {sum(file.stat().st_size for file in copy.iterdir()):,} bytes to {copy}\n"
     assert (copy / "journal.db").stat().st_mode & 0o77 == 0, "tokens are for their owner only"
     ledgers = []
     for place in (directory, copy):

@@ -1,4 +1,7 @@
-"""The database's disk is full: appends are refused, nothing is lost, and all goes on when there is space."""
+"""The database's disk is full: appends are refused, nothing is lost, and all goes on when there is space.
+
+Or that of a backup, which says so.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from pathlib import Path
 
 import asyncpg
 import pytest
+from quire.cli.main import main
 
+from service.journal.sqlite import open_journal
 from tests.postgres_server import PostgresServer
 from tests.service.journal_traffic import Traffic, facts
 from tests.service.owners import Owner, operator
@@ -88,3 +93,18 @@ async def test_nothing_is_lost(disk: Path, monkeypatch: pytest.MonkeyPatch) -> N
             expected = facts(owner.ledger)
         async with Owner(postgres.url, "b") as owner:
             assert facts(owner.ledger) == expected
+
+
+@pytest.mark.usefixtures("logging_as_before")
+@pytest.mark.parametrize("running", [False, True])
+def test_a_backup_names_the_disk_that_is_full(
+    disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, running: bool
+) -> None:
+    with contextlib.closing(open_journal(tmp_path / "data")) as journal:
+        if not running:
+            journal.close()
+        fill(disk)
+        assert main(["journal", "backup", str(tmp_path / "data"), str(disk / "copy")]) == 1
+        said = capsys.readouterr().err
+        assert f"{disk / 'copy' / 'journal.db'}: " in said and "has room" in said
+        assert not (disk / "copy").exists()

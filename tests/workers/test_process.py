@@ -106,6 +106,17 @@ def test_lines_of_all_threads_say_whose_they_are() -> None:
     assert all(line["pid"] and line["timestamp"] for line in found)
 
 
+def test_colours_are_for_terminals() -> None:
+    program = (
+        "import structlog; from quire.v1.worker_pb2 import WorkerConfig;"
+        "from workers import process as main;"
+        "main.configure_logging(WorkerConfig(log_format='pretty', log_level='info'));"
+        "structlog.get_logger('a').info('hello'); main.background_log().drain(30)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=60, check=True)
+    assert b"hello" in done.stderr and b"\x1b" not in done.stderr
+
+
 def test_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sees no others, and the rest of its configuration is as without them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all")
