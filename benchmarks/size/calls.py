@@ -94,13 +94,19 @@ class CountedServer:
         return {role: _medians(steps) for role, steps in seen.items()}
 
     def uses(self, step: Callable[[], object]) -> set[Use]:
-        """Which functions use values of which types, in either process, during some steps."""
-        for role in ROLES:
-            self._ask(role, is_looking=True)
-        for _ in range(_SETTLING_STEPS):
-            step()
-            time.sleep(_QUIET_S)
-        return {Use(*use) for role in ROLES for use in self._ask(role)["uses"]}
+        """Which functions use values of which types, in either process, during some steps.
+
+        Only those that do so in each of two looks: a timer that ran when timers were stopped goes off once.
+        """
+        looks = []
+        for _ in range(2):
+            for role in ROLES:
+                self._ask(role, is_looking=True)
+            for _ in range(2 * _SETTLING_STEPS):
+                step()
+                time.sleep(_QUIET_S)
+            looks.append({Use(*use) for role in ROLES for use in self._ask(role)["uses"]})
+        return looks[0] & looks[1]
 
     def _calls_until_quiet(self) -> dict[str, Counter[str]]:
         calls = {role: Counter[str]() for role in ROLES}

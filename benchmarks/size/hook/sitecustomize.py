@@ -106,7 +106,11 @@ def _answer(listener: socket.socket) -> None:
             if writer := sys.modules.get("service.journal.writer"):
                 # Whether a commit is given to a thread must not depend on how long the one before took.
                 vars(writer).update(_PAUSE=0, _PAUSE_FOR_DISK=0)
-            _looking = connection.recv(1) == b"t"
+            if connection.recv(1) == b"t":
+                _uses.clear()
+                _looking = True
+            else:
+                _looking = False
             totals: Counter[int] = Counter()
             for counts in _threads[:]:
                 totals.update(dict(counts))
