@@ -73,6 +73,7 @@ class CountedServer:
                 self.gateway = stack.enter_context(self._program(model="paged-attention", flags=flags))
                 # Its timers are stopped, so that it could not drain. Its worker exits with it.
                 stack.callback(self.gateway.process.kill)
+            # Timers stand still from now on.
             for role in ROLES:
                 self._ask(role)
             self._stack = stack.pop_all()

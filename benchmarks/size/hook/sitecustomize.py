@@ -106,11 +106,9 @@ def _answer(listener: socket.socket) -> None:
             if writer := sys.modules.get("service.journal.writer"):
                 # Whether a commit is given to a thread must not depend on how long the one before took.
                 vars(writer).update(_PAUSE=0, _PAUSE_FOR_DISK=0)
-            if connection.recv(1) == b"t":
+            _looking = connection.recv(1) == b"t"
+            if _looking:
                 _uses.clear()
-                _looking = True
-            else:
-                _looking = False
             totals: Counter[int] = Counter()
             for counts in _threads[:]:
                 totals.update(dict(counts))
