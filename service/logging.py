@@ -27,8 +27,8 @@ import structlog
 from google.protobuf.message import Message
 from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
 
-from service.background_log import BackgroundLog
 from service.printable import escaped
+from workers.common.background_log import BackgroundLog
 
 # Keys whose values are contents of requests, whatever their type.
 _CONTENT_KEYS = frozenset({"token_id", "token_ids", "prompt", "text"})

@@ -18,6 +18,7 @@ STUBS = "quire.v1"
 WORKER_LAYERS = (
     {"__main__", "pool_member", "follower"},
     {"process", "plan"},
+    {"socket_server"},
     {"server", "wire"},
     {"step_loop"},
     {
@@ -43,7 +44,7 @@ WORKER_LAYERS = (
     {"decodes"},
     {"operations"},
     {"kv", "kv_messages", "logging", "orphan_timer", "token_trees", "given_experts"},
-    {"huge_pages", "machine_limits"},
+    {"common", "huge_pages", "machine_limits"},
 )
 # Pure accounting: it must stay testable, and quick to import, without torch.
 WITHOUT_TORCH = (
@@ -71,8 +72,7 @@ SERVICE_ROOMS = {
     "service.running_clock": (),
     "service.token_bucket": (),
     "service.completion": (),
-    "service.background_log": (),
-    "service.logging": ("service.background_log", "service.printable"),
+    "service.logging": ("service.printable",),
     "service.durable_file": ("service.logging",),
     "service.uploads": ("service.errors",),
     "service.auth": ("service.caches.tenants", "service.config", "service.errors", "service.logging"),
@@ -151,7 +151,7 @@ SERVICE_ROOMS = {
         "service.config", "service.config_sources", "service.data_directory", "service.errors",
         "service.journal", "service.listening", "service.logging", "service.openai.front",
         "service.pool.gpus", "service.pool.model_versions", "service.pool.pool_files",
-        "service.pool.process", "service.postgres", "service.printable", "service.runtimes.runtimes_file",
+        "service.postgres", "service.printable", "service.runtimes.runtimes_file",
         "service.server", "service.shards", "service.uploads",
         "service.model_names",
     ),
@@ -202,6 +202,10 @@ def offenders(package: str, forbidden: tuple[str, ...], allowed_in: tuple[str, .
     ]
 
 
+# What gateway and workers both use. It costs neither of them much to import.
+COMMON = "workers.common"
+
+
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [
@@ -214,7 +218,15 @@ def offenders(package: str, forbidden: tuple[str, ...], allowed_in: tuple[str, .
 )
 def test_packages_keep_apart(package: str, forbidden: tuple[str, ...]) -> None:
     assert modules(package)
-    assert offenders(package, forbidden) == []
+    found = offenders(package, forbidden)
+    assert [one for one in found if not (package == "service" and f"imports {COMMON}." in one)] == []
+
+
+def test_what_gateway_and_workers_share_needs_nothing_else() -> None:
+    others = ("service", "kernels", "torch", "triton", "numpy", "grpc", "structlog")
+    assert not [one for one in offenders("workers", others) if one.startswith(COMMON)]
+    own = [one for one in offenders("workers", ("workers",)) if one.startswith(COMMON)]
+    assert not [one for one in own if f"imports {COMMON}." not in one]
 
 
 @pytest.mark.parametrize("package", ["service", "workers"])
@@ -223,12 +235,12 @@ def test_only_the_stubs_are_shared(package: str) -> None:
     assert client == []
 
 
-SERVERS = ("workers.server", "workers.process", "workers.pool_member")
+SERVERS = ("workers.server", "workers.socket_server", "workers.process", "workers.pool_member")
 
 
 def test_only_the_servers_of_workers_know_the_wire() -> None:
-    assert offenders("workers", ("grpc",), SERVERS) == []
-    assert offenders("workers", ("quire",), (*SERVERS, "workers.wire")) == []
+    assert offenders("workers", ("grpc",), ("workers.pool_member",)) == []
+    assert offenders("workers", ("quire",), (*SERVERS, "workers.wire", "workers.common.protocol")) == []
 
 
 def test_only_models_their_kv_random_numbers_and_what_runs_on_a_gpu_use_kernels() -> None:
@@ -371,7 +383,7 @@ def test_the_gateway_never_loads_torch() -> None:
     every_module = "\n".join(f"import {module}" for module in modules("service"))
     loaded = loaded_after(every_module)
     assert {"service", "grpc"} <= loaded
-    assert not {"torch", "triton", "workers", "kernels", "transformers"} & loaded
+    assert not {"torch", "triton", "kernels", "transformers"} & loaded
 
 
 def test_the_command_line_starts_quickly() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import os
 import signal
 import sys
@@ -21,13 +20,13 @@ from typing import Any
 import grpc
 import structlog
 import uvloop
-from quire.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from workers import models
+from workers.common.protocol import EXIT_CONFIG, GATEWAY_NAME, PROTOCOL
 from workers.logging import background_log
 from workers.orphan_timer import OrphanTimer
 from workers.process import (
-    EXIT_CONFIG,
     EXIT_FAILED,
     STOP_TIMEOUT_S,
     configure_logging,
@@ -35,15 +34,8 @@ from workers.process import (
     make_worker,
     run_worker,
 )
-from workers.server import WorkerServer
+from workers.server import WorkerServer, Write
 
-# The names in the certificates of the two roles.
-WORKER_NAME = "worker.quire"
-GATEWAY_NAME = "gateway.quire"
-# Both sides have to use the same protocol; see service/pool/registry.py.
-PROTOCOL = hashlib.blake2b(
-    worker_pb2.DESCRIPTOR.serialized_pb + types_pb2.DESCRIPTOR.serialized_pb, digest_size=16
-).hexdigest()
 SHIPPED_MODEL = "adder"
 _LEASE_TIMEOUT_S = 30.0
 _CALL_BACKOFF_S = 1.0
@@ -116,7 +108,7 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(why))
         except (StopAsyncIteration, TimeoutError):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no lease has arrived")
-        await worker.serve_stream(request_iterator, context.write, first.lease.silence_timeout_s)
+        await _serve_lease(worker, first.lease, request_iterator, context.write)
 
     async def call(self, gateway: str, credentials: grpc.ChannelCredentials) -> None:
         """Calls a gateway again and again, until the worker ends."""
@@ -129,7 +121,7 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
                     requests = aiter(stream)
                     first = await anext(requests)
                     worker = self._take(first.lease)
-                    await worker.serve_stream(requests, stream.write, first.lease.silence_timeout_s)
+                    await _serve_lease(worker, first.lease, requests, stream.write)
                 except Refused as why:
                     _log.warning("a lease was refused", why=str(why), gateway=gateway)
                 except StopAsyncIteration:
@@ -173,13 +165,24 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
             config.model = self._model
         configure_logging(config)
         orphan_timer = OrphanTimer(config.orphan_grace_s) if config.orphan_grace_s else None
-        self._worker = make_worker(config, "", orphan_timer)
+        self._worker = make_worker(config, orphan_timer)
         self._running = asyncio.create_task(self._run(self._worker, config.model, orphan_timer))
 
     async def _run(self, worker: WorkerServer, model: str, orphan_timer: OrphanTimer | None) -> None:
         status = await run_worker(worker, model, orphan_timer)
         # The configuration is the gateway's: the next lease may have another one.
         self.done.set_result(EXIT_FAILED if status == EXIT_CONFIG else status)
+
+
+async def _serve_lease(
+    worker: WorkerServer,
+    lease: worker_pb2.Lease,
+    requests: AsyncIterator[worker_pb2.ConnectRequest],
+    write: Write,
+) -> None:
+    await worker.serve_stream(
+        requests, write, silence_timeout_s=lease.silence_timeout_s, broken=grpc.RpcError
+    )
 
 
 def _comparable(config: worker_pb2.WorkerConfig) -> worker_pb2.WorkerConfig:

@@ -19,14 +19,14 @@ import threading
 import time
 from pathlib import Path
 
-import grpc
 import psutil
 import structlog
 import uvloop
 from google.protobuf import json_format
-from quire.v1 import worker_pb2_grpc
 from quire.v1.worker_pb2 import WorkerConfig
 
+from workers import socket_server
+from workers.common.protocol import EXIT_CONFIG, HOP_SLACK_BYTES, SECRET_VARIABLE
 from workers.executors.base import ModelExecutor
 from workers.logging import background_log
 from workers.machine_limits import threads_of
@@ -34,15 +34,10 @@ from workers.orphan_timer import OrphanTimer
 from workers.runners.rank_processes import RankProcesses
 from workers.server import Progress, WorkerServer
 
-# EX_CONFIG of sysexits.h: a restart with the same configuration would fail too.
-EXIT_CONFIG = 78
 EXIT_FAILED = 1
-HOP_SLACK_BYTES = 16 << 20
 # An upper bound for a GetModelInfoResponse without tokenizer and chat template.
 _REST_OF_MODEL_INFO_BYTES = 64 << 10
 STOP_TIMEOUT_S = 1.0
-# The secret that a gateway needs to connect. Not on the command line, which all users can read.
-SECRET_VARIABLE = "QUIRE_WORKER_SECRET"  # noqa: S105 - a name
 # The gateway ends a worker by this signal. SIGTERM may reach the whole process group during a drain.
 END_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
@@ -58,16 +53,16 @@ class ConfigurationError(Exception):
 
 
 def _parse_arguments() -> tuple[str, WorkerConfig, str]:
-    """The address to serve on, the configuration, and the gateway's secret."""
+    """The path of the socket to serve on, the configuration, and the gateway's secret."""
     parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
-    parser.add_argument("--listen", required=True, metavar="ADDRESS", help="unix:/path or host:port")
+    parser.add_argument("--socket", required=True, metavar="PATH", help="of a new Unix socket")
     parser.add_argument("--config", required=True, metavar="JSON", help="a quire.v1.WorkerConfig")
     arguments = parser.parse_args()
     secret = os.environ.pop(SECRET_VARIABLE, "")
     if not secret:
         parser.error(f"{SECRET_VARIABLE} is not in the environment")
     try:
-        return arguments.listen, json_format.Parse(arguments.config, WorkerConfig()), secret
+        return arguments.socket, json_format.Parse(arguments.config, WorkerConfig()), secret
     except json_format.ParseError as error:
         parser.error(f"--config: {error}")
 
@@ -295,7 +290,7 @@ def _step_tokens(config: WorkerConfig, device: str) -> int:
     return config.max_batch_tokens or (CPU_STEP_TOKENS if device.startswith("cpu") else GPU_STEP_TOKENS)
 
 
-def make_worker(config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | None) -> WorkerServer:
+def make_worker(config: WorkerConfig, orphan_timer: OrphanTimer | None) -> WorkerServer:
     """A worker with this configuration, which has not started to load. Needs a running event loop."""
     from workers.scheduler import Scheduler
 
@@ -311,7 +306,6 @@ def make_worker(config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | N
                 config.max_mixed_prefill_tokens if config.HasField("max_mixed_prefill_tokens") else None
             ),
         ),
-        secret=secret,
         orphan_timer=orphan_timer,
     )
 
@@ -332,19 +326,14 @@ async def run_worker(worker: WorkerServer, model: str, orphan_timer: OrphanTimer
     return status
 
 
-async def _serve(address: str, config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | None) -> int:
-    worker = make_worker(config, secret, orphan_timer)
+async def _serve(socket: str, config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | None) -> int:
+    worker = make_worker(config, orphan_timer)
     asyncio.get_running_loop().add_signal_handler(END_SIGNAL, worker.end)
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", config.max_request_bytes + HOP_SLACK_BYTES),
-            ("grpc.max_send_message_length", config.max_response_bytes + HOP_SLACK_BYTES),
-        ]
-    )
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
-    server.add_insecure_port(address)
-    await server.start()
-    return await run_worker(worker, config.model, orphan_timer)
+    server = await socket_server.listen(socket, secret, worker, config.max_request_bytes + HOP_SLACK_BYTES)
+    try:
+        return await run_worker(worker, config.model, orphan_timer)
+    finally:
+        server.close()
 
 
 def report(error: BaseException, model: str) -> int:
@@ -371,7 +360,7 @@ def see_own_devices(config: WorkerConfig) -> None:
 
 def main() -> int:
     """Run a worker until its gateway ends it, or has been gone for too long."""
-    address, config, secret = _parse_arguments()
+    socket, config, secret = _parse_arguments()
     see_own_devices(config)
     configure_logging(config)
     # Ctrl-C and a service manager's SIGTERM reach all processes, but the gateway drains before it ends its
@@ -383,6 +372,4 @@ def main() -> int:
         orphan_timer = _outlive_the_gateway(config.orphan_grace_s)
     else:
         end_with_parent()
-    # Neither the server nor the loop is closed. Both would cancel the gateway's stream, and gRPC prints a
-    # traceback if that is about to end.
-    return uvloop.new_event_loop().run_until_complete(_serve(address, config, secret, orphan_timer))
+    return uvloop.new_event_loop().run_until_complete(_serve(socket, config, secret, orphan_timer))

@@ -1,4 +1,4 @@
-"""The worker's gRPC server: one stream at a time, one compute thread.
+"""Serves the gateway: one stream of messages at a time, one compute thread.
 
 The asyncio thread serves the stream. The compute thread loads the model and runs the step loop. Commands of
 one message are submitted together. Events that queue up while a message is written go into the next one.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import hmac
 import logging
 import os
 import threading
@@ -20,13 +19,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-import grpc
 import psutil
 import structlog
 from google.protobuf.message import DecodeError
-from quire.v1 import worker_pb2, worker_pb2_grpc
+from quire.v1 import worker_pb2
 
 from workers import wire
+from workers.common.protocol import TARGET_MESSAGE_BYTES
 from workers.decodes import OP_ID, Decodes, DecodesDone
 from workers.executors.base import ModelExecutor
 from workers.models.active_kernels import SLOW
@@ -37,14 +36,11 @@ from workers.step_loop import StepLoop
 
 _log = structlog.get_logger(__name__)
 
-_TARGET_MESSAGE_BYTES = 4 << 20
 # The least time between two progress events.
 _PROGRESS_INTERVAL_S = 0.2
 # A gateway that stops ends its workers within this time. Only later a missing gateway is logged.
 _ORPHAN_LOG_S = 1.0
 _SILENT_INTERVALS = 10
-# The key of the secret in the call's metadata.
-SECRET_KEY = "quire-worker-secret"  # noqa: S105 - a name
 
 Progress = Callable[[str, int, int], None]
 MakeExecutor = Callable[[Progress], ModelExecutor]
@@ -58,7 +54,8 @@ class _Stream:
     def __init__(self, number: int) -> None:
         self.number = number
         self.events: deque[worker_pb2.WorkerEvent] = deque()
-        self.wake = asyncio.Event()
+        # Done when there is an event. Faster than an asyncio.Event.
+        self.wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Another stream has replaced this one.
         self.replaced = asyncio.Event()
         # The step loop has dropped the commands of earlier streams.
@@ -67,8 +64,8 @@ class _Stream:
         self.messages = 0
 
 
-class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
-    """Owns the compute thread and the queue of events. Serves one stream, of a gateway that has the secret.
+class WorkerServer:
+    """Owns the compute thread and the queue of events. Serves one stream, of an authenticated gateway.
 
     Without an `orphan_timer` it ends with its stream.
     """
@@ -78,12 +75,10 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         make_executor: MakeExecutor,
         make_scheduler: MakeScheduler,
         *,
-        secret: str,
         orphan_timer: OrphanTimer | None = None,
     ) -> None:
         self._make_executor = make_executor
         self._make_scheduler = make_scheduler
-        self._secret = secret.encode()
         self._orphan_timer = orphan_timer
         self._loop = asyncio.get_running_loop()
         self._stream: _Stream | None = None
@@ -160,23 +155,18 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
     # The event loop's thread.
 
-    async def Connect(  # type: ignore[override]  # the style of grpc.aio that calls context.write
-        self,
-        request_iterator: AsyncIterator[worker_pb2.ConnectRequest],
-        context: grpc.aio.ServicerContext[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse],
-    ) -> None:
-        """Serves the gateway until either side ends the stream, or another stream replaces it."""
-        if not self._is_authorized(context.invocation_metadata()):
-            _log.warning("a stream without the worker's secret was refused")
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{SECRET_KEY} is wrong")
-        await self.serve_stream(request_iterator, context.write)
-
     async def serve_stream(
-        self, requests: AsyncIterator[worker_pb2.ConnectRequest], write: Write, silence_timeout_s: float = 0.0
+        self,
+        requests: AsyncIterator[worker_pb2.ConnectRequest],
+        write: Write,
+        *,
+        silence_timeout_s: float = 0.0,
+        broken: type[Exception] = ConnectionError,
     ) -> None:
-        """Serves a gateway that is authorized, until either side ends the stream or another one replaces it.
+        """Serves an authenticated gateway, until either side ends the stream or another one replaces it.
 
         silence_timeout_s: without a message for so long the stream has ended. 0: for ever.
+        broken: what `requests` and `write` raise when the connection breaks.
         """
         stream = self._replace_stream()
         tasks = [
@@ -193,14 +183,9 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             for result in results:
-                # The end of a call that this worker has made.
-                if isinstance(result, Exception) and not isinstance(result, grpc.RpcError):
+                if isinstance(result, Exception) and not isinstance(result, broken):
                     _log.error("the stream failed", exc_info=result)
             self._on_disconnect(stream)
-
-    def _is_authorized(self, metadata: grpc.aio.Metadata | None) -> bool:
-        secret = dict(metadata or ()).get(SECRET_KEY, b"")
-        return hmac.compare_digest(secret if isinstance(secret, bytes) else secret.encode(), self._secret)
 
     def _replace_stream(self) -> _Stream:
         """Makes a new stream the current one, and ends the one before it."""
@@ -275,8 +260,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _write(self, stream: _Stream, write: Write) -> None:
         while True:
-            await stream.wake.wait()
-            stream.wake.clear()
+            await stream.wake
+            stream.wake = self._loop.create_future()
             while stream.events:
                 await write(self._next_message(stream.events))
 
@@ -285,7 +270,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         size = 0
         while events:
             event_bytes = events[0].ByteSize()
-            if size and size + event_bytes > _TARGET_MESSAGE_BYTES:
+            if size and size + event_bytes > TARGET_MESSAGE_BYTES:
                 break
             message.events.append(events.popleft())
             size += event_bytes
@@ -334,7 +319,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     def _send(self, events: Sequence[worker_pb2.WorkerEvent]) -> None:
         if self._stream is not None:
             self._stream.events.extend(events)
-            self._stream.wake.set()
+            if not self._stream.wake.done():
+                self._stream.wake.set_result(None)
 
     def _snapshot(self, op_id: int, *, intact: bool | None = None) -> worker_pb2.WorkerEvent:
         snapshot = worker_pb2.WorkerSnapshot()

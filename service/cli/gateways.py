@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from service.config import Config, ConfigError
 from service.config_sources import needs_a_worker
@@ -25,7 +26,6 @@ from service.data_directory import data_directory
 from service.listening import ADDRESS_IS_FREE, reserved, why_not_listening
 from service.logging import get_logger
 from service.pool import gpus
-from service.pool.process import address_of
 from service.shards import host_directory
 from service.shards.ids import Shard
 from service.shards.membership import LEAVE_WORKERS, STOP, Membership
@@ -81,7 +81,7 @@ def _member(
         "config": dataclasses.asdict(config),
         "index": index,
         "directory": None if directory is None else str(directory),
-        "addresses": [address_of(path) for path in sockets],
+        "addresses": [f"unix:{quote(path)}" for path in sockets],  # as gRPC names them, by URIs
     }
 
 

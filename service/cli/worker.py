@@ -12,8 +12,8 @@ import threading
 import time
 from pathlib import Path
 
-# Exit status of a worker whose configuration cannot work (EX_CONFIG in sysexits.h).
-_EXIT_CONFIG = 78
+from workers.common.protocol import EXIT_CONFIG
+
 # Between two starts: at first, and at most.
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 10.0
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
             end(child)
         status = _wait(child, alive, options.hang_timeout_s)
         os.close(alive)
-        if status == _EXIT_CONFIG:
+        if status == EXIT_CONFIG:
             return status
         settled = time.monotonic() - began_s > _SETTLED_S
         backoff_s = _BACKOFF_S if settled else min(2 * backoff_s, _MAX_BACKOFF_S)

@@ -7,27 +7,32 @@ has called this gateway.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator
+from typing import Protocol
 from urllib.parse import unquote
 
 import grpc
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
-from service.pool.pool_files import WORKER_NAME
+from workers.common.message_stream import MessageStream
+from workers.common.protocol import WORKER_NAME
 
-Options = Sequence[tuple[str, Any]]
-# The timeout of an attempt to connect. To another host that takes three round trips.
-_LOCAL_CONNECT = ("grpc.min_reconnect_backoff_ms", 20)
-_CONNECT = ("grpc.min_reconnect_backoff_ms", 3000)
-_SECRET_KEY = "quire-worker-secret"  # noqa: S105 - a name
+_CONNECT = [
+    # The worker may not listen yet: try often. To connect to another host takes three round trips.
+    ("grpc.initial_reconnect_backoff_ms", 20),
+    ("grpc.max_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 3000),
+    # Workers have one certificate, whatever their addresses are.
+    ("grpc.ssl_target_name_override", WORKER_NAME),
+]
+_RETRY_S = 0.02
 
 
 class Stream(Protocol):
     """An open stream."""
 
     async def write(self, request: worker_pb2.ConnectRequest) -> None:
-        """Returns when the message is on its way. Raises grpc.RpcError or asyncio.InvalidStateError."""
+        """Returns when there is room for more. Raises RpcError, ConnectionError or InvalidStateError."""
 
     def __aiter__(self) -> AsyncIterator[worker_pb2.ConnectResponse]:
         """The worker's messages. Raises grpc.RpcError."""
@@ -41,43 +46,46 @@ class Endpoint(Protocol):
     # Of a worker on another host; empty on this machine.
     host_address: str
 
-    async def open(self, options: Options) -> Stream:
-        """Connects, without a timeout, and opens the stream. `options`: those of a gRPC channel."""
+    async def open(self, max_request_bytes: int, max_response_bytes: int) -> Stream:
+        """Connects, without a timeout, and opens the stream. A longer message ends it."""
 
     async def close(self) -> None:
         """Closes stream and connection."""
 
 
-class _CalledEndpoint:
-    """A worker that this gateway calls."""
+class SocketEndpoint:
+    """The Unix socket of a process on this machine, which ends by a signal or with its gateway.
 
-    _channel: grpc.aio.Channel | None = None
-
-    async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close(None)
-
-
-class SocketEndpoint(_CalledEndpoint):
-    """The Unix socket of a process on this machine, which ends by a signal or with its gateway."""
+    The first message has the secret. See workers/socket_server.py.
+    """
 
     is_leased = False
     host_address = ""
 
-    def __init__(self, address: str, secret: str) -> None:
-        """`address`: as gRPC writes it."""
-        self.address = address
-        self.secret = secret
+    def __init__(self, path: str, secret: str) -> None:
+        self._path = path
+        self._secret = secret
+        self._stream: MessageStream[worker_pb2.ConnectResponse] | None = None
 
-    async def open(self, options: Options) -> Stream:
-        self._channel = grpc.aio.insecure_channel(self.address, options=[*options, _LOCAL_CONNECT])
-        metadata = ((_SECRET_KEY, self.secret),)
-        return worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(
-            wait_for_ready=True, metadata=metadata
-        )
+    async def open(self, max_request_bytes: int, max_response_bytes: int) -> Stream:  # noqa: ARG002 - no bound
+        self._stream = stream = MessageStream(worker_pb2.ConnectResponse, max_response_bytes)
+        loop, is_connected = asyncio.get_running_loop(), False
+        while not is_connected:
+            try:
+                await loop.create_unix_connection(lambda: stream, self._path)
+                is_connected = True
+            except OSError:
+                # It does not listen yet.
+                await asyncio.sleep(_RETRY_S)
+        await stream.write(worker_pb2.ConnectRequest(secret=self._secret))
+        return stream
+
+    async def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
 
 
-class LeasedEndpoint(_CalledEndpoint):
+class LeasedEndpoint:
     """A worker that listens on an address, with mutual TLS."""
 
     is_leased = True
@@ -86,14 +94,22 @@ class LeasedEndpoint(_CalledEndpoint):
         self.host_address = address
         self._credentials = credentials
         self._lease = lease
+        self._channel: grpc.aio.Channel | None = None
 
-    async def open(self, options: Options) -> Stream:
-        # Workers have one certificate, whatever their addresses are.
-        options = [*options, _CONNECT, ("grpc.ssl_target_name_override", WORKER_NAME)]
+    async def open(self, max_request_bytes: int, max_response_bytes: int) -> Stream:
+        limits = [
+            ("grpc.max_send_message_length", max_request_bytes),
+            ("grpc.max_receive_message_length", max_response_bytes),
+        ]
+        options = [*limits, *_CONNECT]
         self._channel = grpc.aio.secure_channel(self.host_address, self._credentials, options=options)
         call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(wait_for_ready=True)
         await call.write(worker_pb2.ConnectRequest(lease=self._lease))
         return call
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close(None)
 
 
 class AttachedEndpoint:
@@ -114,7 +130,7 @@ class AttachedEndpoint:
         self._responses = responses
         self._context = context
 
-    async def open(self, options: Options) -> Stream:  # noqa: ARG002 - the connection has those of the server
+    async def open(self, max_request_bytes: int, max_response_bytes: int) -> Stream:  # noqa: ARG002 - the server's
         await self.write(worker_pb2.ConnectRequest(lease=self.lease))
         return self
 

@@ -28,10 +28,9 @@ from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.link import WorkerLink
 from service.pool.liveness import Liveness, WorkerExit
 from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
+from workers.common.protocol import EXIT_CONFIG
 
 _log = get_logger(__name__)
-# Exit status of a worker whose configuration cannot work (EX_CONFIG in sysexits.h).
-EXIT_CONFIG = 78
 # How long to wait for the exit of a process whose stream has ended.
 _EXIT_DELAY_S = 0.1
 # Op ids of the pool's own commands. Those of the state machine are below.

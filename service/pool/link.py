@@ -17,17 +17,15 @@ from service.config import Config
 from service.logging import get_logger
 from service.pool.endpoints import Endpoint, Stream
 from service.printable import escaped
+from workers.common.protocol import HOP_SLACK_BYTES, TARGET_MESSAGE_BYTES
 
 _log = get_logger(__name__)
 
-# What is longer is sent in several messages.
-_TARGET_MESSAGE_BYTES = 4 << 20
-# Added to the size limits of clients' messages, so that a client never meets the limit of this stream.
-_HOP_SLACK_BYTES = 16 << 20
 # How long a worker may take to notice that it was given back.
 _GIVE_BACK_TIMEOUT_S = 1.0
 _REFUSED = grpc.StatusCode.FAILED_PRECONDITION
 _MAX_REFUSAL_CHARS = 200
+_BROKEN = grpc.RpcError, ConnectionError, asyncio.InvalidStateError
 
 
 class WorkerLink:
@@ -52,13 +50,10 @@ class WorkerLink:
         # Done when the queue has something for the task that writes. Faster than an Event.
         self._wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
-        self._options = [
-            ("grpc.max_send_message_length", config.max_request_bytes + _HOP_SLACK_BYTES),
-            ("grpc.max_receive_message_length", config.max_response_bytes + _HOP_SLACK_BYTES),
-            # The worker may not listen yet: retry often.
-            ("grpc.initial_reconnect_backoff_ms", 20),
-            ("grpc.max_reconnect_backoff_ms", 100),
-        ]
+        self._max_bytes = (
+            config.max_request_bytes + HOP_SLACK_BYTES,
+            config.max_response_bytes + HOP_SLACK_BYTES,
+        )
 
     def open(self) -> None:
         """Starts to connect, without a timeout, and then opens the stream."""
@@ -87,11 +82,11 @@ class WorkerLink:
     async def _run(self) -> None:
         writing = None
         try:
-            stream = await self._endpoint.open(self._options)
+            stream = await self._endpoint.open(*self._max_bytes)
             writing = asyncio.create_task(self._write(stream), name="worker-link-write")
             async for response in stream:
                 self._on_response(response)
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+        except _BROKEN as error:
             _log.debug("worker stream ended while reading", error=type(error).__name__)
             if isinstance(error, grpc.aio.AioRpcError) and error.code() is _REFUSED:
                 self.refusal = escaped((error.details() or "")[:_MAX_REFUSAL_CHARS])
@@ -110,21 +105,21 @@ class WorkerLink:
                 self._wake = asyncio.get_running_loop().create_future()
                 while self._queue:
                     request = self._queue.popleft()
-                    if self._queue or request.ByteSize() > _TARGET_MESSAGE_BYTES:
+                    if self._queue or request.ByteSize() > TARGET_MESSAGE_BYTES:
                         request = self._fitted(request)
                     await stream.write(request)
                     if request.give_back:
                         return
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+        except _BROKEN as error:
             _log.debug("worker stream ended while writing", error=type(error).__name__)
         finally:
             self.closed.set()
 
     def _fitted(self, request: worker_pb2.ConnectRequest) -> worker_pb2.ConnectRequest:
         """A message with what was queued after it, as far as it has room. Large ones are cut."""
-        while self._queue and request.ByteSize() <= _TARGET_MESSAGE_BYTES:
+        while self._queue and request.ByteSize() <= TARGET_MESSAGE_BYTES:
             request.MergeFrom(self._queue.popleft())
-        while request.ByteSize() > _TARGET_MESSAGE_BYTES and len(request.commands) > 1:
+        while request.ByteSize() > TARGET_MESSAGE_BYTES and len(request.commands) > 1:
             half = len(request.commands) // 2
             self._queue.appendleft(worker_pb2.ConnectRequest(commands=request.commands[half:]))
             del request.commands[half:]

@@ -24,13 +24,13 @@ from quire.v1 import worker_pb2
 
 from service.logging import get_logger
 from service.pool.gpus import Gpu
-from service.pool.process import LocalProcess, address_of, boot_id, can_watch, start_ticks
-from service.pool.registry import PROTOCOL, Epochs, Registry, RegistryEntry
+from service.pool.process import LocalProcess, boot_id, can_watch, start_ticks
+from service.pool.registry import Epochs, Registry, RegistryEntry
+from workers.common.protocol import PROTOCOL, SECRET_VARIABLE
 
 _log = get_logger(__name__)
 
 _SPIN_COUNT = "20000"
-_SECRET_VARIABLE = "QUIRE_WORKER_SECRET"  # noqa: S105 - a name
 _SECRET_BYTES = 32
 # Prefix of the directory of a gateway without a `data_dir`; a random part follows.
 _TEMPORARY_PREFIX = "quire-workers-"
@@ -226,7 +226,7 @@ def _comparable(config: worker_pb2.WorkerConfig) -> worker_pb2.WorkerConfig:
 
 
 def _command(socket: str, config: worker_pb2.WorkerConfig) -> list[str]:
-    command = [sys.executable, "-m", "workers.__main__", "--listen", address_of(socket)]
+    command = [sys.executable, "-m", "workers.__main__", "--socket", socket]
     return [*command, "--config", json_format.MessageToJson(config, indent=None)]
 
 
@@ -234,7 +234,7 @@ def _environment(secret: str) -> dict[str, str]:
     """The gateway's environment and import path: the worker runs in another directory."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-    environment[_SECRET_VARIABLE] = secret
+    environment[SECRET_VARIABLE] = secret
     # How long idle compute threads spin. With the default they keep the cores busy between two steps, so that
     # the gateway and its clients wait; see docs/performance.md.
     environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)

@@ -19,9 +19,8 @@ from typing import Any
 import grpc
 
 from service.config import ConfigError
+from workers.common.protocol import GATEWAY_NAME, WORKER_NAME
 
-WORKER_NAME = "worker.quire"
-GATEWAY_NAME = "gateway.quire"
 # A clock may be behind.
 _BACKDATED = dt.timedelta(days=1)
 _OWN_DAYS = 3650

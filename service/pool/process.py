@@ -15,7 +15,6 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import quote
 
 from service.pool.endpoints import SocketEndpoint
 from service.pool.registry import RegistryEntry
@@ -46,11 +45,6 @@ def start_ticks(pid: int) -> int:
     return int(after_name.split()[_START_FIELD])
 
 
-def address_of(socket: str) -> str:
-    """The gRPC address of a Unix socket. It is a URI, so special characters of the path are quoted."""
-    return f"unix:{quote(socket)}"
-
-
 class LocalProcess:
     """Owner of the pidfd. Needs a running event loop."""
 
@@ -67,7 +61,7 @@ class LocalProcess:
         """Takes ownership of the pidfd, or of a child without one. `stop` calls `on_stopped`."""
         self._entry = entry
         self.epoch, self.pid = entry.epoch, entry.pid
-        self.endpoint = SocketEndpoint(address_of(entry.socket), entry.secret)
+        self.endpoint = SocketEndpoint(entry.socket, entry.secret)
         self.is_outdated = False
         self._on_stopped = on_stopped
         self._pidfd = pidfd
@@ -153,4 +147,4 @@ def _is_its_process(entry: RegistryEntry) -> bool:
     except (OSError, ValueError, IndexError):
         return False
     # A gateway that runs as root could kill any process: the file alone is not trusted.
-    return same and address_of(entry.socket).encode() in command_line.split(b"\0")
+    return same and os.fsencode(entry.socket) in command_line.split(b"\0")

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import secrets
@@ -27,10 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf import json_format
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import worker_pb2
 
 from service import durable_file
 from service.logging import get_logger
+from workers.common.protocol import PROTOCOL
 
 _log = get_logger(__name__)
 
@@ -45,10 +45,6 @@ _MAX_EPOCH = 1 << 53
 _MAX_PID = 1 << 31
 # sockaddr_un holds 108 bytes with the terminating zero.
 _MAX_SOCKET_PATH_BYTES = 107
-# Digest of the protocol between gateway and worker. Both have to use the same one.
-PROTOCOL = hashlib.blake2b(
-    worker_pb2.DESCRIPTOR.serialized_pb + types_pb2.DESCRIPTOR.serialized_pb, digest_size=16
-).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ from service.logging import get_logger
 from service.pool import pool_files
 from service.pool.endpoints import AttachedEndpoint, Endpoint, LeasedEndpoint
 from service.pool.launcher import PoolFailed
-from service.pool.registry import PROTOCOL, Epochs, Registry
+from service.pool.registry import Epochs, Registry
 from service.shards.leases import Lease
+from workers.common.protocol import HOP_SLACK_BYTES, PROTOCOL, WORKER_NAME
 
 _log = get_logger(__name__)
 # Workers that wait without need; further ones are refused, and call again.
@@ -32,7 +33,6 @@ _MAX_FURTHER_CONNECTIONS = 256
 _HANDSHAKE_TIMEOUT_MS = 10_000
 _CLOSE_GRACE_S = 0.5
 _ID_BYTES = 16
-_HOP_SLACK_BYTES = 16 << 20
 _Context = grpc.aio.ServicerContext[worker_pb2.ConnectResponse, worker_pb2.ConnectRequest]
 
 
@@ -116,8 +116,8 @@ class RemoteLauncher:
         most = self._config.worker_slots + _MAX_FURTHER_CONNECTIONS
         self._server = grpc.aio.server(
             options=[
-                ("grpc.max_receive_message_length", self._config.max_response_bytes + _HOP_SLACK_BYTES),
-                ("grpc.max_send_message_length", self._config.max_request_bytes + _HOP_SLACK_BYTES),
+                ("grpc.max_receive_message_length", self._config.max_response_bytes + HOP_SLACK_BYTES),
+                ("grpc.max_send_message_length", self._config.max_request_bytes + HOP_SLACK_BYTES),
                 ("grpc.max_allowed_incoming_connections", most),
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
                 # Workers find out by pings whether the gateway is there while they wait.
@@ -190,7 +190,7 @@ class WaitingWorkers(worker_pb2_grpc.WorkerPoolServiceServicer):
         self, request_iterator: AsyncIterator[worker_pb2.ConnectResponse], context: _Context
     ) -> None:
         """Lasts until the stream is closed by either side."""
-        if pool_files.WORKER_NAME not in pool_files.names_of(context):
+        if WORKER_NAME not in pool_files.names_of(context):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate is not a worker's")
         if len(self._waiting) >= _MAX_WAITING:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many workers wait already")

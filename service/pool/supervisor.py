@@ -21,11 +21,12 @@ from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import NoWorker, Unsupported
 from service.logging import get_logger
-from service.pool.incarnation import EXIT_CONFIG, Incarnation
+from service.pool.incarnation import Incarnation
 from service.pool.launcher import ElasticLauncher, Launcher, PoolFailed, WorkerProcesses
 from service.pool.link import WorkerLink
 from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
 from service.setting_rules import MAX_WORKERS
+from workers.common.protocol import EXIT_CONFIG
 
 _log = get_logger(__name__)
 

@@ -16,7 +16,7 @@ from service.auth.forwarded import HOP, TENANT
 from service.config import Config
 from service.errors import DeadlinePassed, GatewayUnavailable, QuireError, Unauthenticated
 from service.logging import current_request_id, get_logger
-from service.pool.pool_files import GATEWAY_NAME
+from workers.common.protocol import GATEWAY_NAME
 
 _log = get_logger(__name__)
 # What this hop sets itself.

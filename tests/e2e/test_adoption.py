@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import grpc
 import psutil
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import executor_pb2_grpc, worker_pb2, worker_pb2_grpc
+from quire.v1 import executor_pb2_grpc, worker_pb2
 
 from tests.gateway_process import GatewayProcess
 
@@ -77,13 +79,13 @@ def events(gateway: GatewayProcess, event: str) -> list[dict[str, object]]:
 def assert_requires_secret(entry: dict[str, object]) -> None:
     command_line = psutil.Process(int(str(entry["pid"]))).cmdline()
     assert not any(str(entry["secret"]) in argument for argument in command_line)
-    with grpc.insecure_channel(f"unix:{entry['socket']}") as channel:
-        connect = worker_pb2_grpc.WorkerServiceStub(channel).Connect
-        for metadata in ((), (("quire-worker-secret", "0" * 64),)):
-            answers = connect(iter([worker_pb2.ConnectRequest()]), metadata=metadata, timeout=TIMEOUT_S)
-            with pytest.raises(grpc.RpcError):
-                next(answers)
-            assert answers.code() is grpc.StatusCode.UNAUTHENTICATED
+    for secret in ("", "0" * 64):
+        first = worker_pb2.ConnectRequest(secret=secret).SerializeToString()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(TIMEOUT_S)
+            connection.connect(str(entry["socket"]))
+            connection.sendall(struct.pack("<I", len(first)) + first)
+            assert connection.recv(1) == b"", "it is closed"
 
 
 def test_next_gateway_adopts_running_workers(home: Home) -> None:

@@ -17,7 +17,6 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
 from service.auth.forwarded import HOP
-from service.pool.pool_files import GATEWAY_NAME
 from tests.e2e.several_gateways import retrying
 from tests.e2e.test_execute import (
     PATIENCE_S,
@@ -36,6 +35,7 @@ from tests.e2e.test_remote_workers import PROMPT, Pool, free_address
 from tests.error_details import info_of, status_reason
 from tests.gateway_process import GatewayProcess
 from tests.postgres_server import PostgresServer
+from workers.common.protocol import GATEWAY_NAME
 
 FLAGS = ("--kv-pages", "256", "--orphan-grace-s", "60", "--shards", "2")
 

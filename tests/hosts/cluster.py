@@ -16,12 +16,12 @@ import asyncpg
 import grpc
 import psutil
 
-from service.pool.pool_files import GATEWAY_NAME
 from tests.forks import Forked
 from tests.hosts.network import DATABASE, Network, gateway_hosts, worker_hosts
 from tests.hosts.server import PORT, make_pool, security, start_worker
 from tests.postgres_server import PostgresServer
 from tests.soak.programs import start_gateway
+from workers.common.protocol import GATEWAY_NAME
 
 _STOP_TIMEOUT_S = 60
 _QUERY_TIMEOUT_S = 2.0

@@ -117,11 +117,11 @@ async def soak(options: argparse.Namespace, texts: Texts, cluster: Cluster, take
     from quire import AsyncClient, Tls
     from quire.v1 import executor_pb2_grpc
 
-    from service.pool.pool_files import GATEWAY_NAME
     from tests.hosts.cluster_faults import ClusterInjector
     from tests.hosts.spread import ClientCaller, PlainCaller, Spread
     from tests.soak.callers import Stuck
     from tests.soak.tally import Tally
+    from workers.common.protocol import GATEWAY_NAME
 
     tally = Tally()
     async with contextlib.AsyncExitStack() as stack:

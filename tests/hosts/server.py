@@ -13,11 +13,11 @@ import psutil
 
 from benchmarks.checkout import ROOT, environment, quire_command
 from service.auth.tokens import Role, new_token
-from service.pool.pool_files import GATEWAY_NAME
 from tests.forks import Forked
 from tests.hosts.network import GATEWAY, Network, worker_hosts
 from tests.soak import programs
 from tests.soak.server import Server
+from workers.common.protocol import GATEWAY_NAME
 
 _STOP_TIMEOUT_S = 60
 _HANG_TIMEOUT_S = 3

@@ -14,9 +14,10 @@ from kernels.paged_attention import paged_attention
 from tests import isa
 from tests.kernels.attention_case import FEATURES, make_case
 from tests.kernels.instruction_sets import instructions_used, need_compiled
+from workers.common.protocol import EXIT_CONFIG
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.errors import ModelError
-from workers.process import EXIT_CONFIG, _make_executor, report
+from workers.process import _make_executor, report
 
 AVX2, AVX512 = library._V3_FLAGS, library._V4_FLAGS
 AMX = AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}

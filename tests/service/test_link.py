@@ -24,7 +24,7 @@ class Endpoint:
         self.written: list[list[int]] = []
         self.go_on = asyncio.Event()
 
-    async def open(self, _options: object) -> Any:
+    async def open(self, max_request_bytes: int, max_response_bytes: int) -> Any:
         return self
 
     async def close(self) -> None:
@@ -54,7 +54,7 @@ async def until_idle() -> None:
 async def test_what_waits_becomes_one_message_and_what_is_large_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(link_module, "_TARGET_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(link_module, "TARGET_MESSAGE_BYTES", 1000)
     endpoint = Endpoint()
     link = WorkerLink(endpoint, Config(), lambda _: None)
     link.open()

@@ -45,7 +45,7 @@ class Loads(Bench):
     def __init__(self, tmp_path: Path, patch: pytest.MonkeyPatch, *plan: Behaviour | Exception) -> None:
         self.data_dir = tmp_path / "data"
         config = Config(worker_start_timeout_s=0.3, drain_grace_s=0.0)
-        super().__init__(FakeLauncher(tmp_path, works, *plan), patch, config, self.data_dir)
+        super().__init__(FakeLauncher(works, *plan), patch, config, self.data_dir)
         self.gateway = Gateway(workers=0)
         self.restarts = RollingRestart(self.supervisor, self.gateway.dispatcher)
         sources = ModelSources(tmp_path, None)

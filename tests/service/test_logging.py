@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import datetime as dt
 import errno
 import fcntl
-import importlib
 import io
 import json
 import logging
@@ -23,6 +21,7 @@ import pytest
 from quire.v1 import executor_pb2
 
 from service.logging import bind_request_id, configure_logging, current_request_id, get_logger
+from workers.common.background_log import BackgroundLog
 
 
 class Terminal(io.StringIO):
@@ -184,8 +183,7 @@ class UnreadPipe:
         return text
 
 
-@pytest.mark.parametrize("module", ["service.background_log", "workers.logging"])
-def test_an_unread_pipe_does_not_block(module: str) -> None:
+def test_an_unread_pipe_does_not_block() -> None:
     pipe, told = UnreadPipe(), []
     done = threading.Event()
 
@@ -193,7 +191,7 @@ def test_an_unread_pipe_does_not_block(module: str) -> None:
         told.append(lines)
         done.set()
 
-    log = importlib.import_module(module).BackgroundLog(pipe.write_end, tell)
+    log = BackgroundLog(pipe.write_end, tell)
     line = "x" * 1023 + "\n"
     for _ in range(10_000):  # 10 MB
         log.write(line)
@@ -208,11 +206,10 @@ def test_an_unread_pipe_does_not_block(module: str) -> None:
     assert kept + sum(told) == 10_000 and 1000 < kept < 5000
 
 
-@pytest.mark.parametrize("module", ["service.background_log", "workers.logging"])
-def test_a_closed_pipe_is_not_an_error(module: str) -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    log = importlib.import_module(module).BackgroundLog(write_end, lambda _: None)
+    log = BackgroundLog(write_end, lambda _: None)
     log.write("a\n")
     log.drain(30.0)
     log.write("b\n")
@@ -220,9 +217,8 @@ def test_a_closed_pipe_is_not_an_error(module: str) -> None:
     assert not log._waiting
 
 
-@pytest.mark.parametrize("module", ["service.background_log", "workers.logging"])
 def test_a_line_that_a_full_disk_cut_off_ends_before_the_next(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, write, room = tmp_path / "log", os.write, [9, 2]
 
@@ -238,20 +234,8 @@ def test_a_line_that_a_full_disk_cut_off_ends_before_the_next(
 
     monkeypatch.setattr(os, "write", write_what_fits)
     with path.open("wb") as file:
-        log = importlib.import_module(module).BackgroundLog(file.fileno(), lambda _: None)
+        log = BackgroundLog(file.fileno(), lambda _: None)
         for line in ("first\n", "second\n", "third\n", "fourth\n"):
             log.write(line)
         log.drain(30.0)
     assert [line for line in path.read_text().splitlines() if line] == ["first", "sec", "t", "fourth"]
-
-
-def test_the_twins_are_equal() -> None:
-    ours, theirs = (
-        ast.parse(Path(importlib.import_module(module).__file__ or "").read_text())
-        for module in ("service.background_log", "workers.logging")
-    )
-    one, other = (
-        next(ast.dump(node) for node in tree.body if isinstance(node, ast.ClassDef))
-        for tree in (ours, theirs)
-    )
-    assert one == other

@@ -19,7 +19,7 @@ import pytest
 from quire.v1 import worker_pb2
 
 from service.pool.local import LocalLauncher, worker_code
-from service.pool.process import LocalProcess, address_of, boot_id, start_ticks
+from service.pool.process import LocalProcess, boot_id, start_ticks
 from service.pool.registry import Registry, RegistryEntry, remove_socket
 
 CONFIG = worker_pb2.WorkerConfig(
@@ -193,8 +193,8 @@ def nothing(_: RegistryEntry) -> None:
 
 
 async def test_process_is_identified_by_start_time_and_command(data_dir: Path) -> None:
-    address = address_of(entry_of(data_dir).socket)
-    worker, other = Stranger("--listen", address), Stranger("--listen", address + "x")
+    address = entry_of(data_dir).socket
+    worker, other = Stranger("--socket", address), Stranger("--socket", address + "x")
     entry = entry_of(data_dir, worker.process)
     for wrong in (
         entry_of(data_dir, worker.process, start_ticks=entry.start_ticks - 1),
@@ -244,7 +244,7 @@ def like(**values: Any) -> worker_pb2.WorkerConfig:
 
 
 async def test_workers_with_another_config_are_stopped(data_dir: Path) -> None:
-    worker = Stranger("--listen", address_of(entry_of(data_dir).socket))
+    worker = Stranger("--socket", entry_of(data_dir).socket)
     registry = Registry(data_dir)
 
     def write(**changed: Any) -> None:
@@ -266,7 +266,7 @@ async def test_workers_with_another_config_are_stopped(data_dir: Path) -> None:
     ):
         config.orphan_grace_s = grace_s
         worker.end()
-        worker = Stranger("--listen", address_of(entry_of(data_dir).socket))
+        worker = Stranger("--socket", entry_of(data_dir).socket)
         write(**written)
         assert await adopt(data_dir, grace_s, config) == {}
         assert worker.process.wait(30) == -signal.SIGKILL
@@ -277,7 +277,7 @@ async def test_workers_with_another_config_are_stopped(data_dir: Path) -> None:
 async def test_workers_of_other_code_are_adopted_as_outdated(data_dir: Path) -> None:
     """Also those that a version without digests of code has written, whose entries lack the field."""
     entry = entry_of(data_dir, code=worker_code())
-    worker = Stranger("--listen", address_of(entry.socket))
+    worker = Stranger("--socket", entry.socket)
     registry = Registry(data_dir)
     registry.open()
     registry.write(entry_of(data_dir, worker.process, code=worker_code()))

@@ -15,7 +15,7 @@ from typing import Any, cast
 import grpc
 import pytest
 import structlog
-from quire.v1 import executor_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
 from service.caches.effects import Claim, Event, ReleaseSequences
 from service.caches.workers import WorkerView
@@ -23,13 +23,13 @@ from service.config import Config
 from service.dispatcher import Dispatcher
 from service.pool import supervisor as supervisor_module
 from service.pool import wire
-from service.pool.endpoints import SocketEndpoint
-from service.pool.incarnation import EXIT_CONFIG
+from service.pool.endpoints import Stream
 from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.model_versions import ModelVersions
 from service.pool.supervisor import Supervisor
 from service.setting_rules import MAX_WORKERS
 from tests.service.served import become_ready
+from workers.common.protocol import EXIT_CONFIG
 
 Requests = AsyncIterator[worker_pb2.ConnectRequest]
 Behaviour = Callable[[Requests], AsyncIterator[worker_pb2.ConnectResponse]]
@@ -73,7 +73,7 @@ async def serves_another_model(requests: Requests) -> AsyncIterator[worker_pb2.C
 
 
 async def refuses(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
-    """Refuses the lease: see `Processes.Connect`."""
+    """Refuses the lease: see `FakeEndpoint`."""
     for refusal in (PermissionError("another gateway\nhas it"),):
         raise refusal
     yield worker_pb2.ConnectResponse()
@@ -92,47 +92,53 @@ async def closes_its_stream(_requests: Requests) -> AsyncIterator[worker_pb2.Con
         yield response
 
 
-_SERVERS: list[grpc.aio.Server] = []
+class FakeEndpoint:
+    """The stream to a worker in this process."""
+
+    is_leased = False
+    host_address = ""
+
+    def __init__(self, behave: Behaviour) -> None:
+        self._behave = behave
+        self._requests: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue()
+
+    async def open(self, max_request_bytes: int, max_response_bytes: int) -> Stream:
+        assert max_request_bytes and max_response_bytes
+        return self
+
+    async def write(self, request: worker_pb2.ConnectRequest) -> None:
+        self._requests.put_nowait(request)
+
+    async def __aiter__(self) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        try:
+            async for response in self._behave(self._sent()):
+                yield response
+        except PermissionError as refusal:
+            nothing = grpc.aio.Metadata()
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            raise grpc.aio.AioRpcError(code, nothing, nothing, details=str(refusal)) from None
+
+    async def _sent(self) -> Requests:
+        while True:
+            yield await self._requests.get()
+
+    async def close(self) -> None:
+        pass
 
 
-@pytest.fixture(autouse=True)
-async def servers_end_with_the_test() -> AsyncIterator[None]:
-    """Stops also servers whose start was cancelled: one that outlives its event loop fails a later test."""
-    yield
-    while _SERVERS:
-        await _SERVERS.pop().stop(None)
-
-
-class Processes(worker_pb2_grpc.WorkerServiceServicer):
+class Processes:
     """An incarnation, whose process exits when it is stopped or when the test calls `exit`."""
 
-    def __init__(self, address: str, epoch: int, behave: Behaviour, status: int | None) -> None:
-        self.endpoint = SocketEndpoint(address, "open sesame")
+    def __init__(self, epoch: int, behave: Behaviour, status: int | None) -> None:
+        self.endpoint = FakeEndpoint(behave)
         self.pid = 1000 + epoch
         self.is_outdated = False
         self.epoch = epoch
         self.leaving: asyncio.Future[float] | None = asyncio.get_running_loop().create_future()
         self.grace_s: float | None = None
         self.was_killed = self.was_detached = False
-        self._behave = behave
         self._status = status
         self._exit: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        self._server = grpc.aio.server()
-        _SERVERS.append(self._server)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        self._server.add_insecure_port(address)
-
-    async def serve(self) -> None:
-        await self._server.start()
-
-    async def Connect(  # type: ignore[override]  # grpc.aio's other style: it writes by itself
-        self, request_iterator: Requests, context: grpc.aio.ServicerContext[object, object]
-    ) -> None:
-        try:
-            async for response in self._behave(request_iterator):
-                await context.write(response)
-        except PermissionError as refusal:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refusal))
 
     def exit(self) -> None:
         if not self._exit.done():
@@ -150,8 +156,6 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
     async def stop(self, *, grace_s: float) -> int | None:
         self.grace_s = grace_s
         self.exit()
-        # Shielded: after a cancelled stop, grpc.aio cancels the next one too, which is the fixture's.
-        await asyncio.shield(asyncio.create_task(self._server.stop(None)))
         return await self._exit
 
 
@@ -161,14 +165,13 @@ MODEL = "/where/models/are"
 class FakeLauncher:
     """Starts incarnations with the planned behaviours, or raises the planned errors."""
 
-    def __init__(self, directory: Path, *plan: Behaviour | Exception, status: int | None = 0) -> None:
+    def __init__(self, *plan: Behaviour | Exception, status: int | None = 0) -> None:
         self.started: list[Processes] = []
         # Workers of an earlier gateway.
         self.adoptable: dict[str, WorkerProcesses] = {}
         self.last_epoch = 0
         self.attempts = 0
         self.closed = False
-        self._directory = directory
         self._plan = plan
         self._status = status
 
@@ -183,9 +186,7 @@ class FakeLauncher:
         epoch = self.last_epoch
         if isinstance(planned, Exception):
             raise planned
-        address = f"unix:{self._directory}/{config.worker_id}-{epoch}.sock"
-        processes = Processes(address, epoch, planned, self._status)
-        await processes.serve()
+        processes = Processes(epoch, planned, self._status)
         self.started.append(processes)
         return processes
 
@@ -297,11 +298,11 @@ MakeBench = Callable[..., Bench]
 
 
 @pytest.fixture
-def bench_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeBench:
+def bench_of(monkeypatch: pytest.MonkeyPatch) -> MakeBench:
     """Makes a bench whose workers behave as planned."""
 
     def make(*plan: Behaviour | Exception, status: int | None = 0, **settings: Any) -> Bench:
-        return Bench(FakeLauncher(tmp_path, *plan, status=status), monkeypatch, Config(**settings))
+        return Bench(FakeLauncher(*plan, status=status), monkeypatch, Config(**settings))
 
     return make
 
@@ -353,9 +354,9 @@ async def test_a_machine_that_leaves_is_drained(bench_of: MakeBench, *, is_drain
     assert first.grace_s == 2.0, "it was stopped, not killed"
 
 
-async def test_slots_follow_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slots_follow_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those with a worker keep their slot. Those that wait for a place lose it."""
-    launcher = FakeElasticLauncher(tmp_path, works)
+    launcher = FakeElasticLauncher(works)
     bench = Bench(launcher, monkeypatch, Config(workers=None))
 
     def names() -> list[str]:
@@ -417,7 +418,7 @@ async def test_wrong_model_on_one_host_does_not_end_the_pool(
     bench_of: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers at addresses have directories of their own. The right one is served."""
-    monkeypatch.setattr(SocketEndpoint, "is_leased", True)
+    monkeypatch.setattr(FakeEndpoint, "is_leased", True)
     bench = bench_of(serves_another_model, works)
     bench.versions.serving.expected_fingerprint = "one"
     async with running(bench):

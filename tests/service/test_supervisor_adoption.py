@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -24,11 +23,10 @@ from tests.service.test_supervisor import (
     closes_its_stream,
     ready,
     running,
-    servers_end_with_the_test,
     works,
 )
 
-__all__ = ["bench_of", "servers_end_with_the_test"]
+__all__ = ["bench_of"]
 
 Responses = AsyncIterator[worker_pb2.ConnectResponse]
 CLAIMS = [Claim(1, 10, b"d" * 16), Claim(2, 20, b"e" * 16)]
@@ -71,19 +69,18 @@ async def stays_silent(_requests: Requests) -> Responses:
     yield worker_pb2.ConnectResponse()
 
 
-async def add_orphan(bench: Bench, directory: Path, behave: Behaviour) -> Processes:
+def add_orphan(bench: Bench, behave: Behaviour) -> Processes:
     """The launcher has found a worker with epoch 5. The last used epoch is 9."""
-    processes = Processes(f"unix:{directory}/left.sock", 5, behave, 0)
-    await processes.serve()
+    processes = Processes(5, behave, 0)
     bench.launcher.adoptable = {"worker-0": processes}
     bench.launcher.last_epoch = 9
     return processes
 
 
-async def test_kept_sequences_are_reported_with_ready(tmp_path: Path, bench_of: MakeBench) -> None:
+async def test_kept_sequences_are_reported_with_ready(bench_of: MakeBench) -> None:
     bench = bench_of(works)
     bench.dispatcher.claimed = CLAIMS
-    left = await add_orphan(bench, tmp_path, keeps)
+    left = add_orphan(bench, keeps)
     (slot,) = bench.versions.serving.slots
     async with running(bench):
         assert await bench.events(2) == [("holds", {1: 12, 2: 20, 3: 5}), ("ready", 5, {1: 10})]
@@ -93,7 +90,7 @@ async def test_kept_sequences_are_reported_with_ready(tmp_path: Path, bench_of: 
         assert await bench.events(2) == [("lost", 5), ("ready", 10)], "higher than all earlier epochs"
 
 
-async def test_adopted_worker_may_still_load(tmp_path: Path, bench_of: MakeBench) -> None:
+async def test_adopted_worker_may_still_load(bench_of: MakeBench) -> None:
     loaded = asyncio.Event()
 
     async def loads_on(requests: Requests) -> Responses:
@@ -103,7 +100,7 @@ async def test_adopted_worker_may_still_load(tmp_path: Path, bench_of: MakeBench
             yield response
 
     bench = bench_of(works)
-    left = await add_orphan(bench, tmp_path, loads_on)
+    left = add_orphan(bench, loads_on)
     (slot,) = bench.versions.serving.slots
     async with running(bench):
         while slot.pid != left.pid:
@@ -115,23 +112,23 @@ async def test_adopted_worker_may_still_load(tmp_path: Path, bench_of: MakeBench
 
 @pytest.mark.parametrize("behave", [stays_silent, never_answers_adopt, closes_its_stream])
 async def test_adopted_worker_that_does_not_become_ready_is_replaced(
-    tmp_path: Path, bench_of: MakeBench, behave: Behaviour
+    bench_of: MakeBench, behave: Behaviour
 ) -> None:
     bench = bench_of(works, heartbeat_timeout_s=0.3, step_timeout_s=0.1, suspect_after_s=0.2)
-    left = await add_orphan(bench, tmp_path, behave)
+    left = add_orphan(bench, behave)
     async with running(bench):
         told = await bench.events(2 if behave is never_answers_adopt else 1)
         assert told[-1] == ("ready", 10), "no other worker was ready or lost"
         assert left.grace_s == (15.0 if behave is closes_its_stream else 0.0)
 
 
-async def test_adopted_worker_with_another_model_is_refused(tmp_path: Path, bench_of: MakeBench) -> None:
+async def test_adopted_worker_with_another_model_is_refused(bench_of: MakeBench) -> None:
     bench = bench_of(works, workers=2)
-    await add_orphan(bench, tmp_path, keeps)
+    add_orphan(bench, keeps)
     bench.versions.serving.fingerprint = "two"
     async with running(bench):
         while "holds another model" not in bench.versions.serving.slots[0].trouble:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
         assert bench.dispatcher.events.empty()
 
 
@@ -145,22 +142,19 @@ class DrainedAtOnce:
         return True
 
 
-async def outdated(bench: Bench, directory: Path, *worker_ids: str) -> None:
+def outdated(bench: Bench, *worker_ids: str) -> None:
     """Workers that an earlier version has left, with epochs from 1 on."""
     for epoch, worker_id in enumerate(worker_ids, 1):
-        processes = Processes(f"unix:{directory}/{worker_id}.sock", epoch, works, 0)
+        processes = Processes(epoch, works, 0)
         processes.is_outdated = True
-        await processes.serve()
         bench.launcher.adoptable[worker_id] = processes
         bench.launcher.last_epoch = epoch
 
 
-async def test_workers_of_another_version_are_replaced_one_after_the_other(
-    tmp_path: Path, bench_of: MakeBench
-) -> None:
+async def test_workers_of_another_version_are_replaced_one_after_the_other(bench_of: MakeBench) -> None:
     """When all are ready, so that another one can always take over. Those of this version stay."""
     bench = bench_of(works, workers=3)
-    await outdated(bench, tmp_path, "worker-0", "worker-1")
+    outdated(bench, "worker-0", "worker-1")
     restarts = RollingRestart(bench.supervisor, cast(Dispatcher, DrainedAtOnce()))
     async with running(bench):
         await restarts.replace_outdated(0.0)
@@ -170,11 +164,9 @@ async def test_workers_of_another_version_are_replaced_one_after_the_other(
     assert bench.dispatcher.events.qsize() == 3, "their end with the pool"
 
 
-async def test_a_version_that_cannot_start_replaces_one_worker_only(
-    tmp_path: Path, bench_of: MakeBench
-) -> None:
+async def test_a_version_that_cannot_start_replaces_one_worker_only(bench_of: MakeBench) -> None:
     bench = bench_of(closes_its_stream, workers=2, worker_start_timeout_s=0.2)
-    await outdated(bench, tmp_path, "worker-0", "worker-1")
+    outdated(bench, "worker-0", "worker-1")
     restarts = RollingRestart(bench.supervisor, cast(Dispatcher, DrainedAtOnce()))
     async with running(bench):
         with structlog.testing.capture_logs() as logs:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn, cast
+from typing import Any
 
-import grpc
 from quire.v1 import worker_pb2
 
-from workers.server import SECRET_KEY, WorkerServer
+from workers.server import WorkerServer
 
 # Far more than anything takes.
 _PATIENCE_S = 30
-SECRET = "opensesame"
 # Of a forward: the last token's output, and nothing special of it.
 LAST_ROW = worker_pb2.ForwardOptions(rows=1).SerializeToString()
-
-
-class Refused(Exception):
-    """The worker does not let this gateway in."""
 
 
 class Gateway:
     """The other end of the stream: messages in, messages out."""
 
-    def __init__(self, secret: str = SECRET) -> None:
-        self.secret = secret
+    def __init__(self) -> None:
         self.requests: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue()
         self.events: asyncio.Queue[worker_pb2.WorkerEvent] = asyncio.Queue()
         # All that ever came, with what it answers.
@@ -36,15 +29,9 @@ class Gateway:
         message = worker_pb2.WorkerCommand(**command)
         self.requests.put_nowait(worker_pb2.ConnectRequest(commands=[message]))
 
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [(SECRET_KEY, self.secret)]
-
     async def connect(self, worker: WorkerServer) -> None:
-        """Until the stream ends. Raises Refused."""
-        await worker.Connect(self.sent(), cast("grpc.aio.ServicerContext[Any, Any]", self))
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        raise Refused(code, details)
+        """Until the stream ends."""
+        await worker.serve_stream(self.sent(), self.write)
 
     async def sent(self) -> AsyncIterator[worker_pb2.ConnectRequest]:
         while True:

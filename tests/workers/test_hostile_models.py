@@ -19,6 +19,7 @@ from kernels.rope import rope_frequencies
 from tests.families import settings_of
 from tests.model_factory import make_family_model
 from tests.workers.test_library_model import tiny_config
+from workers.common.protocol import EXIT_CONFIG
 from workers.executors.llm import LlmExecutor
 from workers.executors.loading import NATIVE, TRANSFORMERS, load_served
 from workers.kv.sizing import KvSizingError
@@ -31,7 +32,7 @@ from workers.models.library.loading import make_library_model
 from workers.models.library.packed_model import PackedModel
 from workers.models.library.parity_check import check_scaled_down
 from workers.models.library.settings import read_settings
-from workers.process import EXIT_CONFIG, report
+from workers.process import report
 from workers.sampling import BadLogitsError
 
 torch.set_num_threads(1)

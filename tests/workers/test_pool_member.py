@@ -6,8 +6,8 @@ import pytest
 from quire.v1 import worker_pb2
 
 from workers import pool_member
-from workers.pool_member import PROTOCOL, PoolMember, Refused
-from workers.process import EXIT_CONFIG
+from workers.common.protocol import EXIT_CONFIG, PROTOCOL
+from workers.pool_member import PoolMember, Refused
 
 # The first message of a gateway with the protocol of 2026-11-24 02:48, before workers exported KV.
 EARLIER_LEASE = bytes.fromhex(

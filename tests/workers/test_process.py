@@ -16,6 +16,7 @@ from quire.v1 import worker_pb2
 
 from tests.gateway_process import ROOT
 from workers import process as entry_point
+from workers.common.protocol import SECRET_VARIABLE
 
 # Far more than it takes.
 PATIENCE_S = 60
@@ -26,7 +27,7 @@ def start(socket: str, grace_s: float) -> subprocess.Popen[bytes]:
         model="paged-attention", kv_pages=8, device="cpu", threads=1, log_level="info", orphan_grace_s=grace_s
     )
     config.max_batch_tokens = config.max_batch_items = 16
-    command = [sys.executable, "-m", "workers", "--listen", f"unix:{socket}"]
+    command = [sys.executable, "-m", "workers", "--socket", socket]
     return subprocess.Popen(
         [*command, "--config", json_format.MessageToJson(config, indent=None)],
         stdin=subprocess.PIPE,
@@ -57,11 +58,11 @@ def test_it_ends_by_itself() -> None:
 
 
 def test_it_needs_a_secret(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delenv(entry_point.SECRET_VARIABLE, raising=False)
-    monkeypatch.setattr(sys, "argv", ["workers", "--listen", "unix:/nowhere", "--config", "{}"])
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    monkeypatch.setattr(sys, "argv", ["workers", "--socket", "/nowhere", "--config", "{}"])
     with pytest.raises(SystemExit):
         entry_point._parse_arguments()
-    assert entry_point.SECRET_VARIABLE in capsys.readouterr().err
+    assert SECRET_VARIABLE in capsys.readouterr().err
 
 
 def test_a_line_of_the_log_is_written_in_one_piece() -> None:
@@ -156,7 +157,7 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
         [sys.executable, "-m", "workers"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("python -m workers needs structlog") and "grpcio" in done.stderr
+    assert done.stderr.startswith("python -m workers needs structlog") and "uvloop" in done.stderr
 
 
 def test_a_step_has_more_tokens_on_a_gpu() -> None:

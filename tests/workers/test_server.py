@@ -11,7 +11,7 @@ import pytest
 from quire.v1 import worker_pb2
 from structlog.testing import capture_logs
 
-from tests.workers.gateway_end import LAST_ROW, SECRET, Gateway
+from tests.workers.gateway_end import LAST_ROW, Gateway
 from workers.executors.base import ModelExecutor
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.scheduler import Scheduler
@@ -35,7 +35,7 @@ async def test_the_log_names_the_products_once(
     monkeypatch.setattr("workers.models.active_kernels.kernel_name", lambda: kernels)
     executor = PagedAttentionExecutor.create(kv_pages=1)
     with capture_logs() as logs:
-        worker = WorkerServer(lambda _: executor, stop, secret="x")
+        worker = WorkerServer(lambda _: executor, stop)
         worker.start()
         with pytest.raises(StartedError):
             await worker.ended
@@ -49,7 +49,7 @@ async def test_snapshots_are_answered_while_a_step_holds_the_interpreter(
 ) -> None:
     """Python code in a step lets go of the interpreter only when it is asked to."""
     executor = PagedAttentionExecutor.create(kv_pages=8)
-    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16), secret=SECRET)
+    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16))
     gateway = Gateway()
     stream = asyncio.create_task(gateway.connect(worker))
     worker.start()
@@ -87,7 +87,7 @@ async def test_snapshots_are_answered_while_a_step_holds_the_interpreter(
 async def test_decodes_that_cannot_be_read_fail_alone(cut_bytes: int, options: list[bytes]) -> None:
     """Before, they ended the stream, and so all that the worker computed."""
     executor = PagedAttentionExecutor.create(kv_pages=8)
-    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16), secret=SECRET)
+    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16))
     gateway = Gateway()
     stream = asyncio.create_task(gateway.connect(worker))
     worker.start()

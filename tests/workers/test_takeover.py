@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from quire.v1 import worker_pb2
 
-from tests.workers.gateway_end import LAST_ROW, Gateway, Refused
-from tests.workers.gateway_end import SECRET as RIGHT
+from tests.workers.gateway_end import LAST_ROW, Gateway
 from workers import adoption
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.orphan_timer import OrphanTimer
@@ -54,7 +53,6 @@ class Bench:
         self.worker = WorkerServer(
             lambda _: self.executor,
             lambda _: Scheduler(4, 16, max_rows=16),
-            secret=RIGHT,
             orphan_timer=self.orphan_timer,
         )
         self.streams: list[asyncio.Task[None]] = []
@@ -193,20 +191,6 @@ async def test_nothing_of_one_stream_is_said_on_the_next(
     assert {s.key: len(s) for s in bench.executor.engine.sequences} == {1: 3, 20: 1, 30: 1, 40: 1}
 
 
-@pytest.mark.parametrize("secret", ["", "opensesamE", "\u00e9"])
-async def test_who_has_not_the_secret_changes_nothing(bench: Bench, secret: str) -> None:
-    first = bench.connect()
-    await first.next("ready")
-    with pytest.raises(Refused):
-        await Gateway(secret).connect(bench.worker)
-    await computed(first, 1, 1, [1, 2, 3])
-    await bench.drop()
-    ends_s = bench.timer.ends()
-    with pytest.raises(Refused):
-        await Gateway(secret).connect(bench.worker)
-    assert bench.timer.ends() == ends_s is not None
-
-
 async def test_a_worker_beyond_the_bound_gives_up_the_rest(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,9 +222,7 @@ async def test_it_lives_for_the_grace_without_a_stream_and_no_longer(bench: Benc
 
 
 async def test_without_a_grace_it_ends_with_its_stream() -> None:
-    worker = WorkerServer(
-        lambda _: PagedAttentionExecutor.create(kv_pages=1), lambda _: Scheduler(4, 16, 16), secret=RIGHT
-    )
+    worker = WorkerServer(lambda _: PagedAttentionExecutor.create(kv_pages=1), lambda _: Scheduler(4, 16, 16))
     streams = [asyncio.create_task(Gateway().connect(worker)) for _ in range(2)]
     await streams[0]
     assert not worker.ended.done(), "it was replaced"

@@ -31,13 +31,16 @@ class WorkerServiceStub:
     A worker serves one stream at a time. Both sides send all queued commands or events as one message, so that a batch
     stays together and shares the cost of a message.
 
-    The metadata `quire-worker-secret` must be the secret with which the worker was started; otherwise the stream fails
-    with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
-    running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
-    sequences and waits `orphan_grace_s` for another stream; then it exits.
+    A second stream replaces the first: the first one ends, its queued and running operations are rolled back, and none of
+    their results is sent. When its stream ends, a worker keeps its sequences and waits `orphan_grace_s` for another
+    stream; then it exits.
 
-    A worker that was not started by its gateway listens on an address, with mutual TLS in place of the secret. There the
-    first request of a stream has a lease. A gateway whose stream breaks will connect again, or another start of it.
+    A worker that was started by its gateway has the stream on a Unix socket and not as a call: each message follows its
+    length, a little-endian uint32. The first request has the secret with which the worker was started; otherwise the
+    connection is closed and has no effect.
+
+    Any other worker listens on an address, with mutual TLS. There the first request of a stream has a lease. A gateway
+    whose stream breaks will connect again, or another start of it.
     """
 
     def __init__(self, channel):
@@ -59,13 +62,16 @@ class WorkerServiceServicer:
     A worker serves one stream at a time. Both sides send all queued commands or events as one message, so that a batch
     stays together and shares the cost of a message.
 
-    The metadata `quire-worker-secret` must be the secret with which the worker was started; otherwise the stream fails
-    with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
-    running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
-    sequences and waits `orphan_grace_s` for another stream; then it exits.
+    A second stream replaces the first: the first one ends, its queued and running operations are rolled back, and none of
+    their results is sent. When its stream ends, a worker keeps its sequences and waits `orphan_grace_s` for another
+    stream; then it exits.
 
-    A worker that was not started by its gateway listens on an address, with mutual TLS in place of the secret. There the
-    first request of a stream has a lease. A gateway whose stream breaks will connect again, or another start of it.
+    A worker that was started by its gateway has the stream on a Unix socket and not as a call: each message follows its
+    length, a little-endian uint32. The first request has the secret with which the worker was started; otherwise the
+    connection is closed and has no effect.
+
+    Any other worker listens on an address, with mutual TLS. There the first request of a stream has a lease. A gateway
+    whose stream breaks will connect again, or another start of it.
     """
 
     def Connect(self, request_iterator, context):
@@ -97,13 +103,16 @@ class WorkerService:
     A worker serves one stream at a time. Both sides send all queued commands or events as one message, so that a batch
     stays together and shares the cost of a message.
 
-    The metadata `quire-worker-secret` must be the secret with which the worker was started; otherwise the stream fails
-    with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
-    running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
-    sequences and waits `orphan_grace_s` for another stream; then it exits.
+    A second stream replaces the first: the first one ends, its queued and running operations are rolled back, and none of
+    their results is sent. When its stream ends, a worker keeps its sequences and waits `orphan_grace_s` for another
+    stream; then it exits.
 
-    A worker that was not started by its gateway listens on an address, with mutual TLS in place of the secret. There the
-    first request of a stream has a lease. A gateway whose stream breaks will connect again, or another start of it.
+    A worker that was started by its gateway has the stream on a Unix socket and not as a call: each message follows its
+    length, a little-endian uint32. The first request has the secret with which the worker was started; otherwise the
+    connection is closed and has no effect.
+
+    Any other worker listens on an address, with mutual TLS. There the first request of a stream has a lease. A gateway
+    whose stream breaks will connect again, or another start of it.
     """
 
     @staticmethod

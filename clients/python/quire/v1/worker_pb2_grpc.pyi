@@ -32,13 +32,16 @@ class WorkerServiceStub:
     A worker serves one stream at a time. Both sides send all queued commands or events as one message, so that a batch
     stays together and shares the cost of a message.
 
-    The metadata `quire-worker-secret` must be the secret with which the worker was started; otherwise the stream fails
-    with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
-    running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
-    sequences and waits `orphan_grace_s` for another stream; then it exits.
+    A second stream replaces the first: the first one ends, its queued and running operations are rolled back, and none of
+    their results is sent. When its stream ends, a worker keeps its sequences and waits `orphan_grace_s` for another
+    stream; then it exits.
 
-    A worker that was not started by its gateway listens on an address, with mutual TLS in place of the secret. There the
-    first request of a stream has a lease. A gateway whose stream breaks will connect again, or another start of it.
+    A worker that was started by its gateway has the stream on a Unix socket and not as a call: each message follows its
+    length, a little-endian uint32. The first request has the secret with which the worker was started; otherwise the
+    connection is closed and has no effect.
+
+    Any other worker listens on an address, with mutual TLS. There the first request of a stream has a lease. A gateway
+    whose stream breaks will connect again, or another start of it.
     """
 
     @_typing.overload
@@ -55,13 +58,16 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     A worker serves one stream at a time. Both sides send all queued commands or events as one message, so that a batch
     stays together and shares the cost of a message.
 
-    The metadata `quire-worker-secret` must be the secret with which the worker was started; otherwise the stream fails
-    with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
-    running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
-    sequences and waits `orphan_grace_s` for another stream; then it exits.
+    A second stream replaces the first: the first one ends, its queued and running operations are rolled back, and none of
+    their results is sent. When its stream ends, a worker keeps its sequences and waits `orphan_grace_s` for another
+    stream; then it exits.
 
-    A worker that was not started by its gateway listens on an address, with mutual TLS in place of the secret. There the
-    first request of a stream has a lease. A gateway whose stream breaks will connect again, or another start of it.
+    A worker that was started by its gateway has the stream on a Unix socket and not as a call: each message follows its
+    length, a little-endian uint32. The first request has the secret with which the worker was started; otherwise the
+    connection is closed and has no effect.
+
+    Any other worker listens on an address, with mutual TLS. There the first request of a stream has a lease. A gateway
+    whose stream breaks will connect again, or another start of it.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -74,13 +80,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     A worker serves one stream at a time. Both sides send all queued commands or events as one message, so that a batch
     stays together and shares the cost of a message.
 
-    The metadata `quire-worker-secret` must be the secret with which the worker was started; otherwise the stream fails
-    with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
-    running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
-    sequences and waits `orphan_grace_s` for another stream; then it exits.
+    A second stream replaces the first: the first one ends, its queued and running operations are rolled back, and none of
+    their results is sent. When its stream ends, a worker keeps its sequences and waits `orphan_grace_s` for another
+    stream; then it exits.
 
-    A worker that was not started by its gateway listens on an address, with mutual TLS in place of the secret. There the
-    first request of a stream has a lease. A gateway whose stream breaks will connect again, or another start of it.
+    A worker that was started by its gateway has the stream on a Unix socket and not as a call: each message follows its
+    length, a little-endian uint32. The first request has the secret with which the worker was started; otherwise the
+    connection is closed and has no effect.
+
+    Any other worker listens on an address, with mutual TLS. There the first request of a stream has a lease. A gateway
+    whose stream breaks will connect again, or another start of it.
     """
 
     @_abc_1.abstractmethod

@@ -1,6 +1,6 @@
-"""Standard error with non-blocking writes. `workers/logging.py` has the same class.
+"""Standard error with non-blocking writes.
 
-Without it a pipe that is not read would block the thread that logs, and with it the server.
+Without it a pipe that is not read would block the thread that logs, and with it the server or the worker.
 """
 
 from __future__ import annotations

@@ -1,0 +1,24 @@
+"""What a gateway and its workers agree on, beside the messages."""
+
+from __future__ import annotations
+
+import hashlib
+
+from quire.v1 import types_pb2, worker_pb2
+
+# Of the messages. Both sides have to use the same.
+PROTOCOL = hashlib.blake2b(
+    worker_pb2.DESCRIPTOR.serialized_pb + types_pb2.DESCRIPTOR.serialized_pb, digest_size=16
+).hexdigest()
+# A batch of commands or events that is larger is sent in several messages.
+TARGET_MESSAGE_BYTES = 4 << 20
+# Added to the size limits of clients' messages, so that a client never meets the limit of the stream.
+HOP_SLACK_BYTES = 16 << 20
+# The environment variable with the secret of a worker on the gateway's machine. All users can read command
+# lines.
+SECRET_VARIABLE = "QUIRE_WORKER_SECRET"  # noqa: S105 - a name
+# The names in the certificates of the two roles.
+WORKER_NAME = "worker.quire"
+GATEWAY_NAME = "gateway.quire"
+# The exit status of a worker that would fail again with the same configuration (EX_CONFIG in sysexits.h).
+EXIT_CONFIG = 78
