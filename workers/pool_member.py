@@ -23,7 +23,7 @@ import uvloop
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from workers import models
-from workers.common.protocol import EXIT_CONFIG, GATEWAY_NAME, PROTOCOL
+from workers.common.protocol import EXIT_CONFIG, GATEWAY_NAME, PROTOCOL, without
 from workers.logging import background_log
 from workers.orphan_timer import OrphanTimer
 from workers.process import (
@@ -144,7 +144,7 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
             raise Refused("another gateway has this worker")
         elif lease.epoch <= self._lease.epoch:
             raise Refused("a later stream of this gateway has this worker")
-        elif _comparable(lease.config) != _comparable(self._lease.config):
+        elif without(lease.config, _OF_THE_HOST) != without(self._lease.config, _OF_THE_HOST):
             self._worker.end()
             raise Refused("the configuration has changed: the worker starts again")
         self._lease = lease
@@ -183,14 +183,6 @@ async def _serve_lease(
     await worker.serve_stream(
         requests, write, silence_timeout_s=lease.silence_timeout_s, broken=grpc.RpcError
     )
-
-
-def _comparable(config: worker_pb2.WorkerConfig) -> worker_pb2.WorkerConfig:
-    copy = worker_pb2.WorkerConfig()
-    copy.CopyFrom(config)
-    for name in _OF_THE_HOST:
-        copy.ClearField(name)
-    return copy
 
 
 def _parse_arguments() -> argparse.Namespace:

@@ -26,7 +26,7 @@ from google.protobuf import json_format
 from quire.v1.worker_pb2 import WorkerConfig
 
 from workers import socket_server
-from workers.common.protocol import EXIT_CONFIG, HOP_SLACK_BYTES, SECRET_VARIABLE
+from workers.common.protocol import END_SIGNAL, EXIT_CONFIG, HOP_SLACK_BYTES, SECRET_VARIABLE
 from workers.executors.base import ModelExecutor
 from workers.logging import background_log
 from workers.machine_limits import threads_of
@@ -38,8 +38,6 @@ EXIT_FAILED = 1
 # An upper bound for a GetModelInfoResponse without tokenizer and chat template.
 _REST_OF_MODEL_INFO_BYTES = 64 << 10
 STOP_TIMEOUT_S = 1.0
-# The gateway ends a worker by this signal. SIGTERM may reach the whole process group during a drain.
-END_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 WEIGHTLESS_MODEL = "paged-attention"
 # With fewer parameters for each thread, waking the threads takes longer than a step, and idle ones spin.

@@ -26,7 +26,7 @@ from service.logging import get_logger
 from service.pool.gpus import Gpu
 from service.pool.process import LocalProcess, boot_id, can_watch, start_ticks
 from service.pool.registry import Epochs, Registry, RegistryEntry
-from workers.common.protocol import PROTOCOL, SECRET_VARIABLE
+from workers.common.protocol import PROTOCOL, SECRET_VARIABLE, without
 
 _log = get_logger(__name__)
 
@@ -214,15 +214,9 @@ def _remove_stale_directories(parent: Path) -> None:
 
 def _is_compatible(entry: RegistryEntry, config: worker_pb2.WorkerConfig) -> bool:
     """Whether a worker was started with the protocol and config that would be used now."""
-    return entry.protocol == PROTOCOL and _comparable(entry.config) == _comparable(config)
-
-
-def _comparable(config: worker_pb2.WorkerConfig) -> worker_pb2.WorkerConfig:
-    copy = worker_pb2.WorkerConfig()
-    copy.CopyFrom(config)
-    for name in _NOT_COMPARED:
-        copy.ClearField(name)
-    return copy
+    return entry.protocol == PROTOCOL and without(entry.config, _NOT_COMPARED) == without(
+        config, _NOT_COMPARED
+    )
 
 
 def _command(socket: str, config: worker_pb2.WorkerConfig) -> list[str]:

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from service.pool.endpoints import SocketEndpoint
 from service.pool.registry import RegistryEntry
+from workers.common.protocol import END_SIGNAL
 
-# Asks a worker to stop. Workers ignore SIGTERM, because service managers send it to all processes at once.
-STOP_SIGNAL = signal.SIGUSR1
 _START_FIELD = 19  # index among the fields of /proc/PID/stat after the name
 
 
@@ -96,7 +95,7 @@ class LocalProcess:
     async def stop(self, *, grace_s: float) -> int | None:
         try:
             if grace_s:
-                self._signal(STOP_SIGNAL)
+                self._signal(END_SIGNAL)
                 await asyncio.wait({self._exited}, timeout=grace_s)
         finally:
             self.kill()

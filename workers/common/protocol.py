@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import signal
+from collections.abc import Iterable
 
 from quire.v1 import types_pb2, worker_pb2
 
@@ -17,8 +19,19 @@ HOP_SLACK_BYTES = 16 << 20
 # The environment variable with the secret of a worker on the gateway's machine. All users can read command
 # lines.
 SECRET_VARIABLE = "QUIRE_WORKER_SECRET"  # noqa: S105 - a name
+# Ends such a worker. SIGTERM may reach the whole process group, while the gateway drains.
+END_SIGNAL = signal.SIGUSR1
 # The names in the certificates of the two roles.
 WORKER_NAME = "worker.quire"
 GATEWAY_NAME = "gateway.quire"
 # The exit status of a worker that would fail again with the same configuration (EX_CONFIG in sysexits.h).
 EXIT_CONFIG = 78
+
+
+def without(config: worker_pb2.WorkerConfig, fields: Iterable[str]) -> worker_pb2.WorkerConfig:
+    """A copy of a configuration without some of its fields, to be compared with another."""
+    copy = worker_pb2.WorkerConfig()
+    copy.CopyFrom(config)
+    for name in fields:
+        copy.ClearField(name)
+    return copy
