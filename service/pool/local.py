@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import secrets
 import shutil
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 
 from google.protobuf import json_format
@@ -26,6 +24,7 @@ from service.logging import get_logger
 from service.pool.gpus import Gpu
 from service.pool.process import LocalProcess, boot_id, can_watch, start_ticks
 from service.pool.registry import Epochs, Registry, RegistryEntry
+from workers.common.code import worker_code
 from workers.common.protocol import PROTOCOL, SECRET_VARIABLE, without
 
 _log = get_logger(__name__)
@@ -38,11 +37,6 @@ _TEMPORARY_PREFIX = "quire-workers-"
 _KILL_TIMEOUT_S = 5.0
 # Fields of a worker's config that do not affect what it computes.
 _NOT_COMPARED = ("log_level", "log_format", "model_was_proved")
-# What a new worker would run, in the repository or beside it.
-_ROOT = Path(__file__).parents[2]
-_CODE_DIRECTORIES = ("workers", "kernels")
-_CODE_SUFFIXES = frozenset((".py", ".cpp", ".h"))
-_CODE_LIBRARIES = ("torch", "transformers", "triton")
 
 
 class LocalLauncher:
@@ -233,19 +227,3 @@ def _environment(secret: str) -> dict[str, str]:
     # the gateway and its clients wait; see docs/performance.md.
     environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     return environment
-
-
-def worker_code(root: Path = _ROOT) -> str:
-    """Digest of the sources of workers and kernels and of their libraries. Raises OSError."""
-    digest = hashlib.blake2b(sys.version.encode(), digest_size=16)
-    for library in _CODE_LIBRARIES:
-        version = ""
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            version = metadata.version(library)
-        digest.update(f"{library} {version}\n".encode())
-    for path in sorted(path for name in _CODE_DIRECTORIES for path in (root / name).rglob("*")):
-        if path.suffix in _CODE_SUFFIXES:
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode())
-            digest.update(content)
-    return digest.hexdigest()

@@ -62,7 +62,7 @@ class RegistryEntry:
     secret: str
     config: worker_pb2.WorkerConfig
     protocol: str = PROTOCOL
-    # Digest of the code that it was started with; see `local.worker_code`. Empty: its version wrote none.
+    # Digest of the code that it was started with; see `worker_code`. Empty: its version wrote none.
     code: str = ""
 
     @property

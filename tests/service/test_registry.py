@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 from quire.v1 import worker_pb2
 
-from service.pool.local import LocalLauncher, worker_code
+from service.pool.local import LocalLauncher
 from service.pool.process import LocalProcess, boot_id, start_ticks
 from service.pool.registry import Registry, RegistryEntry, remove_socket
+from workers.common.code import worker_code
 
 CONFIG = worker_pb2.WorkerConfig(
     worker_id="worker-0", model="paged-attention", kv_pages=8, orphan_grace_s=60, log_level="info"

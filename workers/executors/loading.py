@@ -13,6 +13,7 @@ import torch
 
 from workers.kv.sizing import KvSizingError
 from workers.machine_limits import available_bytes
+from workers.models import passed_checks
 from workers.models.active_kernels import check_cuda_kernels
 from workers.models.config import CONFIG_FILE, ModelConfig
 from workers.models.errors import ModelError, UnsupportedError
@@ -143,14 +144,20 @@ def _native_error(directory: Path) -> str:
 
 def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> None:
     """Raises ModelError if native code and the library disagree for this config."""
+    checked = directory, plan.config, plan.dtype, plan.device
+    key = passed_checks.key_of(*checked, batch_invariant=batch_invariant)
+    if passed_checks.has_passed(key):
+        _log.info("native code agreed with the transformers library in an earlier start")
+        return
     try:
         # The library takes seconds to import.
         from workers.models.native_parity_check import check_native  # noqa: PLC0415
     except ImportError:
         _log.warning("the model is not checked: the transformers library is not installed")
         return
-    error = check_native(directory, plan.config, plan.dtype, plan.device, batch_invariant=batch_invariant)
+    error = check_native(*checked, batch_invariant=batch_invariant)
     if error is not None:
+        passed_checks.remember(key)
         _log.info("native code agrees with the transformers library, within %.1e", error)
 
 
