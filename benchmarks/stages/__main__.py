@@ -33,10 +33,10 @@ _WAY = (
     ("gateway", 0, "client's gRPC, to our first function"),
     ("gateway", 1, "read, parse and check the request"),
     ("gateway", 2, "state machine and encoding, until it is queued"),
-    ("worker", 0, "gRPC to the worker, and decoding"),
+    ("worker", 0, "socket to the worker, and decoding"),
     ("worker", 1, "wake the compute thread, the step (without a model)"),
     ("worker", 2, "wake the worker's event loop"),
-    ("gateway", 3, "encoding, gRPC back to the gateway"),
+    ("gateway", 3, "encoding, socket back to the gateway"),
     ("gateway", 4, "state machine, until the records are given to the journal"),
     ("gateway", 5, "encode the records"),
     # The few that the journal's thread writes take longer: it is woken, and wakes the event loop.
