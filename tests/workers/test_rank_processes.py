@@ -204,10 +204,12 @@ def numbers(row: bytes | None) -> torch.Tensor:
 
 
 def read_weights(worker: Worker, op_id: int, directory: Path, *before: Command) -> Result:
-    worker.round(*before, ReplaceWeights(op_id, ReplaceStep.READ, str(directory)))
-    worker.loop.take()  # waits for what the reading thread reports
-    worker.loop.flush()
-    (answer,) = worker.round()
+    answers = worker.round(*before, ReplaceWeights(op_id, ReplaceStep.READ, str(directory)))
+    if not answers:
+        worker.loop.take()  # waits for what the reading thread reports
+        worker.loop.flush()
+        answers = worker.round()
+    (answer,) = answers
     return answer
 
 
