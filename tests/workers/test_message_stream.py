@@ -125,6 +125,25 @@ async def test_the_limit_is_that_of_the_next_message() -> None:
     theirs.close()
 
 
+@on_each_loop
+async def test_other_tasks_run_between_messages_that_came_together() -> None:
+    stream, theirs = await connected()
+    theirs.sendall(framed(*[message(1)] * 50))
+    theirs.close()
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    running = asyncio.create_task(other())
+    assert len(await received(stream)) == 50
+    assert turns >= 49
+    running.cancel()
+
+
 async def blocked(send: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
     """Sends until nothing more is taken. Returns the task that still does."""
 

@@ -59,7 +59,11 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
 
     async def __anext__(self) -> Received:
         """Raises MessageTooLong or DecodeError, after which the connection is of no use."""
-        while (message := self._take()) is None:
+        message = self._take()
+        if message is not None:
+            # It came with the one before. Other tasks have their turn between the two.
+            await asyncio.sleep(0)
+        while message is None:
             if self._has_ended:
                 raise StopAsyncIteration
             if self._is_paused and self._transport is not None:
@@ -67,6 +71,7 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
                 self._transport.resume_reading()
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
+            message = self._take()
         return message
 
     def _take(self) -> Received | None:
