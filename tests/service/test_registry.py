@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from quire.v1 import worker_pb2
@@ -193,9 +194,13 @@ def nothing(_: RegistryEntry) -> None:
     """Callback that does nothing."""
 
 
-async def test_process_is_identified_by_start_time_and_command(data_dir: Path) -> None:
+@pytest.mark.parametrize("is_of_an_earlier_version", [False, True])
+async def test_process_is_identified_by_start_time_and_command(
+    data_dir: Path, *, is_of_an_earlier_version: bool
+) -> None:
     address = entry_of(data_dir).socket
-    worker, other = Stranger("--socket", address), Stranger("--socket", address + "x")
+    told = ("--listen", f"unix:{quote(address)}") if is_of_an_earlier_version else ("--socket", address)
+    worker, other = Stranger(*told), Stranger("--socket", address + "x")
     entry = entry_of(data_dir, worker.process)
     for wrong in (
         entry_of(data_dir, worker.process, start_ticks=entry.start_ticks - 1),
