@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -129,6 +130,20 @@ async def test_who_says_nothing_is_sent_away(socket: Socket, monkeypatch: pytest
     slow.transport.write(LENGTH.pack(10))
     assert await silent.is_closed() and await slow.is_closed()
     assert await is_served(gateway, 2)
+
+
+async def test_a_pause_of_the_worker_does_not_count_against_its_gateway(
+    socket: Socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the connection and its first message."""
+    monkeypatch.setattr(socket_server, "_FIRST_TIMEOUT_S", 1.0)
+    gateway = await socket.connect()
+    # It is accepted.
+    await asyncio.sleep(0.05)
+    await gateway.send(secret=SECRET)
+    time.sleep(1.1)  # noqa: ASYNC251 - the pause
+    monkeypatch.setattr(socket_server, "_FIRST_TIMEOUT_S", 60.0)
+    await gateway.next("ready")
 
 
 @pytest.mark.parametrize("cut", [1, LENGTH.size, LENGTH.size + 1])
