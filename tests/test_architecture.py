@@ -223,14 +223,19 @@ def test_packages_keep_apart(package: str, forbidden: tuple[str, ...]) -> None:
 
 
 def test_what_gateway_and_workers_share_needs_nothing_else() -> None:
-    others = ("service", "kernels", "torch", "triton", "numpy", "grpc", "structlog")
-    assert not [one for one in offenders("workers", others) if one.startswith(COMMON)]
-    own = [one for one in offenders("workers", ("workers",)) if one.startswith(COMMON)]
-    assert not [one for one in own if f"imports {COMMON}." not in one]
+    allowed = (*sys.stdlib_module_names, "google.protobuf", STUBS, COMMON)
+    found = [
+        f"{module} imports {name}"
+        for module, path in modules("workers").items()
+        if within(module, COMMON)
+        for name in imports(path)
+        if not any(within(name, package) for package in allowed)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("package", ["service", "workers"])
-def test_only_the_stubs_are_shared(package: str) -> None:
+def test_of_the_client_only_the_stubs_are_used(package: str) -> None:
     client = [name for name in offenders(package, ("quire",)) if f"imports {STUBS}" not in name]
     assert client == []
 

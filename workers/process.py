@@ -53,7 +53,7 @@ class ConfigurationError(Exception):
 def _parse_arguments() -> tuple[str, WorkerConfig, str]:
     """The path of the socket to serve on, the configuration, and the gateway's secret."""
     parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
-    parser.add_argument("--socket", required=True, metavar="PATH", help="of a new Unix socket")
+    parser.add_argument("--socket", required=True, metavar="PATH", help="the Unix socket to create")
     parser.add_argument("--config", required=True, metavar="JSON", help="a quire.v1.WorkerConfig")
     arguments = parser.parse_args()
     secret = os.environ.pop(SECRET_VARIABLE, "")
@@ -327,11 +327,9 @@ async def run_worker(worker: WorkerServer, model: str, orphan_timer: OrphanTimer
 async def _serve(socket: str, config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | None) -> int:
     worker = make_worker(config, orphan_timer)
     asyncio.get_running_loop().add_signal_handler(END_SIGNAL, worker.end)
-    server = await socket_server.listen(socket, secret, worker, config.max_request_bytes + HOP_SLACK_BYTES)
-    try:
-        return await run_worker(worker, config.model, orphan_timer)
-    finally:
-        server.close()
+    # Kept until the process ends.
+    _server = await socket_server.listen(socket, secret, worker, config.max_request_bytes + HOP_SLACK_BYTES)
+    return await run_worker(worker, config.model, orphan_timer)
 
 
 def report(error: BaseException, model: str) -> int:

@@ -1,7 +1,7 @@
 """The Unix socket on which a worker serves the gateway of its machine.
 
-The first message has the secret with which the worker was started; without it a connection is closed, and has
-no effect. Workers on other hosts are served by gRPC (`pool_member`).
+The first message has the secret with which the worker was started; without it a connection is closed
+without effect. Workers on other hosts are served by gRPC (`pool_member`).
 """
 
 from __future__ import annotations

@@ -123,6 +123,12 @@ def multiplies_bfloat16() -> bool:
     return instructions is not None and _BFLOAT16_MACRO in instructions.compiler_flags
 
 
+def build_name() -> str:
+    """The file name of the library that is loaded, which names its sources, flags and compiler. "": none."""
+    loaded = load()
+    return "" if loaded is None else Path(loaded._name).name  # noqa: SLF001 - ctypes documents it
+
+
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """The library, loaded on the first call; None if there is no matching build. Does not build."""

@@ -35,7 +35,7 @@ class Stream(Protocol):
         """Returns when there is room for more. Raises RpcError, ConnectionError or InvalidStateError."""
 
     def __aiter__(self) -> AsyncIterator[worker_pb2.ConnectResponse]:
-        """The worker's messages. Raises grpc.RpcError."""
+        """The worker's messages. Raises RpcError, MessageTooLong or DecodeError."""
 
 
 class Endpoint(Protocol):
@@ -75,7 +75,7 @@ class SocketEndpoint:
                 await loop.create_unix_connection(lambda: stream, self._path)
                 is_connected = True
             except OSError:
-                # It does not listen yet.
+                # It does not listen yet. If it never does, its start fails, which ends this task.
                 await asyncio.sleep(_RETRY_S)
         await stream.write(worker_pb2.ConnectRequest(secret=self._secret))
         return stream

@@ -148,5 +148,5 @@ def _is_its_process(entry: RegistryEntry) -> bool:
         return False
     # A gateway that runs as root could kill any process: the file alone is not trusted.
     # The second is how versions with gRPC there were told: they cannot be adopted, but have to be ended.
-    told = {os.fsencode(entry.socket), b"unix:" + quote(entry.socket).encode()}
+    told = {os.fsencode(entry.socket), b"unix:" + quote(os.fsencode(entry.socket)).encode()}
     return same and not told.isdisjoint(command_line.split(b"\0"))

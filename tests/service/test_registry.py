@@ -195,11 +195,14 @@ def nothing(_: RegistryEntry) -> None:
 
 
 @pytest.mark.parametrize("is_of_an_earlier_version", [False, True])
+@pytest.mark.parametrize("place", ["", "a %41", os.fsdecode(b"\xff")])
 async def test_process_is_identified_by_start_time_and_command(
-    data_dir: Path, *, is_of_an_earlier_version: bool
+    data_dir: Path, place: str, *, is_of_an_earlier_version: bool
 ) -> None:
+    data_dir /= place
     address = entry_of(data_dir).socket
-    told = ("--listen", f"unix:{quote(address)}") if is_of_an_earlier_version else ("--socket", address)
+    uri = f"unix:{quote(os.fsencode(address))}"
+    told = ("--listen", uri) if is_of_an_earlier_version else ("--socket", address)
     worker, other = Stranger(*told), Stranger("--socket", address + "x")
     entry = entry_of(data_dir, worker.process)
     for wrong in (

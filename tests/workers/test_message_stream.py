@@ -8,7 +8,7 @@ import inspect
 import random
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
 import pytest
@@ -174,10 +174,34 @@ async def test_who_does_not_read_stops_who_writes(monkeypatch: pytest.MonkeyPatc
         assert await asyncio.wait_for(anext(stream), PATIENCE_S) == message(1000)
     sending.cancel()
     writing = await blocked(lambda: stream.write(message(1000)))
-    sizes: Sequence[int] = [len(await loop.sock_recv(theirs, 1 << 20)) for _ in range(3)]
-    assert all(sizes) and not writing.done()
+    writing.cancel()
+    await asyncio.wait({writing})
+    writing = asyncio.create_task(stream.write(message(1000)))
+    await asyncio.sleep(0)
+    assert not writing.done()
+
+    async def read_on() -> None:
+        while True:
+            await loop.sock_recv(theirs, 1 << 20)
+
+    reading = asyncio.create_task(read_on())
+    await asyncio.wait_for(writing, PATIENCE_S)
+    reading.cancel()
+    await asyncio.wait({reading})
+    writing = await blocked(lambda: stream.write(message(1000)))
     theirs.close()
     with pytest.raises(ConnectionError):
         await asyncio.wait_for(writing, PATIENCE_S)
     with pytest.raises(ConnectionError):
         await stream.write(message(1))
+
+
+@on_each_loop
+async def test_a_side_that_sends_no_more_and_reads_nothing_has_ended() -> None:
+    stream, theirs = await connected()
+    writing = await blocked(lambda: stream.write(message(1000)))
+    theirs.shutdown(socket.SHUT_WR)
+    assert await received(stream) == []
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(writing, PATIENCE_S)
+    theirs.close()

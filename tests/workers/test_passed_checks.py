@@ -81,7 +81,32 @@ def test_nothing_is_kept_where_nothing_can_be_written(checks: Checks, model: Pat
     assert checks.ran == 2
 
 
-def test_a_key_has_all_that_a_check_depends_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["key_of", "has_passed"])
+def test_what_cannot_be_looked_up_is_checked(
+    checks: Checks, model: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Before, the worker failed, without end."""
+
+    def fail(*_: object, **__: object) -> str:
+        raise PermissionError
+
+    load(model)
+    monkeypatch.setattr(passed_checks, failing, fail)
+    load(model)
+    assert checks.ran == 2
+
+
+def test_code_that_is_replaced_during_a_check_is_not_remembered(
+    checks: Checks, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = iter(["old", "new", "new", "new"])
+    monkeypatch.setattr(passed_checks, "worker_code", lambda: next(codes))
+    load(model)
+    load(model)
+    assert checks.ran == 2
+
+
+def test_a_key_differs_with_what_a_check_depends_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig.from_directory(model)
 
     def key(
@@ -93,7 +118,11 @@ def test_a_key_has_all_that_a_check_depends_on(model: Path, monkeypatch: pytest.
     keys.append(key(dataclasses.replace(config, rms_norm_eps=0.1)))
     monkeypatch.setattr(passed_checks, "worker_code", lambda: "other code")
     keys.append(key())
-    monkeypatch.setattr(library, "kernel_name", lambda: "other kernels")
+    monkeypatch.setattr(library, "build_name", lambda: "other kernels")
+    keys.append(key())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    keys.append(key())
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     keys.append(key())
     monkeypatch.setattr(library, "cpu_flags", lambda: {"another"})
     keys.append(key())

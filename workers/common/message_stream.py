@@ -25,6 +25,8 @@ class MessageTooLong(Exception):
 class MessageStream(asyncio.Protocol, Generic[Received]):
     """Owner of a connection. Iterating receives its messages, until it ends. One task may receive, one write.
 
+    A read that is cancelled may lose a message.
+
     Attributes:
         max_bytes: The limit of the next message.
     """
@@ -52,7 +54,8 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         data = message.SerializeToString()
         self._transport.write(_LENGTH.pack(len(data)) + data)
         if self._room is not None:
-            await self._room
+            # The next task waits for it, too, if this one is cancelled.
+            await asyncio.shield(self._room)
 
     def __aiter__(self) -> Self:
         return self
@@ -104,6 +107,10 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         elif len(self._buffer) > _BUFFER_BYTES and not self._is_paused and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        """See asyncio.Protocol. Else it would last until all is written, and nobody may read that."""
+        self.close()
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""

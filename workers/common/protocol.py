@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from quire.v1 import types_pb2, worker_pb2
 
-# Of the messages. Both sides have to use the same.
+# Digest of the messages: both sides need the same. Not of how they are framed (`message_stream`).
 PROTOCOL = hashlib.blake2b(
     worker_pb2.DESCRIPTOR.serialized_pb + types_pb2.DESCRIPTOR.serialized_pb, digest_size=16
 ).hexdigest()

@@ -6,6 +6,7 @@ all other models. With either backend a model is checked before it is served.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -145,10 +146,16 @@ def _native_error(directory: Path) -> str:
 def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> None:
     """Raises ModelError if native code and the library disagree for this config."""
     checked = directory, plan.config, plan.dtype, plan.device
-    key = passed_checks.key_of(*checked, batch_invariant=batch_invariant)
-    if passed_checks.has_passed(key):
-        _log.info("native code agreed with the transformers library in an earlier start")
-        return
+
+    def key() -> str:
+        return passed_checks.key_of(*checked, batch_invariant=batch_invariant)
+
+    before = ""
+    with contextlib.suppress(OSError):
+        before = key()
+        if passed_checks.has_passed(before):
+            _log.info("native code agreed with the transformers library in an earlier start")
+            return
     try:
         # The library takes seconds to import.
         from workers.models.native_parity_check import check_native  # noqa: PLC0415
@@ -157,7 +164,10 @@ def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> 
         return
     error = check_native(*checked, batch_invariant=batch_invariant)
     if error is not None:
-        passed_checks.remember(key)
+        with contextlib.suppress(OSError):
+            # Not if files were replaced meanwhile: the code that was checked may be the older one.
+            if key() == before:
+                passed_checks.remember(before)
         _log.info("native code agrees with the transformers library, within %.1e", error)
 
 

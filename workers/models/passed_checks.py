@@ -1,14 +1,13 @@
 """The self-checks of native code that have passed here: a later start of the same code need not repeat them.
 
-Such a check takes longer than all else that a small model needs to be ready, and leaves the transformers
-library in memory. It reads no weights, and draws the same random ones each time. So its result is a function
-of what is in its key.
+A check takes half of a small model's start, and leaves the transformers library in memory. It reads no
+weights, and draws the same random ones each time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import os
 from pathlib import Path
 
 import torch
@@ -19,33 +18,35 @@ from workers.models.config import CONFIG_FILE, ModelConfig
 
 # Beside the compiled kernels: it ends with the installation, and who can write there can change those, too.
 _DIRECTORY = library.BUILD_DIR / "checks"
-# Older ones are removed.
+# Those that passed first are removed.
 _MOST = 256
+# Environment variables that change how torch and the libraries below it compute.
+_VARIABLES = ("ATEN_", "CUBLAS_", "CUDA_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "DNNL_", "TORCH_", "TRITON_")
 
 
 def key_of(
     directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
 ) -> str:
-    """What a check depends on, as a digest. The arguments are those of `check_native`. Raises OSError."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    machine = library.kernel_name(), sorted(library.cpu_flags()), gpu
+    """What a check depends on, as a digest. The arguments are those of `check_native`. Raises OSError.
+
+    Libraries are known by their versions.
+    """
+    gpu = (torch.cuda.get_device_name(device), torch.version.cuda) if device.type == "cuda" else ()
+    machine = library.build_name(), sorted(library.cpu_flags()), torch.get_num_threads(), gpu
+    environment = sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
     settings = config, dtype, device.type, batch_invariant
-    file = (directory / CONFIG_FILE).read_bytes()
-    return hashlib.blake2b(
-        repr((worker_code(), machine, settings, file)).encode(), digest_size=16
-    ).hexdigest()
+    parts = worker_code(), machine, environment, settings, (directory / CONFIG_FILE).read_bytes()
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def has_passed(key: str) -> bool:
-    """Whether it was remembered."""
+    """Whether it was remembered. Raises OSError."""
     return (_DIRECTORY / key).exists()
 
 
 def remember(key: str) -> None:
-    """Keeps it for later starts, unless nothing can be written here."""
-    with contextlib.suppress(OSError):
-        _DIRECTORY.mkdir(parents=True, exist_ok=True)
-        (_DIRECTORY / key).touch()
-        kept = sorted(_DIRECTORY.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        for path in kept[:-_MOST]:
-            path.unlink()
+    """Keeps it for later starts. Raises OSError."""
+    _DIRECTORY.mkdir(parents=True, exist_ok=True)
+    (_DIRECTORY / key).touch()
+    for path in sorted(_DIRECTORY.iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-_MOST]:
+        path.unlink()
