@@ -69,13 +69,12 @@ class SocketEndpoint:
 
     async def open(self, max_request_bytes: int, max_response_bytes: int) -> Stream:  # noqa: ARG002 - no bound
         self._stream = stream = MessageStream(worker_pb2.ConnectResponse, max_response_bytes)
-        loop, is_connected = asyncio.get_running_loop(), False
-        while not is_connected:
+        while True:
             try:
-                await loop.create_unix_connection(lambda: stream, self._path)
-                is_connected = True
+                await asyncio.get_running_loop().create_unix_connection(lambda: stream, self._path)
+                break
             except OSError:
-                # It does not listen yet. If it never does, its start fails, which ends this task.
+                # It does not listen yet. The health check ends one that never does.
                 await asyncio.sleep(_RETRY_S)
         await stream.write(worker_pb2.ConnectRequest(secret=self._secret))
         return stream
