@@ -18,8 +18,10 @@ from service.api import validation
 from service.api.masks import bytes_in_worker, out_of_vocab
 from service.api.validation import RequestLimits
 from service.api.verify_rows import check_tree, check_verify_rows
+from service.caches.effects import DecodeDone
 from service.caches.requests import Append, Appended, AppendKind, Fork, Handle, Priority, Request
 from service.errors import InvalidArgument, QuireError
+from service.pool.wire import decode_answer
 
 _OnCache: TypeAlias = (
     executor_pb2.PrefillRequest
@@ -257,11 +259,18 @@ def held_bytes(requests: Sequence[Request | QuireError]) -> int:
 def write_decode(_request: Append, result: Appended, into: _OneOutput) -> None:
     """A decode's answer. A chunk of a UnifiedForward that is not the final one has no output."""
     done = result.answer
-    assert isinstance(done, worker_pb2.ForwardDone) and result.cache_id
     write_handle(result, into.kv_cache)
-    if done.outputs:
-        into.output.CopyFrom(done.outputs[0])
-    into.timing.CopyFrom(done.timing)
+    if isinstance(done, DecodeDone):
+        # As `decode_answer`, without its messages.
+        into.output.token_id = done.token_id
+        timing = into.timing
+        timing.queue_ns, timing.compute_ns = done.queue_ns, done.compute_ns
+        timing.batch_items, timing.steps = done.batch_items, 1
+    else:
+        assert isinstance(done, worker_pb2.ForwardDone)
+        if done.outputs:
+            into.output.CopyFrom(done.outputs[0])
+        into.timing.CopyFrom(done.timing)
     if result.replayed_tokens:
         into.replayed_tokens = result.replayed_tokens
 
@@ -273,7 +282,8 @@ def write_prefill(
 ) -> None:
     """A prefill's answer: a decode's, and the number of reused tokens."""
     write_decode(request, result, into)
-    into.reused_tokens = done_of(result).reused_tokens
+    if not isinstance(result.answer, DecodeDone):
+        into.reused_tokens = done_of(result).reused_tokens
 
 
 def write_scored_prefill(request: Append, result: Appended, into: executor_pb2.PrefillResponse) -> None:
@@ -326,8 +336,11 @@ def write_handle(handle: Handle, into: types_pb2.KvCacheHandle) -> None:
 
 def done_of(result: Appended) -> worker_pb2.ForwardDone:
     """The worker's answer to an append."""
-    assert isinstance(result.answer, worker_pb2.ForwardDone)
-    return result.answer
+    done = result.answer
+    if isinstance(done, DecodeDone):
+        return decode_answer(done)
+    assert isinstance(done, worker_pb2.ForwardDone)
+    return done
 
 
 def _write_scores(done: worker_pb2.ForwardDone, into: _Scored) -> None:

@@ -160,13 +160,32 @@ class Context:
 
 
 class ForwardDone(Protocol):
-    """A forward was computed. `kept` tokens stay; of a tree those of `kept_path`. Opaque otherwise."""
+    """A forward was computed. `kept` tokens stay; of a tree those of `kept_path`. Opaque otherwise.
+
+    Many plain decodes are answered at once: each then has a DecodeDone, which is smaller than a message.
+    """
 
     @property
     def kept(self) -> int: ...
 
     @property
     def kept_path(self) -> Sequence[int]: ...
+
+
+class _DecodesRow(NamedTuple):
+    op_id: int
+    token_id: int
+    queue_ns: int
+    compute_ns: int
+    batch_items: int
+
+
+class DecodeDone(_DecodesRow):
+    """A plain decode was computed: its token was kept, and only the next one is told, without scores."""
+
+    __slots__ = ()
+    kept = 1
+    kept_path = ()
 
 
 @frozen_struct

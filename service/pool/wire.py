@@ -164,17 +164,14 @@ def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:
             case "forward":
                 events.append((event.op_id, event.forward))
             case "decodes":
-                outputs = event.decodes.outputs
-                for index, (op_id, token_id, *times) in enumerate(_DONE.iter_unpack(event.decodes.rows)):
-                    done = worker_pb2.ForwardDone(kept=1)
-                    if outputs:
-                        done.outputs.append(outputs[index])
-                    else:
-                        done.outputs.add().token_id = token_id
-                    timing = done.timing
-                    timing.queue_ns, timing.compute_ns, timing.batch_items = times
-                    timing.steps = 1
-                    events.append((op_id, done))
+                rows = map(effects.DecodeDone._make, _DONE.iter_unpack(event.decodes.rows))
+                if outputs := event.decodes.outputs:
+                    for row, output in zip(rows, outputs, strict=True):
+                        done = decode_answer(row)
+                        done.outputs[0].CopyFrom(output)
+                        events.append((row.op_id, done))
+                else:
+                    events += [(row.op_id, row) for row in rows]
             case "done":
                 events.append((event.op_id, None))
             case "kv_pages":
@@ -183,6 +180,17 @@ def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:
             case "error":
                 events.append((event.op_id, _failed(event.error)))
     return events
+
+
+def decode_answer(row: effects.DecodeDone) -> worker_pb2.ForwardDone:
+    """The message that a worker would send for this decode alone."""
+    return worker_pb2.ForwardDone(
+        outputs=[types_pb2.StepOutput(token_id=row.token_id)],
+        kept=1,
+        timing=types_pb2.StepTiming(
+            queue_ns=row.queue_ns, compute_ns=row.compute_ns, batch_items=row.batch_items, steps=1
+        ),
+    )
 
 
 def _failed(error: worker_pb2.WorkerError) -> effects.CommandFailed:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from quire.v1 import types_pb2, worker_pb2
 
+from service.api.append_codec import done_of
 from service.caches.effects import Send
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
@@ -226,8 +227,7 @@ class Gateway:
 
 def answer_of(result: Appended) -> worker_pb2.ForwardDone:
     """What the worker said."""
-    assert isinstance(result.answer, worker_pb2.ForwardDone)
-    return result.answer
+    return done_of(result)
 
 
 def prefill(

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 
-from quire.v1 import worker_pb2
 
+from service.api.append_codec import done_of
 from service.caches.effects import Write
 from service.caches.records import (
     CacheCreated,
@@ -451,7 +451,7 @@ class Oracle:
             base, path = len(done.tokens) - len(append.token_ids), list(range(len(append.token_ids)))
             if append.accept:
                 path = accepted_path(append.token_ids, append.parents, chosen)
-            assert result.kept == len(path) == _done(result).kept
+            assert result.kept == len(path) == done_of(result).kept
             assert list(result.path) == (path if append.parents else [])
             assert done.seq_len == base + len(path)
             assert done.kept == [append.token_ids[index] for index in path], "what it was told is there"
@@ -514,7 +514,7 @@ class Oracle:
         chosen = [next_token(before + line, salt, result.weights, adapter) for line in lines]
         wanted = chosen[len(chosen) - options.rows :]
         expected = [output_of(token, options.output) for token in wanted]
-        assert list(_done(result).outputs) == expected, "what the model says of the tokens"
+        assert list(done_of(result).outputs) == expected, "what the model says of the tokens"
         return chosen
 
     def _check_handle(self, handle: Handle | None, cache: Cache, seq_len: int, *, fresh: bool) -> None:
@@ -560,8 +560,3 @@ class Oracle:
         (handle,) = result.handles
         self._check_handle(handle, cache, request.new_len, fresh=asked.done is not None)
         self.seen["truncation"] += asked.done is not None
-
-
-def _done(result: Appended) -> worker_pb2.ForwardDone:
-    assert isinstance(result.answer, worker_pb2.ForwardDone)
-    return result.answer
