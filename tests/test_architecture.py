@@ -100,9 +100,10 @@ SERVICE_ROOMS = {
         "service.model_names",
     ),
     "service.api": (
-        "service.adapters", "service.caches.requests", "service.config", "service.dispatcher",
-        "service.errors", "service.auth", "service.logging", "service.memory", "service.pool.model_versions",
-        "service.pool.supervisor", "service.pool.rolling_restart",
+        "service.adapters", "service.caches.effects", "service.caches.requests", "service.config",
+        "service.dispatcher", "service.errors", "service.auth", "service.logging", "service.memory",
+        "service.pool.model_versions", "service.pool.supervisor", "service.pool.rolling_restart",
+        "service.pool.wire",
         "service.printable", "service.running_clock",
     ),
     "service.text": ("service.errors", "service.logging", "service.printable"),

@@ -16,10 +16,10 @@ from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
 from service.api import validation
 from service.api.masks import bytes_in_worker, out_of_vocab
-from service.api.validation import RequestLimits
+from service.api.validation import ROW_ANSWER_BYTES, RequestLimits
 from service.api.verify_rows import check_tree, check_verify_rows
 from service.caches.effects import DecodeDone
-from service.caches.requests import Append, Appended, AppendKind, Fork, Handle, Priority, Request
+from service.caches.requests import DECODE, Append, Appended, AppendKind, Fork, Handle, Priority, Request
 from service.errors import InvalidArgument, QuireError
 from service.pool.wire import decode_answer
 
@@ -97,15 +97,15 @@ def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s
         return _append(request, limits, timeout_s, options, kind=AppendKind.DECODE, token_ids=token_ids)
     # Only the next token is wanted: the same, in a fifth of the time.
     return Append(
-        AppendKind.DECODE,
+        DECODE,
         request.cache_id,
         token_ids,
         request.position if request.HasField("position") else None,
         _NEXT_TOKEN,
-        timeout_s=timeout_s,
-        priority=PRIORITIES[request.priority],
-        answer_bytes=validation.ROW_ANSWER_BYTES,
-        weights=limits.weights,
+        timeout_s,
+        PRIORITIES[request.priority],
+        ROW_ANSWER_BYTES,
+        limits.weights,
     )
 
 

@@ -62,14 +62,16 @@ class Call:
         time_slice = TimeSlice()
         # A scoring has no cache, so it is never a duplicate.
         names = [getattr(item, "cache_id", "") for item in items]
-        times = Counter(names)
+        repeated: set[str] = set()
+        if len(set(names)) < len(names):
+            repeated = {name for name, times in Counter(names).items() if name and times > 1}
         checked: list[Append | QuireError] = []
         answer_bytes = 0
         for index, (item, cache_id) in enumerate(zip(items, names, strict=True)):
             if time_slice.clock_s() >= time_slice.until_s:
                 await time_slice.yield_to_others()
             try:
-                if cache_id and times[cache_id] > 1:
+                if cache_id in repeated:
                     # The order of the two is undefined, so both fail.
                     raise InvalidArgument(
                         "DUPLICATE_CACHE_IN_BATCH", "cache_id", "the cache occurs more than once in the batch"

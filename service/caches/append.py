@@ -6,18 +6,17 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from service.caches.cache_index import CacheIndex
-from service.caches.effects import ForwardDone, TruncateSequence
+from service.caches.effects import DecodeDone, ForwardDone, TruncateSequence
 from service.caches.entries import CacheEntry, Operation, touch
 from service.caches.kind import Begun, OperationKind
 from service.caches.ledger import CacheState, fingerprint
 from service.caches.records import CacheCreated, Record, TokensAppended
-from service.caches.requests import Append, Appended, AppendKind, Result
+from service.caches.requests import DECODE, PREFILL, Append, Appended, Result
+from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import Tenant
 from service.caches.weights import Weights
 from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_request_id
 
-# The size of a token in the journal.
-_TOKEN_BYTES = 4
 # The size of a cache in the journal until it has a second segment of tokens.
 CACHE_BYTES = 664
 
@@ -27,7 +26,7 @@ class Appends(OperationKind[Append]):
 
     def journal_bytes(self, request: Append, tenant: Tenant) -> int:
         creates = not request.cache_id and not request.is_scoring
-        return _TOKEN_BYTES * len(request.token_ids) + CACHE_BYTES * creates
+        return TOKEN_BYTES * len(request.token_ids) + CACHE_BYTES * creates
 
     def entries(self, request: Append, tenant: Tenant) -> Sequence[CacheEntry | None]:
         """The cache of the append, or a new one, which is not visible yet."""
@@ -66,6 +65,36 @@ class Appends(OperationKind[Append]):
         self._parts.index.begin(entry)
         return entry
 
+    def plain_decode(self, append: Append, tenant: Tenant) -> CacheEntry | None:
+        """The cache of a decode that can be sent at once, as is usual; None for any other append."""
+        entry = self._parts.index.by_id.get(append.cache_id)
+        if (
+            append.kind is not DECODE
+            or entry is None
+            or entry.tenant is not tenant
+            or entry.running is not None
+            or entry.waiting
+            or entry.closing
+        ):
+            return None
+        worker, state = entry.worker, entry.state
+        length, position, serving = state.tokens.length, append.position, self._parts.weights.serving
+        if (
+            worker is None
+            or worker.draining
+            or entry.kv_len < length
+            or not entry.was_sent
+            or entry.crash_score
+            or entry.quarantined
+            or state.weights != serving
+            or append.weights not in (None, serving)
+            or (position is not None and not state.last_base != position == length)
+            or len(append.token_ids) != 1
+            or length >= worker.capacity_tokens
+        ):
+            return None
+        return entry
+
     def begin(self, operation: Operation, request: Append) -> Begun:
         """Fencing: an append is applied at its position, and once."""
         entry, state = operation.entry, operation.entry.state
@@ -85,7 +114,7 @@ class Appends(OperationKind[Append]):
         tokens = len(request.token_ids)
         self._parts.admission.reserve(operation, tokens)
         # After a prefill, all tokens count as prompt.
-        prompt_len = length + tokens if request.kind is AppendKind.PREFILL else state.prompt_len
+        prompt_len = length + tokens if request.kind is PREFILL else state.prompt_len
         self._parts.attempts.begin(operation, length, prompt_len, request)
         return None
 
@@ -94,7 +123,7 @@ class Appends(OperationKind[Append]):
         entry, state = operation.entry, operation.entry.state
         if entry.answer is not None and entry.answered == request.options:
             operation.weights = state.weights
-            return self._appended(operation, entry.answer, state.last_kept, self._kept_path(entry, request))
+            return _answer(operation, entry.answer, state.last_kept, self._kept_path(entry, request))
         copy_number = self._parts.context.number()
         assert state.last_base is not None
         self._parts.attempts.begin(operation, state.last_base, state.prompt_len, request, copy_number)
@@ -108,7 +137,7 @@ class Appends(OperationKind[Append]):
         operation.weights = entry.state.weights
         if operation.copy_number is not None:
             touch((entry,), self._parts.context.now_s)
-            return self._appended(operation, done, entry.state.last_kept, self._kept_path(entry, request))
+            return _answer(operation, done, entry.state.last_kept, self._kept_path(entry, request))
         self._parts.rate.completions += 1
         if entry.ephemeral:
             of_model = operation.weights, entry.state.adapter
@@ -132,6 +161,20 @@ class Appends(OperationKind[Append]):
         )
         return [appended] if entry.creation is None else [entry.creation, appended]
 
+    def decodes_computed(self, ended: Sequence[tuple[Operation, DecodeDone]]) -> list[list[Record]]:
+        """As `computed`, for plain decodes: all their tokens are kept."""
+        self._parts.rate.completions += len(ended)
+        of_all: list[list[Record]] = []
+        for operation, done in ended:
+            entry, append = operation.entry, operation.append
+            assert append is not None
+            operation.weights, operation.done = entry.state.weights, done
+            of_one = TokensAppended(
+                entry.number, operation.base, append.token_ids, operation.prompt_len, entry.ownership
+            )
+            of_all.append([of_one])
+        return of_all
+
     def applied(self, operation: Operation, request: Append) -> Result:
         entry, done = operation.entry, operation.done
         assert done is not None
@@ -140,16 +183,28 @@ class Appends(OperationKind[Append]):
             assert state is not None
             entry.state, entry.creation = state, None
             self._parts.index.add(entry, self._parts.context.number())
-        # Kept for a repetition, unless they are large or of weights that were replaced meanwhile.
-        is_current = operation.weights == entry.state.weights
-        if is_current and not (request.has_logits or request.is_large):
-            entry.answer, entry.answered = done, request.options
-        else:
-            entry.answer = None
-        if entry.worker is not None:
-            entry.has_computed(entry.state.tokens.length)
         path = tuple(done.kept_path) if request.parents else ()
-        return self._appended(operation, done, done.kept, path)
+        return self._all_applied((operation,), path)[0]
+
+    def decodes_applied(self, operations: Sequence[Operation]) -> list[Appended]:
+        """As `applied`, for plain decodes."""
+        return self._all_applied(operations)
+
+    def _all_applied(self, operations: Sequence[Operation], path: Sequence[int] = ()) -> list[Appended]:
+        answers = []
+        for operation in operations:
+            entry, request, done = operation.entry, operation.append, operation.done
+            assert request is not None and done is not None
+            # Kept for a repetition, unless they are large or of weights that were replaced meanwhile.
+            is_current = operation.weights == entry.state.weights
+            if is_current and not (request.has_logits or request.is_large):
+                entry.answer, entry.answered = done, request.options
+            else:
+                entry.answer = None
+            if entry.worker is not None:
+                entry.has_computed(entry.state.tokens.length)
+            answers.append(_answer(operation, done, done.kept, path))
+        return answers
 
     def write_failed(self, operation: Operation, request: Append) -> None:
         """The worker has computed tokens that the cache does not have."""
@@ -158,23 +213,6 @@ class Appends(OperationKind[Append]):
             command = TruncateSequence(self._parts.context.number(), entry.number, operation.base)
             self._parts.context.send(entry.worker, command)
 
-    def _appended(self, operation: Operation, done: ForwardDone, kept: int, path: Sequence[int]) -> Appended:
-        """The answer to an append."""
-        entry = operation.entry
-        return Appended(
-            entry.state.cache_id,
-            entry.state.tokens.length,
-            entry.ownership,
-            "" if entry.worker is None else entry.worker.worker_id,
-            entry.expires_at_s,
-            operation.weights,
-            entry.state.adapter,
-            done,
-            kept,
-            operation.replayed_tokens,
-            path,
-        )
-
     def _kept_path(self, entry: CacheEntry, append: Append) -> Sequence[int]:
         """The accepted path of the last append, if it was a tree, from the tokens in the cache."""
         state = entry.state
@@ -182,6 +220,23 @@ class Appends(OperationKind[Append]):
             return ()
         kept = state.tokens.between(state.last_base, state.last_base + state.last_kept)
         return path_of(append.token_ids, append.parents, kept)
+
+
+def _answer(operation: Operation, done: ForwardDone, kept: int, path: Sequence[int]) -> Appended:
+    entry = operation.entry
+    return Appended(
+        entry.state.cache_id,
+        entry.state.tokens.length,
+        entry.ownership,
+        "" if entry.worker is None else entry.worker.worker_id,
+        entry.expires_at_s,
+        operation.weights,
+        entry.state.adapter,
+        done,
+        kept,
+        operation.replayed_tokens,
+        path,
+    )
 
 
 def is_repeated(state: CacheState, append: Append) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from service.caches.effects import (
@@ -23,6 +23,7 @@ from service.caches.effects import (
     Attempt,
     CommandFailed,
     Context,
+    DecodeDone,
     ForkSequence,
     ForwardDone,
     ReleaseSequences,
@@ -33,7 +34,7 @@ from service.caches.kv_placement import KvPlacement
 from service.caches.quarantine import blame, clear, must_be_alone
 from service.caches.requests import Append, AppendKind, Priority
 from service.caches.segments import Segment
-from service.caches.worker_load import TIME_SHARES, End, WorkerLoad, retry_after_s
+from service.caches.worker_load import TIME_SHARES, End, Work, WorkerLoad, retry_after_s
 from service.caches.workers import Workers, WorkerView
 from service.errors import (
     DeadlinePassed,
@@ -124,6 +125,21 @@ class Attempts:
             self._forward(operation, append, entry.number if copy_number is None else copy_number, base)
         return False
 
+    def begin_decodes(self, operations: Iterable[Operation]) -> list[tuple[Operation, QuireError]]:
+        """As `begin`, for plain decodes, which workers can compute at once. Returns those that failed."""
+        failed = []
+        for operation in operations:
+            entry, state, append = operation.entry, operation.entry.state, operation.request
+            assert isinstance(append, Append)
+            operation.append, operation.prompt_len = append, state.prompt_len
+            operation.base = base = state.tokens.length
+            try:
+                self._forward(operation, append, entry.number, base)
+            except Exception as error:
+                # Also a bug must not block the cache for ever.
+                failed.append((operation, failure_of(error)))
+        return failed
+
     def stop(self, operation: Operation) -> None:
         """Stops the attempt or the parking of an operation. It gets no result."""
         entry, attempt, worker = operation.entry, operation.attempt, operation.entry.worker
@@ -166,6 +182,31 @@ class Attempts:
         if entry.crash_score:
             clear(entry)
         return operation, answer
+
+    def decodes_answered(self, answers: Iterable[DecodeDone]) -> list[tuple[Operation, DecodeDone]]:
+        """As `answered`, for plain decodes, which replay nothing. In one loop, as it runs for each token."""
+        ended: list[tuple[Operation, DecodeDone]] = []
+        works: dict[WorkerView, list[tuple[Work, float]]] = {}
+        for done in answers:
+            operation = self.running.get(done.op_id)
+            if operation is None:
+                continue
+            entry, attempt = operation.entry, operation.attempt
+            worker = entry.worker
+            assert attempt is not None and worker is not None
+            if attempt.is_suspect or entry.crash_score:
+                self.answered(done.op_id, done)
+            else:
+                del self.running[done.op_id]
+                operation.attempt = None
+                worker.pages_queued -= attempt.pages
+                works.setdefault(worker, []).append((attempt.work, attempt.sent_s))
+            ended.append((operation, done))
+        for worker, its in works.items():
+            worker.load.leave(its, self._context.now_s, End.ANSWERED)
+        # A parked operation may have waited for these.
+        self.changed = True
+        return ended
 
     def worker_lost(self, worker: WorkerView, *, crashed: bool | None) -> list[Operation]:
         """Ends all attempts on a lost worker. Returns their operations, for `try_again`.
@@ -350,7 +391,7 @@ class Attempts:
             try:
                 attempt.timeout_s = self._require_time(operation.deadline_s, attempt, load)
             except QuireError:
-                load.leave(work, 0.0, context.now_s, End.TAKEN_BACK)
+                load.leave(((work, context.now_s),), context.now_s, End.TAKEN_BACK)
                 raise
         if is_copy and not replays and position:
             context.send(worker, ForkSequence(context.number(), entry.number, (number,)))
@@ -394,8 +435,7 @@ class Attempts:
         assert attempt is not None and worker is not None
         operation.attempt = None
         del self.running[attempt.op_id]
-        now_s = self._context.now_s
-        worker.load.leave(attempt.work, now_s - attempt.sent_s, now_s, end)
+        worker.load.leave(((attempt.work, attempt.sent_s),), self._context.now_s, end)
         worker.pages_queued -= attempt.pages
         if attempt.first_segment is not None:
             _take_one(self._replayed, (worker, attempt.first_segment))

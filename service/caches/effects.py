@@ -208,8 +208,9 @@ class KvExported:
     size_bytes: int
 
 
-# The answer to the command with this op id. None: a command without a result succeeded.
-Event = tuple[int, ForwardDone | KvExported | CommandFailed | None]
+# The answer to the command with this op id. None: a command without a result succeeded. Plain decodes are
+# answered together: each names its command.
+Event = tuple[int, ForwardDone | KvExported | CommandFailed | list[DecodeDone] | None]
 
 
 # Adoption of workers.

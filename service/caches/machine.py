@@ -75,15 +75,16 @@ class CacheMachine:
         self._attempts = parts.attempts
         self._restores = Restores(parts)
         self._moves = Moves(parts)
+        appends = Appends(parts)
         kinds: dict[type[Request], OperationKind[Any]] = {
-            Append: Appends(parts),
+            Append: appends,
             Fork: Forks(parts),
             Truncate: Truncations(parts),
             Release: Releases(parts),
             Renew: Renewals(parts),
             Move: self._moves,
         }
-        self._queues = OperationQueues(parts, kinds, self._restores)
+        self._queues = OperationQueues(parts, kinds, appends, self._restores)
         # During recovery: when the last record of each cache was written.
         self._written_s: dict[int, float] = {}
 
@@ -176,6 +177,9 @@ class CacheMachine:
         """A worker answered commands. Answers to attempts that are over are ignored."""
         self._context.now_s = now_s
         for op_id, answer in events:
+            if isinstance(answer, list):
+                self._queues.decodes_computed(self._attempts.decodes_answered(answer))
+                continue
             if isinstance(answer, KvExported) or op_id in self._moves.sent:
                 result = self._moves.answered(op_id, answer)
             else:
@@ -279,7 +283,7 @@ class CacheMachine:
     # Requests.
 
     def submit_many(
-        self, requests: Iterable[Request], now_s: float, caller: int = 0, tenant: Tenant | None = None
+        self, requests: Sequence[Request], now_s: float, caller: int = 0, tenant: Tenant | None = None
     ) -> list[int]:
         """Accepts requests and returns their tickets. Each gets one reply, now or later.
 

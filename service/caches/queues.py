@@ -11,14 +11,16 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from service.caches.append import Appends
 from service.caches.attempts import failure_of
-from service.caches.effects import ForwardDone
+from service.caches.effects import DecodeDone, ForwardDone
 from service.caches.entries import CacheEntry, Operation, touch
 from service.caches.kind import OperationKind, Parts
 from service.caches.ledger import RecordConflict
 from service.caches.records import CacheReleased, Record
 from service.caches.requests import Append, Release, Request, Restore, Result, undelivered
 from service.caches.restore import Restores
+from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import Tenant
 from service.errors import JournalUnavailable, QuireError
 
@@ -27,7 +29,11 @@ class OperationQueues:
     """Owns all operations and their order."""
 
     def __init__(
-        self, parts: Parts, kinds: Mapping[type[Request], OperationKind[Any]], restores: Restores
+        self,
+        parts: Parts,
+        kinds: Mapping[type[Request], OperationKind[Any]],
+        appends: Appends,
+        restores: Restores,
     ) -> None:
         self._context = parts.context
         self._ledger = parts.ledger
@@ -39,17 +45,53 @@ class OperationQueues:
         self._kinds = kinds
         self._restores = restores
         self._releases = kinds[Release]
+        self._appends = appends
         # By ticket.
         self.operations: dict[int, Operation] = {}
 
     # An operation begins.
 
-    def submit(self, requests: Iterable[Request], caller: int, tenant: Tenant) -> list[int]:
+    def submit(self, requests: Sequence[Request], caller: int, tenant: Tenant) -> list[int]:
         """Queues requests on their caches, then begins those with nothing ahead. See `submit_many`."""
+        is_owner = self._context.now_s < self._admission.lease.valid_until_s
+        tickets = self._begin_decodes(requests, caller, tenant) if is_owner else []
+        if len(tickets) < len(requests):
+            tickets += self._queue(requests[len(tickets) :], caller, tenant, is_owner=is_owner)
+        return tickets
+
+    def _begin_decodes(self, requests: Sequence[Request], caller: int, tenant: Tenant) -> list[int]:
+        """Begins the first requests, as long as they are plain decodes. Returns their tickets.
+
+        As for other requests, without the checks that cannot fail for a plain decode.
+        """
+        now_s, room = self._context.now_s, self._admission.room_for_decodes(tenant, len(self.operations))
+        begun: list[Operation] = []
+        for request in requests[:room]:
+            if not isinstance(request, Append):
+                break
+            entry = self._appends.plain_decode(request, tenant)
+            if entry is None:
+                break
+            deadline_s = None if request.timeout_s is None else now_s + request.timeout_s
+            operation = Operation(
+                self._context.number(), request, self._appends, entry, (entry,), caller, now_s, deadline_s,
+                size_bytes=TOKEN_BYTES, turns_left=0, tokens=1,
+            )  # fmt: skip
+            entry.running = self.operations[operation.ticket] = operation
+            begun.append(operation)
+        if begun:
+            self._admission.enter_decodes(begun)
+            touch([operation.entry for operation in begun], now_s)
+            for operation, error in self._attempts.begin_decodes(begun):
+                self.finish(operation, error)
+        return [operation.ticket for operation in begun]
+
+    def _queue(
+        self, requests: Sequence[Request], caller: int, tenant: Tenant, *, is_owner: bool
+    ) -> list[int]:
         now_s, replies = self._context.now_s, self._context.effects.replies
         tickets: list[int] = []
         touched: list[CacheEntry] = []
-        is_owner = now_s < self._admission.lease.valid_until_s
         for request in requests:
             kind, ticket = self._kinds[type(request)], self._context.number()
             tickets.append(ticket)
@@ -167,6 +209,13 @@ class OperationQueues:
         self.finish(operation, answer)
         self.advance(operation.entries)
 
+    def decodes_computed(self, ended: Sequence[tuple[Operation, DecodeDone]]) -> None:
+        """As `attempt_ended`, for plain decodes."""
+        writes = self._context.effects.writes
+        for (operation, _), records in zip(ended, self._appends.decodes_computed(ended), strict=True):
+            operation.records = records
+            writes.append((operation.ticket, records))
+
     # Commits.
 
     def _commit(self, operation: Operation, records: Sequence[Record]) -> None:
@@ -198,6 +247,7 @@ class OperationQueues:
     def committed(self, tickets: Iterable[int]) -> None:
         """The records of these operations are durable."""
         entries: list[CacheEntry] = []
+        decodes: list[Operation] = []
         for ticket in tickets:
             operation = self.operations[ticket]
             try:
@@ -207,6 +257,13 @@ class OperationQueues:
                 # A bug: the state has changed since the operation was checked.
                 self.not_committed(operation, failure_of(error))
                 continue
+            entries += operation.entries
+            if type(operation.done) is DecodeDone:
+                decodes.append(operation)
+                continue
+            if decodes:
+                self._decodes_committed(decodes)
+                decodes = []
             touch(operation.entries, self._context.now_s)
             answer = operation.kind.applied(operation, operation.request)
             self.finish(operation, answer)
@@ -216,8 +273,19 @@ class OperationQueues:
                 created = self._index.find(cache_id, operation.entry.tenant)
                 if created is not None:
                     self.release(created)
-            entries += operation.entries
+        self._decodes_committed(decodes)
         self.advance(entries)
+
+    def _decodes_committed(self, operations: Sequence[Operation]) -> None:
+        """Ends plain decodes, whose records are applied. As for others, but in a few loops for all."""
+        touch([operation.entry for operation in operations], self._context.now_s)
+        replies = self._context.effects.replies
+        for operation, answer in zip(operations, self._appends.decodes_applied(operations), strict=True):
+            del self.operations[operation.ticket]
+            operation.entry.running = None
+            if operation.is_answered:
+                replies.append((operation.ticket, answer))
+        self._admission.leave(operations)
 
     def not_committed(self, operation: Operation, error: QuireError) -> None:
         """Its records could not be written: undoes the operation."""
@@ -241,7 +309,7 @@ class OperationQueues:
         if operation.copy is not None:
             operation.kind.stopped(operation)
         del self.operations[operation.ticket]
-        self._admission.leave(operation)
+        self._admission.leave((operation,))
         if operation.is_internal:
             self._restores.under_way.discard(operation)
         for its in operation.entries:

@@ -28,6 +28,11 @@ class Priority(enum.IntEnum):
     HIGH = 2
 
 
+# For code that runs for each token: on Python 3.11 to look up a member of an enum takes 0.2 us.
+PREFILL, DECODE = AppendKind.PREFILL, AppendKind.DECODE
+NORMAL, HIGH = Priority.NORMAL, Priority.HIGH
+
+
 @frozen_struct
 class Append:
     """Append tokens to a cache, or to a new one if `cache_id` is empty."""
@@ -38,6 +43,13 @@ class Append:
     position: int | None = None
     # What to compute and return. Opaque; equal options give equal answers.
     options: bytes = b""
+    # Until the deadline of the caller. None: no deadline.
+    timeout_s: float | None = None
+    priority: Priority = NORMAL
+    # About the largest size of its answer.
+    answer_bytes: int = 0
+    # The weights for which it was checked. None: any.
+    weights: int | None = None
     # Also in the options. 0: all tokens are kept. Otherwise the worker decides how many.
     accept: int = 0
     # Also in the options. If set, the tokens are a tree of which one path is kept: for each token except the
@@ -50,19 +62,12 @@ class Append:
     request_id: str = ""
     # A new cache shares prefixes only with caches of the same tenant and salt.
     cache_salt: str = ""
-    # Until the deadline of the caller. None: no deadline.
-    timeout_s: float | None = None
-    priority: Priority = Priority.NORMAL
-    # About the largest size of its answer.
-    answer_bytes: int = 0
     # Memory in the worker beyond the request: masks, and the row that samples are drawn from.
     worker_bytes: int = 0
     # The answer has rows of logits or hidden states. A repetition computes them again.
     has_logits: bool = False
     # The answer or the options are too large to be kept. A repetition computes the answer again.
     is_large: bool = False
-    # The weights for which it was checked. None: any.
-    weights: int | None = None
     # The adapter of a new cache. 0: none.
     adapter: int = 0
     # The chosen token is expected to be appended next, with the same output.

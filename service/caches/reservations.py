@@ -15,6 +15,7 @@ from service.caches.effects import Context
 from service.caches.entries import CacheEntry, Operation, touch
 from service.caches.ledger import CacheState, Ledger
 from service.caches.requests import Append, Priority, Request
+from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import UNBOUNDED, Tenant
 from service.caches.weights import Weights
 from service.caches.worker_load import CompletionRate
@@ -123,6 +124,21 @@ class Admission:
         tenant.in_flight += 1
         return entries, size_bytes
 
+    def room_for_decodes(self, tenant: Tenant, queued: int) -> int:
+        """How many plain decodes `admit` would admit by the counts. 0: each has to be checked."""
+        if self.draining or not self.journal_works or tenant.quota is not UNBOUNDED:
+            return 0
+        left_bytes = self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes
+        left = math.ceil(self._limits.max_queued_operations / 2) - queued
+        return max(0, min(left, left_bytes // TOKEN_BYTES))
+
+    def enter_decodes(self, operations: Sequence[Operation]) -> None:
+        """As `admit` and `reserve`, for plain decodes of one tenant."""
+        tenant = operations[0].entry.tenant
+        self._queued_bytes += TOKEN_BYTES * len(operations)
+        tenant.in_flight += len(operations)
+        tenant.tokens += len(operations)
+
     def _require_admission(self, append: Append | None, tenant: Tenant, queued: int) -> None:
         """Raises Draining, QuotaExceeded, QueueFull or JournalUnavailable."""
         if self.draining:
@@ -188,14 +204,15 @@ class Admission:
         tenant.caches -= operation.caches
         operation.caches = operation.tokens = 0
 
-    def leave(self, operation: Operation) -> None:
-        """Takes an ended operation out of the counts."""
-        entry = operation.entry
-        tenant, length = entry.tenant, entry.state.tokens.length
-        self._queued_bytes -= operation.size_bytes
-        if not operation.is_internal:
-            tenant.in_flight -= 1
-        tenant.tokens += length - entry.counted - operation.tokens
-        entry.counted, operation.tokens = length, 0
-        if operation.caches:
-            self.end_reservation(operation)
+    def leave(self, operations: Iterable[Operation]) -> None:
+        """Takes ended operations out of the counts."""
+        for operation in operations:
+            entry = operation.entry
+            tenant, length = entry.tenant, entry.state.tokens.length
+            self._queued_bytes -= operation.size_bytes
+            if not operation.is_internal:
+                tenant.in_flight -= 1
+            tenant.tokens += length - entry.counted - operation.tokens
+            entry.counted, operation.tokens = length, 0
+            if operation.caches:
+                self.end_reservation(operation)

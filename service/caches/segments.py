@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 # A fork costs a pointer for each segment of its parent, and one copied segment when it first differs.
 SEGMENT_TOKENS = 256
-_TOKEN_BYTES = array("I").itemsize
+TOKEN_BYTES = array("I").itemsize
 # A segment without its tokens; the pointer of a sequence to it.
 _SEGMENT_BYTES = 144
 _POINTER_BYTES = 8
@@ -45,18 +45,18 @@ class SegmentStore:
 
     def extend(self, tokens: SegmentedTokens, token_ids: Sequence[int]) -> None:
         """Appends tokens."""
-        rest = array("I", token_ids)
         room = -tokens.length % self._segment_tokens
-        if 0 < len(rest) <= room:
-            # The usual case: one token.
+        if room and len(token_ids) == 1:
+            # The usual case.
             last = tokens.segments[-1]
-            (last.token_ids if last.holders == 1 else self._own_last(tokens)).extend(rest)
-            self.size_bytes += _TOKEN_BYTES * len(rest)
-            tokens.length += len(rest)
+            (last.token_ids if last.holders == 1 else self._own_last(tokens)).append(token_ids[0])
+            self.size_bytes += TOKEN_BYTES
+            tokens.length += 1
             return
+        rest = array("I", token_ids)
         if room:
             self._own_last(tokens).extend(rest[:room])
-            self.size_bytes += _TOKEN_BYTES * min(room, len(rest))
+            self.size_bytes += TOKEN_BYTES * min(room, len(rest))
         for start in range(room, len(rest), self._segment_tokens):
             self._push(tokens, rest[start : start + self._segment_tokens])
         tokens.length += len(rest)
@@ -68,7 +68,7 @@ class SegmentStore:
         keep = new_len - (len(tokens.segments) - 1) * self._segment_tokens
         if tokens.segments and keep < len(tokens.segments[-1].token_ids):
             last = self._own_last(tokens)
-            self.size_bytes -= _TOKEN_BYTES * (len(last) - keep)
+            self.size_bytes -= TOKEN_BYTES * (len(last) - keep)
             del last[keep:]
         tokens.length = new_len
 
@@ -77,7 +77,7 @@ class SegmentStore:
         for segment in tokens.segments:
             segment.holders -= 1
             if not segment.holders:
-                self.size_bytes -= _SEGMENT_BYTES + _TOKEN_BYTES * len(segment.token_ids)
+                self.size_bytes -= _SEGMENT_BYTES + TOKEN_BYTES * len(segment.token_ids)
         self.size_bytes -= _POINTER_BYTES * len(tokens.segments)
         tokens.segments, tokens.length = [], 0
 
@@ -91,14 +91,14 @@ class SegmentStore:
 
     def _push(self, tokens: SegmentedTokens, token_ids: array[int]) -> None:
         tokens.segments.append(Segment(token_ids))
-        self.size_bytes += _POINTER_BYTES + _SEGMENT_BYTES + _TOKEN_BYTES * len(token_ids)
+        self.size_bytes += _POINTER_BYTES + _SEGMENT_BYTES + TOKEN_BYTES * len(token_ids)
 
     def _pop(self, tokens: SegmentedTokens) -> None:
         segment = tokens.segments.pop()
         self.size_bytes -= _POINTER_BYTES
         segment.holders -= 1
         if segment.holders == 0:
-            self.size_bytes -= _SEGMENT_BYTES + _TOKEN_BYTES * len(segment.token_ids)
+            self.size_bytes -= _SEGMENT_BYTES + TOKEN_BYTES * len(segment.token_ids)
 
 
 class SegmentedTokens:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from service.caches.requests import Priority
+from service.caches.requests import HIGH, Priority
 
 # The longest short forward. As in the worker.
 _SHORT_TOKENS = 16
@@ -123,13 +124,15 @@ class CompletionRate:
 
     def update(self, now_s: float) -> None:
         """Takes the completions since the last update into account."""
-        for _ in range(self.completions):
-            if self._last_s is not None:
-                # Idle time says nothing about speed.
-                interval_s = min(now_s - self._last_s, 1.0)
-                self._interval_s += 0.02 * (interval_s - self._interval_s)
-            self._last_s = now_s
-        self.completions = 0
+        if not self.completions:
+            return
+        if self._last_s is not None:
+            # Idle time says nothing about speed.
+            interval_s = min(now_s - self._last_s, 1.0)
+            self._interval_s += 0.02 * (interval_s - self._interval_s)
+        # The others come after no time.
+        self._interval_s *= 0.98 ** (self.completions - 1)
+        self._last_s, self.completions = now_s, 0
 
     def retry_after_s(self, queued: int) -> float:
         """When to retry if `queued` operations are in the queue."""
@@ -176,7 +179,7 @@ class WorkerLoad:
         ahead = self._queues[is_long]
         low, normal, high = ahead.cost
         before = high
-        if priority < Priority.HIGH:
+        if priority < HIGH:
             before += normal if priority else normal + low
         own = ahead.by_caller.get(caller)
         callers = len(ahead.by_caller) + (own is None)
@@ -216,24 +219,27 @@ class WorkerLoad:
         """By when it has to begin to end in `left_s`. Less its own work if anything is ahead."""
         return max(left_s - self.own_s(work), 0.0) if work.total > work.cost else left_s
 
-    def leave(self, work: Work, took_s: float, now_s: float, end: End) -> None:
-        """A forward that had entered has ended, `took_s` after it was sent."""
-        queue = self._queues[work.is_long]
-        queue.cost[work.priority] -= work.cost
-        left = queue.by_caller[work.caller] - work.cost
-        if left:
-            queue.by_caller[work.caller] = left
-        else:
-            del queue.by_caller[work.caller]
-        if end is End.ANSWERED:
-            times = queue.times[work.priority]
-            if times.now_s != now_s:
-                times.take_in(now_s)
-            times.answers += 1
-            times.ahead += work.total
-            times.took_s += took_s
-        elif end is End.LATE:
-            queue.times[work.priority].late(work.total, took_s)
+    def leave(self, works: Iterable[tuple[Work, float]], now_s: float, end: End) -> None:
+        """Forwards that had entered have ended. Each with when it was sent."""
+        is_answered = end is End.ANSWERED
+        for work, sent_s in works:
+            caller, priority, is_long, cost, total = work
+            queue = self._queues[is_long]
+            queue.cost[priority] -= cost
+            left = queue.by_caller[caller] - cost
+            if left:
+                queue.by_caller[caller] = left
+            else:
+                del queue.by_caller[caller]
+            times = queue.times[priority]
+            if is_answered:
+                if times.now_s != now_s:
+                    times.take_in(now_s)
+                times.answers += 1
+                times.ahead += total
+                times.took_s += now_s - sent_s
+            elif end is End.LATE:
+                times.late(total, now_s - sent_s)
 
     def _times(self, work: Work) -> _LatencyModel:
         return self._queues[work.is_long].times[work.priority]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from quire.v1 import types_pb2, worker_pb2
 
 from service.caches import effects
-from service.caches.requests import AppendKind, Priority
+from service.caches.requests import DECODE, NORMAL, AppendKind, Priority
 from service.errors import (
     AdapterLost,
     DeadlinePassed,
@@ -66,10 +66,10 @@ def _add(
     if isinstance(command, effects.Attempt):
         append = command.append
         if (
-            append.kind is AppendKind.DECODE
+            append.kind is DECODE
             and len(append.token_ids) == 1
             and len(append.options) <= _MAX_OPTIONS_BYTES
-            and append.priority is Priority.NORMAL
+            and append.priority is NORMAL
             and command.position
             and not (command.ephemeral or command.adapter)
         ):
@@ -171,7 +171,7 @@ def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:
                         done.outputs[0].CopyFrom(output)
                         events.append((row.op_id, done))
                 else:
-                    events += [(row.op_id, row) for row in rows]
+                    events.append((0, list(rows)))
             case "done":
                 events.append((event.op_id, None))
             case "kv_pages":

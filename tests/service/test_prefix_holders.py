@@ -85,7 +85,7 @@ def test_it_chooses_as_the_plain_model_does(seed: int) -> None:
             load = rng.choice(views).load
             work = load.estimate(caller, rng.randint(1, 60), 1, Priority.NORMAL, enters=True)
             if rng.random() < 0.5:
-                load.leave(work, 0.1, float(caller), End.ANSWERED)
+                load.leave([(work, caller - 0.1)], float(caller), End.ANSWERED)
 
 
 def test_the_holders_of_a_prefix_are_few() -> None:

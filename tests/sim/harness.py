@@ -24,7 +24,7 @@ from service.journal.base import Journal, OnCommitted
 from service.pool import wire
 from tests.sim.appends import append
 from tests.sim.invariants import check_invariants
-from tests.sim.model_worker import Faults, ModelWorker, Pool, message_of
+from tests.sim.model_worker import Faults, ModelWorker, Pool, message_of, together
 
 MAX_SEQ_LEN = 64
 
@@ -206,7 +206,9 @@ class Gateway:
 
     def deliver(self, worker: ModelWorker) -> None:
         """What a worker has answered arrives, in one message."""
-        response = worker_pb2.ConnectResponse(events=worker.outbox, pages_available=worker.pages_left)
+        response = worker_pb2.ConnectResponse(
+            events=together(worker.outbox, worker.plain), pages_available=worker.pages_left
+        )
         worker.outbox.clear()
         events = wire.to_events(response)
         self.dispatcher.worker_answered(worker.worker_id, worker.epoch, events, response.pages_available)

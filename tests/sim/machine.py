@@ -43,7 +43,7 @@ class WatchedMachine(CacheMachine):
         self.upcoming: deque[Asked] = deque()
         self._written: list[Write] = []
 
-    def submit_many(self, requests: Iterable[Request], *args: Any) -> list[int]:
+    def submit_many(self, requests: Sequence[Request], *args: Any) -> list[int]:
         tickets = super().submit_many(requests, *args)
         for ticket in tickets:
             self.oracle.tickets[ticket] = self.upcoming.popleft()
@@ -204,7 +204,7 @@ class PlantedMachine(WatchedMachine):
         known = self.oracle.outstanding.keys() | self.oracle.abandoned.keys()
         return super().operations_in_flight + len(known & self._unanswered)
 
-    def submit_many(self, requests: Iterable[Request], *args: Any) -> list[int]:
+    def submit_many(self, requests: Sequence[Request], *args: Any) -> list[int]:
         return [self._submit_changed(request, *args) for request in requests]
 
     def _submit_changed(self, request: Request, *args: Any) -> int:

@@ -9,11 +9,12 @@ and there are tokens of which it dies.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import struct
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.v1 import worker_pb2
@@ -58,6 +59,18 @@ def one_by_one(command: worker_pb2.WorkerCommand) -> Iterator[worker_pb2.WorkerC
             kind=worker_pb2.OPERATION_KIND_DECODE,
         )
         yield worker_pb2.WorkerCommand(op_id=op_id, forward=forward)
+
+
+def together(events: Iterable[worker_pb2.WorkerEvent], plain: Container[int]) -> list[worker_pb2.WorkerEvent]:
+    """Answers as a worker sends them: those to plain decodes that follow each other as one."""
+    sent: list[worker_pb2.WorkerEvent] = []
+    for is_plain, run in itertools.groupby(events, lambda e: e.op_id in plain and e.HasField("forward")):
+        if is_plain:
+            rows = [struct.pack("<5Q", e.op_id, e.forward.outputs[0].token_id, 0, 0, 0) for e in run]
+            sent.append(worker_pb2.WorkerEvent(decodes=worker_pb2.DecodesDone(rows=b"".join(rows))))
+        else:
+            sent += run
+    return sent
 
 
 class ProtocolError(Exception):
@@ -125,6 +138,8 @@ class ModelWorker:
         self.adapters: dict[int, int] = {}
         # What is true of what each forward must find, by op id. Filled by the simulator.
         self.expected: dict[int, Sequence[int]] = {}
+        # Op ids of decodes of which only the next token was asked: see `together`.
+        self.plain: set[int] = set()
         # Op ids that met a copy that was forgotten.
         self.excused: set[int] = set()
         # Longer than they should be, since a truncation of them failed.
@@ -415,6 +430,11 @@ class ModelWorker:
         for token in chosen[len(chosen) - options.rows :]:
             done.outputs.append(output_of(token, output))
         self.outbox.append(worker_pb2.WorkerEvent(op_id=job.op_id, forward=done))
+        # Another gateway may have used the number for something else.
+        self.plain.discard(job.op_id)
+        wants_more = body.ephemeral or body.adapter or body.keep_all or output.ListFields()
+        if body.kind == worker_pb2.OPERATION_KIND_DECODE and options.rows == 1 and not wants_more:
+            self.plain.add(job.op_id)
 
     def _end(self, job: _Job, reason: int, **pages: int) -> None:
         del self._jobs[job.op_id]

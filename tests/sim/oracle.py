@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 
-
 from service.api.append_codec import done_of
 from service.caches.effects import Write
 from service.caches.records import (

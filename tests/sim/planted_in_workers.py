@@ -47,8 +47,13 @@ class LateAnswersAccepted(PlantedMachine):
 
     def on_event(self, event: Event) -> Event:
         op_id, answer = event
+        if isinstance(answer, list):
+            return op_id, [done._replace(op_id=self._latest(done.op_id)) for done in answer]
+        return self._latest(op_id), answer
+
+    def _latest(self, op_id: int) -> int:
         number = self.sequence.get(op_id)
-        return event if number is None else (self.present[number], answer)
+        return op_id if number is None else self.present[number]
 
 
 class _Replays(PlantedMachine):

@@ -25,7 +25,7 @@ from tests.sim.callers import Callers
 from tests.sim.disk import Disk, DiskJournal
 from tests.sim.invariants import check_invariants
 from tests.sim.machine import SEGMENT_TOKENS, WatchedMachine
-from tests.sim.model_worker import Faults, ModelWorker, Pool, message_of
+from tests.sim.model_worker import Faults, ModelWorker, Pool, message_of, together
 from tests.sim.moves import any_move
 from tests.sim.oracle import Oracle
 from tests.sim.rest import check_end, check_rest
@@ -481,7 +481,7 @@ class Simulation:
         if self._late:
             worker, event = self._late.pop()
             self.seen["late answer"] += 1
-            self._answer(worker, worker_pb2.ConnectResponse(events=[event]))
+            self._answer(worker, worker_pb2.ConnectResponse(events=together([event], worker.plain)))
             self.check_late()
 
     def check_late(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from quire.v1 import types_pb2, worker_pb2
 
 from service.caches import effects
-from service.caches.effects import CommandFailed, DecodeDone
+from service.caches.effects import CommandFailed
 from service.caches.requests import Append, AppendKind
 from service.errors import KvExhausted
 from service.pool import wire as gateway_wire
@@ -325,8 +325,6 @@ def answers(events: Sequence[worker_pb2.WorkerEvent]) -> dict[int, object]:
     for event in events:
         assert event.op_id not in found, "answered twice"
         match decoded(event):
-            case DecodeDone() as answer:
-                found[event.op_id] = (answer.kept, list(answer.kept_path), [answer.token_id])
             case worker_pb2.ForwardDone() as answer:
                 said = [output.token_id for output in answer.outputs]
                 found[event.op_id] = (answer.kept, list(answer.kept_path), said)

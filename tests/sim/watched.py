@@ -18,7 +18,7 @@ from tests.sim.disk import DiskJournal
 from tests.sim.invariants import check_invariants
 from tests.sim.journal_bytes import NeededBytes
 from tests.sim.machine import SEGMENT_TOKENS, WatchedMachine
-from tests.sim.model_worker import KV_MISSING, ModelWorker
+from tests.sim.model_worker import KV_MISSING, ModelWorker, together
 from tests.sim.oracle import Oracle
 
 # No schedule fills that.
@@ -147,11 +147,12 @@ class WatchedDispatcher(Dispatcher):
         self, worker_id: str, epoch: int, events: Iterable[Event], pages_available: int
     ) -> None:
         events = list(events)
-        for op_id, answer in events:
+        answers = [one for event in events for one in flat(event)]
+        for op_id, answer in answers:
             if answer is not None and not isinstance(answer, CommandFailed):
                 # Who is computed after all has a clean slate again, poison or not.
                 self.killed.pop(self.machine.computes(op_id), None)
-        with self._turn("deliver", *(op_id for op_id, _ in events)):
+        with self._turn("deliver", *(op_id for op_id, _ in answers)):
             super().worker_answered(worker_id, epoch, events, pages_available)
 
     def weights_switched(self, weights: int, *, drain: bool) -> None:
@@ -208,7 +209,9 @@ class WatchedDispatcher(Dispatcher):
                 asked.failures.append(event.error.reason)
             excused = event.error.reason != KV_MISSING or event.op_id in worker.excused
             assert excused, "KV that was never lost cannot be missing"
-        return worker_pb2.ConnectResponse(events=events, pages_available=worker.pages_left)
+        return worker_pb2.ConnectResponse(
+            events=together(events, worker.plain), pages_available=worker.pages_left
+        )
 
     def _on_send(self, commands: Sequence[Send]) -> None:
         self.effects += len(commands)
@@ -307,3 +310,9 @@ def check_ledger(ledger: Ledger, oracle: Oracle) -> None:
             made = (forked.request.request_id, index, forked.request.count)
         assert key == made
         assert (state.last is None) is (cache.last is None)
+
+
+def flat(event: Event) -> list[tuple[int, object]]:
+    """Answers, each with the op id of its command."""
+    op_id, answer = event
+    return [(done.op_id, done) for done in answer] if isinstance(answer, list) else [(op_id, answer)]
