@@ -73,22 +73,19 @@ class Appends(OperationKind[Append]):
             or entry is None
             or entry.tenant is not tenant
             or entry.running is not None
-            or entry.waiting
             or entry.closing
         ):
             return None
         worker, state = entry.worker, entry.state
-        length, position, serving = state.tokens.length, append.position, self._parts.weights.serving
+        length, serving = state.tokens.length, self._parts.weights.serving
         if (
             worker is None
             or worker.draining
             or entry.kv_len < length
-            or not entry.was_sent
             or entry.crash_score
-            or entry.quarantined
             or state.weights != serving
             or append.weights not in (None, serving)
-            or (position is not None and not state.last_base != position == length)
+            or append.position not in (None, length)
             or len(append.token_ids) != 1
             or length >= worker.capacity_tokens
         ):

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import dataclasses
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -77,6 +78,8 @@ def run_gateway(config: Config, member: Membership | None = None) -> int:
     # threads, such as the journal's, request it. With Python's 5 ms they may never do so: commits waited for
     # seconds.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    # The collector of garbage looks no more at what is loaded: a whole pass stops the loop for 40 ms otherwise.
+    gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         find = functools.partial(_find_on_hub, download=may_download)
         find_adapter = functools.partial(_find_adapter_on_hub, download=may_download)

@@ -118,6 +118,7 @@ def _check_placement(machine: CacheMachine, entries: Mapping[int, CacheEntry]) -
         placed += 1
         assert entry in worker.held and machine._workers.find(worker.worker_id, worker.epoch) is worker
         assert entry.kv_len <= entry.length
+        assert entry.crash_score or not entry.quarantined
         assert worker.weights == entry.state.weights, "computed with its own"
     assert placed == sum([len(worker.held) for worker in machine._workers])
 
@@ -146,6 +147,7 @@ def _check_attempts(
             replayed[worker, attempt.first_segment] += 1
     assert (len(attempts.running), len(attempts.parked)) == (num_running, num_parked)
     assert attempts._suspects == suspects and attempts._replayed == replayed
+    assert max(suspects.values(), default=0) <= 1, "a worker computes one suspect at a time"
     return queued
 
 
