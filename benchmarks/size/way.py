@@ -26,7 +26,7 @@ TYPES = (
     "workers.decodes.Decodes",
     "workers.models.inputs.ForwardInputs",
     "workers.decodes.DecodesDone",
-    "quire.v1.worker_pb2.ForwardDone",
+    "service.caches.effects.DecodeDone",
     "service.caches.records.TokensAppended",
     "service.caches.requests.Appended",
     "quire.v1.executor_pb2.DecodeResponse",

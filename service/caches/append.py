@@ -31,9 +31,7 @@ class Appends(OperationKind[Append]):
     def entries(self, request: Append, tenant: Tenant) -> Sequence[CacheEntry | None]:
         """The cache of the append, or a new one, which is not visible yet."""
         if request.cache_id:
-            # `CacheIndex.find`, without a call for each token.
-            entry = self._parts.index.by_id.get(request.cache_id)
-            return (entry if entry is not None and entry.tenant is tenant else None,)
+            return (self._parts.index.find(request.cache_id, tenant),)
         return (self._parts.index.created_by(request.request_id, tenant) or self._create(request, tenant),)
 
     def _create(self, append: Append, tenant: Tenant) -> CacheEntry:

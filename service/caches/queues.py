@@ -7,6 +7,7 @@ the caller is answered. If they cannot be written, the operation changes nothing
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from service.caches.restore import Restores
 from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import Tenant
 from service.errors import JournalUnavailable, QuireError
+
+_entry_of = operator.attrgetter("entry")
 
 
 class OperationQueues:
@@ -65,26 +68,29 @@ class OperationQueues:
         As for other requests, without the checks that cannot fail for a plain decode.
         """
         now_s, room = self._context.now_s, self._admission.room_for_decodes(tenant, len(self.operations))
-        begun: list[Operation] = []
+        tickets, entries, begun = list[int](), list[CacheEntry](), list[Operation]()
         for request in requests[:room]:
             if not isinstance(request, Append):
                 break
             entry = self._appends.plain_decode(request, tenant)
             if entry is None:
                 break
+            ticket = self._context.number()
             deadline_s = None if request.timeout_s is None else now_s + request.timeout_s
             operation = Operation(
-                self._context.number(), request, self._appends, entry, (entry,), caller, now_s, deadline_s,
+                ticket, request, self._appends, entry, (entry,), caller, now_s, deadline_s,
                 size_bytes=TOKEN_BYTES, turns_left=0, tokens=1,
             )  # fmt: skip
-            entry.running = self.operations[operation.ticket] = operation
+            entry.running = self.operations[ticket] = operation
+            tickets.append(ticket)
+            entries.append(entry)
             begun.append(operation)
         if begun:
-            self._admission.enter_decodes(begun)
-            touch([operation.entry for operation in begun], now_s)
+            self._admission.enter_decodes(tenant, len(begun))
+            touch(entries, now_s)
             for operation, error in self._attempts.begin_decodes(begun):
                 self.finish(operation, error)
-        return [operation.ticket for operation in begun]
+        return tickets
 
     def _queue(
         self, requests: Sequence[Request], caller: int, tenant: Tenant, *, is_owner: bool
@@ -201,9 +207,7 @@ class OperationQueues:
         else:
             computed = operation.kind.computed(operation, operation.request, outcome)
             if isinstance(computed, list):
-                # `_commit`, without a call for each token. What is computed releases nothing.
-                operation.records = computed
-                self._context.effects.writes.append((operation.ticket, computed))
+                self._commit(operation, computed)
                 return
             answer = computed
         self.finish(operation, answer)
@@ -261,9 +265,8 @@ class OperationQueues:
             if type(operation.done) is DecodeDone:
                 decodes.append(operation)
                 continue
-            if decodes:
-                self._decodes_committed(decodes)
-                decodes = []
+            self._decodes_committed(decodes)
+            decodes = []
             touch(operation.entries, self._context.now_s)
             answer = operation.kind.applied(operation, operation.request)
             self.finish(operation, answer)
@@ -278,7 +281,7 @@ class OperationQueues:
 
     def _decodes_committed(self, operations: Sequence[Operation]) -> None:
         """Ends plain decodes, whose records are applied. As for others, but in a few loops for all."""
-        touch([operation.entry for operation in operations], self._context.now_s)
+        touch(map(_entry_of, operations), self._context.now_s)
         replies = self._context.effects.replies
         for operation, answer in zip(operations, self._appends.decodes_applied(operations), strict=True):
             del self.operations[operation.ticket]

@@ -95,24 +95,18 @@ class Admission:
         append = request if isinstance(request, Append) else None
         size_bytes = 0
         if not kind.is_always_admitted:
-            most = self._limits.max_queued_operations
-            is_open = self.journal_works and not self.draining and tenant.quota is UNBOUNDED
-            if not is_open or queued >= (most if append is None else most / 2):
-                # Rare. Saves a call otherwise.
-                self._require_admission(append, tenant, queued)
+            self._require_admission(append, tenant, queued)
             size_bytes = kind.journal_bytes(request, tenant)
             most_bytes = self._limits.max_journal_bytes
             if size_bytes and self._ledger.store.size_bytes + self._queued_bytes + size_bytes > most_bytes:
                 raise JournalFull(most_bytes)
-        known, serving = kind.entries(request, tenant), self._weights.serving
+        known = kind.entries(request, tenant)
         entries = []
         for index, entry in enumerate(known):
             try:
                 if entry is None:
                     raise CacheNotFound
-                if entry.state.weights != serving or (append is not None and append.weights != serving):
-                    # Rare. Saves a call otherwise.
-                    self._weights.require(kind, entry, append)
+                self._weights.require(kind, entry, append)
                 # One of them begins at once if none runs.
                 most_waiting = MAX_WAITING_PER_CACHE + (entry.running is None)
                 if len(entry.waiting) >= most_waiting and not kind.is_always_admitted:
@@ -132,12 +126,11 @@ class Admission:
         left = math.ceil(self._limits.max_queued_operations / 2) - queued
         return max(0, min(left, left_bytes // TOKEN_BYTES))
 
-    def enter_decodes(self, operations: Sequence[Operation]) -> None:
-        """As `admit` and `reserve`, for plain decodes of one tenant."""
-        tenant = operations[0].entry.tenant
-        self._queued_bytes += TOKEN_BYTES * len(operations)
-        tenant.in_flight += len(operations)
-        tenant.tokens += len(operations)
+    def enter_decodes(self, tenant: Tenant, count: int) -> None:
+        """As `admit` and `reserve`, for plain decodes."""
+        self._queued_bytes += TOKEN_BYTES * count
+        tenant.in_flight += count
+        tenant.tokens += count
 
     def _require_admission(self, append: Append | None, tenant: Tenant, queued: int) -> None:
         """Raises Draining, QuotaExceeded, QueueFull or JournalUnavailable."""

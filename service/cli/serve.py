@@ -78,7 +78,7 @@ def run_gateway(config: Config, member: Membership | None = None) -> int:
     # threads, such as the journal's, request it. With Python's 5 ms they may never do so: commits waited for
     # seconds.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    # The collector of garbage looks no more at what is loaded: a whole pass stops the loop for 40 ms otherwise.
+    # What is loaded stays. Looking at it, a full pass of the garbage collector stopped the loop for 40 ms.
     gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         find = functools.partial(_find_on_hub, download=may_download)
