@@ -63,7 +63,7 @@ class Appends(OperationKind[Append]):
         self._parts.index.begin(entry)
         return entry
 
-    def plain_decode(self, append: Append, tenant: Tenant) -> CacheEntry | None:
+    def ready_decode(self, append: Append, tenant: Tenant) -> CacheEntry | None:
         """The cache of a decode that can be sent at once, as is usual; None for any other append."""
         entry = self._parts.index.by_id.get(append.cache_id)
         if (

@@ -126,7 +126,7 @@ class Attempts:
         return False
 
     def begin_decodes(self, operations: Iterable[Operation]) -> list[tuple[Operation, QuireError]]:
-        """As `begin`, for plain decodes, which workers can compute at once. Returns those that failed."""
+        """As `begin`, for decodes that can be sent at once. Returns those that failed."""
         failed = []
         for operation in operations:
             entry, state, append = operation.entry, operation.entry.state, operation.request

@@ -63,16 +63,16 @@ class OperationQueues:
         return tickets
 
     def _begin_decodes(self, requests: Sequence[Request], caller: int, tenant: Tenant) -> list[int]:
-        """Begins the first requests, as long as they are plain decodes. Returns their tickets.
+        """Begins the first requests, as long as they are decodes that can be sent at once.
 
-        As for other requests, without the checks that cannot fail for a plain decode.
+        As `_queue`, without the checks that cannot fail for such a decode. Returns their tickets.
         """
         now_s, room = self._context.now_s, self._admission.room_for_decodes(tenant, len(self.operations))
         tickets, entries, begun = list[int](), list[CacheEntry](), list[Operation]()
         for request in requests[:room]:
             if not isinstance(request, Append):
                 break
-            entry = self._appends.plain_decode(request, tenant)
+            entry = self._appends.ready_decode(request, tenant)
             if entry is None:
                 break
             ticket = self._context.number()

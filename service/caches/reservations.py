@@ -119,7 +119,7 @@ class Admission:
         return entries, size_bytes
 
     def room_for_decodes(self, tenant: Tenant, queued: int) -> int:
-        """How many plain decodes `admit` would admit by the counts. 0: each has to be checked."""
+        """How many decodes `admit` would admit by the counts. 0: each has to be checked."""
         if self.draining or not self.journal_works or tenant.quota is not UNBOUNDED:
             return 0
         left_bytes = self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes
@@ -127,7 +127,7 @@ class Admission:
         return max(0, min(left, left_bytes // TOKEN_BYTES))
 
     def enter_decodes(self, tenant: Tenant, count: int) -> None:
-        """As `admit` and `reserve`, for plain decodes."""
+        """As `admit` and `reserve`, for decodes that are sent at once."""
         self._queued_bytes += TOKEN_BYTES * count
         tenant.in_flight += count
         tenant.tokens += count
