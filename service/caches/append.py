@@ -64,7 +64,10 @@ class Appends(OperationKind[Append]):
         return entry
 
     def ready_decode(self, append: Append, tenant: Tenant) -> CacheEntry | None:
-        """The cache of a decode that can be sent at once, as is usual; None for any other append."""
+        """The cache of a decode that can be sent at once, as is usual; None for any other append.
+
+        It asks at once what admission, weights, fencing and placement would ask one after the other.
+        """
         entry = self._parts.index.by_id.get(append.cache_id)
         if (
             append.kind is not DECODE
@@ -157,7 +160,7 @@ class Appends(OperationKind[Append]):
         return [appended] if entry.creation is None else [entry.creation, appended]
 
     def decodes_computed(self, ended: Sequence[tuple[Operation, DecodeDone]]) -> list[list[Record]]:
-        """As `computed`, for plain decodes: all their tokens are kept."""
+        """As `computed`, for decodes that were answered by rows: their tokens are kept."""
         self._parts.rate.completions += len(ended)
         of_all: list[list[Record]] = []
         for operation, done in ended:
@@ -179,13 +182,10 @@ class Appends(OperationKind[Append]):
             entry.state, entry.creation = state, None
             self._parts.index.add(entry, self._parts.context.number())
         path = tuple(done.kept_path) if request.parents else ()
-        return self._all_applied((operation,), path)[0]
+        return self.all_applied((operation,), path)[0]
 
-    def decodes_applied(self, operations: Sequence[Operation]) -> list[Appended]:
-        """As `applied`, for plain decodes."""
-        return self._all_applied(operations)
-
-    def _all_applied(self, operations: Sequence[Operation], path: Sequence[int] = ()) -> list[Appended]:
+    def all_applied(self, operations: Sequence[Operation], path: Sequence[int] = ()) -> list[Appended]:
+        """As `applied`, for appends to caches that were visible. `path`: of a tree, which is alone."""
         answers = []
         for operation in operations:
             entry, request, done = operation.entry, operation.append, operation.done

@@ -32,7 +32,7 @@ from service.caches.effects import (
 from service.caches.entries import Need, Operation
 from service.caches.kv_placement import KvPlacement
 from service.caches.quarantine import blame, clear, must_be_alone
-from service.caches.requests import Append, AppendKind, Priority
+from service.caches.requests import DECODE, Append, AppendKind, Priority
 from service.caches.segments import Segment
 from service.caches.worker_load import TIME_SHARES, End, Work, WorkerLoad, retry_after_s
 from service.caches.workers import Workers, WorkerView
@@ -99,7 +99,7 @@ class Attempts:
         """Computes `append` after the first `base` tokens of the cache.
 
         With `copy_number` on a temporary copy. Without `append` only the KV is needed; returns whether the
-        worker has it. Raises QuireError if it cannot be computed at all.
+        worker has it. Raises QuireError if it cannot be computed at all. See `Appends.ready_decode`.
         """
         operation.base, operation.prompt_len = base, prompt_len
         operation.append, operation.copy_number = append, copy_number
@@ -183,9 +183,15 @@ class Attempts:
             clear(entry)
         return operation, answer
 
-    def decodes_answered(self, answers: Iterable[DecodeDone]) -> list[tuple[Operation, DecodeDone]]:
-        """As `answered`, for plain decodes, which replay nothing. In one loop, as it runs for each token."""
+    def decodes_answered(
+        self, answers: Iterable[DecodeDone]
+    ) -> tuple[list[tuple[Operation, DecodeDone]], list[AttemptResult]]:
+        """As `answered`, for rows of decodes. Returns them, and the results of what was not just a decode.
+
+        In one loop, as it runs for each token.
+        """
         ended: list[tuple[Operation, DecodeDone]] = []
+        others: list[AttemptResult] = []
         works: dict[WorkerView, list[tuple[Work, float]]] = {}
         for done in answers:
             operation = self.running.get(done.op_id)
@@ -194,19 +200,23 @@ class Attempts:
             entry, attempt = operation.entry, operation.attempt
             worker = entry.worker
             assert attempt is not None and worker is not None
-            if attempt.is_suspect or entry.crash_score:
-                self.answered(done.op_id, done)
-            else:
-                del self.running[done.op_id]
-                operation.attempt = None
-                worker.pages_queued -= attempt.pages
-                works.setdefault(worker, []).append((attempt.work, attempt.sent_s))
+            is_decode = attempt.append.kind is DECODE and not attempt.ephemeral
+            if not is_decode or attempt.is_suspect or entry.crash_score:
+                # No worker answers other forwards so, unless it is broken.
+                result = self.answered(done.op_id, done)
+                if result is not None:
+                    others.append(result)
+                continue
+            del self.running[done.op_id]
+            operation.attempt = None
+            worker.pages_queued -= attempt.pages
+            works.setdefault(worker, []).append((attempt.work, attempt.sent_s))
             ended.append((operation, done))
         for worker, its in works.items():
             worker.load.leave(its, self._context.now_s, End.ANSWERED)
         # A parked operation may have waited for these.
         self.changed = True
-        return ended
+        return ended, others
 
     def worker_lost(self, worker: WorkerView, *, crashed: bool | None) -> list[Operation]:
         """Ends all attempts on a lost worker. Returns their operations, for `try_again`.

@@ -162,7 +162,7 @@ class Context:
 class ForwardDone(Protocol):
     """A forward was computed. `kept` tokens stay; of a tree those of `kept_path`. Opaque otherwise.
 
-    Many plain decodes are answered at once: each then has a DecodeDone, which is smaller than a message.
+    Plain decodes without scores are answered at once, by rows: each has a DecodeDone, smaller than a message.
     """
 
     @property
@@ -181,7 +181,7 @@ class _DecodesRow(NamedTuple):
 
 
 class DecodeDone(_DecodesRow):
-    """A plain decode was computed: its token was kept, and only the next one is told, without scores."""
+    """The row of a decode: its token was kept, and only the next one is told, without scores."""
 
     __slots__ = ()
     kept = 1

@@ -178,7 +178,10 @@ class CacheMachine:
         self._context.now_s = now_s
         for op_id, answer in events:
             if isinstance(answer, list):
-                self._queues.decodes_computed(self._attempts.decodes_answered(answer))
+                ended, others = self._attempts.decodes_answered(answer)
+                self._queues.decodes_computed(ended)
+                for other in others:
+                    self._queues.attempt_ended(*other)
                 continue
             if isinstance(answer, KvExported) or op_id in self._moves.sent:
                 result = self._moves.answered(op_id, answer)

@@ -19,7 +19,7 @@ from service.caches.entries import CacheEntry, Operation, touch
 from service.caches.kind import OperationKind, Parts
 from service.caches.ledger import RecordConflict
 from service.caches.records import CacheReleased, Record
-from service.caches.requests import Append, Release, Request, Restore, Result, undelivered
+from service.caches.requests import DECODE, Append, Release, Request, Restore, Result, undelivered
 from service.caches.restore import Restores
 from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import Tenant
@@ -55,7 +55,7 @@ class OperationQueues:
     # An operation begins.
 
     def submit(self, requests: Sequence[Request], caller: int, tenant: Tenant) -> list[int]:
-        """Queues requests on their caches, then begins those with nothing ahead. See `submit_many`."""
+        """See `CacheMachine.submit_many`."""
         is_owner = self._context.now_s < self._admission.lease.valid_until_s
         tickets = self._begin_decodes(requests, caller, tenant) if is_owner else []
         if len(tickets) < len(requests):
@@ -95,6 +95,7 @@ class OperationQueues:
     def _queue(
         self, requests: Sequence[Request], caller: int, tenant: Tenant, *, is_owner: bool
     ) -> list[int]:
+        """Queues requests on their caches, then begins those with nothing ahead. Returns their tickets."""
         now_s, replies = self._context.now_s, self._context.effects.replies
         tickets: list[int] = []
         touched: list[CacheEntry] = []
@@ -214,7 +215,7 @@ class OperationQueues:
         self.advance(operation.entries)
 
     def decodes_computed(self, ended: Sequence[tuple[Operation, DecodeDone]]) -> None:
-        """As `attempt_ended`, for plain decodes."""
+        """As `attempt_ended`, for decodes that were answered by rows."""
         writes = self._context.effects.writes
         for (operation, _), records in zip(ended, self._appends.decodes_computed(ended), strict=True):
             operation.records = records
@@ -254,6 +255,12 @@ class OperationQueues:
         decodes: list[Operation] = []
         for ticket in tickets:
             operation = self.operations[ticket]
+            append = operation.append
+            is_row = type(operation.done) is DecodeDone and append is not None and append.kind is DECODE
+            if decodes and not is_row:
+                # Before records are applied that may release their caches.
+                self._decodes_committed(decodes)
+                decodes = []
             try:
                 for record in operation.records or ():
                     self._ledger.apply(record)
@@ -262,11 +269,9 @@ class OperationQueues:
                 self.not_committed(operation, failure_of(error))
                 continue
             entries += operation.entries
-            if type(operation.done) is DecodeDone:
+            if is_row:
                 decodes.append(operation)
                 continue
-            self._decodes_committed(decodes)
-            decodes = []
             touch(operation.entries, self._context.now_s)
             answer = operation.kind.applied(operation, operation.request)
             self.finish(operation, answer)
@@ -280,10 +285,10 @@ class OperationQueues:
         self.advance(entries)
 
     def _decodes_committed(self, operations: Sequence[Operation]) -> None:
-        """Ends plain decodes, whose records are applied. As for others, but in a few loops for all."""
+        """Ends decodes that were answered by rows, as `committed` does others. Their records are applied."""
         touch(map(_entry_of, operations), self._context.now_s)
         replies = self._context.effects.replies
-        for operation, answer in zip(operations, self._appends.decodes_applied(operations), strict=True):
+        for operation, answer in zip(operations, self._appends.all_applied(operations), strict=True):
             del self.operations[operation.ticket]
             operation.entry.running = None
             if operation.is_answered:

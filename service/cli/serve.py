@@ -79,6 +79,7 @@ def run_gateway(config: Config, member: Membership | None = None) -> int:
     # seconds.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     # What is loaded stays. Looking at it, a full pass of the garbage collector stopped the loop for 40 ms.
+    gc.collect()
     gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         find = functools.partial(_find_on_hub, download=may_download)

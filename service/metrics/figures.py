@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2
 from prometheus_client.metrics_core import HistogramMetricFamily
 from quire.v1 import admin_pb2, executor_pb2, runner_pb2
 
+from service.api.append_codec import done_of
 from service.caches.requests import Append, Appended, AppendKind, Request
 from service.dispatcher import Dispatcher, Found, OnOutcomes, Outcome
 from service.errors import QuireError
@@ -114,8 +115,7 @@ class Appends:
             if kind is _PREFILL and append.rows:
                 self.generated_tokens += 1
                 self.first_token.add(took_s)
-                # A ForwardDone, which is opaque to the caches.
-                self.queue.add(outcome.answer.timing.queue_ns / 1e9)  # type: ignore[attr-defined]
+                self.queue.add(done_of(outcome).timing.queue_ns / 1e9)
 
 
 class ObservedDispatcher(Dispatcher):

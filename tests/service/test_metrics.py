@@ -86,13 +86,9 @@ def test_a_distribution_is_a_histogram_of_prometheus(values: list[float]) -> Non
         assert math.isclose(sample.value, value, rel_tol=0, abs_tol=0), sample
 
 
-class Timing:
-    class timing:  # noqa: N801 - a field
-        queue_ns = 2_000_000
-
-
 def appended(kept: int) -> Appended:
-    return Appended("c", 1, 1, "worker-0", 0.0, 0, 0, Timing(), kept)
+    done = worker_pb2.ForwardDone(timing=types_pb2.StepTiming(queue_ns=2_000_000))
+    return Appended("c", 1, 1, "worker-0", 0.0, 0, 0, done, kept)
 
 
 def test_appends_are_counted_by_what_they_answer() -> None:
