@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -88,10 +88,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def by_turns(names: Iterable[str], values: Sequence[Any]) -> list[ParameterSet]:
-    """For pytest: each name with one of the values, by turns; with --thorough with all of them."""
+# Biases; experts in all layers and in some; caps, windows and norms around sublayers; projections in one
+# matrix; norms over all heads. All models are always compared by tests/workers/test_families.py.
+FEW = ("llama with biases", "mixtral", "qwen3_moe with dense layers", "gemma2", "phi3", "olmo2")
+
+
+def few() -> list[ParameterSet]:
+    """For pytest: `FEW`; with --thorough all models."""
+    return [pytest.param(name, marks=() if name in FEW else pytest.mark.thorough) for name in MODELS]
+
+
+def by_turns(
+    names: Iterable[str], values: Sequence[Any], always: Container[str] | None = None
+) -> list[ParameterSet]:
+    """For pytest: each name with one of the values, by turns; with --thorough with all of them.
+
+    `always`: which names, if not all; the others with --thorough only.
+    """
     return [
-        pytest.param(name, value, marks=() if index % len(values) == number else pytest.mark.thorough)
+        pytest.param(
+            name,
+            value,
+            marks=()
+            if index % len(values) == number and (always is None or name in always)
+            else pytest.mark.thorough,
+        )
         for index, name in enumerate(names)
         for number, value in enumerate(values)
     ]

@@ -300,7 +300,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-class _ForkedWorker(Forked):
+class ForkedWorker(Forked):
     """With a pipe to its standard input."""
 
     def __init__(
@@ -395,8 +395,8 @@ def main() -> int:
 
     server = sys.argv.pop(1)
 
-    def start(command: Sequence[str], *, start_new_session: bool, **options: Any) -> _ForkedWorker:
-        return _ForkedWorker(
+    def start(command: Sequence[str], *, start_new_session: bool, **options: Any) -> ForkedWorker:
+        return ForkedWorker(
             server, command, env=options["env"], cwd=options["cwd"], is_session=start_new_session
         )
 

@@ -38,7 +38,7 @@ SHORT = (
     ("large mask", 1, "INVALID_ARGUMENT BAD_MASK"),
     ("full mask", 2, "OK"),
     ("long prompts", 1, "OUT_OF_RANGE SEQUENCE_TOO_LONG"),
-    ("forks", 6, ""),
+    ("forks", 2, ""),
     ("forks that part", 2, ""),
     ("unread answers", 1, ""),
     ("control characters", 2, ""),

@@ -230,7 +230,7 @@ def test_another_model_drafts_and_nothing_changes(gateways: list[GatewayProcess]
 
 def test_speculation_draws_what_the_model_draws(gateways: list[GatewayProcess], models: list[Path]) -> None:
     """How often each second token comes, against the model's own probabilities."""
-    temperature, draws = 2.0, 250
+    temperature, draws = 2.0, 120
     with Client(gateways[0].address) as target, Client(gateways[1].address) as draft:
         counts = torch.zeros(VOCAB)
         for seed in range(draws):

@@ -204,10 +204,10 @@ def test_what_is_kept_ends_when_it_is_cancelled(gateway: GatewayProcess) -> None
 
 def test_what_is_kept_ends_when_it_is_cancelled_at_once(gateway: GatewayProcess) -> None:
     with quire.Client(gateway.address) as client:
-        begun = [client.execute("12+30=", n=4, ignore_eos=True, keep_s=60) for _ in range(50)]
+        begun = [client.execute("12+30=", n=4, ignore_eos=True, keep_s=60) for _ in range(20)]
         for execution in begun:
             execution.cancel()
-        for _ in range(50):
+        for _ in range(20):
             execution = client.execute("12+30=", n=4, ignore_eos=True, keep_s=60)
             execution.cancel()
             begun.append(execution)

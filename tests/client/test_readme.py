@@ -15,6 +15,7 @@ from quire import Client
 from quire.v1 import executor_pb2
 
 from benchmarks import checkout
+from tests import quire_command
 from tests.client.pages import blocks
 from tests.gateway_process import ROOT, GatewayProcess
 
@@ -58,7 +59,7 @@ def test_what_dies_is_found_again(tmp_path: Path) -> None:
     """It kills a worker, then the server, and goes on with the same cache."""
     (code,) = filter(starts_a_server, all_blocks("python"))
     script = tmp_path / "copied.py"
-    quire = f'"{sys.executable}", "-m", "quire.cli"'
+    quire = ", ".join(map(repr, quire_command.command()))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     script.write_text(code.replace('".venv/bin/quire"', quire).replace("127.0.0.1:50052", address))

@@ -151,7 +151,7 @@ def test_logprobs_of_the_prompt_are_those_of_a_scoring(
 def test_what_ends_a_sample(sampling_client: tinker.SamplingClient) -> None:
     """Compared with samples of the same seeds that nothing ends. Tokens are all about as likely."""
     hot: dict[str, Any] = {"temperature": 9, "max_tokens": 60}
-    free = sampling_client.sample(INPUT, 40, params(**hot, stop=[])).result(TIMEOUT_S).sequences
+    free = sampling_client.sample(INPUT, 16, params(**hot, stop=[])).result(TIMEOUT_S).sequences
     assert all((len(each.tokens), each.stop_reason) == (60, "length") for each in free)
     tokenizer = sampling_client.get_tokenizer()
     special = tokenizer.library.token_to_id("<end>")
@@ -160,7 +160,7 @@ def test_what_ends_a_sample(sampling_client: tinker.SamplingClient) -> None:
         (None, {END}), ([7, 8], {END, 7, 8}), ("<end>", {END, special}), (["<end>", "no"], {END, special}),
     ]  # fmt: skip
     for stop, ends in stops:
-        cut = sampling_client.sample(INPUT, 40, params(**hot, stop=stop)).result(TIMEOUT_S).sequences
+        cut = sampling_client.sample(INPUT, 16, params(**hot, stop=stop)).result(TIMEOUT_S).sequences
         for whole, sequence in zip(free, cut, strict=True):
             at = next((at for at, token_id in enumerate(whole.tokens) if token_id in ends), 60)
             assert sequence.tokens == whole.tokens[: at + 1], "the last token is part of the sample"

@@ -37,7 +37,12 @@ def train(gateway: GatewayProcess, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(("dtype", "arguments"), [("float32", []), ("bfloat16", ["--lora"])])
+# That adapters are pushed and served is in tests/e2e/test_adapters.py, and their numbers in
+# tests/workers/test_adapters_parity.py.
+@pytest.mark.parametrize(
+    ("dtype", "arguments"),
+    [("float32", []), pytest.param("bfloat16", ["--lora"], marks=pytest.mark.thorough)],
+)
 def test_the_reward_rises_and_no_token_is_stale(dtype: str, arguments: list[str], tmp_path: Path) -> None:
     picture = tmp_path / "steps.svg"
     with GatewayProcess(model=str(SHIPPED), flags=["--dtype", dtype]) as gateway:

@@ -181,6 +181,8 @@ def test_models_without_experts_refuse(tiny_gateway: GatewayProcess) -> None:
             assert refused.value.reason == "UNSUPPORTED_BY_EXECUTOR"
 
 
+# As a model without experts, in the test above.
+@pytest.mark.thorough
 def test_the_transformers_backend_refuses(model: Path) -> None:
     flags = ["--dtype", "float32", "--kv-pages", "32", "--model-backend", "transformers"]
     with (

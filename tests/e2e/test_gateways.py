@@ -144,7 +144,7 @@ def test_a_killed_gateway_comes_back_with_its_caches_and_its_worker(tmp_path: Pa
     with SeveralGateways(2, tmp_path, ["--orphan-grace-s", "60"]) as server:
         stubs = server.stubs()
         # Half of them call the gateway that will be killed, and half have their caches there.
-        places = [(stubs[index % 2], stubs[index // 2 % 2]) for index in range(8)]
+        places = [(stubs[index % 2], stubs[index // 2 % 2]) for index in range(4)]
         callers = [Caller(stub, [7 * i + 1, i + 2], home) for i, (stub, home) in enumerate(places)]
         was_killed = threading.Event()
         threads = [threading.Thread(target=one.decode_until, args=(was_killed, 30)) for one in callers]

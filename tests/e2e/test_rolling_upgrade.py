@@ -29,9 +29,9 @@ from tests.postgres_server import PostgresServer
 FLAGS = ("--kv-pages", "256", "--orphan-grace-s", "60")
 SHARDS = 3
 # Between two calls: what is looked for is no effect of load.
-PAUSE_S = 0.02
+PAUSE_S = 0.05
 # Of each caller, with each set of gateways.
-TOKENS = 15
+TOKENS = 10
 LENGTH = 40
 TIMEOUT_S = 60
 ROUND_ROBIN = '{"loadBalancingConfig": [{"round_robin": {}}]}'
@@ -179,7 +179,8 @@ class PlainCaller(Caller):
             time.sleep(delay_s)
 
 
-@pytest.fixture(params=[2, 3])
+# The third is one more that neither stops nor forwards.
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.thorough)])
 def upgraded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Upgraded]:
     with contextlib.ExitStack() as stack:
         yield Upgraded(stack, request.param, tmp_path)
@@ -187,8 +188,8 @@ def upgraded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Upgrade
 
 def test_no_call_fails_while_gateways_are_restarted_one_after_the_other(upgraded: Upgraded) -> None:
     client = Client(upgraded.addresses, timeout_s=TIMEOUT_S)
-    callers: list[Caller] = [OurCaller(number, client) for number in range(3)]
-    callers += [PlainCaller(number, upgraded.addresses) for number in range(3, 7)]
+    callers: list[Caller] = [OurCaller(number, client) for number in range(2)]
+    callers += [PlainCaller(number, upgraded.addresses) for number in range(2, 5)]
 
     def wait_until_all_came_on() -> None:
         before = [one.tokens for one in callers]

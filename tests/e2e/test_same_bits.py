@@ -218,8 +218,9 @@ def logprobs_of(logits: NDArray[np.float32]) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("qwen3", "float32"),
         ("mixtral", "bfloat16"),
+        # Float32 and a model without experts: in test_parity_machine.py, to within rounding.
+        pytest.param("qwen3", "float32", marks=pytest.mark.thorough),
         pytest.param("qwen3", "bfloat16", marks=pytest.mark.thorough),
         pytest.param("mixtral", "float32", marks=pytest.mark.thorough),
     ],

@@ -6,7 +6,6 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,39 +154,40 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
             pool.stop()
 
 
-def test_a_kept_execution_of_a_dead_gateway_is_generated_again_by_another(tmp_path: Path) -> None:
+# That it is told to be lost: tests/service/runtimes/test_kept_run.py.
+@pytest.mark.parametrize("model", ["adder", pytest.param("paged-attention", marks=pytest.mark.thorough)])
+def test_a_kept_execution_of_a_dead_gateway_is_generated_again_by_another(tmp_path: Path, model: str) -> None:
     """With the same tokens, or not at all: the weightless model guarantees no bits."""
-    for model in ("adder", "paged-attention"):
-        pool = Pool(tmp_path / model)
-        with PostgresServer() as database:
-            workers = ",".join(pool.listen() for _ in range(2))
-            own = ("--pool", str(pool.certificates), "--journal", database.url, "--workers-at", workers)
+    pool = Pool(tmp_path)
+    with PostgresServer() as database:
+        workers = ",".join(pool.listen() for _ in range(2))
+        own = ("--pool", str(pool.certificates), "--journal", database.url, "--workers-at", workers)
 
-            def new(own: Sequence[str] = own, model: str = model) -> GatewayProcess:
-                flags = [*FLAGS, *own, "--peer-listen", free_address()]
-                return GatewayProcess(model=model, workers=1, flags=flags)
+        def new() -> GatewayProcess:
+            flags = [*FLAGS, *own, "--peer-listen", free_address()]
+            return GatewayProcess(model=model, workers=1, flags=flags)
 
-            try:
-                with new() as other, new() as killed:
-                    drawn = types_pb2.SamplingParams(temperature=1.0, seed=5)
-                    items = [item("a", PROMPT, 100, sampling=drawn), item("b", [1, 2], 90)]
-                    request = kept(model, *items)
-                    call = runner(killed).Execute(request, timeout=PATIENCE_S)
-                    seen = read_some(call, 5)
-                    killed.process.send_signal(signal.SIGKILL)
-                    with contextlib.suppress(grpc.RpcError):
-                        read_into(seen, call)
-                    # Whoever has its caches now.
-                    other.wait_until(lambda: len(other.status().workers) == 2)
-                    if model == "adder":
-                        whole = {key: tokens(chunks) for key, chunks in execute(other, *items).items()}
-                        assert go_on(other, request, seen) == whole
-                        continue
-                    again = read_some(runner(other).Execute(resumed(request, seen), timeout=PATIENCE_S), 100)
-                    for chunks in again.values():
-                        assert status_reason(chunks[-1].error) == "EXECUTION_LOST" and not tokens(chunks)
-            finally:
-                pool.stop()
+        try:
+            with new() as other, new() as killed:
+                drawn = types_pb2.SamplingParams(temperature=1.0, seed=5)
+                items = [item("a", PROMPT, 100, sampling=drawn), item("b", [1, 2], 90)]
+                request = kept(model, *items)
+                call = runner(killed).Execute(request, timeout=PATIENCE_S)
+                seen = read_some(call, 5)
+                killed.process.send_signal(signal.SIGKILL)
+                with contextlib.suppress(grpc.RpcError):
+                    read_into(seen, call)
+                # Whoever has its caches now.
+                other.wait_until(lambda: len(other.status().workers) == 2)
+                if model == "adder":
+                    whole = {key: tokens(chunks) for key, chunks in execute(other, *items).items()}
+                    assert go_on(other, request, seen) == whole
+                    return
+                again = read_some(runner(other).Execute(resumed(request, seen), timeout=PATIENCE_S), 100)
+                for chunks in again.values():
+                    assert status_reason(chunks[-1].error) == "EXECUTION_LOST" and not tokens(chunks)
+        finally:
+            pool.stop()
 
 
 def test_a_gateway_that_was_paused_past_its_leases_answers_nothing_any_more(tmp_path: Path) -> None:

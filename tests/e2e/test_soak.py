@@ -16,8 +16,8 @@ from quire.v1 import executor_pb2_grpc
 
 from tests.gateway_process import GatewayProcess
 
-WARM_UP_CALLS = 1_200
-CALLS = 3_000
+WARM_UP_CALLS = 800
+CALLS = 1_600
 THOROUGH_CALLS = 9_000
 CANCELLED_SHARE = 0.1
 CONCURRENCY = 24

@@ -60,7 +60,15 @@ def test_it_reads_the_sum(gateway: GatewayProcess) -> None:
     assert done.stdout.strip() == "46", done.stderr
 
 
-@pytest.mark.parametrize("victim", ["rank 0", "rank 1", "rank 1, stopped"])
+# Of one that is killed, without gateway: `test_a_rank_that_ends_ends_the_group` of the worker.
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "rank 0",
+        pytest.param("rank 1", marks=pytest.mark.thorough),
+        "rank 1, stopped",
+    ],
+)
 def test_a_killed_rank_under_callers(gateway: GatewayProcess, victim: str) -> None:
     """No call fails and no token is lost; a new group replaces the old one, of which nothing is left.
 
@@ -100,7 +108,13 @@ def test_a_killed_rank_under_callers(gateway: GatewayProcess, victim: str) -> No
     ("model", "ranks", "why"),
     [
         ("paged-attention", "2", "tensor_parallel = 2, and paged-attention cannot be split"),
-        ("adder", "3", "tensor_parallel = 3 must divide the model's num_attention_heads"),
+        # As tests/workers/test_rank_processes.py, which refuses it without a server.
+        pytest.param(
+            "adder",
+            "3",
+            "tensor_parallel = 3 must divide the model's num_attention_heads",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused(model: str, ranks: str, why: str) -> None:

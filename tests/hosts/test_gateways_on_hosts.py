@@ -14,6 +14,9 @@ FAULTS = 8
 TIMEOUT_S = 400
 
 
+# Lost gateways and leases in a database: tests/e2e/test_shared_shards.py and tests/sim/test_shards.py. Links:
+# test_hosts.py.
+@pytest.mark.thorough
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_faults_of_several_gateways_lose_nothing() -> None:
     if found := lacks():

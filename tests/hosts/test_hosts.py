@@ -16,7 +16,11 @@ TIMEOUT_S = 270
 
 
 @pytest.mark.timeout(TIMEOUT_S + 20)
-@pytest.mark.parametrize(("faults", "flags"), [(FAULTS, []), (FAULTS_CALLING, ["--calls"])])
+# Workers that call, and a cut between: tests/e2e/test_remote_workers.py.
+@pytest.mark.parametrize(
+    ("faults", "flags"),
+    [(FAULTS, []), pytest.param(FAULTS_CALLING, ["--calls"], marks=pytest.mark.thorough)],
+)
 def test_each_fault_loses_nothing(faults: int, flags: list[str]) -> None:
     if lacks := missing():
         pytest.skip(f"network namespaces: {lacks}")

@@ -26,14 +26,21 @@ def run(*groups: Group, seconds: float = SECONDS, **options: float) -> tuple[Gro
     return groups
 
 
-@pytest.mark.parametrize(("times", "timeout_s"), [(1.2, 1.0), (1.2, 0.25), (2, 0.25), (10, 1.0), (50, 0.25)])
+@pytest.mark.parametrize(
+    ("times", "timeout_s"),
+    # The most calls by far, which are refused as those of ten times the capacity are.
+    [(1.2, 1.0), (1.2, 0.25), (2, 0.25), (10, 1.0), pytest.param(50, 0.25, marks=pytest.mark.thorough)],
+)
 def test_goodput_stays_whatever_is_asked(times: float, timeout_s: float) -> None:
     (group,) = run(Group(per_s=times * CAPACITY, timeout_s=timeout_s))
     assert group.per_s_in_time(SECONDS) > 0.9 * CAPACITY, group.answers
     assert group.answers["late"] < 0.05 * group.answers.total(), "who cannot be served is told so"
 
 
-@pytest.mark.parametrize(("spread", "goodput"), [(0.0, 0.9), (0.9, 0.85)])
+# That all take alike is in the test above, but for how long.
+@pytest.mark.parametrize(
+    ("spread", "goodput"), [pytest.param(0.0, 0.9, marks=pytest.mark.thorough), (0.9, 0.85)]
+)
 def test_forwards_that_all_take_alike_or_very_differently(spread: float, goodput: float) -> None:
     for timeout_s in (1.0, 0.25):
         (group,) = run(Group(per_s=10 * CAPACITY, timeout_s=timeout_s), spread=spread, seconds=20)
@@ -83,7 +90,7 @@ def test_when_a_load_is_over_all_is_as_before() -> None:
     assert after.answers["OK"] > 250 and set(after.answers) == {"OK"}
 
 
-@pytest.mark.parametrize("timeout_s", [0.5, 5.0])
+@pytest.mark.parametrize("timeout_s", [0.5, pytest.param(5.0, marks=pytest.mark.thorough)])
 def test_large_batches_are_not_refused_by_what_small_ones_took(timeout_s: float) -> None:
     """A step takes 20 ms and 0.2 ms for each of what is in it: nothing ever takes long."""
     batches = Group(loops=2, items=256, tokens=1, timeout_s=timeout_s)

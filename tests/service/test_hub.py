@@ -112,7 +112,7 @@ def names_in(snapshot: str) -> set[str]:
 # Without a network.
 
 
-@pytest.mark.parametrize("weights", [WEIGHTS, SHARDS])
+@pytest.mark.parametrize("weights", [pytest.param(WEIGHTS, marks=pytest.mark.thorough), SHARDS])
 def test_what_is_in_the_cache_is_found_without_asking_anybody(
     tmp_path: Path, find: Find, weights: dict[str, bytes]
 ) -> None:
@@ -221,7 +221,7 @@ def test_nobody_there(find: Find) -> None:
 # Over the network.
 
 
-@pytest.mark.parametrize("weights", [WEIGHTS, SHARDS])
+@pytest.mark.parametrize("weights", [pytest.param(WEIGHTS, marks=pytest.mark.thorough), SHARDS])
 def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, bytes]) -> None:
     site = Hub(MODEL, SMALL | CARDS | weights | OTHERS)
     with serving(site) as endpoint:

@@ -17,7 +17,7 @@ def test_a_few_faults_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, value in for_a_soak().items():
         monkeypatch.setenv(name, value)
     options = Namespace(
-        faults=8, minutes=3.5, seed=7, callers=4, texts=8, workers=2, kv_pages=40, interval_s=0.2
+        faults=8, minutes=3.5, seed=7, callers=2, texts=8, workers=2, kv_pages=40, interval_s=0.2
     )
     tally = asyncio.run(soak(options, tmp_path))
     assert tally.is_clean(), tally.details

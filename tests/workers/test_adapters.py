@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
-from tests.families import MODELS, settings_of
+from tests.families import few, settings_of
 from tests.model_factory import hf_model, make_adapter, make_family_model, peft_model
 from workers.adapters import tensors
 from workers.adapters.adapter import Adapter, identity, read_adapter
@@ -42,7 +42,7 @@ PATTERNS = [
 ]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=few())
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A model's name and its directory."""
     directory = tmp_path_factory.mktemp("model")

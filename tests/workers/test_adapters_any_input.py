@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
@@ -62,7 +62,6 @@ JSON = st.recursive(
 SETTING_NAMES = st.sampled_from([field.name for field in dataclasses.fields(LoraConfig)]) | st.text()
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.dictionaries(SETTING_NAMES, JSON, min_size=1, max_size=3))
 def test_any_settings_are_read_or_refused(good: Path, spare: Path, changes: dict[str, Any]) -> None:
     shutil.copytree(good, spare, dirs_exist_ok=True)
@@ -70,7 +69,6 @@ def test_any_settings_are_read_or_refused(good: Path, spare: Path, changes: dict
     read_or_refuse(spare)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from([A, B, "__metadata__", "x"]) | st.text(),
     st.sampled_from(["dtype", "shape", "data_offsets"]) | st.text(),
@@ -82,7 +80,6 @@ def test_any_header_is_read_or_refused(good: Path, spare: Path, tensor: str, fie
     read_or_refuse(spare)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.sampled_from([CONFIG, WEIGHTS]), st.integers(0, 2000), st.binary(max_size=3), st.integers(0, 3))
 def test_any_bytes_are_read_or_refused(
     good: Path, spare: Path, name: str, at: int, new: bytes, removed: int

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families import MODELS, settings_of
+from tests.families import few, settings_of
 from tests.model_factory import (
     exact_logits,
     hf_logits,
@@ -36,7 +36,7 @@ BOUND = 1e-4
 LIMITS = {"max_rank": MAX_RANK, "max_bytes": 1 << 30}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=few())
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     return make_family_model(directory, *settings_of(request.param), seed=11)

@@ -384,7 +384,14 @@ def grown(directory: Path, rank: int) -> None:
 ALL = [*SETTINGS, *TENSORS, *FILES]
 
 
-@pytest.mark.parametrize("bad", ALL, ids=lambda bad: bad.name)
+# Seconds each; the first as in test_adapters_patterns.py.
+SLOW = ("patterns that take for ever", "70,000 tensors")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [pytest.param(bad, id=bad.name, marks=pytest.mark.thorough if bad.name in SLOW else ()) for bad in ALL],
+)
 def test_a_bad_directory_is_refused_by_name(tmp_path: Path, good: Path, bad: BadDirectory) -> None:
     directory = shutil.copytree(good, tmp_path / "an-adapter-of-somebody")
     bad.damage(directory)

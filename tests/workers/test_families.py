@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneration
 
 from kernels.paged_attention import CUDA_WIDTHS
-from tests.families import MODELS, by_turns, settings_of
+from tests.families import MODELS, by_turns, few, settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import dense
 from tests.model_factory import (
@@ -166,6 +166,7 @@ def test_a_matrix_that_is_off_by_a_thousandth_is_noticed(tmp_path: Path) -> None
             assert_same(directory, [text], found)
 
 
+@pytest.mark.parametrize("made", few(), indirect=True)
 def test_each_token_of_a_tree_is_as_on_its_own_path(made: tuple[str, Path]) -> None:
     _, directory = made
     decoder = load_decoder(directory, pack=True)

@@ -286,9 +286,7 @@ def _small_slices() -> Iterator[None]:
 
 
 TestTable = TableMachine.TestCase
-TestTable.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestTable.settings = settings(stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow])
 
 true_reserve = KvTable.reserve
 true_append_next = KvTable.append_next

@@ -126,9 +126,8 @@ GATHERED = "bloom codegen diffllama falcon gpt_neo gpt_neox_japanese gptj mpt xg
 # Each has something that others have not: biases of scores, caps, sinks, windows, chunks, latent
 # keys, experts of all kinds, learned positions, one head of keys. What else the others have is the library's.
 ALWAYS = """
-    biogpt bloom cohere2 deepseek_v3 exaone4 falcon gemma2 gemma3_text gpt2 gpt_bigcode gpt_neo gpt_oss
-    granitemoe jetmoe llama llama4_text minicpm3 modernbert-decoder nanochat olmo2 phi3 qwen2_moe qwen3_moe
-    smollm3
+    bloom cohere2 deepseek_v3 falcon gemma2 gpt2 gpt_bigcode gpt_neo gpt_oss jetmoe llama llama4_text
+    modernbert-decoder qwen2_moe
 """
 
 

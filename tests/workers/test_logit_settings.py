@@ -109,7 +109,6 @@ def test_the_wire_makes_bits_of_a_list() -> None:
     assert not Masks(VOCAB).allowed(nothing.output.mask).any()
 
 
-@settings(max_examples=200)
 @given(allowed=st.sets(st.integers(0, VOCAB - 1)), stray_bits=st.integers(0, 255), words=st.booleans())
 def test_the_wire_makes_the_same_bits_of_any_form(allowed: set[int], stray_bits: int, *, words: bool) -> None:
     for mask in forms(allowed, VOCAB, stray_bits, words=words):

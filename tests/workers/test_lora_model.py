@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.families import MODELS, by_turns, settings_of
+from tests.families import MODELS, by_turns, few, settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import (
     TinyModel,
@@ -37,7 +37,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 TEXT_SLOTS = (2, -1, 0, 2, 4)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=few())
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     return make_family_model(directory, *settings_of(request.param), seed=7)

@@ -171,6 +171,8 @@ print(before, resident("VmHWM"), resident("VmRSS"), description.weight_bytes)
 """
 
 
+# Of native models: tests/workers/test_weights.py.
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads VmHWM from /proc")
 def test_peak_memory_of_a_load(tmp_path: Path) -> None:
     """The weights once and the largest of them, not the weights twice."""

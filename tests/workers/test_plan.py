@@ -159,7 +159,8 @@ def test_the_command(
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["--memory", "1000"], "the weights of the model do not fit"),
+        # It measures the machine before. As `test_pages_fit_into_the_memory_that_is_left`.
+        pytest.param(["--memory", "1000"], "the weights of the model do not fit", marks=pytest.mark.thorough),
         (["--memory", "0"], "must be at least 1"),
         (["--context", "0"], "must be at least 1"),
         (["--dtype", "int8"], "dtype: must be auto or one of"),

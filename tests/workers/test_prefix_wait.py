@@ -107,7 +107,9 @@ def test_a_step_does_not_wait_for_many_prompts_to_be_compared(monkeypatch: pytes
     assert sum(done[number].reused for number in range(1, 101)) == 99 * 64
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(10, 30))]
+)
 def test_answers_are_the_same(seed: int) -> None:
     rng = random.Random(seed)
     workers = Worker(batch_tokens=rng.choice([24, 64, 200])), Worker(waits=False)

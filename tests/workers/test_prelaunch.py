@@ -231,7 +231,9 @@ def test_an_unrequested_result_is_dropped_while_other_commands_arrive(
     assert worker.lengths() == {7: 5}
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(10, 40))]
+)
 def test_answers_are_the_same_with_and_without_prelaunch(seed: int) -> None:
     """The same commands give the same answers, and leave the same tokens."""
     rng = random.Random(seed)

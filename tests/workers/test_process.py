@@ -14,7 +14,8 @@ import pytest
 from google.protobuf import json_format
 from quire.v1 import worker_pb2
 
-from tests.gateway_process import ROOT
+from benchmarks.checkout import ROOT, environment
+from tests.forks import WORKERS, Forked, ForkedWorker, fork_server
 from workers import process as entry_point
 from workers.common.protocol import SECRET_VARIABLE
 
@@ -22,37 +23,29 @@ from workers.common.protocol import SECRET_VARIABLE
 PATIENCE_S = 60
 
 
-def start(socket: str, grace_s: float) -> subprocess.Popen[bytes]:
+def start(socket: str, grace_s: float) -> ForkedWorker:
     config = worker_pb2.WorkerConfig(
         model="paged-attention", kv_pages=8, device="cpu", threads=1, log_level="info", orphan_grace_s=grace_s
     )
     config.max_batch_tokens = config.max_batch_items = 16
     command = [sys.executable, "-m", "workers", "--socket", socket]
-    return subprocess.Popen(
-        [*command, "--config", json_format.MessageToJson(config, indent=None)],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=ROOT,
-        env=os.environ | {"QUIRE_WORKER_SECRET": "opensesame"},
-    )
+    command += ["--config", json_format.MessageToJson(config, indent=None)]
+    settings = environment(ROOT) | {SECRET_VARIABLE: "opensesame"}
+    return ForkedWorker(fork_server(*WORKERS), command, env=settings, cwd=str(ROOT), is_session=False)
 
 
 def test_it_ends_by_itself() -> None:
     """If nobody connects, with a gateway or without; at once, if that died before it was written down."""
-    with (
-        tempfile.TemporaryDirectory() as place,
-        start(f"{place}/a", 0.5) as lonely,
-        start(f"{place}/b", 0.5) as orphan,
-        start(f"{place}/c", 600) as unwritten,
-    ):
+    with tempfile.TemporaryDirectory() as place:
+        lonely, orphan, unwritten = (
+            start(f"{place}/{name}", grace_s) for name, grace_s in (("a", 0.5), ("b", 0.5), ("c", 600))
+        )
         for worker in (lonely, orphan):
-            assert worker.stdin is not None
             worker.stdin.write(b"\n")
-            worker.stdin.flush()
         for worker in (orphan, unwritten):
-            assert worker.stdin is not None
             worker.stdin.close()
         assert lonely.wait(PATIENCE_S) == -signal.SIGALRM
+        lonely.stdin.close()
         assert orphan.wait(PATIENCE_S) == -signal.SIGALRM
         assert unwritten.wait(PATIENCE_S) == -signal.SIGKILL
 
@@ -65,18 +58,19 @@ def test_it_needs_a_secret(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert SECRET_VARIABLE in capsys.readouterr().err
 
 
+def log_lines(file: int, *arguments: str) -> None:
+    """Forked from a process with its imports, that would take seconds each time."""
+    command = [sys.executable, "-m", "tests.workers.log_lines", *arguments]
+    server = fork_server(*WORKERS)
+    assert Forked(server, command, env=environment(ROOT), cwd=str(ROOT), files=(0, 1, file)).wait(60) == 0
+
+
 def test_a_line_of_the_log_is_written_in_one_piece() -> None:
     """Gateway and workers write to one pipe: a line in two writes has those of others in its middle."""
-    program = (
-        "import structlog; from quire.v1.worker_pb2 import WorkerConfig;"
-        "from workers import process as main;"
-        "main.configure_logging(WorkerConfig(log_format='json', log_level='info'));"
-        "structlog.get_logger('a').info('hello'); main.background_log().drain(30)"
-    )
     # What is written at once to such a pipe is read at once.
     read_end, write_end = os.pipe2(os.O_DIRECT)
     try:
-        subprocess.run([sys.executable, "-c", program], stderr=write_end, timeout=60, check=True)
+        log_lines(write_end, "json")
         line = os.read(read_end, 1 << 16)
         assert json.loads(line)["event"] == "hello" and line.endswith(b"\n")
         os.set_blocking(read_end, False)
@@ -87,19 +81,11 @@ def test_a_line_of_the_log_is_written_in_one_piece() -> None:
         os.close(write_end)
 
 
-def test_lines_of_all_threads_say_whose_they_are() -> None:
+def test_lines_of_all_threads_say_whose_they_are(tmp_path: Path) -> None:
     """The model is loaded on a thread of its own, also by modules that use `logging`."""
-    program = (
-        "import logging, threading, structlog; from quire.v1.worker_pb2 import WorkerConfig;"
-        "from workers import process as main;"
-        "main.configure_logging(WorkerConfig(worker_id='worker-3', log_format='json', log_level='info'));"
-        "lines = lambda: (structlog.get_logger('workers.a').info('one'),"
-        " logging.getLogger('workers.b').info('other'));"
-        "thread = threading.Thread(target=lines); thread.start(); thread.join();"
-        "main.background_log().drain(30)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=60, check=True)
-    found = [json.loads(line) for line in done.stderr.splitlines()]
+    with (tmp_path / "log").open("wb") as file:
+        log_lines(file.fileno(), "json", "another")
+    found = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [(line["worker_id"], line["logger"], line["event"]) for line in found] == [
         ("worker-3", "workers.a", "one"),
         ("worker-3", "workers.b", "other"),
@@ -107,15 +93,11 @@ def test_lines_of_all_threads_say_whose_they_are() -> None:
     assert all(line["pid"] and line["timestamp"] for line in found)
 
 
-def test_colours_are_for_terminals() -> None:
-    program = (
-        "import structlog; from quire.v1.worker_pb2 import WorkerConfig;"
-        "from workers import process as main;"
-        "main.configure_logging(WorkerConfig(log_format='pretty', log_level='info'));"
-        "structlog.get_logger('a').info('hello'); main.background_log().drain(30)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=60, check=True)
-    assert b"hello" in done.stderr and b"\x1b" not in done.stderr
+def test_colours_are_for_terminals(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as file:
+        log_lines(file.fileno(), "pretty")
+    written = (tmp_path / "log").read_bytes()
+    assert b"hello" in written and b"\x1b" not in written
 
 
 def test_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

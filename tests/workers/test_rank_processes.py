@@ -140,7 +140,17 @@ def bound_of(directory: Path) -> float:
     return float(float32_losses(hf_model(directory), texts, with_states=False).max())
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama with biases", "mixtral", "olmo2", "gemma3"])
+# Ranks in one process, by which these are split: test_tensor_parallel.py, for more families.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral",
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("qwen3", "llama with biases", "olmo2", "gemma3")
+        ),
+    ],
+)
 def test_any_commands(name: str, group: RankGroup, tmp_path: Path) -> None:
     directory = make_family_model(tmp_path, *settings_of(name), seed=7)
     bound, compared = bound_of(directory), 0

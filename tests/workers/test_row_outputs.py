@@ -56,7 +56,6 @@ def rows_and_specs(draw: st.DrawFn) -> tuple[torch.Tensor, list[OutputSpec]]:
     return torch.from_numpy(logits).float(), [draw(spec) for _ in range(count)]
 
 
-@settings(max_examples=200, deadline=None)
 @given(rows_and_specs(), st.data())
 def test_ids_of_a_device_are_those_of_the_host(
     case: tuple[torch.Tensor, list[OutputSpec]], data: st.DataObject
@@ -68,7 +67,6 @@ def test_ids_of_a_device_are_those_of_the_host(
     assert best_ids(logits, counts) == expected
 
 
-@settings(max_examples=200, deadline=None)
 @given(rows_and_specs())
 def test_outputs_are_what_was_asked_for(case: tuple[torch.Tensor, list[OutputSpec]]) -> None:
     logits, specs = case

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
@@ -110,7 +110,6 @@ def choose_one(logits: Sequence[float] | torch.Tensor, row: SamplingRow) -> int:
     return int(choose_tokens(torch.as_tensor(logits, dtype=torch.float32).unsqueeze(0), [row])[0])
 
 
-@settings(max_examples=300, deadline=None)
 @given(batches())
 def test_all_settings_and_combinations(batch: tuple[list[list[float]], list[SamplingRow]]) -> None:
     logits, rows = batch

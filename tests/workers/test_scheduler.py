@@ -269,9 +269,7 @@ def wanted_rows(chunk: Chunk) -> int:
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestScheduler.settings = settings(stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow])
 
 true_fit = Scheduler._tokens_that_fit
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families import MODELS, by_turns, settings_of
+from tests.families import FEW, MODELS, by_turns, settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import float32_losses, hf_model, load_decoder, make_family_model
 from tests.workers.company import assert_same_bits
@@ -62,7 +62,7 @@ def assert_close(directory: Path, text: list[int], found: Rows, expected: Rows) 
         assert (row - expected[layer, position]).abs().max() < losses[layer], (layer, position)
 
 
-@pytest.mark.parametrize(("made", "ranks"), by_turns(MODELS, [2, 4]), indirect=["made"])
+@pytest.mark.parametrize(("made", "ranks"), by_turns(MODELS, [2, 4], FEW), indirect=["made"])
 def test_as_in_one_process(made: tuple[str, Path], ranks: int) -> None:
     """Logits and hidden states, in shared batches of random chunks.
 
@@ -91,7 +91,16 @@ def test_without_compiled_kernels(made: tuple[str, Path]) -> None:
     assert_close(directory, text, found[0], expected[0])
 
 
-@pytest.mark.parametrize("made", ["llama", "gemma2", "qwen3_moe"], indirect=True)
+# How a tree is attended to, without ranks: test_families.py.
+@pytest.mark.parametrize(
+    "made",
+    [
+        "gemma2",
+        pytest.param("llama", marks=pytest.mark.thorough),
+        pytest.param("qwen3_moe", marks=pytest.mark.thorough),
+    ],
+    indirect=True,
+)
 def test_token_trees(made: tuple[str, Path]) -> None:
     _, directory = made
     expected, found = (
@@ -104,7 +113,7 @@ def test_token_trees(made: tuple[str, Path]) -> None:
         assert (ours - theirs).abs().max() < losses[0, 0]
 
 
-@pytest.mark.parametrize(("made", "dtype"), by_turns(MODELS, ["float32", "bfloat16"]), indirect=["made"])
+@pytest.mark.parametrize(("made", "dtype"), by_turns(MODELS, ["float32", "bfloat16"], FEW), indirect=["made"])
 def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: str) -> None:
     """With 4 ranks too: their terms are added in one order."""
     need_compiled()
@@ -112,7 +121,7 @@ def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: s
     assert_same_bits(split_model(directory, 4, dtype), random_texts(1, 40, 90), name)
 
 
-@pytest.mark.parametrize(("made", "ranks"), by_turns(MODELS, [2, 4]), indirect=["made"])
+@pytest.mark.parametrize(("made", "ranks"), by_turns(MODELS, [2, 4], FEW), indirect=["made"])
 def test_adapters(made: tuple[str, Path], ranks: int) -> None:
     """Each rank has the rows or columns of A and B that belong to its part of a projection."""
     _, directory = made

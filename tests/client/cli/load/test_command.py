@@ -40,7 +40,13 @@ RATE, CALLERS = ("--rate", "20", "--arrivals", "constant"), ("--callers", "3")
 
 @pytest.mark.parametrize(
     ("mode", "pace"),
-    [("unary", RATE), ("batch", RATE), ("batch", CALLERS), ("session", RATE), ("execute", CALLERS)],
+    [
+        ("unary", RATE),
+        ("batch", CALLERS),
+        ("session", RATE),
+        ("execute", CALLERS),
+        pytest.param("batch", RATE, marks=pytest.mark.thorough),  # The rate as with unary calls.
+    ],
 )
 def test_every_mode_runs_what_was_asked_and_leaves_nothing(
     gateway: GatewayProcess, load: Callable[..., dict[str, Any]], mode: str, pace: tuple[str, ...]
