@@ -115,8 +115,8 @@ def placed(gateway: GatewayProcess) -> list[Placed]:
     return found
 
 
-# That Ray launches, places and finds workers again is in the last test. Nodes that are drained and lost are only
-# here and in the next one: half a minute of a core each.
+# That Ray launches, places and finds workers again is in the last test. Nodes that are drained and lost are
+# only here and in the next one: half a minute of a core each.
 @pytest.mark.thorough
 def test_nodes_join_and_are_drained(shared: Shared, tmp_path: Path, expected: list[int]) -> None:
     """With `auto` each node has a worker. Callers of a node that is drained continue on the others."""
