@@ -55,11 +55,11 @@ async def _run(gateways: list[GatewayProcess], rounds: int, tokens: int) -> None
                 for which in range(len(parts)) if at % 2 else reversed(range(len(parts))):
                     used_us = await _measure(*parts[which], mode, callers, tokens // callers)
                     found.setdefault((mode, callers, which), []).append(used_us)
-    print(f"{'us of CPU a token':24}" + "".join(f"{name:>20}" for name in ("this", "other")[: len(parts)]))
+    print(f"{'us of CPU a token':24}" + "".join(f"{name:>24}" for name in ("this", "other")[: len(parts)]))
     for mode, callers in _WAYS:
         columns = [found[mode, callers, which] for which in range(len(parts))]
         texts = [f"{statistics.median(values):.1f} (least {min(values):.1f})" for values in columns]
-        print(f"{mode + ', callers: ' + str(callers):24}" + "".join(f"{text:>20}" for text in texts))
+        print(f"{mode + ', callers: ' + str(callers):24}" + "".join(f"{text:>24}" for text in texts))
 
 
 def main() -> None:
