@@ -259,6 +259,7 @@ def held_bytes(requests: Sequence[Request | QuireError]) -> int:
 def write_decode(_request: Append, result: Appended, into: _OneOutput) -> None:
     """A decode's answer. A chunk of a UnifiedForward that is not the final one has no output."""
     done = result.answer
+    assert result.cache_id
     write_handle(result, into.kv_cache)
     if isinstance(done, DecodeDone):
         # As `decode_answer`, without its messages.

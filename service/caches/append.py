@@ -185,7 +185,7 @@ class Appends(OperationKind[Append]):
         return self.all_applied((operation,), path)[0]
 
     def all_applied(self, operations: Sequence[Operation], path: Sequence[int] = ()) -> list[Appended]:
-        """As `applied`, for appends to caches that were visible. `path`: of a tree, which is alone."""
+        """Keeps the answers and returns them. The caches are visible. `path`: of a tree, which is alone."""
         answers = []
         for operation in operations:
             entry, request, done = operation.entry, operation.append, operation.done
@@ -218,6 +218,7 @@ class Appends(OperationKind[Append]):
 
 
 def _answer(operation: Operation, done: ForwardDone, kept: int, path: Sequence[int]) -> Appended:
+    """The answer to an append."""
     entry = operation.entry
     return Appended(
         entry.state.cache_id,

@@ -32,7 +32,7 @@ from service.caches.effects import (
 from service.caches.entries import Need, Operation
 from service.caches.kv_placement import KvPlacement
 from service.caches.quarantine import blame, clear, must_be_alone
-from service.caches.requests import DECODE, Append, AppendKind, Priority
+from service.caches.requests import DECODE, NORMAL, PREFILL, Append
 from service.caches.segments import Segment
 from service.caches.worker_load import TIME_SHARES, End, Work, WorkerLoad, retry_after_s
 from service.caches.workers import Workers, WorkerView
@@ -202,7 +202,7 @@ class Attempts:
             assert attempt is not None and worker is not None
             is_decode = attempt.append.kind is DECODE and not attempt.ephemeral
             if not is_decode or attempt.is_suspect or entry.crash_score:
-                # No worker answers other forwards so, unless it is broken.
+                # A suspect; or another forward, which only a broken worker answers so.
                 result = self.answered(done.op_id, done)
                 if result is not None:
                     others.append(result)
@@ -366,8 +366,8 @@ class Attempts:
         """Sends the tokens that the worker does not have, up to `base`."""
         entry, append = operation.entry, operation.append
         missing = entry.state.tokens.between(entry.kv_len, operation.base)
-        priority = Priority.NORMAL if append is None else append.priority
-        replay = Append(AppendKind.PREFILL, "", missing, rows=0, priority=priority)
+        priority = NORMAL if append is None else append.priority
+        replay = Append(PREFILL, "", missing, rows=0, priority=priority)
         self._forward(operation, replay, entry.number, entry.kv_len, replays=True)
 
     def _forward(

@@ -208,8 +208,8 @@ class KvExported:
     size_bytes: int
 
 
-# The answer to the command with this op id. None: a command without a result succeeded. Plain decodes are
-# answered together: each names its command.
+# The answer to the command with this op id. None: a command without a result succeeded. A list of
+# rows, under 0: each has the op id of its command.
 Event = tuple[int, ForwardDone | KvExported | CommandFailed | list[DecodeDone] | None]
 
 

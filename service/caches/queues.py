@@ -56,10 +56,9 @@ class OperationQueues:
 
     def submit(self, requests: Sequence[Request], caller: int, tenant: Tenant) -> list[int]:
         """See `CacheMachine.submit_many`."""
-        is_owner = self._context.now_s < self._admission.lease.valid_until_s
-        tickets = self._begin_decodes(requests, caller, tenant) if is_owner else []
+        tickets = self._begin_decodes(requests, caller, tenant)
         if len(tickets) < len(requests):
-            tickets += self._queue(requests[len(tickets) :], caller, tenant, is_owner=is_owner)
+            tickets += self._queue(requests[len(tickets) :], caller, tenant)
         return tickets
 
     def _begin_decodes(self, requests: Sequence[Request], caller: int, tenant: Tenant) -> list[int]:
@@ -68,7 +67,9 @@ class OperationQueues:
         As `_queue`, without the checks that cannot fail for such a decode. Returns their tickets.
         """
         now_s, room = self._context.now_s, self._admission.room_for_decodes(tenant, len(self.operations))
-        tickets, entries, begun = list[int](), list[CacheEntry](), list[Operation]()
+        tickets: list[int] = []
+        entries: list[CacheEntry] = []
+        begun: list[Operation] = []
         for request in requests[:room]:
             if not isinstance(request, Append):
                 break
@@ -92,13 +93,12 @@ class OperationQueues:
                 self.finish(operation, error)
         return tickets
 
-    def _queue(
-        self, requests: Sequence[Request], caller: int, tenant: Tenant, *, is_owner: bool
-    ) -> list[int]:
+    def _queue(self, requests: Sequence[Request], caller: int, tenant: Tenant) -> list[int]:
         """Queues requests on their caches, then begins those with nothing ahead. Returns their tickets."""
         now_s, replies = self._context.now_s, self._context.effects.replies
         tickets: list[int] = []
         touched: list[CacheEntry] = []
+        is_owner = now_s < self._admission.lease.valid_until_s
         for request in requests:
             kind, ticket = self._kinds[type(request)], self._context.number()
             tickets.append(ticket)

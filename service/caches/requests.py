@@ -29,7 +29,7 @@ class Priority(enum.IntEnum):
 
 
 # For code that runs for each token: on Python 3.11 to look up a member of an enum takes 0.2 us.
-PREFILL, DECODE = AppendKind.PREFILL, AppendKind.DECODE
+PREFILL, DECODE, VERIFY = AppendKind.PREFILL, AppendKind.DECODE, AppendKind.VERIFY
 NORMAL, HIGH = Priority.NORMAL, Priority.HIGH
 
 

@@ -120,7 +120,8 @@ class Admission:
 
     def room_for_decodes(self, tenant: Tenant, queued: int) -> int:
         """How many decodes `admit` would admit by the counts. 0: each has to be checked."""
-        if self.draining or not self.journal_works or tenant.quota is not UNBOUNDED:
+        is_owner = self._context.now_s < self.lease.valid_until_s
+        if not is_owner or self.draining or not self.journal_works or tenant.quota is not UNBOUNDED:
             return 0
         left_bytes = self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes
         left = math.ceil(self._limits.max_queued_operations / 2) - queued

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 # A fork costs a pointer for each segment of its parent, and one copied segment when it first differs.
 SEGMENT_TOKENS = 256
+# Of a token, here and in the journal's budget.
 TOKEN_BYTES = array("I").itemsize
 # A segment without its tokens; the pointer of a sequence to it.
 _SEGMENT_BYTES = 144

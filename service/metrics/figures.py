@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily
 from quire.v1 import admin_pb2, executor_pb2, runner_pb2
 
 from service.api.append_codec import done_of
-from service.caches.requests import Append, Appended, AppendKind, Request
+from service.caches.requests import DECODE, PREFILL, VERIFY, Append, Appended, AppendKind, Request
 from service.dispatcher import Dispatcher, Found, OnOutcomes, Outcome
 from service.errors import QuireError
 
@@ -33,8 +33,6 @@ CALLS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 PAUSES_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 _LAG_INTERVAL_S = 0.1
-# Looking up a member of an enum would call a Python function.
-_PREFILL, _DECODE, _VERIFY = AppendKind.PREFILL, AppendKind.DECODE, AppendKind.VERIFY
 _TYPES = ("unary", "server_stream"), ("client_stream", "bidi_stream")
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 
@@ -104,15 +102,15 @@ class Appends:
             return
         kind = append.kind
         self.answered[kind] += 1
-        if kind is _DECODE:
+        if kind is DECODE:
             self.generated_tokens += 1
             self.token.add(took_s)
-        elif kind is _VERIFY:
+        elif kind is VERIFY:
             self.generated_tokens += outcome.kept
             self.token.add(took_s / outcome.kept)
         else:
             self.prompt_tokens += len(append.token_ids)
-            if kind is _PREFILL and append.rows:
+            if kind is PREFILL and append.rows:
                 self.generated_tokens += 1
                 self.first_token.add(took_s)
                 self.queue.add(done_of(outcome).timing.queue_ns / 1e9)

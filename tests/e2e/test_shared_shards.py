@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,19 @@ class Text:
         self.decode(gateway, further)
 
 
+@contextlib.contextmanager
+def shared_pool(place: Path) -> Iterator[tuple[Pool, Sequence[str]]]:
+    """Two workers and a journal, and the flags of gateways that share them."""
+    pool = Pool(place)
+    with PostgresServer() as database:
+        workers = ",".join(pool.listen() for _ in range(2))
+        own = ("--pool", str(pool.certificates), "--journal", database.url, "--workers-at", workers)
+        try:
+            yield pool, (*FLAGS, *own)
+        finally:
+            pool.stop()
+
+
 def refusal_of(address: str, certificates: Path, role: str) -> str:
     """Why a call to the port for gateways is refused that has no secret, but the certificate of a role."""
     ca, key, certificate = (
@@ -87,143 +101,125 @@ def decoded_by_a_client(client: Client, found: list[int], event: threading.Event
 
 
 def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -> None:
-    pool = Pool(tmp_path)
-    with PostgresServer() as database:
-        workers = ",".join(pool.listen() for _ in range(2))
+    with shared_pool(tmp_path) as (pool, own):
         peers: list[str] = []
-        own = ("--pool", str(pool.certificates), "--journal", database.url, "--workers-at", workers)
 
         def new() -> GatewayProcess:
             peers.append(free_address())
-            flags = [*FLAGS, *own, "--peer-listen", peers[-1]]
+            flags = [*own, "--peer-listen", peers[-1]]
             # For the client, which gets the addresses of both.
             flags += ["--listen", (address := free_address()), "--advertise", address]
             flags += ["--metrics-listen", "127.0.0.1:0"]
             return GatewayProcess(model="paged-attention", workers=1, flags=flags)
 
-        try:
-            # The first one takes both shards, and leaves one to the second.
-            with new() as first, new() as second:
-                texts = [Text(first), Text(second)]
-                assert {text.cache_id[:4] for text in texts} == {"kv0_", "kv1_"}
-                was_killed = threading.Event()
-                threads = [
-                    threading.Thread(target=text.decode_until, args=(first, was_killed, 20)) for text in texts
-                ]
-                client = Client([second.address, first.address], timeout_s=60)
-                # Its new caches take turns, so one of two is the killed gateway's.
-                by_client: list[list[int]] = [[], []]
-                threads += [
-                    threading.Thread(target=decoded_by_a_client, args=(client, found, was_killed, 20))
-                    for found in by_client
-                ]
-                for thread in threads:
-                    thread.start()
-                first.wait_until(
-                    lambda: all(len(text.tokens) > 20 for text in texts) and all(map(len, by_client))
-                )
-                second.process.send_signal(signal.SIGKILL)
-                was_killed.set()
-                for thread in threads:
-                    thread.join()
-                client.close()
-                for role in ("gateway", "worker"):
-                    assert refusal_of(peers[0], pool.certificates, role) == "NOT_A_GATEWAY"
-                ready = [one.worker_id for one in first.status().workers if one.counts.steps]
-                assert sorted(ready) == ["worker-0", "worker-1"], "also that of the shard that was taken over"
-                assert first.status().caches >= 4
-                shown = Scraped(first).samples()
-                assert [value(shown, "quire_worker_ready", worker=worker) for worker in "01"] == [1, 1]
-                assert all(value(shown, "quire_worker_starts_total", worker=worker) for worker in "01")
-                assert value(shown, "quire_caches") >= 4
-                with new() as third:
-                    for text in texts:
-                        text.decode(third, 10)
-                    # It gives both to the third one, as in a rolling upgrade.
-                    assert first.stop() == 0
-                    for text in texts:
-                        text.decode(third, 10)
-                    undisturbed = Text(third)
-                    both = [*by_client, *(text.tokens for text in texts)]
-                    undisturbed.decode(third, max(map(len, both)))
-            for tokens in both:
-                assert tokens == undisturbed.tokens[: len(tokens)]
-            for text in texts:
-                assert text.replayed == 0, "the workers have kept their KV"
-        finally:
-            pool.stop()
+        # The first one takes both shards, and leaves one to the second.
+        with new() as first, new() as second:
+            texts = [Text(first), Text(second)]
+            assert {text.cache_id[:4] for text in texts} == {"kv0_", "kv1_"}
+            was_killed = threading.Event()
+            threads = [
+                threading.Thread(target=text.decode_until, args=(first, was_killed, 20)) for text in texts
+            ]
+            client = Client([second.address, first.address], timeout_s=60)
+            # Its new caches take turns, so one of two is the killed gateway's.
+            by_client: list[list[int]] = [[], []]
+            threads += [
+                threading.Thread(target=decoded_by_a_client, args=(client, found, was_killed, 20))
+                for found in by_client
+            ]
+            for thread in threads:
+                thread.start()
+            first.wait_until(
+                lambda: all(len(text.tokens) > 20 for text in texts) and all(map(len, by_client))
+            )
+            second.process.send_signal(signal.SIGKILL)
+            was_killed.set()
+            for thread in threads:
+                thread.join()
+            client.close()
+            for role in ("gateway", "worker"):
+                assert refusal_of(peers[0], pool.certificates, role) == "NOT_A_GATEWAY"
+            ready = [one.worker_id for one in first.status().workers if one.counts.steps]
+            assert sorted(ready) == ["worker-0", "worker-1"], "also that of the shard that was taken over"
+            assert first.status().caches >= 4
+            shown = Scraped(first).samples()
+            assert [value(shown, "quire_worker_ready", worker=worker) for worker in "01"] == [1, 1]
+            assert all(value(shown, "quire_worker_starts_total", worker=worker) for worker in "01")
+            assert value(shown, "quire_caches") >= 4
+            with new() as third:
+                for text in texts:
+                    text.decode(third, 10)
+                # It gives both to the third one, as in a rolling upgrade.
+                assert first.stop() == 0
+                for text in texts:
+                    text.decode(third, 10)
+                undisturbed = Text(third)
+                both = [*by_client, *(text.tokens for text in texts)]
+                undisturbed.decode(third, max(map(len, both)))
+        for tokens in both:
+            assert tokens == undisturbed.tokens[: len(tokens)]
+        for text in texts:
+            assert text.replayed == 0, "the workers have kept their KV"
 
 
 # That it is told to be lost: tests/service/runtimes/test_kept_run.py.
 @pytest.mark.parametrize("model", ["adder", pytest.param("paged-attention", marks=pytest.mark.thorough)])
 def test_a_kept_execution_of_a_dead_gateway_is_generated_again_by_another(tmp_path: Path, model: str) -> None:
     """With the same tokens, or not at all: the weightless model guarantees no bits."""
-    pool = Pool(tmp_path)
-    with PostgresServer() as database:
-        workers = ",".join(pool.listen() for _ in range(2))
-        own = ("--pool", str(pool.certificates), "--journal", database.url, "--workers-at", workers)
+    with shared_pool(tmp_path) as (_, own):
 
         def new() -> GatewayProcess:
-            flags = [*FLAGS, *own, "--peer-listen", free_address()]
+            flags = [*own, "--peer-listen", free_address()]
             return GatewayProcess(model=model, workers=1, flags=flags)
 
-        try:
-            with new() as other, new() as killed:
-                drawn = types_pb2.SamplingParams(temperature=1.0, seed=5)
-                items = [item("a", PROMPT, 100, sampling=drawn), item("b", [1, 2], 90)]
-                request = kept(model, *items)
-                call = runner(killed).Execute(request, timeout=PATIENCE_S)
-                seen = read_some(call, 5)
-                killed.process.send_signal(signal.SIGKILL)
-                with contextlib.suppress(grpc.RpcError):
-                    read_into(seen, call)
-                # Whoever has its caches now.
-                other.wait_until(lambda: len(other.status().workers) == 2)
-                if model == "adder":
-                    whole = {key: tokens(chunks) for key, chunks in execute(other, *items).items()}
-                    assert go_on(other, request, seen) == whole
-                    return
-                again = read_some(runner(other).Execute(resumed(request, seen), timeout=PATIENCE_S), 100)
-                for chunks in again.values():
-                    assert status_reason(chunks[-1].error) == "EXECUTION_LOST" and not tokens(chunks)
-        finally:
-            pool.stop()
+        with new() as other, new() as killed:
+            drawn = types_pb2.SamplingParams(temperature=1.0, seed=5)
+            items = [item("a", PROMPT, 100, sampling=drawn), item("b", [1, 2], 90)]
+            request = kept(model, *items)
+            call = runner(killed).Execute(request, timeout=PATIENCE_S)
+            seen = read_some(call, 5)
+            killed.process.send_signal(signal.SIGKILL)
+            with contextlib.suppress(grpc.RpcError):
+                read_into(seen, call)
+            # Whoever has its caches now.
+            other.wait_until(lambda: len(other.status().workers) == 2)
+            if model == "adder":
+                whole = {key: tokens(chunks) for key, chunks in execute(other, *items).items()}
+                assert go_on(other, request, seen) == whole
+                return
+            again = read_some(runner(other).Execute(resumed(request, seen), timeout=PATIENCE_S), 100)
+            for chunks in again.values():
+                assert status_reason(chunks[-1].error) == "EXECUTION_LOST" and not tokens(chunks)
 
 
 def test_a_gateway_that_was_paused_past_its_leases_answers_nothing_any_more(tmp_path: Path) -> None:
     """It goes on with requests that have waited for it, when another one has its shard and its caches."""
-    pool = Pool(tmp_path)
-    with PostgresServer() as database:
-        workers = ",".join(pool.listen() for _ in range(2))
-        own = ("--pool", str(pool.certificates), "--journal", database.url, "--workers-at", workers)
+    with shared_pool(tmp_path) as (_, own):
 
         def new() -> GatewayProcess:
-            flags = [*FLAGS, *own, "--peer-listen", free_address()]
+            flags = [*own, "--peer-listen", free_address()]
             return GatewayProcess(model="paged-attention", workers=1, flags=flags)
 
-        try:
-            with new() as other:
-                paused = new()
-                with paused:
-                    text = Text(paused)
-                    text.decode(paused, 3)
-                    paused.process.send_signal(signal.SIGSTOP)
-                    text.decode(other, 10)
-                    # Of before the pause, so that nothing would be appended: both wait for it.
-                    stale = pb.DecodeRequest(cache_id=text.cache_id, token_id=1, position=99)
-                    released = pb.ReleaseCacheRequest(cache_id=text.cache_id[:4] + "x" * 24)
-                    calls: list[Any] = [
-                        paused.stub.Decode.future(stale, timeout=60),
-                        paused.stub.ReleaseCache.future(released, timeout=60),
-                    ]
-                    time.sleep(0.5)
-                    paused.process.send_signal(signal.SIGCONT)
-                    for call in calls:
-                        assert call.code() is grpc.StatusCode.UNAVAILABLE, "not what it knew then"
-                    assert paused.process.wait(60) == 1, "for whoever starts it again"
+        with new() as other:
+            paused = new()
+            with paused:
+                text = Text(paused)
+                text.decode(paused, 3)
+                paused.process.send_signal(signal.SIGSTOP)
                 text.decode(other, 10)
-                undisturbed = Text(other)
-                undisturbed.decode(other, len(text.tokens))
-                assert text.tokens == undisturbed.tokens
-        finally:
-            pool.stop()
+                # Of before the pause, so that nothing would be appended: both wait for it.
+                stale = pb.DecodeRequest(cache_id=text.cache_id, token_id=1, position=99)
+                released = pb.ReleaseCacheRequest(cache_id=text.cache_id[:4] + "x" * 24)
+                calls: list[Any] = [
+                    paused.stub.Decode.future(stale, timeout=60),
+                    paused.stub.ReleaseCache.future(released, timeout=60),
+                ]
+                time.sleep(0.5)
+                paused.process.send_signal(signal.SIGCONT)
+                for call in calls:
+                    assert call.code() is grpc.StatusCode.UNAVAILABLE, "not what it knew then"
+                assert paused.process.wait(60) == 1, "for whoever starts it again"
+            text.decode(other, 10)
+            undisturbed = Text(other)
+            undisturbed.decode(other, len(text.tokens))
+            assert text.tokens == undisturbed.tokens
