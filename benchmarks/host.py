@@ -1,11 +1,11 @@
 """What a step of a worker costs its host: `python -m benchmarks.host [--rows 1,8] [--profile]`.
 
-The step loop, scheduler, page accounting and packing are real; the model is not there: what a runner would
-launch on a device is a table of logits that is ready. So this is the time in which a GPU waits for Python, or
-has to be kept busy meanwhile. Decodes of one token, all in each step. Options of the outputs: greedy tokens,
-tokens drawn with top_p, and log-probabilities. With run-ahead, next forwards are computed before they are
-requested. Prints JSON: milliseconds of CPU a step (the median over the steps, and the least, which a busy
-machine disturbs less) and Python calls per row, which no clock disturbs.
+The step loop, scheduler, page accounting, packing and the runner of CUDA graphs are real; the model is not
+there: a replay launches nothing, and its logits are ready. So this is the time in which a GPU waits for Python,
+or has to be kept busy meanwhile. Decodes of one token, all in each step. Options of the outputs: greedy tokens,
+tokens drawn with top_p and a seed for each sequence, and log-probabilities. With run-ahead, next forwards are
+computed before they are requested. Prints JSON: milliseconds of CPU a step (the median over the steps, and the
+least, which a busy machine disturbs less) and Python calls per row, which no clock disturbs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +31,8 @@ from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.operations import Command, Forward, Kind, OutputSpec, Result, Sampling
 from workers.runners.base import StepResult
+from workers.runners.cuda_graph import Capture, CudaGraphRunner
+from workers.runners.decode_buffers import DecodeBuffers
 from workers.sampling import SamplingRow
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
@@ -40,43 +42,57 @@ _VOCABULARY = 32_000
 _SETTLING_STEPS = 8
 _COUNTED_STEPS = 4
 _PREFILL_TOKENS = 8192
-OUTPUTS: Mapping[str, OutputSpec] = {
-    "greedy": OutputSpec(),
-    "drawn": OutputSpec(sampling=Sampling(temperature=0.8, top_p=0.9, seed=1)),
-    "logprobs": OutputSpec(top_logprobs=5),
+_GREEDY, _LOGPROBS = OutputSpec(), OutputSpec(top_logprobs=5)
+# By sequence.
+OUTPUTS: Mapping[str, Callable[[int], OutputSpec]] = {
+    "greedy": lambda _: _GREEDY,
+    "drawn": lambda sequence: OutputSpec(sampling=Sampling(temperature=0.8, top_p=0.9, seed=sequence)),
+    "logprobs": lambda _: _LOGPROBS,
 }
 
 
-class TableRunner:
-    """A runner whose results are ready: the same logits in each step."""
+class ReplayedRunner(CudaGraphRunner):
+    """The runner of CUDA graphs, with its buffers on the host. A replay launches nothing."""
 
-    name = "table"
-    has_hidden_states = False
-
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, kv: Any, max_rows: int, max_tokens: int) -> None:
+        model: Any = SimpleNamespace(has_hidden_states=False, max_lora_slots=0)
+        super().__init__(model, kv, max_rows=max_rows, max_seq_len=max_tokens)
         generator = torch.Generator().manual_seed(0)
-        self._logits = torch.randn(max_rows, _VOCABULARY, generator=generator)
-        self._chosen = self._logits.argmax(-1)
+        self._table = torch.randn(max_rows, _VOCABULARY, generator=generator)
+        self._tokens = self._table.argmax(-1)
 
     def step(
-        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], _capture: RowCapture | None = None
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None
     ) -> StepResult:
-        """See `Runner.step`. Drawn rows are not drawn here: a device does that."""
-        count = len(inputs.wanted_rows)
-        assert len(rows) == count
-        return StepResult(self._logits[:count], self._chosen[:count])
+        """See `Runner.step`. Prefills are not launched either."""
+        if self._is_decode(inputs, rows):
+            return super().step(inputs, rows, capture)
+        return StepResult(self._table[: len(rows)], self._tokens[: len(rows)])
+
+    def _capture_one(self, capture: Capture, buffers: DecodeBuffers, bucket: int, *, lora: bool) -> Any:
+        del capture, bucket, lora
+        buffers.chosen.copy_(self._tokens)
+        return SimpleNamespace(replay=_nothing, replay_cut=_nothing, logits=[self._table], experts=[])
+
+
+def _nothing() -> None:
+    """Takes the place of a replay."""
 
 
 class Host:
     """A step loop with sequences of one length, and their callers."""
 
-    def __init__(self, rows: int, context: int, output: OutputSpec, *, runs_ahead: bool) -> None:
-        self._output, self._runs_ahead = output, runs_ahead
+    def __init__(
+        self, rows: int, context: int, output: Callable[[int], OutputSpec], *, runs_ahead: bool
+    ) -> None:
+        self._outputs = {sequence: output(sequence) for sequence in range(1, rows + 1)}
+        self._runs_ahead = runs_ahead
         pages = rows * (context // _PAGE_TOKENS + 64)
         kv: Any = SimpleNamespace(
             page_size=_PAGE_TOKENS, device=torch.device("cpu"), copy_pages=lambda _: None
         )
-        engine = Engine(KvTable(pages, _PAGE_TOKENS), kv, TableRunner(max(rows, 1)))
+        runner = ReplayedRunner(kv, rows, 2 * context)
+        engine = Engine(KvTable(pages, _PAGE_TOKENS), kv, runner)
         self._results: list[Result | DecodesDone] = []
         limits = (max(_PREFILL_TOKENS, rows), rows, rows)
         self._loop = StepLoop(
@@ -104,7 +120,7 @@ class Host:
                     sequence,
                     length,
                     [self._tokens[sequence]],
-                    output=self._output,
+                    output=self._outputs[sequence],
                     kind=Kind.DECODE,
                     caller=sequence,
                     prelaunch=self._runs_ahead,
