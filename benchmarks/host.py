@@ -1,11 +1,12 @@
 """What a step of a worker costs its host: `python -m benchmarks.host [--rows 1,8] [--profile]`.
 
 The step loop, scheduler, page accounting, packing and the runner of CUDA graphs are real; the model is not
-there: a replay launches nothing, and its logits are ready. So this is the time in which a GPU waits for Python,
-or has to be kept busy meanwhile. Decodes of one token, all in each step. Options of the outputs: greedy tokens,
-tokens drawn with top_p and a seed for each sequence, and log-probabilities. With run-ahead, next forwards are
-computed before they are requested. Prints JSON: milliseconds of CPU a step (the median over the steps, and the
-least, which a busy machine disturbs less) and Python calls per row, which no clock disturbs.
+there: a replay launches nothing, and its logits are ready. So this is the time in which a GPU waits for
+Python, or has to be kept busy meanwhile. Decodes of one token, all in each step. Options of the outputs:
+greedy tokens, tokens drawn with top_p and a seed for each sequence, and log-probabilities. With run-ahead,
+next forwards are computed before they are requested. Prints JSON: milliseconds of CPU a step (the median
+over the steps, and the least, which a busy machine disturbs less) and Python calls per row, which no clock
+disturbs.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import gt
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from kernels.attention_trees import TokenTrees
 from kernels.checks import INDEX_DTYPES, check_tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttentionBatch:
     """The rows and pages of each sequence, which are the same for all layers of a forward.
 
@@ -55,12 +56,16 @@ class AttentionBatch:
             raise ValueError(
                 f"context_lens_host: must have {items} entries, got {len(self.context_lens_host)}"
             )
-        for item, (query_len, context) in enumerate(
-            zip(self.query_lens, self.context_lens_host, strict=True)
-        ):
+        # Mostly no item needs a second look, and a loop in Python would take longer than all else here.
+        if min(self.query_lens, default=0) < 0 or any(map(gt, self.query_lens, self.context_lens_host)):
+            self._check_lengths()
+        if self.trees is not None:
+            self.trees.check(self.query_lens)
+
+    def _check_lengths(self) -> None:
+        lengths = zip(self.query_lens, self.context_lens_host, strict=True)
+        for item, (query_len, context) in enumerate(lengths):
             if query_len < 0:
                 raise ValueError(f"query_lens: must not be negative, item {item} has {query_len}")
             if context < query_len and context != 0:
                 raise ValueError(f"context_lens_host: item {item} has {context} for {query_len} new tokens")
-        if self.trees is not None:
-            self.trees.check(self.query_lens)

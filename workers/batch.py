@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from workers.sampling import Draft, SamplingRow
 from workers.token_trees import children_of, path_to
 
 Tables = NDArray[np.int32]
+Number = TypeVar("Number", np.int32, np.int64)
 
 _NO_OWN_CHOICE = RowChoice()
 _GREEDY_ROW = SamplingRow()
@@ -55,10 +57,10 @@ class _Packed:
     positions: NDArray[np.int64]  # [T]
     slots: NDArray[np.int64]  # [T]
     wanted_rows: NDArray[np.int64]  # [R]
-    query_starts: NDArray[np.int64]  # [N + 1]
+    query_starts: NDArray[np.int32]  # [N + 1]
     page_tables: Tables  # [N, P]
     query_lens: list[int]
-    context_lens: list[int]
+    context_lens: NDArray[np.int32]  # [N]
 
 
 def _columns_of(decodes: Decodes, tables: Tables, page_size: int) -> _Packed:
@@ -70,10 +72,10 @@ def _columns_of(decodes: Decodes, tables: Tables, page_size: int) -> _Packed:
         positions=positions,
         slots=(tables[items, page] - page) * page_size + positions,
         wanted_rows=items,
-        query_starts=starts,
+        query_starts=starts.astype(np.int32),
         page_tables=tables,
         query_lens=[1] * count,
-        context_lens=(positions + 1).tolist(),
+        context_lens=(positions + 1).astype(np.int32),
     )
 
 
@@ -107,18 +109,19 @@ def _pack_chunks(chunks: Sequence[Chunk], page_size: int, plain: _Packed) -> For
         query_starts=_joined(plain.query_starts, query_starts),
         page_tables=tables,
         query_lens=plain.query_lens + query_lens,
-        context_lens=plain.context_lens + context_lens,
+        context_lens=_joined(plain.context_lens, context_lens),
     )
     return _inputs(
         packed,
         lora_slots=_lora_slots(chunks, before),
         experts=_given_experts(chunks, before),
-        trees=_trees(chunks, context_lens, plain.context_lens),
+        trees=_trees(chunks, context_lens, plain.context_lens.tolist()),
     )
 
 
-def _joined(plain: NDArray[np.int64], values: list[int]) -> NDArray[np.int64]:
-    return np.concatenate([plain, np.array(values, np.int64)]) if len(plain) else np.array(values, np.int64)
+def _joined(plain: NDArray[Number], values: list[int]) -> NDArray[Number]:
+    more = np.array(values, plain.dtype)
+    return np.concatenate([plain, more]) if len(plain) else more
 
 
 def _inputs(
@@ -137,10 +140,10 @@ def _inputs(
         experts=experts,  # [T, L, E]
         attention=AttentionBatch(
             page_tables=torch.from_numpy(packed.page_tables),
-            query_starts=torch.from_numpy(packed.query_starts.astype(np.int32)),
-            context_lens=torch.from_numpy(np.array(packed.context_lens, np.int32)),  # [N]
+            query_starts=torch.from_numpy(packed.query_starts),
+            context_lens=torch.from_numpy(packed.context_lens),
             query_lens=packed.query_lens,
-            context_lens_host=packed.context_lens,
+            context_lens_host=packed.context_lens.tolist(),
             trees=trees,
         ),
     )

@@ -100,7 +100,7 @@ class Decodes:
 
     def take(self, which: Mask) -> Decodes:
         """Some of them."""
-        if which.all():
+        if np.count_nonzero(which) == self.size:
             return self
         indexes = which.nonzero()[0]
         taken = Decodes(self.columns[:, indexes], [self.outputs[index] for index in indexes.tolist()])
@@ -154,7 +154,7 @@ class DecodesDone:
 
     def take(self, which: Mask) -> DecodesDone:
         """The results of some of them."""
-        if which.all():
+        if np.count_nonzero(which) == len(self):
             return self
         indexes = which.nonzero()[0]
         outputs = None if self.outputs is None else [self.outputs[index] for index in indexes.tolist()]

@@ -31,7 +31,7 @@ class WaitingDecodes:
             return False
         decodes.columns[ARRIVAL] = np.arange(arrivals, arrivals + decodes.size)
         self._parts.append(decodes)
-        self._earliest_ns = min(self._earliest_ns, int(decodes.columns[DEADLINE].min()))
+        self._earliest_ns = min(self._earliest_ns, *decodes.column(DEADLINE))
         self.op_ids |= op_ids
         self.sequences |= sequences
         return True

@@ -231,7 +231,7 @@ class KvTable:
         if allowed is not None:
             done &= allowed
         ready = done & (positions < columns.writable[rows])
-        if not ready.all():
+        if np.count_nonzero(ready) < len(rows):
             for item in (done & ~ready).nonzero()[0].tolist():
                 done[item] = self._reserve_one(self._in_row[rows.item(item)])
         return rows, done
@@ -275,12 +275,11 @@ class KvTable:
 
     def append_next(self, rows: Rows, positions: Rows, tokens: Rows) -> None:
         """As `append` of one token to each of the sequences in these rows, after `reserve_next`."""
-        columns, offsets = self._columns, positions % self.page_size
-        columns.recent[rows, offsets] = tokens
-        columns.lengths[rows] = positions + 1
+        columns, ends = self._columns, positions + 1
+        columns.recent[rows, positions % self.page_size] = tokens
+        columns.lengths[rows] = ends
         self._tokens += len(rows)
-        last = self.page_size - 1
-        for row in rows[offsets == last].tolist():
+        for row in rows[ends % self.page_size == 0].tolist():
             seq = self._in_row[row]
             self._index_pages(seq, len(seq))
 

@@ -19,7 +19,7 @@ from kernels.attention_trees import MAX_TREE_TOKENS, TokenTrees, depths_and_ance
 __all__ = ["MAX_TREE_TOKENS", "AttentionBatch", "ForwardInputs", "TokenTrees", "depths_and_ancestors"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForwardInputs:
     """One packed batch. All tensors have the items in the same order, decodes first.
 

@@ -21,7 +21,7 @@ class DeviceLostError(Exception):
     """The device has failed and is unusable: the process has to end."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """A step's results for each wanted row. Valid until the runner's next step.
 

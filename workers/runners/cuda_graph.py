@@ -116,7 +116,7 @@ class CudaGraphRunner:
         """Whether every item appends one token and wants its row, and there is a bucket for that."""
         items = len(inputs.attention.query_lens)
         return (
-            len(inputs.token_ids) == items == len(rows) <= self._max_rows
+            inputs.token_ids.shape[0] == items == len(rows) <= self._max_rows
             and max(inputs.attention.query_lens) == 1
             and inputs.attention.trees is None
             and inputs.experts is None

@@ -10,10 +10,11 @@ Dimension letters: B rows of the largest bucket; N rows of a batch; P pages of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from workers.counter_rng import mix64, mix_keys
 from workers.device_sampling import changes_logits, limits
@@ -24,20 +25,19 @@ from workers.sampling import BadLogitsError, SamplingRow
 _GREEDY = Sampling()
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """One number for each row, [B]. The host's and the device's are two of these over equal bytes."""
+class _Columns(NamedTuple):
+    """One number for each row, [B]: tensors on the device, arrays on the host, over equal bytes."""
 
-    token_ids: torch.Tensor  # int64
-    positions: torch.Tensor  # int64
-    slots: torch.Tensor  # int64; -1: nothing is written
-    keys: torch.Tensor  # int64, the bits of the uint64 from `mix_key`
-    temperatures: torch.Tensor  # float64; 0: the most likely token
-    top_ps: torch.Tensor  # float64
-    min_ps: torch.Tensor  # float64
-    top_ks: torch.Tensor  # int32
-    context_lens: torch.Tensor  # int32; 0: a padded row
-    lora_slots: torch.Tensor  # int32; -1: no adapter
+    token_ids: Any  # int64
+    positions: Any  # int64
+    slots: Any  # int64; -1: nothing is written
+    keys: Any  # int64, the bits of the uint64 from `mix_key`
+    temperatures: Any  # float64; 0: the most likely token
+    top_ps: Any  # float64
+    min_ps: Any  # float64
+    top_ks: Any  # int32
+    context_lens: Any  # int32; 0: a padded row
+    lora_slots: Any  # int32; -1: no adapter
 
     @classmethod
     def over(cls, memory: torch.Tensor, rows: int) -> _Columns:
@@ -47,11 +47,21 @@ class _Columns:
         return cls(*integers, *reals, *memory[56 * rows :].view(torch.int32).view(3, rows))
 
 
+# What a padded row has; its key does not matter.
+_PADDING = _Columns(0, 0, -1, 0, 0.0, 1.0, 0.0, 0, 0, -1)
 _COLUMN_BYTES = 68
+_RESULT_BYTES = 12
 
 
 class DecodeBuffers:
-    """Owner of the device memory that decode graphs read and write. Tensors never move."""
+    """Owner of the device memory that decode graphs read and write. Tensors never move.
+
+    Attributes:
+        chosen: [B] int64, where a step writes the token of each row.
+        best: [B] float32, where it writes the largest logit of each row, which must be finite.
+        is_cut: Whether top_k, top_p or min_p matter to a row of the batch.
+        is_adjusted: Whether a mask, bias or penalties change the logits of one.
+    """
 
     def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
         """Allocate for buckets of up to `max_rows`, and page tables of up to `max_pages`."""
@@ -60,33 +70,36 @@ class DecodeBuffers:
         pinned = device.type == "cuda"  # without that the host would wait for each transfer
         self._host_memory = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8, pin_memory=pinned)
         self._memory = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8, device=device)
-        self._host = _Columns.over(self._host_memory, max_rows)
+        # Arrays, since an assignment to a tensor takes several times as long.
+        self._host = _Columns(*(column.numpy() for column in _Columns.over(self._host_memory, max_rows)))
         self._columns = _Columns.over(self._memory, max_rows)
         self._page_tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)  # [B, P]
         self._table_staging = torch.empty(max_rows * max_pages, dtype=torch.int32, pin_memory=pinned)
         self._row_numbers = torch.arange(max_rows + 1, device=device)  # [B + 1]
         self._query_starts = self._row_numbers.to(torch.int32)
-        # The results of a step: the chosen token and the largest logit of each row, which must be finite.
-        self.chosen = torch.zeros(max_rows, dtype=torch.int64, device=device)  # [B]
-        self.best = torch.zeros(max_rows, dtype=torch.float32, device=device)  # [B]
-        self._host_chosen = torch.zeros(max_rows, dtype=torch.int64, pin_memory=pinned)
-        self._host_best = torch.zeros(max_rows, dtype=torch.float32, pin_memory=pinned)
+        # The results of a step, in one transfer.
+        self._results = torch.zeros(_RESULT_BYTES * max_rows, dtype=torch.uint8, device=device)
+        self._host_results = torch.zeros(_RESULT_BYTES * max_rows, dtype=torch.uint8, pin_memory=pinned)
+        self.chosen, self.best = _results_in(self._results, max_rows)
+        self._host_chosen, host_best = _results_in(self._host_results, max_rows)
+        self._host_best: NDArray[np.float32] = host_best.numpy()
         self.clear()
 
     def clear(self) -> None:
         """Pad all rows."""
-        self._pad(0)
+        self._rows = self.max_rows
+        self._pad_from(0)
         self._memory.copy_(self._host_memory)
         self._page_tables.zero_()
-        # The device's buffers as the step before has left them. None: unknown.
-        self._next_tokens: list[int] | None = None
-        self._next_positions: list[int] = []
+        # The device's buffers as the step before has left them, as bytes. None: unknown.
+        self._next_tokens: bytes | None = None
+        self._next_positions = b""
         self._tables = torch.zeros(0, 0, dtype=torch.int32)  # [N, P]
-        self._specs: list[Sampling] = []  # [N]
+        # What determines how the tokens are chosen.
+        self._given: list[Sampling | None] = []  # [N]
         # The rows that are drawn, and the stream of each.
         self._drawn = np.zeros(0, np.int64)
         self._streams = np.zeros(0, np.uint64)
-        # Whether top_k, top_p or min_p matter to a row; whether a mask, bias or penalties change its logits.
         self.is_cut = self.is_adjusted = False
         self._lora_slots: list[int] | None = None  # [N]; None: no row has an adapter
 
@@ -123,40 +136,34 @@ class DecodeBuffers:
         Returns:
             Whether data was sent to the device.
         """
-        count = len(rows)
-        adjusted = list(map(changes_logits, rows))
-        self.is_adjusted = any(adjusted)
-        both = zip(rows, adjusted, strict=True)
-        specs = [_GREEDY if row.spec is None or is_adjusted else row.spec for row, is_adjusted in both]
-        same_specs = specs == self._specs
-        same_tables = torch.equal(inputs.attention.page_tables, self._tables)
+        count, tables = len(rows), inputs.attention.page_tables
+        same_settings = self._use_settings(rows)
+        same_tables = _are_same(tables, self._tables)
         lora_slots = None if inputs.lora_slots is None else inputs.lora_slots.tolist()
+        token_ids, positions = inputs.token_ids.numpy(), inputs.positions.numpy()
         if (
             same_tables
-            and same_specs
+            and same_settings
             and not len(self._drawn)
             and lora_slots == self._lora_slots
-            and inputs.token_ids.tolist() == self._next_tokens
-            and inputs.positions.tolist() == self._next_positions
+            and token_ids.tobytes() == self._next_tokens
+            and positions.tobytes() == self._next_positions
         ):
             return False
         self.invalidate()  # until this step has run
+        self._pad_from(count)
         host = self._host
-        host.token_ids[:count] = inputs.token_ids
-        host.positions[:count] = inputs.positions
-        host.slots[:count] = inputs.slots
-        host.context_lens[:count] = inputs.attention.context_lens
-        host.lora_slots[:count] = -1 if inputs.lora_slots is None else inputs.lora_slots
-        if not same_specs:
-            self._set_specs(specs)
+        host.token_ids[:count] = token_ids
+        host.positions[:count] = positions
+        host.slots[:count] = inputs.slots.numpy()
+        host.context_lens[:count] = inputs.attention.context_lens.numpy()
+        host.lora_slots[:count] = -1 if lora_slots is None else lora_slots
         if len(self._drawn):
-            positions = np.array([rows[index].position for index in self._drawn.tolist()])
-            keys = mix_keys(self._streams, positions).view(np.int64)
-            host.keys[torch.from_numpy(self._drawn)] = torch.from_numpy(keys)
-        self._pad(count)
+            # A draw depends on the position of the chosen token.
+            host.keys[self._drawn] = mix_keys(self._streams, positions[self._drawn] + 1).view(np.int64)
         self._memory.copy_(self._host_memory, non_blocking=True)
         if not same_tables:
-            self._send_tables(inputs.attention.page_tables)
+            self._send_tables(tables)
         self._lora_slots = lora_slots
         return True
 
@@ -169,44 +176,49 @@ class DecodeBuffers:
         Raises:
             BadLogitsError: Rows with NaN or +infinity, or nothing but -infinity.
         """
-        self._host_chosen.copy_(self.chosen, non_blocking=True)
-        self._host_best.copy_(self.best, non_blocking=True)
+        self._host_results.copy_(self._results, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        usable = self._host_best[:count].isfinite()
-        if not usable.all():
+        usable = np.isfinite(self._host_best[:count])
+        if np.count_nonzero(usable) < count:
             self.invalidate()
-            raise BadLogitsError((~usable).nonzero().flatten().tolist())
+            raise BadLogitsError((~usable).nonzero()[0].tolist())
         return self._host_chosen[:count]
 
     def advanced(self, inputs: ForwardInputs, chosen: torch.Tensor) -> None:
         """Note that the step with these inputs has run, and that the buffers contain these tokens now."""
-        self._next_tokens = chosen.tolist()
-        self._next_positions = [position + 1 for position in inputs.positions.tolist()]
+        self._next_tokens = chosen.numpy().tobytes()
+        self._next_positions = (inputs.positions.numpy() + 1).tobytes()
 
     def invalidate(self) -> None:
         """Note that the device's buffers are unknown or unusable for the next step."""
         self._next_tokens = None
 
-    def _set_specs(self, specs: list[Sampling]) -> None:
-        """Set how the tokens of the first rows are chosen, on the host."""
+    def _use_settings(self, rows: Sequence[SamplingRow]) -> bool:
+        """Set how the tokens of these rows are chosen, on the host. Returns whether nothing has changed."""
+        given = [row.spec for row in rows]
+        masked = [index for index, row in enumerate(rows) if row.mask is not None]
+        if not masked and not self.is_adjusted and given == self._given:
+            return True
+        adjusted = list(map(changes_logits, rows))
+        self._given, self.is_adjusted = given, any(adjusted)
+        both = zip(given, adjusted, strict=True)
+        specs = [_GREEDY if spec is None or is_adjusted else spec for spec, is_adjusted in both]
         columns = limits(specs)
-        self._specs, self.is_cut = specs, bool(columns)
+        self.is_cut = bool(columns)
         temperatures = np.array([spec.temperature for spec in specs])
         for name, values in (columns | {"temperatures": temperatures}).items():
-            getattr(self._host, name)[: len(specs)] = torch.from_numpy(values)
+            getattr(self._host, name)[: len(specs)] = values
         self._drawn = (temperatures > 0).nonzero()[0]
         self._streams = np.array([mix64(specs[index].seed) for index in self._drawn.tolist()], np.uint64)
+        return False
 
-    def _pad(self, count: int) -> None:
-        """Pad the rows from `count` on, on the host."""
-        for column in (self._host.token_ids, self._host.positions, self._host.context_lens):
-            column[count:] = 0
-        for column in (self._host.temperatures, self._host.min_ps, self._host.top_ks):
-            column[count:] = 0
-        self._host.top_ps[count:] = 1.0
-        for slots in (self._host.slots, self._host.lora_slots):
-            slots[count:] = -1
+    def _pad_from(self, count: int) -> None:
+        """Pad the rows from `count` on that are not padded already, on the host."""
+        if count < self._rows:
+            for column, value in zip(self._host, _PADDING, strict=True):
+                column[count : self._rows] = value
+        self._rows = count
 
     def _send_tables(self, tables: torch.Tensor) -> None:
         staged = self._table_staging[: tables.numel()].view(tables.shape)
@@ -214,3 +226,15 @@ class DecodeBuffers:
         rows, pages = tables.shape
         self._page_tables[:rows, :pages].copy_(staged.to(self._device, non_blocking=True))
         self._tables = tables
+
+
+def _results_in(memory: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of `memory`, [12 * B] uint8: tokens [B] int64, and logits [B] float32."""
+    return memory[: 8 * rows].view(torch.int64), memory[8 * rows :].view(torch.float32)
+
+
+def _are_same(tables: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether these page tables, which nobody changes, are equal."""
+    if tables.shape != others.shape:
+        return False
+    return tables.data_ptr() == others.data_ptr() or torch.equal(tables, others)
