@@ -100,8 +100,9 @@ class Decodes:
 
     def take(self, which: Mask) -> Decodes:
         """Some of them."""
-        if np.count_nonzero(which) == self.size:
-            return self
+        count = np.count_nonzero(which)
+        if count in (0, self.size):
+            return self if count else NO_DECODES
         indexes = which.nonzero()[0]
         taken = Decodes(self.columns[:, indexes], [self.outputs[index] for index in indexes.tolist()])
         taken.started_ns = self.started_ns
