@@ -31,7 +31,7 @@ def build_decoder(
 
     Raises UnsupportedError if the model cannot be split over the group.
     """
-    shard = None if group is None else Shard.of(config, group)
+    shard = Shard.of(config, group)
     if torch.device(device).type == "cuda":
         # Of the process. Else cuBLAS may add up the parts of a sum in half precision.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -49,7 +49,7 @@ class _Parts:
     """Makes the parts of one model, or of a rank's part of it."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard | None
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard
     ) -> None:
         self._config = config
         self._shard = shard
@@ -62,8 +62,6 @@ class _Parts:
 
     def of_vocabulary(self) -> torch.Tensor:
         """[V, C], or a rank's rows of it, and zeros for those that it lacks."""
-        if self._shard is None:
-            return self.empty(self._config.vocab_size, self._config.hidden_size)
         matrix = self.empty(self._shard.vocabulary_rows, self._config.hidden_size)
         matrix[len(self._shard.vocabulary) :].zero_()
         return matrix
@@ -76,25 +74,18 @@ class _Parts:
         rows: list[tuple[range, ...]] = [(part,) for part in parts]
         if len(names) == 1:
             sizes, rows = [sum(sizes)], [row_parts(sizes, parts)]
-        if self._shard is None:
-            return Linear.allocate(self.empty, width, dict(zip(names, sizes, strict=True)), bias=bias)
         taken = {
             name: Slice((size, width), own, range(width))
             for name, size, own in zip(names, sizes, rows, strict=True)
         }
-        return Linear.allocate_taken(self.empty, width, taken, bias=bias)
+        return Linear(self.empty, width, taken, bias=bias)
 
     def _back(self, name: str, size: int, part: range, *, bias: bool) -> Linear:
         """A projection of `size`, of which a rank has `part`, to the hidden width. Rank 0 adds the bias."""
         width = self._config.hidden_size
-        if self._shard is None:
-            return Linear.allocate(self.empty, size, {name: width}, bias=bias)
         taken = {name: Slice((width, size), (range(width),), part)}
-        has_bias = bias and self._shard.group.rank == 0
-        return Linear.allocate_taken(self.empty, len(part), taken, bias=has_bias)
-
-    def _part(self, size: int) -> range:
-        return range(size) if self._shard is None else self._shard.part(size)
+        group = self._shard.group
+        return Linear(self.empty, len(part), taken, bias=bias and (group is None or group.rank == 0))
 
     def norm(self, name: str | None) -> Norm | None:
         if name is None:
@@ -113,8 +104,8 @@ class _Parts:
         )
 
     def _sublayer(self, before: str | None, body: Body, after: str | None) -> Sublayer:
-        group = None if self._shard is None else self._shard.group
-        return Sublayer(self.norm(before), body, self.norm(after), self._config.residual_scale, group)
+        scale, group = self._config.residual_scale, self._shard.group
+        return Sublayer(self.norm(before), body, self.norm(after), scale, group)
 
     def _norm_weight(self, *shape: int) -> torch.Tensor:
         """In float32 if it multiplies before the result is rounded; see `kernels.rms_norm`."""
@@ -123,10 +114,8 @@ class _Parts:
 
     def _attention(self, index: int) -> Attention:
         config, family, layer = self._config, self._family, self._config.layers[index]
-        all_heads, all_kv_heads = range(config.num_attention_heads), range(config.num_key_value_heads)
-        heads, kv_heads, width = all_heads, all_kv_heads, config.head_dim
-        if self._shard is not None:
-            heads, kv_heads = self._shard.heads, self._shard.kv_heads
+        all_heads, all_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads, kv_heads, width = self._shard.heads, self._shard.kv_heads, config.head_dim
         shape = AttentionShape(
             heads=len(heads),
             kv_heads=len(kv_heads),
@@ -146,12 +135,12 @@ class _Parts:
             shape,
             qkv=self._into(
                 family.attention_names,
-                [len(every) * width for every in (all_heads, all_kv_heads, all_kv_heads)],
+                [count * width for count in (all_heads, all_kv_heads, all_kv_heads)],
                 [scaled(own, width) for own in (heads, kv_heads, kv_heads)],
                 bias=config.attention_bias,
             ),
             output=self._back(
-                "o_proj", len(all_heads) * width, scaled(heads, width), bias=config.attention_output_bias
+                "o_proj", all_heads * width, scaled(heads, width), bias=config.attention_output_bias
             ),
             head_norm=self._norm_weight(shape.heads + shape.kv_heads, width)
             if family.qk_norm == "head"
@@ -163,14 +152,14 @@ class _Parts:
 
     def _mlp(self) -> GatedMlp:
         config, names, width = self._config, self._family.mlp_names, self._config.intermediate_size
-        part, bias = self._part(width), config.mlp_bias
+        part, bias = self._shard.part(width), config.mlp_bias
         gate_up = self._into(names, [width, width], [part, part], bias=bias)
         return GatedMlp(gate_up, self._back("down_proj", width, part, bias=bias), config.activation)
 
     def _experts(self, index: int) -> Experts:
         config, family = self._config, self._family
         assert config.experts is not None and family.experts is not None
-        part = self._part(config.experts.intermediate_size)
+        part = self._shard.part(config.experts.intermediate_size)
         return Experts(
             config.experts,
             family.experts,

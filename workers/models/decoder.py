@@ -54,17 +54,17 @@ class Decoder:
         layers: Sequence[Layer],
         final_norm: Norm,
         lm_head: torch.Tensor,
-        shard: Shard | None = None,
+        shard: Shard,
     ) -> None:
         """Take ownership of parameters, all of one dtype and device.
 
         Args:
             config: The model.
-            embedding: [V, C].
+            embedding: [V, C], where V is `shard.vocabulary_rows`.
             layers: All layers, in order.
             final_norm: The norm before the head.
             lm_head: [V, C]; the same tensor as `embedding` if the two are tied.
-            shard: The parameters are those of a rank, and V is `vocabulary_rows`; None: this is all of it.
+            shard: The part of the model that the parameters are.
         """
         self.config = config
         self.dtype = embedding.dtype
@@ -76,8 +76,8 @@ class Decoder:
         self.batch_invariant = False
         self._final_norm = final_norm
         self._shard = shard
-        kv_heads = config.num_key_value_heads if shard is None else len(shard.kv_heads)
-        self.kv_layers = (LayerKv(kv_heads, config.head_dim, config.head_dim),) * config.num_hidden_layers
+        of_layer = LayerKv(len(shard.kv_heads), config.head_dim, config.head_dim)
+        self.kv_layers = (of_layer,) * config.num_hidden_layers
         self.rotation_bytes = len(config.ropes) * config.rotary_dim * torch.float32.itemsize
         # Packed models run several sublayers in one call, and those on a GPU fuse operations of few rows.
         self._before_last_mlp: Sequence[Stage] = self._sublayers()[:-1]
@@ -108,8 +108,6 @@ class Decoder:
         return found
 
     def _of_vocabulary(self, matrix: torch.Tensor) -> LoadTarget:
-        if self._shard is None:
-            return LoadTarget.of(matrix)
         shape, rows = (self.config.vocab_size, self.config.hidden_size), self._shard.vocabulary
         return LoadTarget(matrix, shape, taken=Slice(shape, (rows,), range(shape[1])))
 
@@ -205,10 +203,7 @@ class Decoder:
         Returns:
             [R, C] the hidden rows of `inputs.wanted_rows` after the final norm, in that order.
         """
-        if self._shard is None:
-            residual = self._embedded(inputs.token_ids)
-        else:
-            residual = self._shard.embedded(inputs.token_ids, self._embedded)
+        residual = self._shard.embedded(inputs.token_ids, self._embedded)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
         rotations = self._rotations(inputs.positions, kv)
@@ -254,8 +249,7 @@ class Decoder:
             [R, V] in the model's dtype, owned by the caller. Without meaning on other ranks than 0.
         """
         logits = linear(hidden, self.lm_head, batch_invariant=self.batch_invariant)
-        if self._shard is not None:
-            logits = self._shard.logits(logits, self.config.vocab_size)
+        logits = self._shard.logits(logits, self.config.vocab_size)
         if self.config.logits_divisor != 1.0:
             logits = logits.div_(self.config.logits_divisor)
         cap = self.config.logits_softcap

@@ -35,7 +35,7 @@ class Experts:
         down: ExpertWeights,
         wide_routing: bool,
         index: int,
-        part: range | None = None,
+        part: range,
     ) -> None:
         """Take ownership of parameters.
 
@@ -48,7 +48,7 @@ class Experts:
             down: [E, C, I].
             wide_routing: The router's weights of experts stay float32.
             index: The number of the layer among those with experts.
-            part: The part of each expert's intermediate width that this rank has; None: all of it.
+            part: The part of each expert's intermediate width that this rank has.
         """
         self.router: Weight = router
         self.gate_up = gate_up
@@ -58,13 +58,13 @@ class Experts:
         self._activation = activation
         self._wide_routing = wide_routing
         self._index = index
-        self._part = part or range(config.intermediate_size)
+        self._part = part
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
         assert not isinstance(self.router, PackedWeight), "targets are of plain weights"
         assert not isinstance(self.gate_up, PackedWeights) and not isinstance(self.down, PackedWeights)
-        yield f"{prefix}{self._names.router}.weight", LoadTarget.of(self.router)
+        yield f"{prefix}{self._names.router}.weight", LoadTarget(self.router, tuple(self.router.shape))
         size, width = self._config.intermediate_size, self.router.shape[1]
         rows = Slice((size, width), (self._part,), range(width))
         columns = Slice((width, size), (range(width),), self._part)
@@ -74,9 +74,7 @@ class Experts:
             for name, part, taken in zip(
                 (names.gate, names.up, names.down), parts, (rows, rows, columns), strict=True
             ):
-                whole = taken.shape == part.shape
-                target = LoadTarget.of(part) if whole else LoadTarget(part, taken.shape, taken=taken)
-                yield f"{prefix}{name.format(index)}.weight", target
+                yield f"{prefix}{name.format(index)}.weight", LoadTarget(part, taken.shape, taken=taken)
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """None: experts take no adapters."""

@@ -146,7 +146,7 @@ class Sublayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes and settings of one layer's attention; see `ModelConfig`. With a shard the heads are a rank's."""
+    """Sizes and settings of one layer's attention; see `ModelConfig`. The heads are those of the shard."""
 
     heads: int
     kv_heads: int
@@ -156,7 +156,7 @@ class AttentionShape:
     softcap: float | None
     rope: RopeSpec | None
     eps: float
-    shard: Shard | None = None
+    shard: Shard
 
 
 class Attention:
@@ -255,7 +255,7 @@ class Attention:
         if self.row_norms is not None:
             sizes = [len(weight) for weight in self.row_norms]
             parts = torch.split(projected[:, : sum(sizes)], sizes, dim=1)  # [T, H * D], [T, K * D]
-            normalise_rows([*zip(parts, self.row_norms, strict=True)], shape.shard, shape.eps)
+            normalise_rows([*zip(parts, self.row_norms, strict=True)], shape.shard.group, shape.eps)
         rotations = None if shape.rope is None else context.rotations[shape.rope]
         return rope_kv_write(
             projected,

@@ -62,58 +62,26 @@ class LoadTarget:
             filled.add_(self.offset)
         return filled
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> LoadTarget:
-        """The target of a tensor that has the same shape in the checkpoint."""
-        return cls(tensor, tuple(tensor.shape))
-
 
 class Linear:
     """x W^T + b. The rows of W are the projections of a checkpoint, one after the other.
 
     Attributes:
-        parts: The number of outputs of each projection, by its name in a checkpoint.
-        taken: The part of each projection that this rank has; None: all of it.
+        taken: The part of each projection that this rank has, by its name in a checkpoint.
+        parts: The number of outputs of each, by the same name.
+        weight: [O, I].
+        bias: [O], or None.
         lora: What adapters add; None: the model takes none.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        parts: Mapping[str, int],
-        taken: Mapping[str, Slice] | None = None,
-    ) -> None:
-        """Take ownership of parameters.
-
-        Args:
-            weight: [O, I].
-            bias: [O].
-            parts: The number of outputs of each projection, by its name in a checkpoint; O in all.
-            taken: The part of each projection; None: all of it.
-        """
-        self.weight: Weight = weight
-        self.bias = bias
-        self.parts = dict(parts)
+    def __init__(self, empty: Allocate, inputs: int, taken: Mapping[str, Slice], *, bias: bool) -> None:
+        """Allocate parameters for `inputs` columns. They are uninitialised until the targets are filled."""
         self.taken = taken
+        self.parts = {name: part.num_rows for name, part in taken.items()}
+        outputs = sum(self.parts.values())
+        self.weight: Weight = empty(outputs, inputs)
+        self.bias = empty(outputs) if bias else None
         self.lora: Table | None = None
-
-    @classmethod
-    def allocate(
-        cls, empty: Allocate, inputs: int, parts: Mapping[str, int], *, bias: bool = False
-    ) -> Linear:
-        """Allocate parameters. They are uninitialised until the targets are filled."""
-        outputs = sum(parts.values())
-        return cls(empty(outputs, inputs), empty(outputs) if bias else None, parts)
-
-    @classmethod
-    def allocate_taken(
-        cls, empty: Allocate, inputs: int, taken: Mapping[str, Slice], *, bias: bool = False
-    ) -> Linear:
-        """Allocate the parameters of a rank, which has `inputs` columns."""
-        parts = {name: part.num_rows for name, part in taken.items()}
-        outputs = sum(parts.values())
-        return cls(empty(outputs, inputs), empty(outputs) if bias else None, parts, taken)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by its name, which begins with `prefix`."""
@@ -121,19 +89,13 @@ class Linear:
             assert not isinstance(tensor, PackedWeight), "targets are of plain weights"
             if tensor is not None:
                 parts = torch.split(tensor, list(self.parts.values()))
-                for name, part in zip(self.parts, parts, strict=True):
-                    yield f"{prefix}{name}.{kind}", self._target(name, part)
-
-    def _target(self, name: str, part: torch.Tensor) -> LoadTarget:
-        if self.taken is None:
-            return LoadTarget.of(part)
-        taken = self.taken[name]
-        return LoadTarget(part, taken.shape[: part.dim()], taken=taken)
+                for (name, taken), part in zip(self.taken.items(), parts, strict=True):
+                    yield f"{prefix}{name}.{kind}", LoadTarget(part, taken.shape[: part.dim()], taken=taken)
 
     def modules(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """Outputs and inputs of each projection in the checkpoint, by its name."""
-        for name, outputs in self.parts.items():
-            yield name, (outputs, self.weight.shape[1]) if self.taken is None else self.taken[name].shape
+        for name, taken in self.taken.items():
+            yield name, taken.shape
 
     def pack(self) -> None:
         """Pack the filled weight in place. The targets must not be used afterwards."""

@@ -95,8 +95,6 @@ def _pairs_of(linear: Linear, pairs: Sequence[LoraPair | None], dtype: torch.dty
 
 def _taken(pair: LoraPair, linear: Linear, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A and B for the part of a projection that a rank has: terms of A's sum, or rows of B."""
-    if linear.taken is None:
-        return pair.a, pair.b
     taken = linear.taken[name]
     (outputs, inputs), rank = taken.shape, len(pair.a)
     if pair.a.shape != (rank, inputs) or pair.b.shape != (outputs, rank):

@@ -63,10 +63,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a model that a rank has. Its ranges count as in the whole model.
+    """The part of a model that a rank has, or all of it. Its ranges count as in the whole model.
 
     Attributes:
-        group: The group.
+        group: The ranks over which the model is split; None: it is not.
         heads: The query heads.
         kv_heads: The key-value heads.
         kv_copies: The number of ranks that have the same key-value heads.
@@ -74,7 +74,7 @@ class Shard:
         vocabulary_rows: Those that a rank's matrices have for them, on each rank.
     """
 
-    group: Group
+    group: Group | None
     heads: range
     kv_heads: range
     kv_copies: int
@@ -82,16 +82,17 @@ class Shard:
     vocabulary_rows: int
 
     @classmethod
-    def of(cls, config: ModelConfig, group: Group) -> Shard:
+    def of(cls, config: ModelConfig, group: Group | None) -> Shard:
         """The shard of `group.rank`. Raises UnsupportedError; see `check_split`."""
-        check_split(config, group.ranks)
-        copies = max(1, group.ranks // config.num_key_value_heads)
-        rows = -(-config.vocab_size // group.ranks)
-        first = min(group.rank * rows, config.vocab_size)
+        rank, ranks = _place(group)
+        check_split(config, ranks)
+        copies = max(1, ranks // config.num_key_value_heads)
+        rows = -(-config.vocab_size // ranks)
+        first = min(rank * rows, config.vocab_size)
         return cls(
             group,
-            heads=_part(config.num_attention_heads, group.rank, group.ranks),
-            kv_heads=_part(config.num_key_value_heads, group.rank // copies, group.ranks // copies),
+            heads=_part(config.num_attention_heads, rank, ranks),
+            kv_heads=_part(config.num_key_value_heads, rank // copies, ranks // copies),
             kv_copies=copies,
             vocabulary=range(first, min(first + rows, config.vocab_size)),
             vocabulary_rows=rows,
@@ -99,7 +100,7 @@ class Shard:
 
     def part(self, size: int) -> range:
         """The rank's part of a width that is a multiple of the number of ranks."""
-        return _part(size, self.group.rank, self.group.ranks)
+        return _part(size, *_place(self.group))
 
     def embedded(
         self, token_ids: torch.Tensor, rows_of: Callable[[torch.Tensor], torch.Tensor]
@@ -108,6 +109,8 @@ class Shard:
 
         `rows_of`: new rows [T, C] of the rank's matrix.
         """
+        if self.group is None:
+            return rows_of(token_ids)
         own = token_ids - self.vocabulary.start  # [T]
         rows = rows_of(own.clamp(0, self.vocabulary_rows - 1))  # [T, C]
         rows.masked_fill_(((own < 0) | (own >= self.vocabulary_rows))[:, None], 0.0)
@@ -115,11 +118,18 @@ class Shard:
 
     def logits(self, own: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """The logits [R, V] on rank 0, of the logits of each rank's tokens [R, `vocabulary_rows`]."""
+        if self.group is None:
+            return own
         if not len(own):
             return own.new_empty(0, vocab_size)
         gathered = self.group.gather(own)
         # Kernels that choose tokens read contiguous rows.
         return gathered if gathered.shape[1] == vocab_size else gathered[:, :vocab_size].contiguous()
+
+
+def _place(group: Group | None) -> tuple[int, int]:
+    """The rank, and the number of ranks."""
+    return (0, 1) if group is None else (group.rank, group.ranks)
 
 
 def _part(size: int, rank: int, ranks: int) -> range:
@@ -165,12 +175,10 @@ def check_split(config: ModelConfig, ranks: int) -> None:
         )
 
 
-def row_norm_slices(shard: Shard | None, *widths: int) -> list[Slice]:
+def row_norm_slices(shard: Shard, *widths: int) -> list[Slice]:
     """The parts, in a checkpoint, of the norms of rows of queries and of keys: these `widths` of a rank."""
-    if shard is None:
-        return [Slice((width, 1), (range(width),), range(1)) for width in widths]
-    ranks, copies = shard.group.ranks, shard.kv_copies
-    numbers = ((shard.heads, ranks), (shard.kv_heads, ranks // copies))
+    _, ranks = _place(shard.group)
+    numbers = ((shard.heads, ranks), (shard.kv_heads, ranks // shard.kv_copies))
     return [
         Slice((parts * width, 1), (scaled(heads, width // len(heads)),), range(1))
         for width, (heads, parts) in zip(widths, numbers, strict=False)
@@ -178,7 +186,7 @@ def row_norm_slices(shard: Shard | None, *widths: int) -> list[Slice]:
 
 
 def normalise_rows(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], shard: Shard | None, eps: float
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: Group | None, eps: float
 ) -> None:
     """RMSNorm of rows, of which each rank may have a part, as `kernels.rms_norm` computes it of whole rows.
 
@@ -186,14 +194,13 @@ def normalise_rows(
 
     Args:
         pairs: The rows or parts [T, w], and their weights [w].
-        shard: The ranks have parts of the same widths, and some may have the same part. None: these are all.
+        group: The ranks have parts of the same widths, and some may have the same part. None: these are all.
         eps: See `kernels.rms_norm`.
     """
-    if shard is None:
+    if group is None:
         for part, weight in pairs:
             part.copy_(rms_norm(part, weight, eps))
         return
-    group = shard.group
     squares = group.sum(torch.cat([part.float().pow(2).sum(-1, keepdim=True) for part, _ in pairs], dim=1))
     for column, (part, weight) in enumerate(pairs):
         # Of a part that several ranks have, both the sum and the width count every copy.
