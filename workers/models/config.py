@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from kernels.gated_activation import Activation
 from kernels.rope import RopeSpec, rope_frequencies
 from workers.models.config_keys import check_keys
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.files import errors_naming, exists, parse_object, read_file
+from workers.models.files import errors_naming, parse_object, read_file
+from workers.models.generation_defaults import read_end_tokens
 from workers.models.layer_settings import ExpertsConfig, read_experts, read_layer_types, sparse_layers
 from workers.models.registry import SLIDING, WRAPPERS, Family, family_of, rope_layers
 from workers.models.rope_settings import max_seq_len, read_ropes, rotary_dim
 from workers.models.values import boolean, integer, number, optional_number, token_ids
 
 CONFIG_FILE = "config.json"
-GENERATION_CONFIG_FILE = "generation_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 
 _MAX_FILE_BYTES = 1 << 20
@@ -36,8 +35,6 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,17 +140,14 @@ class ModelConfig:
     def from_directory(cls, path: Path | str) -> ModelConfig:
         """Read config.json and, if it exists, generation_config.json.
 
-        As in transformers, the end tokens of generation_config.json replace those of config.json.
-
         Raises:
             ModelError: A file is missing or not JSON, or a setting is missing, invalid or not supported.
         """
         file = Path(path) / CONFIG_FILE
-        config = _read(file, cls.from_settings)
-        generation = Path(path) / GENERATION_CONFIG_FILE
-        if not exists(generation):
-            return config
-        eos = _read(generation, lambda settings: token_ids(settings, "eos_token_id", config.vocab_size))
+        settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
+        with errors_naming(file):
+            config = cls.from_settings(settings)
+        eos = read_end_tokens(Path(path), config.vocab_size)
         return dataclasses.replace(config, eos_token_ids=eos or config.eos_token_ids)
 
     @classmethod
@@ -266,13 +260,6 @@ def _embedding_scale(settings: Mapping[str, object], family: Family, hidden_size
 def _family_number(family: Family, name: str, settings: Mapping[str, object]) -> float | None:
     """A number that only some families read; None if it is absent, null or 0. Raises ModelError."""
     return optional_number(settings, name) if name in family.reads else None
-
-
-def _read(file: Path, read: Callable[[dict[str, object]], T]) -> T:
-    """The result of `read` for the settings in a file. Raises ModelError, which names the file."""
-    settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
-    with errors_naming(file):
-        return read(settings)
 
 
 def _head_dim(settings: Mapping[str, object], hidden_size: int, heads: int) -> int:

@@ -1,7 +1,7 @@
-"""The sampling settings that a model's makers recommend in generation_config.json.
+"""Reads generation_config.json: the end tokens, and the sampling settings that a model's makers recommend.
 
-Clients receive them; the server does not apply them. A setting outside of the range of requests is left out
-with a warning in the log, and never refuses the model. `config` reads the end tokens of the file.
+Clients receive the settings; the server does not apply them. One outside of the range of requests is left out
+with a warning in the log, and never refuses the model.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from workers.models.errors import ModelError
-from workers.models.files import exists, parse_object, read_file
-from workers.models.values import boolean
+from workers.models.files import errors_naming, exists, parse_object, read_file
+from workers.models.values import boolean, token_ids
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +43,20 @@ class SamplingDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+
+def read_end_tokens(directory: Path, vocab_size: int) -> tuple[int, ...]:
+    """The end tokens, which as in transformers replace those of config.json; empty if there are none.
+
+    Raises:
+        ModelError: The file is not a JSON object, or the tokens are invalid.
+    """
+    file = directory / GENERATION_CONFIG_FILE
+    if not exists(file):
+        return ()
+    settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
+    with errors_naming(file):
+        return token_ids(settings, "eos_token_id", vocab_size)
 
 
 def read_sampling_defaults(directory: Path) -> SamplingDefaults:

@@ -24,12 +24,12 @@ from transformers import (
 
 from workers.models.config_keys import QUANTIZATION, QUANTIZED
 from workers.models.errors import ModelError
-from workers.models.files import errors_naming, exists, parse_object, read_file
+from workers.models.files import errors_naming, parse_object, read_file
+from workers.models.generation_defaults import read_end_tokens
 from workers.models.library.errors import library_errors
 from workers.models.values import token_ids
 
 _CONFIG_FILE = "config.json"
-_GENERATION_CONFIG_FILE = "generation_config.json"
 _MAX_FILE_BYTES = 1 << 20
 
 # Several times the sizes of the largest models: layers and heads, widths, positions that are only a limit,
@@ -127,7 +127,7 @@ def _parse(directory: Path, settings: dict[str, object]) -> LibrarySettings:
         model_class=model_class,
         vocab_size=vocab_size,
         max_position_embeddings=_max_seq_len(text),
-        eos_token_ids=_generation_eos(directory, vocab_size) or eos,
+        eos_token_ids=read_end_tokens(directory, vocab_size) or eos,
         bos_token_id=next(iter(bos), None),
         digest=digest,
     )
@@ -251,13 +251,3 @@ def _max_seq_len(text: PreTrainedConfig) -> int:
             # Keys in pages were rotated as in a short sequence.
             longest = min(longest, original) if isinstance(original, int) else longest
     return longest
-
-
-def _generation_eos(directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """The end tokens of generation_config.json, which replace those of config.json. Raises ModelError."""
-    file = directory / _GENERATION_CONFIG_FILE
-    if not exists(file):
-        return ()
-    settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
-    with errors_naming(file):
-        return token_ids(settings, "eos_token_id", vocab_size)
