@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from workers.models.errors import ModelError
+from workers.models.errors import ModelError, printable
 
 _MAX_CHARACTERS = 300
 _MAX_QUOTED = 100
@@ -23,9 +23,7 @@ class AdapterError(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        shown = "".join(
-            c if c.isprintable() else c.encode("unicode_escape").decode() for c in message[:_MAX_CHARACTERS]
-        )
+        shown = printable(message[:_MAX_CHARACTERS])
         is_long = max(len(message), len(shown)) > _MAX_CHARACTERS
         super().__init__(shown[: _MAX_CHARACTERS - 3] + "..." if is_long else shown)
 

@@ -10,6 +10,11 @@ from __future__ import annotations
 _MAX_CHARACTERS = 600
 
 
+def printable(text: str) -> str:
+    """The text with its other characters escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class ModelError(Exception):
     """A model cannot be loaded. The message names the file, and the setting or tensor at fault.
 
@@ -17,10 +22,7 @@ class ModelError(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        shown = "".join(
-            c if c.isprintable() else c.encode("unicode_escape").decode() for c in message[:_MAX_CHARACTERS]
-        )
-        super().__init__(shown + "..." * (len(message) > _MAX_CHARACTERS))
+        super().__init__(printable(message[:_MAX_CHARACTERS]) + "..." * (len(message) > _MAX_CHARACTERS))
 
 
 class UnsupportedError(ModelError):

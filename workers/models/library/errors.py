@@ -35,14 +35,9 @@ def library_errors(doing: str) -> Iterator[None]:
     except (ModelError, MemoryError, RecursionError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
-        message = _one_line(str(error))
+        # The lines joined: often only a later one says what is wrong.
+        message = " ".join(str(error).split())
+        shown = message if len(message) <= _MAX_CHARACTERS else f"{message[:_MAX_CHARACTERS]}..."
         raise ModelError(
-            f"the transformers library cannot {doing}: {type(error).__name__}: {message}"
+            f"the transformers library cannot {doing}: {type(error).__name__}: {shown}"
         ) from error
-
-
-def _one_line(text: str) -> str:
-    """The beginning of a text with its lines joined: often only a later line says what is wrong."""
-    joined = " ".join(text.split())
-    shown = joined if len(joined) <= _MAX_CHARACTERS else f"{joined[:_MAX_CHARACTERS]}..."
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)
