@@ -103,7 +103,7 @@ def load_library_model(
         ModelError: The tensors do not fit the model, or it cannot run over pages; the message names the
             tensors, or the reason.
     """
-    module = _load(plan.directory, plan.settings, plan.entries, plan.dtype, progress)
+    module = _load(plan, progress)
     _check_finite(plan.directory, module)
     with library_errors("run the model"):
         module.to(device=plan.device)  # type: ignore[call-arg]  # the library wraps a method as a function
@@ -201,31 +201,25 @@ def _model_size(
     return sum(parameter.nbytes for parameter in module.parameters()) + buffers, weights
 
 
-def _load(
-    directory: Path,
-    settings: LibrarySettings,
-    entries: Mapping[str, TensorEntry],
-    dtype: torch.dtype,
-    progress: Progress | None,
-) -> PreTrainedModel:
+def _load(plan: LibraryPlan, progress: Progress | None) -> PreTrainedModel:
     """The model with its weights, in the host's memory. Raises ModelError for tensors that do not fit."""
-    total_bytes = sum(entry.nbytes for entry in entries.values())
-    tensors = tensors_to_read(entries, total_bytes, progress)
+    total_bytes = sum(entry.nbytes for entry in plan.entries.values())
+    tensors = tensors_to_read(plan.entries, total_bytes, progress)
     with library_errors("load the weights"), sequential_reads():
-        load: Any = settings.model_class.from_pretrained
+        load: Any = plan.settings.model_class.from_pretrained
         module, info = load(
             None,
-            config=settings.config,
+            config=plan.settings.config,
             state_dict=tensors,
-            dtype=dtype,
+            dtype=plan.dtype,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
     if progress is not None:
         progress(total_bytes, total_bytes)
-    _check_loaded(directory, settings, info)
+    _check_loaded(plan.directory, plan.settings, info)
     assert isinstance(module, PreTrainedModel)
-    _check_tied(directory, module)
+    _check_tied(plan.directory, module)
     return module
 
 
