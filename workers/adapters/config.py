@@ -15,7 +15,7 @@ from workers.adapters.errors import AdapterError, errors_of_file, quoted
 from workers.adapters.patterns import Pattern, Steps
 from workers.adapters.targets import Targets
 from workers.models.files import parse_object, read_file
-from workers.models.values import boolean, integer
+from workers.models.values import boolean, integer, names
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -23,18 +23,14 @@ _MAX_FILE_BYTES = 1 << 20
 _MAX_ALPHA = 1e12
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_READ = _names(
+_READ = names(
     """
     peft_type task_type bias r lora_alpha use_rslora rank_pattern alpha_pattern init_lora_weights
     target_modules exclude_modules layers_to_transform layers_pattern
     """
 )
 # Without effect at any value: the origin of the file, training, and settings of what is refused by itself.
-_WITHOUT_EFFECT = _names(
+_WITHOUT_EFFECT = names(
     """
     auto_mapping base_model_name_or_path revision peft_version inference_mode lora_dropout runtime_config
     loftq_config eva_config corda_config lora_ga_config qalora_group_size megatron_core ensure_weight_tying

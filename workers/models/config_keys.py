@@ -10,13 +10,9 @@ from collections.abc import Mapping
 
 from workers.models.errors import UnsupportedError
 from workers.models.registry import Family
+from workers.models.values import names
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-READ = _names(
+READ = names(
     """
     model_type vocab_size hidden_size intermediate_size rms_norm_eps tie_word_embeddings
     num_hidden_layers num_attention_heads num_key_value_heads head_dim
@@ -24,7 +20,7 @@ READ = _names(
     eos_token_id bos_token_id dtype torch_dtype
     """
 )
-ROPE_READ = _names(
+ROPE_READ = names(
     """
     rope_type type rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor
     beta_fast beta_slow attention_factor mscale mscale_all_dim truncate partial_rotary_factor
@@ -34,7 +30,7 @@ ROPE_READ = _names(
 
 # Without effect at any value: the origin of the file, training, the results of Python calls, and the settings
 # of generate().
-WITHOUT_EFFECT = _names(
+WITHOUT_EFFECT = names(
     """
     _name_or_path architectures transformers_version unsloth_fixed unsloth_version tokenizer_class
     model_max_length task_specific_params finetuning_task problem_type id2label label2id num_labels prefix

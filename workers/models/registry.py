@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.values import integer, non_negative_integer
+from workers.models.values import integer, names, non_negative_integer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -141,12 +141,8 @@ class Family:
     wide_routing: bool = False
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_WINDOW = _names("sliding_window")
-_QWEN_WINDOWS = _names("sliding_window use_sliding_window max_window_layers layer_types")
+_WINDOW = names("sliding_window")
+_QWEN_WINDOWS = names("sliding_window use_sliding_window max_window_layers layer_types")
 _QWEN_DEFAULTS: dict[str, object] = {
     "num_key_value_heads": 32,
     "sliding_window": 4096,
@@ -160,8 +156,8 @@ _GEMMA_DEFAULTS: dict[str, object] = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-_GEMMA_READS = _names("sliding_window layer_types query_pre_attn_scalar final_logit_softcapping")
-_EXPERTS_IGNORED = _names("output_router_logits router_aux_loss_coef router_jitter_noise")
+_GEMMA_READS = names("sliding_window layer_types query_pre_attn_scalar final_logit_softcapping")
+_EXPERTS_IGNORED = names("output_router_logits router_aux_loss_coef router_jitter_noise")
 _QWEN_EXPERTS = ExpertNames(
     "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"
 )
@@ -217,7 +213,7 @@ FAMILIES: dict[str, Family] = {
             "decoder_sparse_step": 1,
             "norm_topk_prob": False,
         },
-        reads=_names(
+        reads=names(
             "sliding_window use_sliding_window num_experts num_local_experts num_experts_per_tok"
             " moe_intermediate_size decoder_sparse_step norm_topk_prob mlp_only_layers"
         ),
@@ -231,7 +227,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(
         defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True}
         | {"hidden_act": "gelu_pytorch_tanh"},
-        ignores=_names("hidden_activation"),
+        ignores=names("hidden_activation"),
         qkv_bias=None,
         output_bias=None,
         wide_norms=True,
@@ -242,7 +238,7 @@ FAMILIES: dict[str, Family] = {
         defaults=_GEMMA_DEFAULTS
         | {"num_key_value_heads": 4, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         reads=_GEMMA_READS | {"attn_logit_softcapping"},
-        ignores=_names("hidden_act cache_implementation"),
+        ignores=names("hidden_act cache_implementation"),
         qkv_bias=None,
         output_bias=None,
         norms=SANDWICH_NORMS,
@@ -255,7 +251,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         defaults=_GEMMA_DEFAULTS | {"num_key_value_heads": 4, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         reads=_GEMMA_READS | {"sliding_window_pattern", "rope_local_base_freq"},
-        ignores=_names("hidden_act cache_implementation attn_logit_softcapping _sliding_window_pattern"),
+        ignores=names("hidden_act cache_implementation attn_logit_softcapping _sliding_window_pattern"),
         qkv_bias=None,
         output_bias=None,
         qk_norm="head",
@@ -270,7 +266,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         reads=_WINDOW | {"original_max_position_embeddings", "partial_rotary_factor"},
-        ignores=_names("resid_pdrop embd_pdrop"),
+        ignores=names("resid_pdrop embd_pdrop"),
         attention_names=("qkv_proj",),
         mlp_names=("gate_up_proj",),
     ),
@@ -281,8 +277,8 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
             "no_rope_layer_interval": 4,
         },
-        reads=_names("sliding_window use_sliding_window layer_types no_rope_layers no_rope_layer_interval"),
-        ignores=_names("max_window_layers"),
+        reads=names("sliding_window use_sliding_window layer_types no_rope_layers no_rope_layer_interval"),
+        ignores=names("max_window_layers"),
         qkv_bias=None,
         output_bias=None,
         mlp_bias=None,
@@ -305,7 +301,7 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 5e5,
             "rope_local_base_freq": 5e5,
         },
-        reads=_names("sliding_window layer_types"),
+        reads=names("sliding_window layer_types"),
         qkv_bias=None,
         output_bias=None,
         qk_norm="row",
@@ -315,7 +311,7 @@ FAMILIES: dict[str, Family] = {
         rope_by_type=True,
     ),
     "granite": Family(
-        reads=_names("embedding_multiplier logits_scaling residual_multiplier attention_multiplier"),
+        reads=names("embedding_multiplier logits_scaling residual_multiplier attention_multiplier"),
         defaults={
             "embedding_multiplier": 1.0,
             "logits_scaling": 1.0,

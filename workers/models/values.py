@@ -25,6 +25,11 @@ _MIN = {"vocab_size": 2, "max_position_embeddings": 2}
 _MIN_NUMBER, _MAX_NUMBER = 1e-12, 1e12
 
 
+def names(text: str) -> frozenset[str]:
+    """The names of settings in a text, between blanks and newlines."""
+    return frozenset(text.split())
+
+
 def integer(settings: Mapping[str, object], name: str, default: int | None = None) -> int:
     """A positive integer within bounds; null counts as absent. Raises ModelError."""
     value = settings.get(name)
