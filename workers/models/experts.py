@@ -64,7 +64,8 @@ class Experts:
         """The target of each tensor of a checkpoint, by name."""
         assert not isinstance(self.router, PackedWeight), "targets are of plain weights"
         assert not isinstance(self.gate_up, PackedWeights) and not isinstance(self.down, PackedWeights)
-        yield f"{prefix}{self._names.router}.weight", LoadTarget(self.router, tuple(self.router.shape))
+        whole = Slice.whole(*self.router.shape)
+        yield f"{prefix}{self._names.router}.weight", LoadTarget(self.router, whole.shape, taken=whole)
         size, width = self._config.intermediate_size, self.router.shape[1]
         rows = Slice((size, width), (self._part,), range(width))
         columns = Slice((width, size), (range(width),), self._part)

@@ -25,7 +25,7 @@ from workers.kv.tensors import KvTensors
 from workers.models.capture import Routing
 from workers.models.inputs import ForwardInputs
 from workers.models.linear import Linear, LoadTarget
-from workers.models.shard import Group, Shard, normalise_rows, row_norm_slices
+from workers.models.shard import Group, Shard, Slice, normalise_rows, row_norm_slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class Norm:
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
-        yield f"{prefix}{self.name}.weight", LoadTarget(self.weight, tuple(self.weight.shape), self._offset)
+        whole = Slice.whole(len(self.weight))
+        yield f"{prefix}{self.name}.weight", LoadTarget(self.weight, whole.shape[:1], self._offset, whole)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, C] -> [T, C], a new tensor."""

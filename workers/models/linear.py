@@ -24,10 +24,11 @@ class LoadTarget:
     """The destination of a tensor of a checkpoint.
 
     Attributes:
-        tensor: A view into a parameter. The checkpoint's tensor is broadcast to it.
+        tensor: A view into a parameter.
         shape: The shape of the tensor in the checkpoint.
         offset: Added to the checkpoint's values.
-        taken: The part of the checkpoint's tensor; None: all of it. Of a vector, the rows are taken.
+        taken: The part of the checkpoint's tensor. Of a vector, the rows are taken. None: it is a vector that
+            is broadcast, such as the norm of a head.
     """
 
     tensor: torch.Tensor
@@ -35,15 +36,10 @@ class LoadTarget:
     offset: float = 0.0
     taken: Slice | None = None
 
-    def fill(self, part: torch.Tensor, first: int | None = None) -> torch.Tensor:
+    def fill(self, part: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Write a checkpoint's tensor, or its rows from `first` on. Returns the view that was written to."""
-        if self.taken is not None:
-            return self._fill_taken(part, first or 0, self.taken)
-        filled = self.tensor if first is None else self.tensor[first : first + part.shape[0]]
-        filled.copy_(part)
-        if self.offset:
-            filled.add_(self.offset)
-        return filled
+        filled = self.tensor.copy_(part) if self.taken is None else self._fill_taken(part, first, self.taken)
+        return filled.add_(self.offset) if self.offset else filled
 
     def _fill_taken(self, part: torch.Tensor, first: int, taken: Slice) -> torch.Tensor:
         written = []
@@ -57,10 +53,7 @@ class LoadTarget:
                 written.append((into + begin - rows.start, into + end - rows.start))
             into += len(rows)
         # Next to each other, as the ranges are.
-        filled = self.tensor[written[0][0] : written[-1][1]] if written else self.tensor[:0]
-        if self.offset:
-            filled.add_(self.offset)
-        return filled
+        return self.tensor[written[0][0] : written[-1][1]] if written else self.tensor[:0]
 
 
 class Linear:

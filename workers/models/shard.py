@@ -50,6 +50,11 @@ class Slice:
     rows: tuple[range, ...]
     columns: range
 
+    @classmethod
+    def whole(cls, rows: int, columns: int = 1) -> Slice:
+        """All of a matrix, or of a vector."""
+        return cls((rows, columns), (range(rows),), range(columns))
+
     @property
     def num_rows(self) -> int:
         """The number of rows that the rank has."""

@@ -155,9 +155,7 @@ def _load_weights(decoder: Decoder, entries: Mapping[str, TensorEntry], progress
         target, entry = targets[name], entries[name]
         taken = None if target.taken is None else target.taken.covered
         for first, part in checkpoint.read_parts(entry, taken):
-            # A tensor that is broadcast, such as the norm of a head, fits into one part.
-            is_broadcast = part.dim() != target.tensor.dim()
-            filled = target.fill(part, None if is_broadcast else first)
+            filled = target.fill(part, first)
             done_bytes += part.nbytes
             del part  # so that its buffer is freed before the next tensor's is allocated
             checkpoint.check_finite(filled, f"{entry.file}: tensor {entry.name}")
