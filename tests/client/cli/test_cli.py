@@ -490,6 +490,21 @@ def test_a_table_fits_the_terminal_and_cuts_nothing(width: int, watched: bool) -
     assert ("prefill ms" in header) == (width == 200)
 
 
+def test_a_server_that_was_restarted_has_no_rates_below_zero() -> None:
+    """Its epochs begin at 1 again, and its counts at 0."""
+    old, new = (executor_pb2.GetStatusResponse(uptime_ms=uptime_ms) for uptime_ms in (9000, 10))
+    for status, pid, count in ((old, 1, 500), (new, 2, 5)):
+        status.refusals["QUEUE_FULL"] = count
+        worker = status.workers.add(worker_id="worker-0", epoch=1, pid=pid)
+        worker.counts.steps = worker.counts.step_tokens = count
+    console = Console(width=500, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(render(Reading(new, 2.0), Reading(old, 1.0)))
+    *_, limits, _, row = capture.get().splitlines()
+    assert split(row)[-4:] == ["-"] * 4
+    assert "refused/s" not in limits
+
+
 def split(row: str) -> list[str]:
     """The cells of a row; columns are at least two blanks apart where names have one blank."""
     for name in ("prefill ms", "decode ms", "300.0 MiB"):

@@ -20,7 +20,8 @@ import grpc
 import pytest
 from quire.cli import top
 from quire.cli.main import main
-from quire.cli.top_view import Reading, frame
+from quire.cli.status import Reading
+from quire.cli.top_view import frame
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 from rich.console import Console

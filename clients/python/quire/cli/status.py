@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from google.protobuf import json_format
 from quire import Client
 from quire.cli.connecting import CONTROL_TIMEOUT_S, connected
 from quire.cli.terminal import escaped, size
-from quire.v1 import executor_pb2
+from quire.v1 import executor_pb2, types_pb2
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -62,6 +63,11 @@ _RATES = {
     "decodes/s": "decode_operations",
     "steps/s": "steps",
 }
+# The counters of a WorkerStatus, by the field that has them.
+_COUNTERS = {
+    "counts": [field.name for field in types_pb2.StepCounts.DESCRIPTOR.fields],
+    "pool": ["prefix_hit_tokens", "prefix_query_tokens"],
+}
 _TEXT_COLUMNS = frozenset({"worker", "device", "runner", "state"})
 # The most important columns, for narrow terminals. The others are less important.
 _FIRST_COLUMNS = (
@@ -72,10 +78,14 @@ _FIRST_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A status of the server, and when it was read."""
+    """What a server has said at one time. Only the first two are always there."""
 
     status: executor_pb2.GetStatusResponse
     taken_s: float  # time.monotonic()
+    model_id: str = ""
+    # The caller's oldest caches, and whether there are more.
+    caches: Sequence[types_pb2.KvCacheHandle] | None = None
+    has_more_caches: bool = False
     # By worker: the LoRA adapters in its memory. Without workers that have none.
     adapters: Mapping[str, int] = field(default_factory=dict)
 
@@ -107,7 +117,7 @@ def _readings(client: Client, interval_s: float | None) -> Iterator[tuple[Readin
     before = None
     while True:
         status = client.status()
-        now = Reading(status, time.monotonic(), _adapters(client, status))
+        now = Reading(status, time.monotonic(), adapters=_adapters(client, status))
         yield now, before
         if interval_s is None:
             return
@@ -120,9 +130,31 @@ def _adapters(client: Client, status: executor_pb2.GetStatusResponse) -> Mapping
     if not any(worker.executor.supports_lora for worker in status.workers):
         return {}
     request = executor_pb2.GetLoraMetricsRequest()
-    metrics = client.stub.GetLoraMetrics(request, timeout=CONTROL_TIMEOUT_S, metadata=client.metadata)
+    return resident_adapters(
+        client.stub.GetLoraMetrics(request, timeout=CONTROL_TIMEOUT_S, metadata=client.metadata)
+    )
+
+
+def resident_adapters(metrics: executor_pb2.GetLoraMetricsResponse) -> Mapping[str, int]:
+    """See Reading."""
     counts = {w.worker_id: sum(adapter.resident for adapter in w.adapters) for w in metrics.workers}
     return {worker_id: count for worker_id, count in counts.items() if count}
+
+
+def growth(now: Reading, before: Reading | None) -> dict[str, Counter[str] | None]:
+    """By worker: what its counters have grown by. None: not known, because `before` is of another process."""
+    earlier = {} if before is None else {worker.worker_id: worker for worker in before.status.workers}
+    return {worker.worker_id: _grown(worker, earlier.get(worker.worker_id)) for worker in now.status.workers}
+
+
+def _grown(now: executor_pb2.WorkerStatus, before: executor_pb2.WorkerStatus | None) -> Counter[str] | None:
+    if before is None or (before.epoch, before.pid) != (now.epoch, now.pid):
+        return None
+    counts = Counter[str]()
+    for part, names in _COUNTERS.items():
+        for name in names:
+            counts[name] = getattr(getattr(now, part), name) - getattr(getattr(before, part), name)
+    return None if min(counts.values()) < 0 else counts
 
 
 def _json(status: executor_pb2.GetStatusResponse) -> str:
@@ -148,15 +180,17 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
         f"  {size(status.journal_bytes)} of tokens  {size(status.unread_bytes)} of answers unread"
         f"  longest stall {status.longest_stall_ms} ms  {sum(status.refusals.values())} refused"
     )
-    if before is not None and (elapsed_s := now.taken_s - before.taken_s) > 0:
+    elapsed_s = 0.0 if before is None else now.taken_s - before.taken_s
+    # Counts of another gateway are of no use.
+    if before is not None and elapsed_s > 0 and before.status.uptime_ms <= status.uptime_ms:
         refused = sum(status.refusals.values()) - sum(before.status.refusals.values())
         limits += f"  {refused / elapsed_s:.1f} refused/s"
-    earlier = {worker.worker_id: worker for worker in before.status.workers} if before else {}
+    grown = growth(now, before)
     rows = []
     for worker in status.workers:
         cells = [str(cell(worker)) for cell in _COLUMNS.values()]
         if before is not None:
-            cells += _rate_cells(worker, earlier.get(worker.worker_id), now.taken_s - before.taken_s)
+            cells += _rate_cells(grown[worker.worker_id], elapsed_s)
         rows.append(cells)
     table = FittingTable([*_COLUMNS, *(_RATES if before is not None else ())], rows, _FIRST_COLUMNS)
     notes = []
@@ -207,14 +241,11 @@ class FittingTable:
         return sorted(by_rank[: max(1, count)]), gap
 
 
-def _rate_cells(
-    worker: executor_pb2.WorkerStatus, earlier: executor_pb2.WorkerStatus | None, elapsed_s: float
-) -> list[str]:
-    """Rates between two readings. "-" for a worker that was restarted, whose counters restarted at 0."""
-    if earlier is None or earlier.epoch != worker.epoch or elapsed_s <= 0:
+def _rate_cells(grown: Counter[str] | None, elapsed_s: float) -> list[str]:
+    """Rates between two readings."""
+    if grown is None or elapsed_s <= 0:
         return ["-"] * len(_RATES)
-    grown = (getattr(worker.counts, name) - getattr(earlier.counts, name) for name in _RATES.values())
-    return [f"{count / elapsed_s:.1f}" for count in grown]
+    return [f"{grown[name] / elapsed_s:.1f}" for name in _RATES.values()]
 
 
 def _mean(total: int, count: int) -> str:

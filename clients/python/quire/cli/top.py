@@ -21,8 +21,8 @@ from typing import Any
 import grpc
 from quire import Client, QuireError
 from quire.cli.connecting import connected, connection, converting_failures, line_of, new_client
-from quire.cli.status import UNLIMITED_WIDTH, duration
-from quire.cli.top_view import Reading, frame
+from quire.cli.status import UNLIMITED_WIDTH, Reading, duration, resident_adapters
+from quire.cli.top_view import frame
 from quire.v1 import executor_pb2
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -179,14 +179,13 @@ def read(client: Client) -> Reading:
     model = _allowed(client, stub.GetModelInfo, executor_pb2.GetModelInfoRequest()) if is_ready else None
     lora = _allowed(client, stub.GetLoraMetrics, executor_pb2.GetLoraMetricsRequest()) if has_lora else None
     caches = _allowed(client, stub.ListCaches, executor_pb2.ListCachesRequest(page_size=_PAGE_SIZE))
-    workers = [] if lora is None else lora.workers
     return Reading(
         status,
         taken_s,
         model_id="" if model is None else model.model.model_id,
         caches=None if caches is None else caches.kv_caches,
         has_more_caches=caches is not None and bool(caches.next_page_token),
-        adapters={w.worker_id: sum(adapter.resident for adapter in w.adapters) for w in workers},
+        adapters={} if lora is None else resident_adapters(lora),
     )
 
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from quire.cli.status import FittingTable, duration, enum_word, state_of
+from quire.cli.status import FittingTable, Reading, duration, enum_word, growth, state_of
 from quire.cli.terminal import escaped, size
-from quire.v1 import executor_pb2, types_pb2
+from quire.v1 import executor_pb2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 _KINDS = ("prefill", "decode", "verify", "score")
-# The counters of a WorkerStatus, by the field that has them.
-_COUNTERS = {
-    "counts": [field.name for field in types_pb2.StepCounts.DESCRIPTOR.fields],
-    "pool": ["prefix_hit_tokens", "prefix_query_tokens"],
-}
 _BAR_CHARS = 10
 _MOST_REASONS = 3
 _COLUMNS = (
@@ -27,25 +21,10 @@ _COLUMNS = (
 _FIRST_COLUMNS = ("worker", "state", "queue", "batch", "tokens/s", "decode ms", "KV in use", "hits")
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What a server has said at one time. Only the first two are always there."""
-
-    status: executor_pb2.GetStatusResponse
-    taken_s: float  # time.monotonic()
-    model_id: str = ""
-    # The caller's oldest caches, and whether there are more.
-    caches: Sequence[types_pb2.KvCacheHandle] | None = None
-    has_more_caches: bool = False
-    # By worker: the LoRA adapters in its memory.
-    adapters: Mapping[str, int] = field(default_factory=dict)
-
-
 def frame(now: Reading, before: Reading | None, target: str, notes: Sequence[str] = ()) -> RenderableType:
     """Lines about all of the server, `notes` in red below the first, and a table of the workers."""
     elapsed_s = 0.0 if before is None else now.taken_s - before.taken_s
-    earlier = {} if before is None else {worker.worker_id: worker for worker in before.status.workers}
-    grown = {worker.worker_id: _grown(worker, earlier.get(worker.worker_id)) for worker in now.status.workers}
+    grown = growth(now, before)
     known = [counts for counts in grown.values() if counts is not None]
     total = sum(known, Counter[str]()) if known else None
     state = enum_word(executor_pb2.ServerState.Name(now.status.state))
@@ -63,17 +42,6 @@ def frame(now: Reading, before: Reading | None, target: str, notes: Sequence[str
     for line in (*text, *troubles):
         line.no_wrap, line.overflow = True, "ellipsis"
     return Group(*text, FittingTable(_COLUMNS, rows, _FIRST_COLUMNS), *troubles)
-
-
-def _grown(now: executor_pb2.WorkerStatus, before: executor_pb2.WorkerStatus | None) -> Counter[str] | None:
-    """What counters have grown by. None: not known, because `before` is of another process."""
-    if before is None or (before.epoch, before.pid) != (now.epoch, now.pid):
-        return None
-    counts = Counter[str]()
-    for part, names in _COUNTERS.items():
-        for name in names:
-            counts[name] = getattr(getattr(now, part), name) - getattr(getattr(before, part), name)
-    return None if min(counts.values()) < 0 else counts
 
 
 def _work(
@@ -128,7 +96,7 @@ def _callers(now: Reading, before: Reading | None, elapsed_s: float) -> list[Seq
         tokens = _count(sum(cache.seq_len for cache in now.caches), "token", more)
         caches.append(f"{len(now.caches)}{more} of yours, with {tokens}")
     memory, stall = size(status.memory_bytes), f"longest stall {status.longest_stall_ms} ms"
-    adapters = [f"{count} in memory of {worker_id}" for worker_id, count in now.adapters.items() if count]
+    adapters = [f"{count} in memory of {worker_id}" for worker_id, count in now.adapters.items()]
     return [
         ("refused", f"{_rate(grown, elapsed_s, *refusals)}/s", f"{refusals.total():,} in all", reasons),
         (
