@@ -123,8 +123,8 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()
     ignores: frozenset[str] = frozenset()
-    qkv_bias: bool | None = False
-    output_bias: bool | None = False
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
     mlp_bias: bool | None = False
     qk_norm: Literal["none", "head", "row"] = "none"
     norms: NormNames = PRE_NORMS
@@ -169,10 +169,12 @@ _MIXTRAL_EXPERTS = ExpertNames(
 )
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(qkv_bias=None, output_bias=None, mlp_bias=None),
+    "llama": Family(mlp_bias=None),
     "mistral": Family(
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         reads=_WINDOW,
+        qkv_bias=False,
+        output_bias=False,
     ),
     "mixtral": Family(
         defaults={
@@ -184,6 +186,8 @@ FAMILIES: dict[str, Family] = {
         },
         reads=_WINDOW | {"num_experts_per_tok", "num_local_experts"},
         ignores=_EXPERTS_IGNORED,
+        qkv_bias=False,
+        output_bias=False,
         experts=_MIXTRAL_EXPERTS,
         wide_routing=True,
     ),
@@ -191,14 +195,13 @@ FAMILIES: dict[str, Family] = {
         defaults=_QWEN_DEFAULTS,
         reads=_QWEN_WINDOWS,
         qkv_bias=True,
+        output_bias=False,
         layer_types=_sliding_from_max_window_layers,
         windows_opt_in=True,
     ),
     "qwen3": Family(
         defaults=_QWEN_DEFAULTS | {"head_dim": 128},
         reads=_QWEN_WINDOWS,
-        qkv_bias=None,
-        output_bias=None,
         qk_norm="head",
         layer_types=_sliding_from_max_window_layers,
         windows_opt_in=True,
@@ -210,16 +213,12 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 8,
             "num_experts": 128,
             "moe_intermediate_size": 768,
-            "decoder_sparse_step": 1,
-            "norm_topk_prob": False,
         },
         reads=names(
             "sliding_window use_sliding_window num_experts num_local_experts num_experts_per_tok"
             " moe_intermediate_size decoder_sparse_step norm_topk_prob mlp_only_layers"
         ),
         ignores=_EXPERTS_IGNORED | {"max_window_layers"},
-        qkv_bias=None,
-        output_bias=None,
         qk_norm="head",
         windows_opt_in=True,
         experts=_QWEN_EXPERTS,
@@ -228,8 +227,6 @@ FAMILIES: dict[str, Family] = {
         defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True}
         | {"hidden_act": "gelu_pytorch_tanh"},
         ignores=names("hidden_activation"),
-        qkv_bias=None,
-        output_bias=None,
         wide_norms=True,
         norm_offset=1.0,
         scales_embeddings=True,
@@ -239,8 +236,6 @@ FAMILIES: dict[str, Family] = {
         | {"num_key_value_heads": 4, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         reads=_GEMMA_READS | {"attn_logit_softcapping"},
         ignores=names("hidden_act cache_implementation"),
-        qkv_bias=None,
-        output_bias=None,
         norms=SANDWICH_NORMS,
         wide_norms=True,
         norm_offset=1.0,
@@ -252,8 +247,6 @@ FAMILIES: dict[str, Family] = {
         defaults=_GEMMA_DEFAULTS | {"num_key_value_heads": 4, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         reads=_GEMMA_READS | {"sliding_window_pattern", "rope_local_base_freq"},
         ignores=names("hidden_act cache_implementation attn_logit_softcapping _sliding_window_pattern"),
-        qkv_bias=None,
-        output_bias=None,
         qk_norm="head",
         norms=SANDWICH_NORMS,
         wide_norms=True,
@@ -267,6 +260,8 @@ FAMILIES: dict[str, Family] = {
         defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         reads=_WINDOW | {"original_max_position_embeddings", "partial_rotary_factor"},
         ignores=names("resid_pdrop embd_pdrop"),
+        qkv_bias=False,
+        output_bias=False,
         attention_names=("qkv_proj",),
         mlp_names=("gate_up_proj",),
     ),
@@ -279,16 +274,12 @@ FAMILIES: dict[str, Family] = {
         },
         reads=names("sliding_window use_sliding_window layer_types no_rope_layers no_rope_layer_interval"),
         ignores=names("max_window_layers"),
-        qkv_bias=None,
-        output_bias=None,
         mlp_bias=None,
         layer_types=_sliding_without_rope,
         windows_opt_in=True,
     ),
     "olmo2": Family(
         defaults={"rms_norm_eps": 1e-5},
-        qkv_bias=None,
-        output_bias=None,
         qk_norm="row",
         norms=POST_NORMS,
         wide_norms=True,
@@ -302,8 +293,6 @@ FAMILIES: dict[str, Family] = {
             "rope_local_base_freq": 5e5,
         },
         reads=names("sliding_window layer_types"),
-        qkv_bias=None,
-        output_bias=None,
         qk_norm="row",
         norms=POST_NORMS,
         wide_norms=True,
@@ -312,14 +301,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": Family(
         reads=names("embedding_multiplier logits_scaling residual_multiplier attention_multiplier"),
-        defaults={
-            "embedding_multiplier": 1.0,
-            "logits_scaling": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-        },
-        qkv_bias=None,
-        output_bias=None,
+        defaults={"attention_multiplier": 1.0},
         mlp_bias=None,
     ),
 }
