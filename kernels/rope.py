@@ -9,14 +9,12 @@ transformers, two types have frequencies that depend on the current length of th
 tokens:
 
 - "dynamic" has the default frequencies up to `max_position_embeddings`. Beyond it they change with every
-token,
-  so a longer table is refused here.
+  token, so a longer table is refused here.
 - "longrope" has one list of factors for sequences up to `original_max_position_embeddings` and another for
-longer
-  ones. Here a model has one list for all sequences, as in vLLM: the long factors if it serves sequences
-  longer than the original length, else the short ones. So if `max_position_embeddings` is the original
-  length, results agree with transformers for all sequences; if it is larger, for sequences longer than the
-  original length.
+  longer ones. Here a model has one list for all sequences, as in vLLM: the long factors if it serves
+  sequences longer than the original length, else the short ones. So if `max_position_embeddings` is the
+  original length, results agree with transformers for all sequences; if it is larger, for sequences longer
+  than the original length.
 
 Frequencies are computed with the same operations in the same order as in transformers, to the bit: one
 rounding of the fastest pair is an angle of 5e-4 at position 4,000, which can change logits by 3e-3.
