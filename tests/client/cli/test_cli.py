@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from quire.cli import generate
+from quire.cli import connecting
 from quire.cli.main import main
 from quire.cli.status import _COLUMNS, Reading, render
 from quire.v1 import executor_pb2, types_pb2
@@ -297,7 +297,7 @@ def test_generate_waits_for_a_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     no_worker = rich_status(grpc.StatusCode.UNAVAILABLE, "NO_WORKER", "no worker is ready")
-    monkeypatch.setattr(generate, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(connecting, "_POLL_INTERVAL_S", 0.0)
     executor.script = [*ids("46"), EOS]
     for method in ("GetModelInfo", "GetModelInfo", "Execute"):
         executor.fail(method, no_worker)
@@ -309,7 +309,7 @@ def test_generate_waits_for_a_worker(
     executor.fail("GetStatus", rich_status(grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING"))
     assert quire("generate", "x") == 0, "a token that may not ask how far it is waits, too"
     assert capsys.readouterr() == ("46\n", "quire: waiting for a worker to load\n")
-    monkeypatch.setattr(generate, "WORKER_TIMEOUT_S", -1.0)
+    monkeypatch.setattr(connecting, "_WORKER_TIMEOUT_S", -1.0)
     executor.fail("GetModelInfo", no_worker)
     assert quire("generate", "x") == 1
     assert capsys.readouterr().err == "quire: UNAVAILABLE NO_WORKER no worker is ready\n"

@@ -7,25 +7,27 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 from quire import Client, QuireError, Tls
-from quire.cli.terminal import CommandFailed, WrongUsage
+from quire.cli.terminal import CommandFailed, WrongUsage, tell
 from quire.errors import from_rpc_error
 
 # The timeout of calls that a running server answers immediately.
 CONTROL_TIMEOUT_S = 10.0
 # A year: effectively no timeout.
 NO_TIMEOUT_S = 365 * 86_400.0
-NO_WORKER = "NO_WORKER"
+_NO_WORKER = "NO_WORKER"
 # How long to wait for a worker to load, and the polling interval.
-WORKER_TIMEOUT_S = 60.0
-POLL_INTERVAL_S = 0.5
+_WORKER_TIMEOUT_S = 60.0
+_POLL_INTERVAL_S = 0.5
 # Live displays hide the cursor.
 _SHOW_CURSOR = "\x1b[?25h"
 _Client = TypeVar("_Client")
+_Answer = TypeVar("_Answer")
 
 
 def connection(options: argparse.Namespace) -> dict[str, Any]:
@@ -60,6 +62,31 @@ def connected(options: argparse.Namespace, interrupted: int = 1) -> Iterator[Cli
             yield client
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def when_ready(client: Client, call: Callable[[], _Answer]) -> _Answer:
+    """The result of `call`, which is repeated until a worker is ready or a timeout. Raises its exceptions."""
+    give_up_s = time.monotonic() + _WORKER_TIMEOUT_S
+    shown = ""
+    while True:
+        try:
+            return call()
+        except QuireError as error:
+            if error.reason != _NO_WORKER or time.monotonic() > give_up_s:
+                raise
+        if (progress := _progress(client)) != shown:
+            tell(f"waiting for a worker{progress}")
+            shown = progress
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def _progress(client: Client) -> str:
+    """The loading progress of the workers, as the end of a sentence."""
+    # The caller's token may lack the permission.
+    with contextlib.suppress(QuireError):
+        workers = client.status().workers
+        return f": loading {max((worker.load_progress for worker in workers), default=0):.0%}"
+    return " to load"
 
 
 def _end_process(status: int) -> NoReturn:

@@ -7,16 +7,14 @@ server, which renders the chat template in a sandbox, because a template is a pr
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import sys
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import tokenizers  # noqa: F401 - so that it is missed before a server is asked
 from quire import Client, QuireError, item
-from quire.cli.connecting import NO_TIMEOUT_S, NO_WORKER, POLL_INTERVAL_S, WORKER_TIMEOUT_S, connected
+from quire.cli.connecting import NO_TIMEOUT_S, connected, when_ready
 from quire.cli.terminal import CommandFailed, WrongUsage, stripped, tell
 from quire.errors import from_status
 from quire.text import ModelTokenizer
@@ -27,7 +25,6 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "se
 _RUNTIME = "local"
 # The maximum length of a library's error message about a file from the server.
 _MAX_ERROR_CHARS = 300
-_Answer = TypeVar("_Answer")
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -39,7 +36,7 @@ def generate(options: argparse.Namespace) -> int:
         options.prompt = sys.stdin.buffer.read().decode(errors="surrogateescape").removesuffix("\n")
     _check_prompt(options)
     with connected(options) as client:
-        info = _when_ready(
+        info = when_ready(
             client, lambda: client.model_info(include_tokenizer=True, include_chat_template=True)
         )
         tokenizer = _tokenizer(info)
@@ -79,31 +76,6 @@ def _check_prompt(options: argparse.Namespace) -> None:
         raise WrongUsage("--system goes with a message, not with --raw or --tokens")
 
 
-def _when_ready(client: Client, call: Callable[[], _Answer]) -> _Answer:
-    """The result of `call`, which is repeated until a worker is ready or a timeout. Raises its exceptions."""
-    give_up_s = time.monotonic() + WORKER_TIMEOUT_S
-    shown = ""
-    while True:
-        try:
-            return call()
-        except QuireError as error:
-            if error.reason != NO_WORKER or time.monotonic() > give_up_s:
-                raise
-        if (progress := _progress(client)) != shown:
-            tell(f"waiting for a worker{progress}")
-            shown = progress
-        time.sleep(POLL_INTERVAL_S)
-
-
-def _progress(client: Client) -> str:
-    """The loading progress of the workers, as the end of a sentence."""
-    # The caller's token may lack the permission.
-    with contextlib.suppress(QuireError):
-        workers = client.status().workers
-        return f": loading {max((worker.load_progress for worker in workers), default=0):.0%}"
-    return " to load"
-
-
 def _chunks(client: Client, asked: runner_pb2.ExecuteItem) -> Iterator[runner_pb2.SampleChunk]:
     """The chunks of an item, which is cancelled when the loop over them ends. Raises QuireError."""
 
@@ -119,7 +91,7 @@ def _chunks(client: Client, asked: runner_pb2.ExecuteItem) -> Iterator[runner_pb
         # Reading the first chunk fails if there is no worker.
         return itertools.chain([*itertools.islice(chunks, 1)], chunks)
 
-    return _when_ready(client, begun)
+    return when_ready(client, begun)
 
 
 class _Printer:

@@ -19,15 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quire import AsyncClient, QuireError
-from quire.cli.connecting import (
-    CONTROL_TIMEOUT_S,
-    NO_WORKER,
-    POLL_INTERVAL_S,
-    WORKER_TIMEOUT_S,
-    converting_failures,
-    new_client,
-)
+from quire.cli.connecting import CONTROL_TIMEOUT_S, connected, converting_failures, when_ready
 from quire.cli.load.compare import FORMAT, print_comparison
 from quire.cli.load.figures import Measured, figures
 from quire.cli.load.generator import Plan
@@ -55,11 +47,16 @@ def load(options: argparse.Namespace) -> int:
         # Detect an unwritable file before the run.
         if path is not None:
             path.touch()
+    with connected(options) as client:
+        info, request = when_ready(client, client.model_info), executor_pb2.GetCapabilitiesRequest()
+        capabilities = client.stub.GetCapabilities(
+            request, timeout=CONTROL_TIMEOUT_S, metadata=client.metadata
+        )
     try:
         with converting_failures(), _without_interrupts():
-            return asyncio.run(_main(spec))
+            return asyncio.run(_main(spec, info, capabilities))
     except asyncio.CancelledError:
-        # Ctrl-C before the first run, or a second time.
+        # Ctrl-C while the clients connect, or a second time.
         print(file=sys.stderr)
     return 1
 
@@ -90,9 +87,12 @@ class _Interrupts:
             self._main.cancel()
 
 
-async def _main(spec: RunSpec) -> int:
+async def _main(
+    spec: RunSpec,
+    info: executor_pb2.GetModelInfoResponse,
+    capabilities: executor_pb2.GetCapabilitiesResponse,
+) -> int:
     interrupts = _Interrupts()
-    info, capabilities = await _describe(spec)
     workload = spec.fitting(capabilities.executor.kv_capacity_tokens)
     plan = dataclasses.replace(spec.plan, workload=workload, vocab_size=info.model.vocab_size)
     runs: list[dict[str, Any]] = []
@@ -111,25 +111,6 @@ async def _main(spec: RunSpec) -> int:
         spec.report.write_text(page(document), encoding="utf-8")
     is_whole = not interrupts.stopped.is_set()
     return 0 if is_whole and all(run["requests"]["done"] for run in runs) else 1
-
-
-async def _describe(
-    spec: RunSpec,
-) -> tuple[executor_pb2.GetModelInfoResponse, executor_pb2.GetCapabilitiesResponse]:
-    """The model and the limits, as soon as a worker is ready. Raises QuireError, grpc.RpcError."""
-    give_up_s = time.monotonic() + WORKER_TIMEOUT_S
-    async with new_client(AsyncClient, spec.connection, timeout_s=CONTROL_TIMEOUT_S) as client:
-        while True:
-            try:
-                info = await client.model_info()
-                request = executor_pb2.GetCapabilitiesRequest()
-                return info, await client.stub.GetCapabilities(
-                    request, timeout=CONTROL_TIMEOUT_S, metadata=client.metadata
-                )
-            except QuireError as error:
-                if error.reason != NO_WORKER or time.monotonic() > give_up_s:
-                    raise
-            await asyncio.sleep(POLL_INTERVAL_S)
 
 
 async def _run(spec: RunSpec, plan: Plan, clients: ClientProcesses, stopped: asyncio.Event) -> dict[str, Any]:
