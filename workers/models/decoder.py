@@ -78,7 +78,8 @@ class Decoder:
         self._shard = shard
         of_layer = LayerKv(len(shard.kv_heads), config.head_dim, config.head_dim)
         self.kv_layers = (of_layer,) * config.num_hidden_layers
-        self.rotation_bytes = len(config.ropes) * config.rotary_dim * torch.float32.itemsize
+        self._ropes = tuple(config.ropes)
+        self.rotation_bytes = len(self._ropes) * config.rotary_dim * torch.float32.itemsize
         # Packed models run several sublayers in one call, and those on a GPU fuse operations of few rows.
         self._before_last_mlp: Sequence[Stage] = self._sublayers()[:-1]
         self._last_mlp: Stage = self.layers[-1].mlp
@@ -135,9 +136,9 @@ class Decoder:
         if self.device.type == "cuda":
             return
         *before, last = self._sublayers()
-        ropes, memory = tuple(self.config.ropes), Memory()
-        self._before_last_mlp = compiled(before, ropes, memory)
-        (self._last_mlp,) = compiled([last], ropes, memory)
+        memory = Memory()
+        self._before_last_mlp = compiled(before, self._ropes, memory)
+        (self._last_mlp,) = compiled([last], self._ropes, memory)
 
     def lora_modules(self) -> dict[str, tuple[int, int]]:
         """The numbers of outputs and inputs of each module that may have an adapter, by its name."""
@@ -263,7 +264,7 @@ class Decoder:
 
     def _rotations(self, positions: torch.Tensor, kv: KvTensors) -> dict[RopeSpec, torch.Tensor]:
         """Cosines and sines [T, R] of each rotary embedding at the positions of the tokens."""
-        return {rope: self._rope_table(rope, kv).index_select(0, positions) for rope in self.config.ropes}
+        return {rope: self._rope_table(rope, kv).index_select(0, positions) for rope in self._ropes}
 
     def _rope_table(self, rope: RopeSpec, kv: KvTensors) -> torch.Tensor:
         """Rotations of all positions that fit into the pages, computed at the first forward over them."""
