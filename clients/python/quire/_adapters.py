@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from quire._uploads import Content, Requests
+from quire._uploads import Content, parts_of
 from quire.v1 import admin_pb2
 
 # A directory of this machine, or the contents of the files by their names.
@@ -16,7 +16,9 @@ AdapterFiles: TypeAlias = str | os.PathLike[str] | Mapping[str, bytes]
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def adapter_requests(settings: admin_pb2.LoadAdapterRequest, files: AdapterFiles | None) -> Requests:
+def adapter_requests(
+    settings: admin_pb2.LoadAdapterRequest, files: AdapterFiles | None, max_request_bytes: int
+) -> Iterator[admin_pb2.LoadAdapterRequest]:
     """Raises ValueError unless there is either a source or files, and OSError for unreadable files."""
     if bool(settings.source) == (files is not None):
         raise ValueError("an adapter has either a source or files")
@@ -29,10 +31,10 @@ def adapter_requests(settings: admin_pb2.LoadAdapterRequest, files: AdapterFiles
             path.open("rb").close()
         contents = paths
 
-    def requests(parts: Callable[[Content], Iterator[bytes]]) -> Iterator[admin_pb2.LoadAdapterRequest]:
+    def requests() -> Iterator[admin_pb2.LoadAdapterRequest]:
         yield settings
         for name, content in contents.items():
-            for part in parts(content):
+            for part in parts_of(content, max_request_bytes):
                 yield admin_pb2.LoadAdapterRequest(file=admin_pb2.AdapterFile(name=name, data=part))
 
-    return requests
+    return requests()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,39 +15,38 @@ from quire.errors import from_rpc_error
 
 # The contents of a file, or where it is.
 Content: TypeAlias = bytes | Path
-# Makes the requests of a call, from a function that cuts files in parts.
-Requests: TypeAlias = Callable[[Callable[[Content], Iterator[bytes]]], Iterator[Message]]
 
 # Larger ones cost a server with glibc twice the time: it maps memory for each message.
 _MAX_PART_BYTES = 1 << 18
 
 
+def parts_of(content: Content, max_request_bytes: int) -> Iterator[bytes]:
+    """A file in parts that fit into requests. At least one, also of an empty file. Raises OSError."""
+    part_bytes = min(_MAX_PART_BYTES, max_request_bytes // 2)
+    try:
+        with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as file:
+            yield file.read(part_bytes)
+            while part := file.read(part_bytes):
+                yield part
+    except OSError as error:
+        # Errors of reading, unlike those of opening, do not name the file.
+        error.filename = str(content)
+        raise
+
+
 class _Requests:
     """The requests of one call. Files are read while they are sent."""
 
-    def __init__(self, make: Requests, max_request_bytes: int) -> None:
-        self._make = make
-        self._part_bytes = min(_MAX_PART_BYTES, max_request_bytes // 2)
+    def __init__(self, requests: Iterator[Message]) -> None:
+        self._given = requests
         # Why the requests could not be made. gRPC reports only that they have ended.
         self._error: Exception | None = None
 
     def _requests(self) -> Iterator[Message]:
         try:
-            yield from self._make(self._parts)
+            yield from self._given
         except Exception as error:
             self._error = error
-            raise
-
-    def _parts(self, content: Content) -> Iterator[bytes]:
-        """At least one, also of an empty file."""
-        try:
-            with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as file:
-                yield file.read(self._part_bytes)
-                while part := file.read(self._part_bytes):
-                    yield part
-        except OSError as error:
-            # Errors of reading, unlike those of opening, do not name the file.
-            error.filename = str(content)
             raise
 
 

@@ -6,11 +6,11 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from quire._uploads import Content, Requests
+from quire._uploads import Content, parts_of
 from quire.v1 import runner_pb2
 
 # A directory or a safetensors file of this machine; the contents of one; or several files, as contents or
@@ -24,7 +24,7 @@ _MAX_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
 
 
-def weight_requests(files: WeightFiles) -> Requests:
+def weight_requests(files: WeightFiles, max_request_bytes: int) -> Iterator[runner_pb2.UploadWeightsRequest]:
     """Raises OSError for a directory without safetensors files. The requests raise ValueError for others."""
     contents: Iterable[Content]
     if isinstance(files, (str, os.PathLike)):
@@ -34,26 +34,24 @@ def weight_requests(files: WeightFiles) -> Requests:
     else:
         contents = [files] if isinstance(files, bytes) else files
 
-    def requests(parts: Callable[[Content], Iterator[bytes]]) -> Iterator[runner_pb2.UploadWeightsRequest]:
+    def requests() -> Iterator[runner_pb2.UploadWeightsRequest]:
         weight_map: dict[str, str] = {}
         for number, content in enumerate(contents, start=1):
             name = f"model-{number:05}.safetensors"
             for tensor in _tensors(content):
                 if weight_map.setdefault(tensor, name) != name:
                     raise ValueError(f"the tensor {tensor} is in two files")
-            yield from _file(name, content, parts)
-        yield from _file(_INDEX, json.dumps({"weight_map": weight_map}).encode(), parts)
+            yield from _file(name, content, max_request_bytes)
+        yield from _file(_INDEX, json.dumps({"weight_map": weight_map}).encode(), max_request_bytes)
 
-    return requests
+    return requests()
 
 
-def _file(
-    name: str, content: Content, parts: Callable[[Content], Iterator[bytes]]
-) -> Iterator[runner_pb2.UploadWeightsRequest]:
+def _file(name: str, content: Content, max_request_bytes: int) -> Iterator[runner_pb2.UploadWeightsRequest]:
     size = content.stat().st_size if isinstance(content, Path) else len(content)
     yield runner_pb2.UploadWeightsRequest(name=name, size_bytes=size)
     digest = hashlib.sha256()
-    for part in parts(content):
+    for part in parts_of(content, max_request_bytes):
         digest.update(part)
         yield runner_pb2.UploadWeightsRequest(data=part)
     yield runner_pb2.UploadWeightsRequest(sha256=digest.digest())

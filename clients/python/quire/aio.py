@@ -238,7 +238,7 @@ class AsyncClient(AsyncCaller):
         settings = admin_pb2.LoadAdapterRequest(
             adapter_id=adapter_id, source=source, pinned=pinned, shared=shared
         )
-        upload = AsyncUpload(adapter_requests(settings, files), self._max_request_bytes)
+        upload = AsyncUpload(adapter_requests(settings, files, self._max_request_bytes))
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         response: admin_pb2.LoadAdapterResponse = await upload.send(
             self.admin_stub.LoadAdapter, timeout=limit_s, metadata=self.metadata
@@ -280,7 +280,7 @@ class AsyncClient(AsyncCaller):
                 shards)` never makes a second copy of the whole model.
             timeout_s: The timeout of the call. None: the client's.
         """
-        upload = AsyncUpload(weight_requests(files), self._max_request_bytes)
+        upload = AsyncUpload(weight_requests(files, self._max_request_bytes))
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         response: runner_pb2.UploadWeightsResponse = await upload.send(
             self.runner_stub.UploadWeights, timeout=limit_s, metadata=self.metadata

@@ -238,7 +238,7 @@ class Client(Caller):
         settings = admin_pb2.LoadAdapterRequest(
             adapter_id=adapter_id, source=source, pinned=pinned, shared=shared
         )
-        upload = Upload(adapter_requests(settings, files), self._max_request_bytes)
+        upload = Upload(adapter_requests(settings, files, self._max_request_bytes))
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         response: admin_pb2.LoadAdapterResponse = upload.send(
             self.admin_stub.LoadAdapter, timeout=limit_s, metadata=self.metadata
@@ -280,7 +280,7 @@ class Client(Caller):
                 shards)` never makes a second copy of the whole model.
             timeout_s: The timeout of the call. None: the client's.
         """
-        upload = Upload(weight_requests(files), self._max_request_bytes)
+        upload = Upload(weight_requests(files, self._max_request_bytes))
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         response: runner_pb2.UploadWeightsResponse = upload.send(
             self.runner_stub.UploadWeights, timeout=limit_s, metadata=self.metadata

@@ -226,7 +226,7 @@ class AsyncSessionStream:
             cause = from_rpc_error(self._first_status.instead_of(error))
         except asyncio.CancelledError:
             # The stream was cancelled, or the event loop is being closed.
-            cause = _cancelled()
+            cause = Cancelled(grpc.StatusCode.CANCELLED, "", "cancelled by this client")
         finally:
             self._pending.end(cause)
 
@@ -239,7 +239,3 @@ def _at_least_one(max_in_flight: int) -> int:
 
 def _deadline_exceeded(timeout_s: float | None) -> DeadlineExceeded:
     return DeadlineExceeded(grpc.StatusCode.DEADLINE_EXCEEDED, "", f"no answer within {timeout_s} s")
-
-
-def _cancelled() -> Cancelled:
-    return Cancelled(grpc.StatusCode.CANCELLED, "", "cancelled by this client")
