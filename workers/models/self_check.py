@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from workers.models.checkpoint import name_of
 from workers.models.errors import ModelError
 from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.models.model import PAGE_SIZE, Model, new_pages
@@ -70,7 +71,7 @@ def check_parity(model: Model, plain: PlainForward, *, what: str, vocab_size: in
     if not error <= tolerance(dtype):
         raise ModelError(
             f"{what}: over pages it differs from its plain forward by {error:.1e}; rounding in"
-            f" {str(dtype).removeprefix('torch.')} explains at most {tolerance(dtype):.1e}:"
+            f" {name_of(dtype)} explains at most {tolerance(dtype):.1e}:"
             " the results would be wrong"
         )
     return error
@@ -144,7 +145,7 @@ def _why_not_comparable(found: torch.Tensor, expected: torch.Tensor) -> str:
             )
         if (expected == expected[:, :1]).all(-1).any():
             return "its plain forward gives equal logits to all tokens, as with weights that are all zero"
-    dtype = str(expected.dtype).removeprefix("torch.")
+    dtype = name_of(expected.dtype)
     return f"the logits of its plain forward are not finite in {dtype}, as with weights that are too large"
 
 

@@ -82,7 +82,10 @@ def plan_library_model(
     directory, device = Path(directory), torch.device(device)
     settings = read_settings(directory)
     entries = checkpoint.read_entries(directory)
-    chosen = _choose_dtype(dtype, settings, entries, device)
+    config_dtype = settings.config.get_text_config(decoder=True).dtype or settings.config.dtype
+    named = checkpoint.name_of(config_dtype) if config_dtype else None
+    stored = next((entry.dtype for entry in entries.values() if entry.dtype in checkpoint.DTYPES), None)
+    chosen = checkpoint.choose_dtype(dtype, named, stored, device)
     weight_bytes, num_parameters = _model_size(directory, settings, entries, chosen)
     check_weights_fit(str(directory), weight_bytes, available_bytes())
     if device.type == "cuda":
@@ -152,19 +155,6 @@ def make_library_model(module: PreTrainedModel) -> LibraryModel:
         raise ModelError(f"the model cannot run over pages: {why_not_packed}; and {error}") from None
     _log.info("each sequence of a step runs by itself, which is slow: %s", why_not_packed)
     return model
-
-
-def _choose_dtype(
-    dtype: torch.dtype | str,
-    settings: LibrarySettings,
-    entries: Mapping[str, TensorEntry],
-    device: torch.device,
-) -> torch.dtype:
-    """The dtype to load in. Raises ModelError."""
-    named = settings.config.get_text_config(decoder=True).dtype or settings.config.dtype
-    stored = next((entry.dtype for entry in entries.values() if entry.dtype in checkpoint.DTYPES), None)
-    name = str(named).removeprefix("torch.") if named else None
-    return checkpoint.choose_dtype(dtype, name, stored, device)
 
 
 def _model_size(
