@@ -109,8 +109,8 @@ def check_finite(tensor: torch.Tensor, where: str) -> None:
         raise ModelError(f"{where} is not finite as {name_of(tensor.dtype)}")
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype in configs: "bfloat16"."""
+def name_of(dtype: torch.dtype | str) -> str:
+    """The name of a dtype in configs: "bfloat16", also of "torch.bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
