@@ -14,7 +14,7 @@ from workers import huge_pages
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
 from workers.models.experts import Experts
-from workers.models.layers import Attention, AttentionShape, Body, GatedMlp, Norm, Sublayer
+from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
 from workers.models.shard import Group, Shard, Slice, row_parts, scaled
 
@@ -113,26 +113,18 @@ class _Parts:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _attention(self, index: int) -> Attention:
-        config, family, layer = self._config, self._family, self._config.layers[index]
+        config, family = self._config, self._family
         all_heads, all_kv_heads = config.num_attention_heads, config.num_key_value_heads
         heads, kv_heads, width = self._shard.heads, self._shard.kv_heads, config.head_dim
-        shape = AttentionShape(
-            heads=len(heads),
-            kv_heads=len(kv_heads),
-            head_dim=width,
-            scale=config.attention_scale,
-            window=layer.window,
-            softcap=config.attention_softcap,
-            rope=layer.rope,
-            eps=config.rms_norm_eps,
-            shard=self._shard,
-        )
-        row_norms = None
-        if family.qk_norm == "row":
+        head_norm = row_norms = None
+        if family.qk_norm == "head":
+            head_norm = self._norm_weight(len(heads) + len(kv_heads), width)
+        elif family.qk_norm == "row":
             row_norms = self._norm_weight(len(heads) * width), self._norm_weight(len(kv_heads) * width)
         return Attention(
+            config,
+            self._shard,
             index,
-            shape,
             qkv=self._into(
                 family.attention_names,
                 [count * width for count in (all_heads, all_kv_heads, all_kv_heads)],
@@ -142,12 +134,8 @@ class _Parts:
             output=self._back(
                 "o_proj", all_heads * width, scaled(heads, width), bias=config.attention_output_bias
             ),
-            head_norm=self._norm_weight(shape.heads + shape.kv_heads, width)
-            if family.qk_norm == "head"
-            else None,
+            head_norm=head_norm,
             row_norms=row_norms,
-            norm_offset=family.norm_offset,
-            is_last=index == config.num_hidden_layers - 1,
         )
 
     def _mlp(self) -> GatedMlp:
@@ -157,25 +145,20 @@ class _Parts:
         return GatedMlp(gate_up, self._back("down_proj", width, part, bias=bias), config.activation)
 
     def _experts(self, index: int) -> Experts:
-        config, family = self._config, self._family
-        assert config.experts is not None and family.experts is not None
-        part = self._shard.part(config.experts.intermediate_size)
+        experts, width = self._config.experts, self._config.hidden_size
+        assert experts is not None
+        part = self._shard.part(experts.intermediate_size)
         return Experts(
-            config.experts,
-            family.experts,
-            config.activation,
-            router=self.empty(config.experts.count, config.hidden_size),
-            gate_up=self._expert_weights(2 * len(part), config.hidden_size),
-            down=self._expert_weights(config.hidden_size, len(part)),
-            wide_routing=family.wide_routing,
-            index=index,
-            part=part,
+            self._config,
+            part,
+            index,
+            router=self.empty(experts.count, width),
+            gate_up=self._expert_weights(experts.count, 2 * len(part), width),
+            down=self._expert_weights(experts.count, width, len(part)),
         )
 
-    def _expert_weights(self, outputs: int, inputs: int) -> ExpertWeights:
+    def _expert_weights(self, count: int, outputs: int, inputs: int) -> ExpertWeights:
         """[E, outputs, inputs]: one tensor on a GPU, elsewhere a list of matrices to be packed one by one."""
-        assert self._config.experts is not None
-        count = self._config.experts.count
         if torch.device(self._device).type == "cuda":
             return self.empty(count, outputs, inputs)
         return [self.empty(outputs, inputs) for _ in range(count)]

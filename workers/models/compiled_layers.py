@@ -115,7 +115,7 @@ def _can_compile(sublayer: Sublayer) -> bool:
         # In a group the norm of a row needs the other ranks in the middle of the sublayer.
         and not (sublayer.group is not None and isinstance(body, Attention) and body.row_norms is not None)
         and all(isinstance(matrix.weight, PackedWeight) for matrix in _matrices(body))
-        and (isinstance(body, GatedMlp) or can_pack_width(body.shape.head_dim))
+        and (isinstance(body, GatedMlp) or can_pack_width(body.config.head_dim))
     )
 
 
@@ -139,16 +139,18 @@ def _described(sublayer: Sublayer, ropes: Sequence[RopeSpec]) -> sublayers.Subla
         found.activation = ACTIVATIONS.index(body.activation)
         return found
     assert isinstance(body, Attention)
-    shape = body.shape
+    config, layer, shard = body.config, body.layer, body.shard
     found.is_attention, found.wanted_only, found.layer = True, body.is_last, body.index
-    found.heads, found.kv_heads, found.width = shape.heads, shape.kv_heads, shape.head_dim
-    found.attention_scale, found.softcap, found.window = shape.scale, shape.softcap or 0.0, shape.window or 0
-    if shape.rope is not None:
-        found.rope = ropes.index(shape.rope)
+    found.heads, found.kv_heads, found.width = len(shard.heads), len(shard.kv_heads), config.head_dim
+    found.attention_scale, found.softcap = config.attention_scale, config.attention_softcap or 0.0
+    found.window = layer.window or 0
+    if layer.rope is not None:
+        found.rope = ropes.index(layer.rope)
+    eps = config.rms_norm_eps
     if body.head_norm is not None:
-        found.head_norm = _norm_of(body.head_norm, shape.eps)
+        found.head_norm = _norm_of(body.head_norm, eps)
     if body.row_norms is not None:
-        found.query_norm, found.key_norm = (_norm_of(weight, shape.eps) for weight in body.row_norms)
+        found.query_norm, found.key_norm = (_norm_of(weight, eps) for weight in body.row_norms)
     return found
 
 

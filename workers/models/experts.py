@@ -11,52 +11,45 @@ import torch
 
 from kernels.cpu.experts import PackedWeights
 from kernels.experts import ExpertWeights, experts, pack_experts, route
-from kernels.gated_activation import Activation
 from kernels.linear import Weight, linear, pack_weight
 from kernels.packed_weight import PackedWeight
-from workers.models.layer_settings import ExpertsConfig
+from workers.models.config import ModelConfig
 from workers.models.layers import ForwardContext
 from workers.models.linear import Linear, LoadTarget
-from workers.models.registry import ExpertNames
 from workers.models.shard import Slice
 
 
 class Experts:
     """The sum of the chosen experts' outputs, weighted by the router."""
 
-    def __init__(  # noqa: PLR0913 - the parts of a layer
+    def __init__(
         self,
-        config: ExpertsConfig,
-        names: ExpertNames,
-        activation: Activation,
+        config: ModelConfig,
+        part: range,
+        index: int,
         *,
         router: torch.Tensor,
         gate_up: ExpertWeights,
         down: ExpertWeights,
-        wide_routing: bool,
-        index: int,
-        part: range,
     ) -> None:
         """Take ownership of parameters.
 
         Args:
-            config: Sizes.
-            names: The names of the tensors in a layer of a checkpoint.
-            activation: The activation of the gate.
+            config: The model.
+            part: The part of each expert's intermediate width that this rank has.
+            index: The number of the layer among those with experts.
             router: [E, C].
             gate_up: [E, 2 * I, C], rows of gate, then up; I: the width of `part`.
             down: [E, C, I].
-            wide_routing: The router's weights of experts stay float32.
-            index: The number of the layer among those with experts.
-            part: The part of each expert's intermediate width that this rank has.
         """
         self.router: Weight = router
         self.gate_up = gate_up
         self.down = down
-        self._config = config
-        self._names = names
-        self._activation = activation
-        self._wide_routing = wide_routing
+        assert config.experts is not None and config.family.experts is not None
+        self._config = config.experts
+        self._names = config.family.experts
+        self._activation = config.activation
+        self._wide_routing = config.family.wide_routing
         self._index = index
         self._part = part
 

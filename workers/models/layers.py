@@ -23,6 +23,7 @@ from kernels.rope import RopeSpec
 from kernels.rope_kv_write import rope_kv_write
 from workers.kv.tensors import KvTensors
 from workers.models.capture import Routing
+from workers.models.config import ModelConfig
 from workers.models.inputs import ForwardInputs
 from workers.models.linear import Linear, LoadTarget
 from workers.models.shard import Group, Shard, Slice, normalise_rows, row_norm_slices
@@ -145,71 +146,56 @@ class Sublayer:
         return self.before.of_sum(x, residual)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """Sizes and settings of one layer's attention; see `ModelConfig`. The heads are those of the shard."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None
-    softcap: float | None
-    rope: RopeSpec | None
-    eps: float
-    shard: Shard
-
-
 class Attention:
-    """Grouped-query attention over the pages of one layer."""
+    """Grouped-query attention over the pages of one layer.
+
+    Attributes:
+        is_last: This is the last attention, so only the wanted rows are returned.
+    """
 
     def __init__(
         self,
+        config: ModelConfig,
+        shard: Shard,
         index: int,
-        shape: AttentionShape,
+        *,
         qkv: Linear,
         output: Linear,
         head_norm: torch.Tensor | None,
         row_norms: tuple[torch.Tensor, torch.Tensor] | None,
-        norm_offset: float,
-        *,
-        is_last: bool,
     ) -> None:
         """Take ownership of parameters.
 
         Args:
+            config: The model.
+            shard: The part of it whose heads these are.
             index: The number of the layer.
-            shape: Its sizes.
             qkv: [(H + 2 * K) * D, C], rows of q, then k, then v.
             output: [C, H * D].
             head_norm: [H + K, D], the q weight for every query head, then the k weight for every key-value
                 head; None: heads are not normalised.
             row_norms: [H * D] and [K * D], the weights for queries and keys; None: rows are not normalised.
-            norm_offset: Added to the weights of these norms in a checkpoint.
-            is_last: This is the last attention, so only the wanted rows are returned.
         """
+        self.config, self.layer, self.shard = config, config.layers[index], shard
+        self.index, self.is_last = index, index == config.num_hidden_layers - 1
         self.qkv = qkv
         self.output = output
         self.head_norm = head_norm
         self.row_norms = row_norms
-        self.index = index
-        self.shape = shape
-        self._norm_offset = norm_offset
-        self.is_last = is_last
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
         for name, projection in self.projections():
             yield from projection.targets(prefix + name)
         prefix += "self_attn."
-        names = (f"{prefix}q_norm.weight", f"{prefix}k_norm.weight")
+        names, offset = (f"{prefix}q_norm.weight", f"{prefix}k_norm.weight"), self.config.family.norm_offset
         if self.head_norm is not None:
-            parts = torch.split(self.head_norm, [self.shape.heads, self.shape.kv_heads])
+            parts = torch.split(self.head_norm, [len(self.shard.heads), len(self.shard.kv_heads)])
             for name, part in zip(names, parts, strict=True):
-                yield name, LoadTarget(part, (self.shape.head_dim,), self._norm_offset)
-        slices = row_norm_slices(self.shape.shard, *(len(weight) for weight in self.row_norms or ()))
+                yield name, LoadTarget(part, (self.config.head_dim,), offset)
+        slices = row_norm_slices(self.shard, *(len(weight) for weight in self.row_norms or ()))
         for name, weight, taken in zip(names, self.row_norms or (), slices, strict=False):
-            yield name, LoadTarget(weight, taken.shape[:1], self._norm_offset, taken)
+            yield name, LoadTarget(weight, taken.shape[:1], offset, taken)
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """See `Body`."""
@@ -239,32 +225,31 @@ class Attention:
 
     def _attend(self, query: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[T, H, D] -> [T, H * D]."""
-        shape = self.shape
         return paged_attention(
             query,
             *context.kv.layer(self.index),
             context.inputs.attention,
-            scale=shape.scale,
-            sliding_window=shape.window,
-            softcap=shape.softcap,
+            scale=self.config.attention_scale,
+            sliding_window=self.layer.window,
+            softcap=self.config.attention_softcap,
             batch_invariant=context.batch_invariant,
         ).flatten(1)
 
     def _write(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Queries [T, H, D], of projected rows [T, (H + 2 * K) * D]. Writes keys and values."""
-        shape = self.shape
+        eps, rope = self.config.rms_norm_eps, self.layer.rope
         if self.row_norms is not None:
             sizes = [len(weight) for weight in self.row_norms]
             parts = torch.split(projected[:, : sum(sizes)], sizes, dim=1)  # [T, H * D], [T, K * D]
-            normalise_rows([*zip(parts, self.row_norms, strict=True)], shape.shard.group, shape.eps)
-        rotations = None if shape.rope is None else context.rotations[shape.rope]
+            normalise_rows([*zip(parts, self.row_norms, strict=True)], self.shard.group, eps)
+        rotations = None if rope is None else context.rotations[rope]
         return rope_kv_write(
             projected,
             self.head_norm,
             rotations,
             context.inputs.slots,
             *context.kv.layer(self.index),
-            shape.eps,
+            eps,
         )
 
 
