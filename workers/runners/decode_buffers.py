@@ -65,7 +65,6 @@ class DecodeBuffers:
 
     def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
         """Allocate for buckets of up to `max_rows`, and page tables of up to `max_pages`."""
-        self.max_rows, self.max_pages = max_rows, max_pages
         self._device = device
         pinned = device.type == "cuda"  # without that the host would wait for each transfer
         self._host_memory = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8, pin_memory=pinned)
