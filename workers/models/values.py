@@ -26,7 +26,7 @@ _MIN_NUMBER, _MAX_NUMBER = 1e-12, 1e12
 
 
 def names(text: str) -> frozenset[str]:
-    """The names of settings in a text, between blanks and newlines."""
+    """The names in a text, between blanks and newlines."""
     return frozenset(text.split())
 
 

@@ -25,6 +25,7 @@ from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.errors import ModelError
 from workers.models.inputs import ForwardInputs
 from workers.models.library.page_writes import PageWrites
+from workers.models.values import names
 
 # The names under which the library knows these implementations. Only with PROBE does it also build masks.
 PROBE = "quire_probe"
@@ -35,23 +36,12 @@ HANDLER_ATTRIBUTE = "_quire_attention"
 # Keyword arguments of attention without effect here: dropout is for training, keys and queries are rotated
 # already, and the others control what the library returns or keeps. `sliding_window` and `is_causal` repeat
 # the mask, which decides in the library too.
-_WITHOUT_EFFECT = frozenset(
-    [
-        "dropout",
-        "position_ids",
-        "cache_position",
-        "position_embeddings",
-        "sliding_window",
-        "is_causal",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "use_cache",
-        "past_key_values",
-        "deterministic",
-        "target_dtype",
-    ]
+_WITHOUT_EFFECT = names(
+    """
+    dropout position_ids cache_position position_embeddings sliding_window is_causal
+    output_attentions output_hidden_states output_router_logits return_dict
+    use_cache past_key_values deterministic target_dtype
+    """
 )
 
 # During the probe a mask is a single number: this code plus its window. So any change by the model is
