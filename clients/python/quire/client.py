@@ -12,7 +12,6 @@ from typing import Any, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 from quire import _calls, _methods
-from quire._adapters import AdapterFiles, adapter_requests
 from quire._attempts import Attempts
 from quire._caches import Caller
 from quire._connection import (
@@ -25,8 +24,7 @@ from quire._connection import (
 from quire._gateways import Answer, Gateways, targets_of
 from quire._items import Prompt, items_of
 from quire._methods import Method
-from quire._uploads import Upload
-from quire._weights import WeightFiles, weight_requests
+from quire._uploads import AdapterFiles, Upload, WeightFiles, adapter_requests, weight_requests
 from quire.errors import QuireError, from_rpc_error
 from quire.executions import Execution
 from quire.session import (
