@@ -23,7 +23,7 @@ _DTYPES = {
 
 # The distribution that a token was drawn from: the probability of each token that could have been drawn, as a
 # mapping or as pairs; or a float32 row over the whole vocabulary, as little-endian bytes or as an array.
-Drawn: TypeAlias = Mapping[int, float] | Sequence[tuple[int, float]] | bytes | Any
+DraftDistribution: TypeAlias = Mapping[int, float] | Sequence[tuple[int, float]] | bytes | Any
 
 
 class SamplingSettings(TypedDict, total=False):
@@ -100,7 +100,7 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
     return output
 
 
-def draft_probabilities(drawn: Drawn) -> types_pb2.DraftProbabilities:
+def draft_probabilities(drawn: DraftDistribution) -> types_pb2.DraftProbabilities:
     """The distribution that a draft was drawn from, for VERIFY_ACCEPT_SPECULATIVE.
 
     Args:
@@ -141,7 +141,7 @@ def draft_from_top(top: types_pb2.TopLogprobs, temperature: float = 1.0) -> type
 
 
 def verify_rows(
-    drafts: Sequence[types_pb2.DraftProbabilities | Drawn | None] = (),
+    drafts: Sequence[types_pb2.DraftProbabilities | DraftDistribution | None] = (),
     masks: Sequence[Allowed | None] = (),
 ) -> list[types_pb2.VerifyRow]:
     """The `rows` of a verify: one for each token, that is one more than the number of drafts.
