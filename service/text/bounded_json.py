@@ -102,6 +102,32 @@ async def check_chat(chat: runner_pb2.Chat) -> None:
             raise _too_large("BAD_CHAT", field)
 
 
+def openai_messages(chat: runner_pb2.Chat, arguments: Callable[[str, str], object]) -> list[dict[str, Any]]:
+    """The messages in OpenAI's format, which templates read too. Raises InvalidArgument.
+
+    `arguments` makes a tool call's arguments from their JSON; it also gets the path of that field.
+    """
+    messages = []
+    for index, message in enumerate(chat.messages):
+        fields: dict[str, Any] = {"role": chat_role(message, index), "content": message.content}
+        if message.tool_calls:
+            fields["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": arguments(call.arguments_json, arguments_field(index, number)),
+                    },
+                }
+                for number, call in enumerate(message.tool_calls)
+            ]
+        if message.tool_call_id:
+            fields["tool_call_id"] = message.tool_call_id
+        messages.append(fields)
+    return messages
+
+
 def chat_role(message: runner_pb2.ChatMessage, index: int) -> str:
     """A message's role as templates and providers spell it. Raises InvalidArgument."""
     role = _ROLES.get(message.role)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from service.errors import (
 )
 from service.logging import get_logger
 from service.text.bounded_encoder import BoundedEncoder, check_loading
-from service.text.bounded_json import arguments_field, chat_role, check_chat, parse, tools_of
+from service.text.bounded_json import check_chat, openai_messages, parse, tools_of
 from service.text.chat_template import DEFAULT, ChatTemplates, TemplateError
 from service.text.constraints import Constraints, Matcher
 from service.text.detokenizer import TokenDecoder
@@ -124,7 +124,9 @@ class TextModel:
             text = "the model has no chat template: send text or tokens"
             raise InvalidArgument("NO_CHAT_TEMPLATE", "chat", text)
         await check_chat(chat)
-        messages = _messages(chat)
+        if not chat.messages:
+            raise InvalidArgument("EMPTY_PROMPT", "chat.messages", "at least one message is needed")
+        messages = openai_messages(chat, _arguments)
         tools = tools_of(chat) if chat.tools_json else None
         name = chat.template or DEFAULT
         try:
@@ -214,29 +216,6 @@ def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
     return _Loaded(ready, tokenizer, encoder)
 
 
-def _messages(chat: runner_pb2.Chat) -> Sequence[Mapping[str, Any]]:
-    """Messages in the form that templates expect. Raises InvalidArgument."""
-    if not chat.messages:
-        raise InvalidArgument("EMPTY_PROMPT", "chat.messages", "at least one message is needed")
-    messages = []
-    for index, message in enumerate(chat.messages):
-        fields: dict[str, Any] = {"role": chat_role(message, index), "content": message.content}
-        if message.tool_calls:
-            fields["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    # Templates expect the arguments as a value, not as JSON text.
-                    "function": {
-                        "name": call.name,
-                        "arguments": parse(
-                            call.arguments_json or "{}", "BAD_CHAT", arguments_field(index, number)
-                        ),
-                    },
-                }
-                for number, call in enumerate(message.tool_calls)
-            ]
-        if message.tool_call_id:
-            fields["tool_call_id"] = message.tool_call_id
-        messages.append(fields)
-    return messages
+def _arguments(arguments_json: str, field: str) -> Any:
+    """Templates expect a tool call's arguments as a value, not as JSON text. Raises InvalidArgument."""
+    return parse(arguments_json or "{}", "BAD_CHAT", field)

@@ -21,7 +21,7 @@ from service.runtimes.remote.dialects.base import (
     unsupported,
 )
 from service.runtimes.remote.failures import stream_error
-from service.text.bounded_json import chat_role, tools_of
+from service.text.bounded_json import openai_messages, tools_of
 
 # OpenAI's limit. The gateway itself looks for all stop texts.
 MAX_STOPS = 4
@@ -87,22 +87,10 @@ def _extensions(item: runner_pb2.ExecuteItem, config: ProviderConfig) -> dict[st
 def _messages(item: runner_pb2.ExecuteItem) -> list[dict[str, Any]]:
     if item.HasField("text"):
         return [{"role": "user", "content": item.text}]
-    messages = []
-    for index, message in enumerate(item.chat.messages):
-        written: dict[str, Any] = {"role": chat_role(message, index), "content": message.content}
-        if message.tool_calls:
-            written["content"] = message.content or None
-            written["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments_json},
-                }
-                for call in message.tool_calls
-            ]
-        if message.tool_call_id:
-            written["tool_call_id"] = message.tool_call_id
-        messages.append(written)
+    messages = openai_messages(item.chat, lambda arguments_json, _: arguments_json)
+    for message in messages:
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None
     return messages
 
 
