@@ -150,11 +150,10 @@ class ItemPreparer:
 
     async def _matcher(self, item: runner_pb2.ExecuteItem) -> Callable[[], Matcher] | None:
         kind = item.constraint.WhichOneof("kind")
-        if kind in (None, "mask"):
+        if kind is None or kind == "mask":
             return None
-        return await self._text.constraint(
-            item.constraint, self._end_ids(item), self._state.limits.vocab_size
-        )
+        grammar, vocab_size = getattr(item.constraint, kind), self._state.limits.vocab_size
+        return await self._text.constraint(kind, grammar, self._end_ids(item), vocab_size)
 
     def _end_ids(self, item: runner_pb2.ExecuteItem) -> frozenset[int]:
         own = () if item.ignore_eos else self._state.first_ready.model.eos_token_ids

@@ -143,26 +143,22 @@ class TextModel:
         return await self.encode(text, max_tokens=max_tokens, add_special_tokens=False, field="chat")
 
     async def constraint(
-        self, constraint: runner_pb2.Constraint, end_ids: frozenset[int], vocab_size: int
+        self, kind: str, grammar: str, end_ids: frozenset[int], vocab_size: int
     ) -> Callable[[], Matcher]:
-        """A function that makes a matcher for each sample. `end_ids`: allowed where the constraint may end.
+        """A function that makes a matcher for each sample. `kind` is a field of Constraint, except mask.
 
-        Raises InvalidArgument, NoTokenizer, or Unsupported if the text of tokens differs from place to place.
+        `end_ids`: allowed where the constraint may end. Raises InvalidArgument, NoTokenizer, or Unsupported
+        if the text of tokens differs from place to place.
         """
         loaded = await self._load()
         if loaded.tokenizer is None:
             raise NoTokenizer
-        kind = constraint.WhichOneof("kind")
-        if kind is None or kind == "mask":
-            raise InvalidArgument(
-                "BAD_CONSTRAINT", "constraint", "a schema, an expression or a grammar is needed"
-            )
         async with self._load_lock:
             if loaded.constraints is None:
                 loaded.constraints = await asyncio.to_thread(_constraints, loaded.tokenizer)
         if isinstance(loaded.constraints, Unsupported):
             raise loaded.constraints.without_traceback()
-        return await loaded.constraints.matcher_factory(kind, getattr(constraint, kind), end_ids, vocab_size)
+        return await loaded.constraints.matcher_factory(kind, grammar, end_ids, vocab_size)
 
     def close(self) -> None:
         """Ends all processes. Idempotent."""

@@ -19,7 +19,7 @@ from service.text.text_model import TextModel
 from tests.chat_templates import QWEN
 from tests.service.text.kinds import byte_level, ctc
 
-REGEX = runner_pb2.Constraint(regex="[0-9]+")
+REGEX = ("regex", "[0-9]+")
 
 
 class ServedModel:
@@ -105,7 +105,7 @@ async def test_without_a_template_or_tokenizer(served: ServedModel) -> None:
         await served.text.encode_chat(chat("hi"))
     assert caught.value.reason == "NO_CHAT_TEMPLATE"
     served.serve(None)
-    for call in (served.text.encode("a"), served.text.constraint(REGEX, frozenset(), 300)):
+    for call in (served.text.encode("a"), served.text.constraint(*REGEX, frozenset(), 300)):
         with pytest.raises(NoTokenizer):
             await call
 
@@ -239,18 +239,12 @@ async def test_a_tokenizer_that_cannot_be_constrained_is_unsupported(served: Ser
     served.serve(ctc())
     for _ in range(2):
         with pytest.raises(Unsupported, match="same text everywhere"):
-            await served.text.constraint(REGEX, frozenset(), 300)
-
-
-async def test_a_constraint_without_a_grammar_is_refused(served: ServedModel) -> None:
-    for constraint in (runner_pb2.Constraint(), runner_pb2.Constraint(mask=types_pb2.TokenMask())):
-        with pytest.raises(InvalidArgument, match="is needed"):
-            await served.text.constraint(constraint, frozenset(), 300)
+            await served.text.constraint(*REGEX, frozenset(), 300)
 
 
 async def test_constraints_belong_to_the_served_model(served: ServedModel) -> None:
     for size in (400, 500):
-        new = await served.text.constraint(REGEX, frozenset([399]), size)
+        new = await served.text.constraint(*REGEX, frozenset([399]), size)
         mask = new().allowed()
         assert len(mask) == -(-size // 8)
         texts = [byte_level().decode([n]) for n in range(332) if mask[n >> 3] >> (n & 7) & 1]
