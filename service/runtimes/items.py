@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.v1 import runner_pb2
+from quire.v1 import runner_pb2, types_pb2
 
+from service.api import validation
 from service.api.status import to_status
+from service.api.validation import RequestLimits
 from service.errors import InvalidArgument, QuireError
 from service.logging import current_request_id
 
@@ -61,6 +63,16 @@ def check_cost(message: runner_pb2.ExecuteItem | runner_pb2.ExecuteRequest) -> N
     """Raises InvalidArgument if max_cost_usd is negative or not a number."""
     if message.HasField("max_cost_usd") and not message.max_cost_usd >= 0:
         raise InvalidArgument("BAD_MAX_COST", "max_cost_usd", "must be a number, and not negative")
+
+
+def check_output(output: types_pb2.OutputOptions, limits: RequestLimits, rows: int) -> int:
+    """See `validation.check_output`. Its errors name fields of an item instead."""
+    try:
+        return validation.check_output(output, limits, rows)
+    except InvalidArgument as error:
+        field = error.field.removeprefix("output.")
+        field = f"constraint.{field}" if field.startswith("mask") else field
+        raise InvalidArgument(error.reason, field, error.message) from None
 
 
 def deadline_s(item: runner_pb2.ExecuteItem, batch_deadline_s: float | None, now_s: float) -> float | None:

@@ -91,10 +91,7 @@ class ItemPreparer:
         )
         if item.constraint.WhichOneof("kind") == "mask":
             output.mask.CopyFrom(item.constraint.mask)
-        try:
-            answer_bytes = validation.check_output(output, limits, 1)
-        except InvalidArgument as error:
-            raise InvalidArgument(error.reason, _field(error.field), error.message) from None
+        answer_bytes = items.check_output(output, limits, rows=1)
         if kept_as and output.HasField("sampling") and not output.sampling.HasField("seed"):
             # A resumed execution must draw the same tokens again.
             output.sampling.seed = _seed_of(kept_as, item.item_id)
@@ -168,9 +165,3 @@ def _max_tokens(item: runner_pb2.ExecuteItem, prompt_tokens: int, limits: Reques
 
 def _seed_of(key: str, item_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{key}\x00{item_id}".encode()).digest()[:8])
-
-
-def _field(name: str) -> str:
-    """The name in an item of a field of OutputOptions."""
-    name = name.removeprefix("output.")
-    return f"constraint.{name}" if name.startswith("mask") else name

@@ -195,12 +195,5 @@ async def check(item: runner_pb2.ExecuteItem, dialect: type[Dialect]) -> None:
     if not (item.text or item.tokens.token_ids or item.chat.messages):
         raise InvalidArgument("EMPTY_PROMPT", str(item.WhichOneof("prompt")), "the prompt is empty")
     await bounded_json.check_chat(item.chat)
-    _check_sampling(item)
+    items.check_output(types_pb2.OutputOptions(sampling=item.sampling), _LIMITS, rows=0)
     refuse(item, (*_UNSUPPORTED, *dialect.unsupported_fields))
-
-
-def _check_sampling(item: runner_pb2.ExecuteItem) -> None:
-    try:
-        validation.check_output(types_pb2.OutputOptions(sampling=item.sampling), _LIMITS, 0)
-    except InvalidArgument as error:
-        raise InvalidArgument(error.reason, error.field.removeprefix("output."), error.message) from None
