@@ -119,16 +119,14 @@ class ProviderCall:
             # Before `acquire`, so that a slow reader does not hold a permit.
             await self.sink.wait_for_room()
         limiter, batch = self.provider.limiter, self.batch
-        tokens, cost_usd = _tokens(self.expected), self._cost_usd(self.expected)
         try:
-            permit = await limiter.acquire(tokens, cost_usd, self.deadline_s, batch.tenant, batch.priority)
+            await limiter.acquire(self.expected, self.deadline_s, batch.tenant, batch.priority)
             try:
                 await limiter.wait_until_saved()
                 with self._guarded() as generation:
                     await self._send(generation)
             finally:
-                used = self._used()
-                limiter.release(permit, _tokens(used), self._cost_usd(used))
+                limiter.release(self.expected, self._used())
         except ProviderFailure as error:
             return error.without_traceback()
         except ReaderStalled:
@@ -234,10 +232,6 @@ class ProviderCall:
             input_tokens=self.expected.input_tokens, output_tokens=samples.estimated_tokens
         )
 
-    def _cost_usd(self, usage: runner_pb2.Usage) -> float:
-        price = self.provider.config.price
-        return 0.0 if price is None else price.cost_usd(usage)
-
 
 def retry_delay_s(
     error: ProviderFailure,
@@ -261,7 +255,3 @@ def retry_delay_s(
             return None
         delay = max(delay, error.retry_after_s)
     return delay if delay < left_s else None
-
-
-def _tokens(usage: runner_pb2.Usage) -> int:
-    return usage.input_tokens + usage.output_tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass
 
 from quire.v1 import runner_pb2
 
@@ -23,14 +22,6 @@ _log = get_logger(__name__)
 _MINUTE_S = 60.0
 # An estimate of the duration of one response.
 _ANSWER_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Permit:
-    """Allows one request with this expected use. Must be given back by `release`."""
-
-    tokens: int
-    cost_usd: float
 
 
 class Limiter:
@@ -70,16 +61,16 @@ class Limiter:
 
     async def acquire(
         self,
-        tokens: int,
-        cost_usd: float,
+        expected: runner_pb2.Usage,
         deadline_s: float,
         tenant: Tenant | None = None,
         priority: Priority = Priority.NORMAL,
-    ) -> Permit:
-        """Waits until the request may be sent.
+    ) -> None:
+        """Waits until a request may be sent that is expected to use so much. Its end calls `release`.
 
         Raises ProviderFailure: the queue is full, or the wait would exceed the deadline or the budget.
         """
+        tokens, cost_usd = self._amounts(expected)
         ticket = self._enqueue(tenant, priority)
         try:
             while True:
@@ -97,22 +88,27 @@ class Limiter:
         finally:
             self._queue.remove(ticket)
             self._wake_first()
-        return Permit(tokens, cost_usd)
 
     async def wait_until_saved(self) -> None:
         """Returns when the budget's reservations are on disk. No request is sent before that."""
         if self._budget is not None:
             await self._spending.flush()
 
-    def release(self, permit: Permit, tokens: int, cost_usd: float) -> None:
-        """The request has ended; `tokens` and `cost_usd` are its actual use."""
+    def release(self, expected: runner_pb2.Usage, used: runner_pb2.Usage) -> None:
+        """A request has ended: it has used `used` instead of `expected`."""
         now_s = self._clock.now_s()
+        (reserved_tokens, reserved_usd), (tokens, cost_usd) = self._amounts(expected), self._amounts(used)
         self.running -= 1
-        self._tokens.take(tokens - permit.tokens, now_s)
+        self._tokens.take(tokens - reserved_tokens, now_s)
         if self._budget is not None:
-            self._budget.settle(permit.cost_usd, cost_usd, now_s)
+            self._budget.settle(reserved_usd, cost_usd, now_s)
             self._spending.save()
         self._wake_first()
+
+    def _amounts(self, usage: runner_pb2.Usage) -> tuple[int, float]:
+        """The tokens of a request, and its cost in US dollars; 0: unknown."""
+        price = self._config.price
+        return usage.input_tokens + usage.output_tokens, 0.0 if price is None else price.cost_usd(usage)
 
     def _begin(self, tokens: int, cost_usd: float) -> None:
         now_s = self._clock.now_s()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from quire.v1 import runner_pb2
 
 from service.caches.requests import Priority
 from service.caches.tenants import Tenant
@@ -20,11 +21,12 @@ from service.errors import ProviderFailure
 from service.runtimes.remote.clock import Clock
 from service.runtimes.remote.config import ProviderConfig
 from service.runtimes.remote.fair_queue import HEAD_START, FairQueue, Ticket
-from service.runtimes.remote.limiter import Limiter, Permit
+from service.runtimes.remote.limiter import Limiter
 from service.runtimes.remote.spending import Spending
 from tests.sim.virtual_loop import VirtualLoop
 
 LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH
+ONE_TOKEN = runner_pb2.Usage(output_tokens=1)
 TENANTS = [Tenant("alice"), Tenant("bob"), Tenant("carol"), None]
 
 
@@ -75,22 +77,21 @@ def test_tenants_take_turns(wanted: list[Wanted], one_priority: bool, limit: dic
     loop, events = VirtualLoop(), itertools.count()
     limits = limiter(loop.time, **limit)
 
-    async def enter(request: Wanted) -> Permit:
+    async def enter(request: Wanted) -> None:
         request.joined = next(events)
         priority = NORMAL if one_priority else request.priority
-        permit = await limits.acquire(1, 0.0, 1e9, TENANTS[request.tenant], priority)
+        await limits.acquire(ONE_TOKEN, 1e9, TENANTS[request.tenant], priority)
         # Not after `wait_for`, which may return a turn of the loop later.
         request.passed = next(events)
-        return permit
 
     async def one(request: Wanted) -> None:
         await asyncio.sleep(request.at_s)
         try:
-            permit = await asyncio.wait_for(enter(request), request.patience_s)
+            await asyncio.wait_for(enter(request), request.patience_s)
         except TimeoutError:
             return
         await asyncio.sleep(request.holds_s)
-        limits.release(permit, 1, 0.0)
+        limits.release(ONE_TOKEN, ONE_TOKEN)
 
     async def all_of_them() -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -188,20 +189,19 @@ def test_a_tenants_urgent_requests_do_not_starve_its_others() -> None:
 )
 async def test_a_full_queue_evicts_fairly(tenant: int, priority: Priority, refused: str) -> None:
     limits = limiter(time.monotonic, max_concurrent=1, max_waiting=3)
-    permit = await limits.acquire(1, 0.0, 1e9, TENANTS[0])
-    flood = [asyncio.create_task(limits.acquire(1, 0.0, 1e9, TENANTS[0], NORMAL)) for _ in range(3)]
+    await limits.acquire(ONE_TOKEN, 1e9, TENANTS[0])
+    flood = [asyncio.create_task(limits.acquire(ONE_TOKEN, 1e9, TENANTS[0], NORMAL)) for _ in range(3)]
     await asyncio.sleep(0)
-    newcomer = asyncio.create_task(limits.acquire(1, 0.0, 1e9, TENANTS[tenant], priority))
+    newcomer = asyncio.create_task(limits.acquire(ONE_TOKEN, 1e9, TENANTS[tenant], priority))
     for _ in range(5):
         await asyncio.sleep(0)
     failed = flood[-1] if refused == "the last" else newcomer
     assert [task.done() for task in (*flood, newcomer)] == [task is failed for task in (*flood, newcomer)]
     error = failed.exception()
     assert isinstance(error, ProviderFailure) and error.reason == "BACKPRESSURE"
-    for _ in range(3):
-        limits.release(permit, 1, 0.0)
-        done = [task for task in (*flood, newcomer) if task is not failed]
+    others = [task for task in (*flood, newcomer) if task is not failed]
+    for released in range(1, 4):
+        limits.release(ONE_TOKEN, ONE_TOKEN)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        permit = next(task.result() for task in done if task.done())
-    assert all(task.done() for task in (*flood, newcomer))
+        assert sum(task.done() for task in others) == released
