@@ -45,9 +45,8 @@ class ConstraintFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A caller's grammar. `kind` is a field of Constraint; `key` identifies the grammar in the process."""
+    """A caller's grammar. `kind` is a field of Constraint."""
 
-    key: str
     kind: str
     text: str
 
@@ -66,8 +65,8 @@ class Constraints:
         # One grammar is checked at a time.
         self._check_threads = ThreadPoolExecutor(1, "check")
         self.mask_threads = ThreadPoolExecutor(_MASK_THREADS, "mask")
-        # By key of a grammar why it is refused, or nothing; the oldest first. Only the check's thread writes.
-        self._results: dict[str, str] = {}
+        # By digest of a grammar why it is refused, or nothing; the oldest first. Only the check's thread writes.
+        self._results: dict[bytes, str] = {}
 
     async def matcher_factory(
         self, kind: str, text: str, end_ids: frozenset[int], vocab_size: int
@@ -80,13 +79,13 @@ class Constraints:
         size = len(text.encode())
         if size > MAX_GRAMMAR_BYTES:
             raise _bad_constraint(kind, f"it may have at most {MAX_GRAMMAR_BYTES} bytes and has {size}")
-        grammar = Grammar(hashlib.sha256(f"{kind}\n{text}".encode()).hexdigest(), kind, text)
-        reason = self._results.get(grammar.key)
+        grammar, digest = Grammar(kind, text), hashlib.sha256(f"{kind}\n{text}".encode()).digest()
+        reason = self._results.get(digest)
         if reason is None:
             if self._checks.is_closed:
                 raise Draining
             loop = asyncio.get_running_loop()
-            reason = await loop.run_in_executor(self._check_threads, self._check, grammar)
+            reason = await loop.run_in_executor(self._check_threads, self._check, grammar, digest)
         if reason:
             raise _bad_constraint(kind, reason)
         return lambda: Matcher(self, grammar, end_ids, vocab_size)
@@ -98,16 +97,16 @@ class Constraints:
         self._check_threads.shutdown(wait=False)
         self.mask_threads.shutdown(wait=False)
 
-    def _check(self, grammar: Grammar) -> str:
+    def _check(self, grammar: Grammar, digest: bytes) -> str:
         """Why a grammar is refused; empty: it is not. Raises Draining."""
-        reason = self._results.get(grammar.key)
+        reason = self._results.get(digest)
         if reason is None:
             try:
                 self._checks.run({"method": "compile", **asdict(grammar)})
                 reason = ""
             except ConstraintFailed as error:
                 reason = _sanitized(error)
-            self._results[grammar.key] = reason
+            self._results[digest] = reason
             if len(self._results) > MAX_RESULTS:
                 del self._results[next(iter(self._results))]
         return reason

@@ -7,6 +7,7 @@ gateway sends all and the grammar. So the grammars and samples kept here, up to 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -49,7 +50,7 @@ class GrammarServer:
 
     def __init__(self) -> None:
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled = functools.lru_cache(_MAX_GRAMMARS)(self._compile)
         self._samples: OrderedDict[int, _Sample] = OrderedDict()
 
     def run(self, task: bytes) -> bytes:
@@ -62,7 +63,7 @@ class GrammarServer:
                 tokens = [text.encode("latin-1") for text in request["tokens"]]
                 self._tokenizer = LLTokenizer(_Tokens(tokens, request["special_ids"]))
             elif request["method"] == "compile":
-                _mask(self._grammar(request).deep_copy())
+                _mask(self._compiled(request["kind"], request["text"]).deep_copy())
             elif (sample := self._sample(request)) is None:
                 result["is_missing"] = True
             else:
@@ -78,7 +79,7 @@ class GrammarServer:
         number, begin, token_ids = request["sample"], request["begin"], request["token_ids"]
         sample = self._samples.pop(number, None)
         if begin == 0:
-            sample = _Sample(self._grammar(request).deep_copy())
+            sample = _Sample(self._compiled(request["kind"], request["text"]).deep_copy())
         elif sample is None or sample.num_tokens != begin:
             return None
         if token_ids and not sample.matcher.consume_tokens(token_ids):
@@ -89,21 +90,12 @@ class GrammarServer:
             self._samples.popitem(last=False)
         return sample
 
-    def _grammar(self, request: dict[str, Any]) -> LLMatcher:
-        """A compiled grammar in its initial state. Raises GrammarError."""
-        key = request["key"]
-        if key in self._compiled:
-            self._compiled.move_to_end(key)
-            return self._compiled[key]
+    def _compile(self, kind: str, text: str) -> LLMatcher:
+        """A grammar in its initial state. Raises GrammarError."""
         assert self._tokenizer is not None
-        matcher = LLMatcher(
-            self._tokenizer, _grammar_text(request["kind"], request["text"]), log_level=0, limits=_LIMITS
-        )
+        matcher = LLMatcher(self._tokenizer, _grammar_text(kind, text), log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise GrammarError(_reason(matcher, request["kind"]))
-        self._compiled[key] = matcher
-        if len(self._compiled) > _MAX_GRAMMARS:
-            self._compiled.popitem(last=False)
+            raise GrammarError(_reason(matcher, kind))
         return matcher
 
 

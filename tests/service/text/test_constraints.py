@@ -81,7 +81,7 @@ def matcher(
     constraints: Constraints, kind: str, text: str, ends: frozenset[int], vocab_size: int = 400
 ) -> Matcher:
     """A matcher for a grammar that is not checked."""
-    return Matcher(constraints, Grammar(f"{kind} {text}", kind, text), ends, vocab_size)
+    return Matcher(constraints, Grammar(kind, text), ends, vocab_size)
 
 
 async def factory(constraints: Constraints, kind: str, text: str) -> Callable[[], Matcher]:
