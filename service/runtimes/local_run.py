@@ -36,7 +36,6 @@ from service.caches.requests import (
 from service.dispatcher import Dispatcher, Found
 from service.errors import (
     DeadlinePassed,
-    Draining,
     ExecutionLost,
     InternalError,
     QuireError,
@@ -346,11 +345,7 @@ class LocalRun:
     async def _compute_masks(self, batch: Sequence[tuple[Matcher, _Future]]) -> None:
         # All items of a batch are for one model, so all matchers have the same threads.
         threads = batch[0][0].threads
-        try:
-            masks = await asyncio.get_running_loop().run_in_executor(threads, _masks, batch)
-        except RuntimeError:
-            # The server is stopping, and its threads have stopped.
-            masks = [Draining() for _ in batch]
+        masks = await asyncio.get_running_loop().run_in_executor(threads, _masks, batch)
         # Fewer if the run has ended meanwhile.
         for (_, future), mask in zip(batch, masks, strict=False):
             self._continue(future, mask)
