@@ -20,7 +20,7 @@ from service.runtimes.remote.breaker import Breaker, Result
 from service.runtimes.remote.clock import Clock
 from service.runtimes.remote.config import ProviderConfig
 from service.runtimes.remote.dialects.base import Dialect
-from service.runtimes.remote.failures import ReaderStalled, failure
+from service.runtimes.remote.failures import failure
 from service.runtimes.remote.limiter import Limiter
 from service.runtimes.remote.samples import Samples
 from service.runtimes.remote.sessions import HttpSession, SessionPool
@@ -44,6 +44,10 @@ class Provider:
     limiter: Limiter
     breaker: Breaker
     clock: Clock
+
+
+class _ReaderStalled(Exception):
+    """The client did not read in time. Not a failure of the provider. Callers see TIMEOUT."""
 
 
 # Its repr would have the prompt.
@@ -129,7 +133,7 @@ class ProviderCall:
                 limiter.release(self.expected, self._used())
         except ProviderFailure as error:
             return error.without_traceback()
-        except ReaderStalled:
+        except _ReaderStalled:
             return failure("TIMEOUT", "what the provider had said was not read in time")
         return None
 
@@ -203,17 +207,13 @@ class ProviderCall:
     async def _wait_for_room(self, by_s: float) -> None:
         """Waits until the client has read. Meanwhile TCP flow control stops the provider.
 
-        Raises ReaderStalled after `by_s`, the end of the response's time on the loop's clock.
+        Raises _ReaderStalled after `by_s`, the end of the response's time on the loop's clock.
         """
-        until = asyncio.timeout_at(by_s)
         try:
-            async with until:
+            async with asyncio.timeout_at(by_s):
                 await self.sink.wait_for_room()
         except TimeoutError:
-            if not until.expired():
-                raise
-        if until.expired():
-            raise ReaderStalled
+            raise _ReaderStalled from None
 
     def _new_samples(self) -> Samples:
         return Samples(self.item, self.indexes, self.provider.config.price, self.sink)

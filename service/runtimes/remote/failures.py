@@ -77,10 +77,6 @@ def failure(reason: str, text: str = "", retry_after_s: float | None = None) -> 
     return ProviderFailure(reason, text or _TEXTS[reason], retry_after_s=retry_after_s)
 
 
-class ReaderStalled(Exception):
-    """The client did not read in time. Not a failure of the provider. Callers see TIMEOUT."""
-
-
 def malformed() -> ProviderFailure:
     """The response does not follow the dialect."""
     return failure("SERVER_ERROR", "the provider's answer cannot be understood")
