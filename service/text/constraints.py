@@ -65,7 +65,7 @@ class Constraints:
         # One grammar is checked at a time.
         self._check_threads = ThreadPoolExecutor(1, "check")
         self.mask_threads = ThreadPoolExecutor(_MASK_THREADS, "mask")
-        # Why a grammar is refused, or nothing, by its digest; the oldest first. Only the check's thread writes.
+        # By digest why a grammar is refused, or nothing; the oldest first. Only the check's thread writes.
         self._results: dict[bytes, str] = {}
 
     async def matcher_factory(
