@@ -44,21 +44,23 @@ class Breaker:
         if generation == self._generation and self._is_probing:
             self._close()
 
-    def record(self, generation: int, result: Result, now_s: float) -> None:
-        """Records the end of a request. Called once for each that `begin` allowed."""
+    def record(self, generation: int, result: Result, now_s: float) -> bool:
+        """Records the end of a request, once for each that `begin` allowed. Returns whether this opens it."""
         if generation != self._generation:
-            return
+            return False
         if result is Result.SUCCESS:
             self._close()
-        elif result is Result.FAILURE:
+        elif result is Result.NEUTRAL:
+            # If it was a probe, the next request is a probe at once.
+            self._is_probing = False
+        else:
             self._failures += 1
             if self._is_probing or self._failures >= self._threshold:
                 self._close()
                 self._open_until_s = now_s + self._open_s
                 self._generation += 1
-        else:
-            # If it was a probe, the next request is a probe at once.
-            self._is_probing = False
+                return True
+        return False
 
     def left_s(self, now_s: float) -> float:
         """How long the breaker stays open. 0: a request may be sent."""

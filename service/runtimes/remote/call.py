@@ -154,10 +154,7 @@ class ProviderCall:
                 result = Result.FAILURE
             raise
         finally:
-            now_s = self._clock.now_s()
-            was_closed = not breaker.left_s(now_s)
-            breaker.record(generation, result, now_s)
-            if was_closed and breaker.left_s(now_s):
+            if breaker.record(generation, result, self._clock.now_s()):
                 runtime = self.provider.config.name
                 _log.warning("a provider keeps failing: its circuit breaker opens", runtime=runtime)
 

@@ -78,10 +78,11 @@ def test_breaker_invariants(steps: list[tuple[float, int, Result, bool]]) -> Non
                 assert breaker.begin(now_s) is None
         elif under_way:
             own = under_way.pop(which % len(under_way))
-            breaker.record(own, result, now_s)
+            opens = breaker.record(own, result, now_s)
             after = breaker.state(now_s), breaker.left_s(now_s)
             assert own not in stale or before == after, "it says nothing about the provider of now"
-            if after[0] == runner_pb2.BREAKER_STATE_OPEN and before != after:
+            assert opens == (after[0] == runner_pb2.BREAKER_STATE_OPEN and before != after)
+            if opens:
                 assert result is Result.FAILURE
                 stale.update(under_way)
     # It always recovers once running requests have ended and time has passed.
