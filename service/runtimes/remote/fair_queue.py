@@ -87,14 +87,13 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._tenants: dict[Tenant | None, _TenantQueue] = {}
-        self._size = 0
         # Numbers arrivals and turns in order.
         self._numbers = itertools.count(1)
         # No tenant that joins starts earlier.
         self._virtual_time = 0
 
     def __len__(self) -> int:
-        return self._size
+        return sum(map(len, self._tenants.values()))
 
     def add(self, tenant: Tenant | None, priority: Priority) -> Ticket:
         own = self._tenants.get(tenant)
@@ -111,7 +110,6 @@ class FairQueue:
             own.since = next(self._numbers)
         ticket = Ticket(tenant, priority)
         own.tickets[priority][ticket] = None
-        self._size += 1
         return ticket
 
     @property
@@ -135,7 +133,6 @@ class FairQueue:
         if ticket.is_waiting:
             ticket.is_waiting = False
             self._tenants[ticket.tenant].remove(ticket)
-            self._size -= 1
 
     def eviction_candidate(self, tenant: Tenant | None, priority: Priority) -> Ticket | None:
         """The request to evict from a full queue for a new one of this tenant. None: there is none.
