@@ -60,7 +60,7 @@ class SessionPool:
         async with self._lock:
             session = self._current
             if session is None:
-                session = await self._replace(await self._read())
+                session = await self._replace(await self._read_secret())
             session.users += 1
             if self._is_closed:
                 # The pool was closed while this request waited for a permit.
@@ -78,14 +78,14 @@ class SessionPool:
         """
         async with self._lock:
             if self._current is used:
-                secret = await self._read()
+                secret = await self._read_secret()
                 if secret != used.secret:
                     await self._replace(secret)
 
     async def rebuild(self) -> None:
         """Replaces connections and credentials. Raises ProviderFailure: nothing has changed."""
         async with self._lock:
-            await self._replace(await self._read())
+            await self._replace(await self._read_secret())
 
     async def close(self) -> None:
         """Closes the current session. Later calls get a session of their own."""
@@ -93,12 +93,18 @@ class SessionPool:
         async with self._lock:
             await self._retire()
 
-    async def _read(self) -> str:
-        try:
-            secret = await read_secret(self._config)
-        except ProviderFailure as error:
-            self.trouble = error.message
-            raise
+    async def _read_secret(self) -> str:
+        """The credentials. Empty: none are configured. Raises ProviderFailure if they are unusable."""
+        config = self._config
+        if not config.api_key_env and not config.api_key_file:
+            return ""
+        secret = await asyncio.to_thread(_configured_text, config)
+        # Others are invalid in a header, and HTTP libraries quote an invalid header in their errors.
+        if not secret or not secret.isascii() or not secret.isprintable() or " " in secret:
+            place = config.api_key_env or config.api_key_file
+            _log.error("a provider's credentials cannot be used", runtime=config.name, place=place)
+            self.trouble = "this server has no usable credentials for the provider"
+            raise ProviderFailure("UNAUTHORIZED", self.trouble)
         self.trouble = ""
         return secret
 
@@ -133,20 +139,7 @@ class SessionPool:
         )
 
 
-async def read_secret(config: ProviderConfig) -> str:
-    """Reads the credentials. Empty: none are configured. Raises ProviderFailure if they are unusable."""
-    if not config.api_key_env and not config.api_key_file:
-        return ""
-    secret = await asyncio.to_thread(_text, config)
-    # Other characters are invalid in a header, and HTTP libraries quote an invalid header in their errors.
-    if not secret or not secret.isascii() or not secret.isprintable() or " " in secret:
-        place = config.api_key_env or config.api_key_file
-        _log.error("a provider's credentials cannot be used", runtime=config.name, place=place)
-        raise ProviderFailure("UNAUTHORIZED", "this server has no usable credentials for the provider")
-    return secret
-
-
-def _text(config: ProviderConfig) -> str:
+def _configured_text(config: ProviderConfig) -> str:
     if config.api_key_env:
         return os.environ.get(config.api_key_env, "").strip()
     try:
