@@ -6,6 +6,7 @@ import functools
 import hashlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -38,8 +39,9 @@ class Executions:
     def __init__(self, router: Router, state: ServerState) -> None:
         self._router = router
         self._state = state
-        # All that are not closed, by state and tenant. In each group those that entered it first come first.
-        self._open: dict[tuple[State, Tenant | None], dict[Execution, None]] = {}
+        # All that are not closed, by state, with their tenants. Those that entered it first come first.
+        self._open: dict[State, dict[Execution, Tenant | None]]
+        self._open = {State.RUNNING: {}, State.FINISHED_UNREAD: {}}
         # For all kept executions: their unread chunks, and chunks kept after reading.
         half_bytes = state.config.max_unread_bytes // 2
         self._unread, self._read = AnswerBudget(half_bytes), ReplayBudget(half_bytes)
@@ -101,28 +103,24 @@ class Executions:
         for execution in [execution for group in self._open.values() for execution in group]:
             execution.end()
 
-    def _groups(self, state: State) -> list[dict[Execution, None]]:
-        """The executions in a state, one group per tenant that has any."""
-        return [group for (of, _), group in self._open.items() if of is state]
-
     def _check_number(self, tenant: Tenant | None) -> None:
         """Raises TooManyExecutions if a tenant may not start another one.
 
         Where callers have tokens, no tenant gets more than half of them.
         """
-        most = self._state.config.max_executions
-        if sum(map(len, self._groups(State.RUNNING))) >= most:
+        most, running = self._state.config.max_executions, self._open[State.RUNNING]
+        if len(running) >= most:
             raise TooManyExecutions(most, _RETRY_S)
         share = (most + 1) // 2
-        if tenant is not None and len(self._open.get((State.RUNNING, tenant), ())) >= share:
+        if tenant is not None and list(running.values()).count(tenant) >= share:
             raise TooManyExecutions(share, _RETRY_S, of_tenant=True)
 
     def _cancel_an_unread_one(self) -> None:
         """If too many are finished unread: the oldest one of the tenant with the most."""
-        unread = self._groups(State.FINISHED_UNREAD)
-        if sum(map(len, unread)) > self._state.config.max_executions:
-            largest = max(unread, key=len)
-            next(iter(largest)).cancel()
+        unread = self._open[State.FINISHED_UNREAD]
+        if len(unread) > self._state.config.max_executions:
+            ((largest, _),) = Counter(unread.values()).most_common(1)
+            next(execution for execution, tenant in unread.items() if tenant is largest).cancel()
 
     def _check(self, request: runner_pb2.ExecuteRequest) -> None:
         self.check_items(request.items)
@@ -206,13 +204,10 @@ class Executions:
 
     def _on_state(self, key: _Key, execution: Execution) -> None:
         tenant, _ = key
-        for state in State:
-            group = self._open.get((state, tenant), {})
+        for group in self._open.values():
             group.pop(execution, None)
-            if not group:
-                self._open.pop((state, tenant), None)
         if execution.state is not State.CLOSED:
-            self._open.setdefault((execution.state, tenant), {})[execution] = None
+            self._open[execution.state][execution] = tenant
             self._cancel_an_unread_one()
             return
         kept = self._kept.get(key)
