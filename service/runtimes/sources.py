@@ -23,9 +23,7 @@ FindUpload = Callable[[str], Path | None]
 class ModelSources:
     """Resolves one source at a time."""
 
-    def __init__(
-        self, shipped_model: Path, find_model: FindModel | None, find_upload: FindUpload = lambda _: None
-    ) -> None:
+    def __init__(self, shipped_model: Path, find_model: FindModel | None, find_upload: FindUpload) -> None:
         """Without `find_model`, models of the hub are refused."""
         self._shipped_model = shipped_model
         self._find_model = find_model

@@ -42,7 +42,6 @@ _MAX_THREADS = 2
 _SHORT_CHARACTERS = 512
 # No text has more characters per token on average. Encoding takes some 170 bytes for each character.
 _MAX_CHARACTERS_PER_TOKEN = 32
-_MANY_TOKENS = 1 << 20
 
 
 @dataclass(eq=False, slots=True)
@@ -60,9 +59,7 @@ class _Loaded:
 class TextModel:
     """Owns the served model's tokenizer, and the processes for templates and constraints."""
 
-    def __init__(
-        self, ready: Callable[[], worker_pb2.WorkerReady], tenant: Callable[[], str] = lambda: ""
-    ) -> None:
+    def __init__(self, ready: Callable[[], worker_pb2.WorkerReady], tenant: Callable[[], str]) -> None:
         """`ready`: a worker's description of the model; raises NoWorker until there is one.
 
         `tenant`: the tenant of the current call.
@@ -79,12 +76,7 @@ class TextModel:
         return (await self._load()).tokenizer
 
     async def encode(
-        self,
-        text: str,
-        *,
-        max_tokens: int = _MANY_TOKENS,
-        add_special_tokens: bool = True,
-        field: str = "text",
+        self, text: str, *, max_tokens: int, add_special_tokens: bool = True, field: str = "text"
     ) -> Sequence[int]:
         """A text's tokens. `field`: the field of the request that has the text.
 
@@ -117,7 +109,7 @@ class TextModel:
             _log.exception("a text could not be encoded")
             raise InvalidArgument("BAD_TEXT", field, "the model's tokenizer cannot encode it") from None
 
-    async def encode_chat(self, chat: runner_pb2.Chat, *, max_tokens: int = _MANY_TOKENS) -> Sequence[int]:
+    async def encode_chat(self, chat: runner_pb2.Chat, *, max_tokens: int) -> Sequence[int]:
         """The tokens of messages, formatted by the model's template. Raises as `encode`."""
         template = self._ready().chat_template
         if not template.sources:

@@ -48,7 +48,7 @@ class Loads(Bench):
         super().__init__(FakeLauncher(works, *plan), patch, config, self.data_dir)
         self.gateway = Gateway(workers=0)
         self.restarts = RollingRestart(self.supervisor, self.gateway.dispatcher)
-        sources = ModelSources(tmp_path, None)
+        sources = ModelSources(tmp_path, None, lambda _: None)
         dispatcher = self.gateway.dispatcher
         self.loader = WeightsLoader(self.supervisor, dispatcher, self.restarts, sources, config)
         self.source = tmp_path / "model"
@@ -199,7 +199,7 @@ class Hub:
 
 async def test_cancelled_download_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, hub = Loads(tmp_path, monkeypatch, works), Hub()
-    bench.loader._sources = ModelSources(tmp_path, hub.find)
+    bench.loader._sources = ModelSources(tmp_path, hub.find, lambda _: None)
     async with serving(bench):
 
         async def load() -> None:
@@ -224,7 +224,7 @@ def test_stopping_server_ends_a_download(tmp_path: Path) -> None:
     hub.may_continue.set()
 
     async def serve() -> asyncio.Task[str]:
-        finding = asyncio.create_task(ModelSources(tmp_path, hub.find).find("org/name"))
+        finding = asyncio.create_task(ModelSources(tmp_path, hub.find, lambda _: None).find("org/name"))
         await asyncio.to_thread(hub.begun.wait)
         return finding
 

@@ -377,7 +377,7 @@ class SimulatedLoader(WeightsLoader):
             simulation.supervisor,
             simulation.dispatcher,
             simulation.restarts,
-            SimulatedModelSources(Path(), None),
+            SimulatedModelSources(Path(), None, lambda _: None),
             config,
         )
         self._rng = simulation.rng

@@ -60,11 +60,7 @@ class Limiter:
         return limits
 
     async def acquire(
-        self,
-        expected: runner_pb2.Usage,
-        deadline_s: float,
-        tenant: Tenant | None = None,
-        priority: Priority = Priority.NORMAL,
+        self, expected: runner_pb2.Usage, deadline_s: float, tenant: Tenant | None, priority: Priority
     ) -> None:
         """Waits until a request may be sent that is expected to use so much. Its end calls `release`.
 

@@ -101,7 +101,7 @@ async def serving(
     state = state_of(config, worker_pb2.WorkerReady(model=model, executor=able) if has_worker else None)
     runtimes: Any = [runtime] if has_worker else [FakeRuntime(generate_yes, "local"), runtime]
     router = Router(runtimes)
-    text = TextModel(lambda: state.first_ready)
+    text = TextModel(lambda: state.first_ready, lambda: "")
     front = OpenAiFront(Executions(router, state), router, state, text, Authenticator.of(config), forward)
     port = front.bind()
     tasks = [asyncio.create_task(front.run()), asyncio.create_task(state.receiver.run())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from service.text.text_model import TextModel
 from tests.chat_templates import QWEN
 from tests.service.text.kinds import byte_level, ctc
 
+MANY_TOKENS = 1 << 20
 REGEX = ("regex", "[0-9]+")
 
 
@@ -37,6 +38,12 @@ class ServedModel:
         if template:
             self.ready.chat_template.CopyFrom(types_pb2.ChatTemplate(sources={"default": template, "x": "x"}))
 
+    async def encode(self, text: str) -> Sequence[int]:
+        return await self.text.encode(text, max_tokens=MANY_TOKENS)
+
+    async def encode_chat(self, chat: runner_pb2.Chat) -> Sequence[int]:
+        return await self.text.encode_chat(chat, max_tokens=MANY_TOKENS)
+
 
 @pytest.fixture
 async def served() -> AsyncIterator[ServedModel]:
@@ -53,15 +60,15 @@ def chat(content: str, **more: str) -> runner_pb2.Chat:
 async def test_the_template_formats_messages(served: ServedModel) -> None:
     tokenizer = byte_level()
     for content in ("hi", "\u4e16"):
-        ids = await served.text.encode_chat(chat(content))
+        ids = await served.encode_chat(chat(content))
         text = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
-    assert tokenizer.decode(await served.text.encode_chat(chat("hi", template="x"))) == "x"
+    assert tokenizer.decode(await served.encode_chat(chat("hi", template="x"))) == "x"
     tools = [{"type": "function", "function": {"name": "f"}}]
-    ids = await served.text.encode_chat(chat("hi", tools_json=json.dumps(tools)))
+    ids = await served.encode_chat(chat("hi", tools_json=json.dumps(tools)))
     assert json.dumps(tools[0]) in tokenizer.decode(ids)
     served.serve(byte_level(), "{{ tools[0].function.name }}")  # fails without tools
-    assert tokenizer.decode(await served.text.encode_chat(chat("hi", tools_json=json.dumps(tools)))) == "f"
+    assert tokenizer.decode(await served.encode_chat(chat("hi", tools_json=json.dumps(tools)))) == "f"
 
 
 CALLS = runner_pb2.ChatMessage(
@@ -95,31 +102,31 @@ async def test_a_bad_chat_is_an_invalid_argument(
     served: ServedModel, bad_chat: runner_pb2.Chat, reason: str, field: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        await served.text.encode_chat(bad_chat)
+        await served.encode_chat(bad_chat)
     assert (caught.value.reason, caught.value.field) == (reason, field)
 
 
 async def test_without_a_template_or_tokenizer(served: ServedModel) -> None:
     served.serve(byte_level(), template="")
     with pytest.raises(InvalidArgument) as caught:
-        await served.text.encode_chat(chat("hi"))
+        await served.encode_chat(chat("hi"))
     assert caught.value.reason == "NO_CHAT_TEMPLATE"
     served.serve(None)
-    for call in (served.text.encode("a"), served.text.constraint(*REGEX, frozenset(), 300)):
+    for call in (served.encode("a"), served.text.constraint(*REGEX, frozenset(), 300)):
         with pytest.raises(NoTokenizer):
             await call
 
 
 async def test_long_texts_are_encoded_and_too_long_ones_refused(served: ServedModel) -> None:
     text = "a long text " * 1000
-    assert list(await served.text.encode(text)) == byte_level().encode(text).ids
+    assert list(await served.encode(text)) == byte_level().encode(text).ids
     with pytest.raises(SequenceTooLong):
         await served.text.encode(text, max_tokens=100)
 
 
 async def refused(served: ServedModel, text: str) -> InvalidArgument:
     with pytest.raises(InvalidArgument) as caught:
-        await served.text.encode(text)
+        await served.encode(text)
     assert (caught.value.reason, caught.value.field) == ("BAD_TEXT", "text")
     return caught.value
 
@@ -149,7 +156,7 @@ async def test_encoding_that_exceeds_a_limit_is_ended(
     served.serve(hostile(split))
     assert message in (await refused(served, text)).message
     # The next text works.
-    assert list(await served.text.encode("b")) == byte_level().encode("b").ids
+    assert list(await served.encode("b")) == byte_level().encode("b").ids
 
 
 async def test_a_tokenizer_that_needs_too_much_memory_to_load_is_not_used(
@@ -163,7 +170,7 @@ async def test_a_tokenizer_that_needs_too_much_memory_to_load_is_not_used(
     settings["normalizer"] = json.loads(hostile().to_str())["normalizer"]
     served.ready = worker_pb2.WorkerReady(tokenizer_json=json.dumps(settings).encode())
     with pytest.raises(NoTokenizer):
-        await served.text.encode("b")
+        await served.encode("b")
 
 
 def test_encoding_uses_one_thread_of_the_process() -> None:
@@ -179,14 +186,14 @@ def test_encoding_uses_one_thread_of_the_process() -> None:
 
 async def test_a_cancelled_or_closed_encoding_ends(served: ServedModel) -> None:
     served.serve(hostile("(a+)+c"))
-    await served.text.encode("b")
-    encoding = asyncio.create_task(served.text.encode(SLOW_TEXT))
+    await served.encode("b")
+    encoding = asyncio.create_task(served.encode(SLOW_TEXT))
     await asyncio.sleep(0)
     encoding.cancel()
     with pytest.raises(asyncio.CancelledError):
         await encoding
-    assert list(await served.text.encode("b")) == byte_level().encode("b").ids
-    encoding = asyncio.create_task(served.text.encode(SLOW_TEXT))
+    assert list(await served.encode("b")) == byte_level().encode("b").ids
+    encoding = asyncio.create_task(served.encode(SLOW_TEXT))
     await asyncio.sleep(0)
     served.text.close()
     with pytest.raises(Draining):
@@ -198,13 +205,13 @@ async def test_tenants_take_turns_however_many_texts_one_sends(
 ) -> None:
     monkeypatch.setattr(bounded_encoder, "MAX_CPU_S", 0.5)
     served.serve(hostile("(a+)+c"))
-    await served.text.encode("b")
+    await served.encode("b")
     ended = []
 
     async def encode(name: str, text: str) -> None:
         served.tenant.set(name)
         with contextlib.suppress(InvalidArgument):
-            await served.text.encode(text)
+            await served.encode(text)
         ended.append(name)
 
     await asyncio.gather(*(encode("first", SLOW_TEXT) for _ in range(3)), encode("second", "b"))
@@ -223,7 +230,7 @@ async def test_a_panic_is_a_bad_text(
         monkeypatch.setattr(tokenizer_bounds, "_EXPRESSIONS", {PANICS})
     served.serve(hostile(PANICS))
     await refused(served, ("b" * 1000 if where == "thread" else "") + "a" * 60 + "!")
-    assert list(await served.text.encode("b")) == byte_level().encode("b").ids
+    assert list(await served.encode("b")) == byte_level().encode("b").ids
 
 
 async def test_a_decoder_that_expands_tokens_is_not_used(served: ServedModel) -> None:
@@ -232,7 +239,7 @@ async def test_a_decoder_that_expands_tokens_is_not_used(served: ServedModel) ->
     served.serve(tokenizer)
     assert await served.text.tokenizer() is None
     with pytest.raises(NoTokenizer):
-        await served.text.encode("a")
+        await served.encode("a")
 
 
 async def test_a_tokenizer_that_cannot_be_constrained_is_unsupported(served: ServedModel) -> None:

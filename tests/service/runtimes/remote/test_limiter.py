@@ -189,7 +189,7 @@ def test_a_tenants_urgent_requests_do_not_starve_its_others() -> None:
 )
 async def test_a_full_queue_evicts_fairly(tenant: int, priority: Priority, refused: str) -> None:
     limits = limiter(time.monotonic, max_concurrent=1, max_waiting=3)
-    await limits.acquire(ONE_TOKEN, 1e9, TENANTS[0])
+    await limits.acquire(ONE_TOKEN, 1e9, TENANTS[0], NORMAL)
     flood = [asyncio.create_task(limits.acquire(ONE_TOKEN, 1e9, TENANTS[0], NORMAL)) for _ in range(3)]
     await asyncio.sleep(0)
     newcomer = asyncio.create_task(limits.acquire(ONE_TOKEN, 1e9, TENANTS[tenant], priority))
