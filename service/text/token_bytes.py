@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from service.errors import Unsupported
 
@@ -23,6 +23,8 @@ _REPLACEMENT = "\ufffd"
 # Tokens among which two anchors are looked for, to decode other tokens between them.
 _CANDIDATES = 4096
 _ANCHORS = 2
+# Its id, and its text at the beginning and after another token.
+_Anchor: TypeAlias = tuple[int, str, str]
 # Size of the sample of tokens that is checked once more.
 _MAX_CHECKED = 2048
 # Texts decoded in one call, during which no other Python thread runs.
@@ -49,7 +51,7 @@ def token_bytes(tokenizer: Tokenizer) -> tuple[list[bytes], list[int]]:
         found[token_id] = text_bytes
     # A decoder that only concatenates bytes needs no more than a sample.
     checked = _sample(ids) if decoders == {"ByteLevel"} else ids
-    for token_id, text in zip(checked, _TokenTexts(tokenizer, ids).of(checked), strict=True):
+    for token_id, text in zip(checked, _texts(tokenizer, ids, checked), strict=True):
         if token_id in spelled:
             found[token_id] = _checked(spelled[token_id], text)
         elif text is not None and _REPLACEMENT not in text:
@@ -59,53 +61,47 @@ def token_bytes(tokenizer: Tokenizer) -> tuple[list[bytes], list[int]]:
     return found, list(special)
 
 
-class _TokenTexts:
-    """Finds the texts of tokens between others."""
+def _texts(tokenizer: Tokenizer, all_ids: Sequence[int], ids: Sequence[int]) -> list[str | None]:
+    """Of each of `ids` its text between other tokens; None: it is not the same everywhere."""
+    (first, second), sample = _find_anchors(tokenizer, all_ids), _sample(ids)
+    texts = dict(zip(ids, _between(tokenizer, first, second, ids), strict=True))
+    for token_id, text in zip(sample, _between(tokenizer, second, first, sample), strict=True):
+        if text != texts[token_id]:
+            texts[token_id] = None
+    return list(texts.values())
 
-    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
-        self._decode_batch = tokenizer.decode_batch
-        self._anchors = self._find_anchors(ids)
 
-    def of(self, ids: Sequence[int]) -> list[str | None]:
-        """Of each token its text; None: it is not the same everywhere."""
-        (first, second), sample = self._anchors, _sample(ids)
-        texts = dict(zip(ids, self._between(first, second, ids), strict=True))
-        for token_id, text in zip(sample, self._between(second, first, sample), strict=True):
-            if text != texts[token_id]:
-                texts[token_id] = None
-        return list(texts.values())
+def _between(tokenizer: Tokenizer, before: _Anchor, after: _Anchor, ids: Sequence[int]) -> list[str | None]:
+    """The text of each token. None: it changes if the token is repeated, or if `after` follows."""
+    (left, begin, _), (right, _, end) = before, after
+    last = _decode(tokenizer, [[left, token_id, token_id] for token_id in ids])
+    between = _decode(tokenizer, [[left, token_id, token_id, right] for token_id in ids])
+    texts = []
+    for text, longer in zip(last, between, strict=True):
+        twice = text.removeprefix(begin)
+        once = twice[: len(twice) // 2]
+        is_consistent = text == begin + 2 * once and longer == text + end
+        texts.append(once if is_consistent else None)
+    return texts
 
-    def _between(
-        self, before: tuple[int, str, str], after: tuple[int, str, str], ids: Sequence[int]
-    ) -> list[str | None]:
-        """The text of each token. None: it changes if the token is repeated, or if `after` follows."""
-        (left, begin, _), (right, _, end) = before, after
-        last = self._decode([[left, token_id, token_id] for token_id in ids])
-        between = self._decode([[left, token_id, token_id, right] for token_id in ids])
-        texts = []
-        for text, longer in zip(last, between, strict=True):
-            twice = text.removeprefix(begin)
-            once = twice[: len(twice) // 2]
-            is_consistent = text == begin + 2 * once and longer == text + end
-            texts.append(once if is_consistent else None)
-        return texts
 
-    def _find_anchors(self, ids: Sequence[int]) -> tuple[tuple[int, str, str], tuple[int, str, str]]:
-        """Two tokens of letters or digits, each with its text at the beginning and after another token."""
-        ids = ids[:_CANDIDATES]
-        alone = self._decode([[token_id] for token_id in ids])
-        twice = self._decode([[token_id, token_id] for token_id in ids])
-        anchors = []
-        for token_id, first, both in zip(ids, alone, twice, strict=True):
-            if first.isalnum() and both.startswith(first) and both != first:
-                anchors.append((token_id, first, both.removeprefix(first)))
-            if len(anchors) == _ANCHORS:
-                return anchors[0], anchors[1]
-        raise Unsupported(_UNSUPPORTED)
+def _find_anchors(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[_Anchor, _Anchor]:
+    """Two tokens of letters or digits. Raises Unsupported."""
+    ids = ids[:_CANDIDATES]
+    alone = _decode(tokenizer, [[token_id] for token_id in ids])
+    twice = _decode(tokenizer, [[token_id, token_id] for token_id in ids])
+    anchors = []
+    for token_id, first, both in zip(ids, alone, twice, strict=True):
+        if first.isalnum() and both.startswith(first) and both != first:
+            anchors.append((token_id, first, both.removeprefix(first)))
+        if len(anchors) == _ANCHORS:
+            return anchors[0], anchors[1]
+    raise Unsupported(_UNSUPPORTED)
 
-    def _decode(self, texts: Sequence[list[int]]) -> list[str]:
-        parts = [texts[begin : begin + _MAX_DECODED] for begin in range(0, len(texts), _MAX_DECODED)]
-        return [text for part in parts for text in self._decode_batch(list(part))]
+
+def _decode(tokenizer: Tokenizer, texts: Sequence[list[int]]) -> list[str]:
+    parts = [texts[begin : begin + _MAX_DECODED] for begin in range(0, len(texts), _MAX_DECODED)]
+    return [text for part in parts for text in tokenizer.decode_batch(list(part))]
 
 
 def _sample(ids: Sequence[int]) -> Sequence[int]:
@@ -121,9 +117,8 @@ def _spelled_bytes(tokenizer: Tokenizer, ids: Sequence[int], decoders: set[str])
         if token is None:
             continue
         if "ByteLevel" in decoders:
-            known = [_BYTES.get(character) for character in token]
-            whole = None in known
-            spelled[token_id] = token.encode() if whole else bytes(byte for byte in known if byte is not None)
+            is_spelled = _BYTES.keys() >= set(token)
+            spelled[token_id] = bytes(map(_BYTES.__getitem__, token)) if is_spelled else token.encode()
         elif "ByteFallback" in decoders and (byte := _BYTE.fullmatch(token)) is not None:
             spelled[token_id] = bytes([int(byte[1], 16)])
     return spelled
