@@ -59,10 +59,10 @@ class BatchCaches:
             self._dispatcher.release([cache_id], self._tenant)
 
     def end(self) -> None:
-        """The run has ended and sends no more requests. Can be repeated."""
-        if not (self._is_kept or self._has_ended):
-            self._release_all()
+        """The run has ended and sends no more requests."""
         self._has_ended = True
+        if not self._is_kept:
+            self._release_all()
 
     def stop_keeping(self) -> None:
         """The batch is not resumed: releases everything, now or when the run ends."""

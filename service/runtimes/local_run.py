@@ -58,7 +58,7 @@ _Future: TypeAlias = "asyncio.Future[Any]"
 
 
 class LocalRun:
-    """One run of a batch. Call `run` once, and `close` in any case."""
+    """One run of a batch. Call `run` at most once, and then `close` in any case."""
 
     def __init__(
         self, dispatcher: Dispatcher, batch: Batch, sink: ChunkSink, *, least_lease_s: float = 0.0
@@ -87,7 +87,7 @@ class LocalRun:
         self._resuming = asyncio.Lock()
 
     def close(self) -> None:
-        """Releases caches also where `run` was never called. Can be repeated."""
+        """Releases caches, unless the batch is kept: also those that an earlier run has left to this one."""
         self._caches.end()
 
     async def run(self, items: Sequence[PreparedItem]) -> None:
@@ -102,7 +102,6 @@ class LocalRun:
             self._put_chunks()
         finally:
             self._dispatcher.cancel(self._tickets.values())
-            self._caches.end()
 
     async def _drive(self, helpers: asyncio.TaskGroup) -> None:
         """Lets tasks take their steps, a few at a time. Then sends together what they have requested."""

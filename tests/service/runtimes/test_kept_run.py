@@ -16,7 +16,7 @@ from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
 from tests.error_details import status_reason
-from tests.service.runtimes.test_local_run import Reader, SlowJournal, prepared, whole_text
+from tests.service.runtimes.test_local_run import Reader, SlowJournal, prepared, run_to_end, whole_text
 from tests.sim.harness import Gateway
 
 
@@ -46,7 +46,7 @@ class KeptBatch:
     def begin(self, *items: PreparedItem, least_lease_s: float = 0.0) -> tuple[Reading, asyncio.Task[None]]:
         reader = Reading()
         run = LocalRun(self.gateway.dispatcher, self.batch, reader, least_lease_s=least_lease_s)
-        return reader, asyncio.create_task(run.run(items or self.items))
+        return reader, asyncio.create_task(run_to_end(run, items or self.items))
 
     async def settle(self) -> None:
         """Lets the run go on until it waits for the gateway."""

@@ -121,6 +121,11 @@ class SlowJournal(Journal):
             self._waiting.pop(0)(True)
 
 
+async def run_to_end(run: LocalRun, items: Sequence[PreparedItem]) -> None:
+    with contextlib.closing(run):
+        await run.run(items)
+
+
 class World:
     """A gateway with two model workers, and batches on it."""
 
@@ -158,7 +163,7 @@ class World:
             runner_pb2.ExecuteItem(item_id=item.spec.item_id, n=item.num_samples) for item in self.items[key]
         ]
         run = LocalRun(self.gateway.dispatcher, Batch(key, None, asked, keep_s=keep_s), reader)
-        self.tasks[key] = asyncio.create_task(run.run(self.items[key]))
+        self.tasks[key] = asyncio.create_task(run_to_end(run, self.items[key]))
 
     async def leave(self, key: str) -> None:
         """Ends a run as a server that stops: a kept batch can be resumed."""
