@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2
 from quire.v1 import runner_pb2
 
-from service.api.status import from_status, to_status
+from service.api.status import from_status
 from service.api.time_slice import TimeSlice
 from service.errors import ProviderFailure, QuireError, RuntimeNotFound
 from service.runtimes.base import Batch, Runtime, SampleKey
@@ -32,7 +32,7 @@ _POLICIES = {
 # The bounds of the retry delay after BACKPRESSURE.
 _LEAST_RETRY_S, _LONGEST_RETRY_S = 0.1, 60.0
 # Another runtime may have capacity.
-_FALLBACK_CODES = {code_pb2.RESOURCE_EXHAUSTED, code_pb2.UNAVAILABLE}
+_FALLBACK_CODES = {"RESOURCE_EXHAUSTED", "UNAVAILABLE"}
 # Another runtime may support it.
 _FALLBACK_REASONS = {
     "UNSUPPORTED",
@@ -190,9 +190,8 @@ class _Fallback:
             try:
                 await candidate.runtime.execute(replace(batch, items=items), self)
             except QuireError as error:
-                if self._started.intersection(item.item_id for item in items):
-                    raise
-                if not _may_fall_back(to_status(error)):
+                has_started = self._started.intersection(item.item_id for item in items)
+                if has_started or not _may_fall_back(error):
                     raise
                 for item in items:
                     self._failed.pop(item.item_id, None)
@@ -228,7 +227,7 @@ class _Fallback:
             (self._is_last or chunk.item_id not in self._started)
             and chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR
             and not (chunk.position or chunk.text)
-            and _may_fall_back(chunk.error)
+            and _may_fall_back(from_status(chunk.error))
         )
 
     def _set_first_error(self, chunk: runner_pb2.SampleChunk, refusals: Sequence[_Refusal]) -> None:
@@ -298,12 +297,11 @@ def _is_full(runtime: Runtime, batch: Batch) -> bool:
     return runtime.wait_s > left_s
 
 
-def _may_fall_back(status: status_pb2.Status) -> bool:
-    reason = from_status(status).reason
+def _may_fall_back(error: QuireError) -> bool:
     # A tenant's quota applies to all runtimes.
-    if reason == "QUOTA":
+    if error.reason == "QUOTA":
         return False
-    return status.code in _FALLBACK_CODES or reason in _FALLBACK_REASONS
+    return error.code in _FALLBACK_CODES or error.reason in _FALLBACK_REASONS
 
 
 def _with_others(status: status_pb2.Status, others: Sequence[_Refusal]) -> status_pb2.Status:
