@@ -6,6 +6,7 @@ For tokenizers that are not known to be fast on every text (`tokenizer_bounds.py
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from array import array
 from collections.abc import Sequence
 from weakref import WeakValueDictionary
@@ -32,11 +33,8 @@ def check_loading(tokenizer_json: bytes) -> None:
 
     Raises TaskFailed if it exceeds a limit or is not a tokenizer.
     """
-    process = new_process(_MAX_LOAD_CPU_S)
-    try:
+    with contextlib.closing(new_process(_MAX_LOAD_CPU_S)) as process:
         process.run(tokenizer_json)
-    finally:
-        process.close()
 
 
 class BoundedEncoder:

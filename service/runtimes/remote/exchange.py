@@ -181,10 +181,7 @@ async def _error_body(stream: ResponseStream, timeout_s: float) -> bytes:
     # Without the body, the status is enough.
     with contextlib.suppress(ProviderFailure, TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while len(body) < _MAX_ERROR_BYTES:
-                piece = await stream.read()
-                if not piece:
-                    break
+            while len(body) < _MAX_ERROR_BYTES and (piece := await stream.read()):
                 body += piece
     return body[:_MAX_ERROR_BYTES]
 

@@ -112,7 +112,7 @@ def http_error(runtime: str, status: int, body: bytes, retry_after_s: float | No
 
 
 def stream_error(runtime: str, error: object) -> ProviderFailure:
-    """The failure for an error event in the middle of a stream."""
+    """The failure for an error in the middle of a stream."""
     codes = _codes(error)
     known = _SPECIFIC | _GENERIC
     reason = next((known[code] for code in codes), "SERVER_ERROR")

@@ -92,7 +92,7 @@ class Messages(Dialect):
             case "message_stop":
                 self.is_done = True
             case "error":
-                raise stream_error(self._runtime, {"error": event.value("error")})
+                raise stream_error(self._runtime, event.value("error"))
         return ()
 
     def _block(self, index: int, block: Fields) -> Sequence[StreamUpdate]:

@@ -109,7 +109,7 @@ class _OpenAI(Dialect):
             return ()
         event = Fields.of_event(data)
         if event.has("error"):
-            raise stream_error(self._runtime, {"error": event.value("error")})
+            raise stream_error(self._runtime, event.value("error"))
         deltas: list[StreamUpdate] = [self._delta(choice) for choice in event.objects("choices")]
         if event.has("usage"):
             deltas.append(_usage(event.fields("usage")))
