@@ -44,12 +44,8 @@ class ChunkSink(Protocol):
     def put(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
         """Takes chunks, those of one sample in their order. Never waits."""
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the runtime must wait for room before its next step or request."""
-
     async def wait_for_room(self) -> None:
-        """Returns when the sink is not full."""
+        """To be awaited before each step or request: returns when the sink is not full."""
 
     def on_release(self, callback: Callable[[], None]) -> None:
         """`callback` is called when a kept batch will not be resumed.

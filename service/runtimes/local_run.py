@@ -108,8 +108,7 @@ class LocalRun:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._sink.is_full:
-                await self._sink.wait_for_room()
+            await self._sink.wait_for_room()
             while self._steps:
                 for _ in range(min(len(self._steps), _SAMPLES_AT_ONCE)):
                     future, result = self._steps.popleft()

@@ -237,10 +237,6 @@ class _Fallback:
             chunk.error.CopyFrom(_with_others(error, others))
             chunk.runtime = "" if first == self._execution.started.runtime else first
 
-    @property
-    def is_full(self) -> bool:
-        return self._execution.is_full
-
     async def wait_for_room(self) -> None:
         await self._execution.wait_for_room()
 

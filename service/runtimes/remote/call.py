@@ -119,9 +119,8 @@ class ProviderCall:
 
     async def _attempt(self) -> ProviderFailure | None:
         """Sends the request once; returns its failure, if any."""
-        if self.sink.is_full:
-            # Before `acquire`, so that a slow reader does not hold a permit.
-            await self.sink.wait_for_room()
+        # Before `acquire`, so that a slow reader does not keep others from the provider.
+        await self.sink.wait_for_room()
         limiter, batch = self.provider.limiter, self.batch
         try:
             await limiter.acquire(self.expected, self.deadline_s, batch.tenant, batch.priority)
@@ -191,8 +190,7 @@ class ProviderCall:
                 return
             if reader.is_done:
                 break
-            if self.sink.is_full:
-                await self._wait_for_room(by_s)
+            await self._wait_for_room(by_s)
             if asyncio.get_running_loop().time() > by_s:
                 raise failure("TIMEOUT", "the provider's answer takes too long")
         if not reader.is_done and not self._samples.are_finished:

@@ -26,7 +26,8 @@ class Reading(Reader):
     def __init__(self) -> None:
         super().__init__(random.Random(1))
 
-    is_full = False
+    async def wait_for_room(self) -> None:
+        pass
 
     def reasons(self, item_id: str) -> list[str]:
         own = [chunks[-1] for (found, _), chunks in self.chunks.items() if found == item_id]

@@ -182,8 +182,6 @@ class Collected:
     def __init__(self) -> None:
         self.chunks: list[runner_pb2.SampleChunk] = []
         self.is_full = False
-        self.has_room = asyncio.Event()
-        self.waited = 0
         self.first = asyncio.Event()
 
     def put(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
@@ -191,8 +189,9 @@ class Collected:
         self.first.set()
 
     async def wait_for_room(self) -> None:
-        self.waited += 1
-        await self.has_room.wait()
+        if self.is_full:
+            # For ever.
+            await asyncio.Event().wait()
 
     def on_release(self, callback: Callable[[], None]) -> None:
         pass

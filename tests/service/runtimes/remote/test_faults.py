@@ -78,7 +78,8 @@ class Stuck(Collected):
         self.is_full = True
 
     async def wait_for_room(self) -> None:
-        self.waits.set()
+        if self.is_full:
+            self.waits.set()
         await super().wait_for_room()
 
 
