@@ -8,8 +8,6 @@ from pathlib import Path
 
 from service.pool.pool_files import write_certificates
 
-_DEFAULT_DAYS = 3650
-
 
 def init(options: argparse.Namespace) -> int:
     """Writes the directory. Returns the exit status."""
