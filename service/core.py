@@ -149,7 +149,7 @@ class Core:
             self.dispatcher: Dispatcher = ObservedDispatcher(figures.appends, *parts)
         else:
             self.dispatcher = Dispatcher(*parts)
-        self.restarts = RollingRestart(self.pool, self.dispatcher)
+        self.restarts = RollingRestart(self.pool)
         self.adapters = Adapters(config.max_adapters)
         self.adapter_store = AdapterStore(directory, config.max_lora_bytes)
         self.adapter_loader = AdapterLoader(

@@ -8,6 +8,7 @@ stopped answering or making progress.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import signal
 import time
@@ -35,7 +36,7 @@ _log = get_logger(__name__)
 _EXIT_DELAY_S = 0.1
 # Op ids of the pool's own commands. Those of the state machine are below.
 _FIRST_OP_ID = 1 << 62
-_DRAIN_POLL_S = 0.05
+_DRAIN_POLL_S = 0.02
 # Answers to forwards, which only the dispatcher needs.
 _FORWARDS = ("forward", "decodes")
 
@@ -86,7 +87,7 @@ class Incarnation:
         heartbeat = asyncio.create_task(self._heartbeat())
         tasks: set[asyncio.Future[Any]] = {exited, closed, heartbeat, self._terminated}
         if self.processes.leaving is not None:
-            tasks.add(asyncio.create_task(self._drain(self.processes.leaving)))
+            tasks.add(asyncio.create_task(self._drain_before(self.processes.leaving)))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if closed.done():
@@ -111,6 +112,22 @@ class Incarnation:
         """Makes `watch` return. `failure`: no other incarnation can serve either."""
         if not self._terminated.done():
             self._terminated.set_result(WorkerExit(why, failure=failure))
+
+    async def drain(self, grace_s: float, why: str) -> None:
+        """Gives the worker nothing new, and terminates when it has computed all, or after `grace_s`.
+
+        At once if cancelled: a draining worker takes no work, so it must be replaced.
+        """
+        name = self.slot.worker_id, self.epoch
+        self._dispatcher.worker_draining(*name)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    # Polled, because an event for this rare case would cost time with each answer.
+                    while not self._dispatcher.is_drained(*name):  # noqa: ASYNC110
+                        await asyncio.sleep(_DRAIN_POLL_S)
+        finally:
+            self.terminate(why)
 
     def mark_dead(self, *, crashed: bool) -> None:
         """Marks the slot as dead. Later messages of this incarnation are ignored."""
@@ -198,16 +215,11 @@ class Incarnation:
             last_s = now_s
         return failed
 
-    async def _drain(self, leaving: asyncio.Future[float]) -> None:
-        """Ends the incarnation, after what it computes, when the machine below is about to go."""
+    async def _drain_before(self, leaving: asyncio.Future[float]) -> None:
+        """Drains the worker when the machine below is about to go."""
         await asyncio.wait({leaving})
-        deadline_s = time.monotonic() + min(leaving.result(), self._config.drain_grace_s)
         _log.warning("worker's machine is leaving", worker_id=self.slot.worker_id, epoch=self.epoch)
-        name = self.slot.worker_id, self.epoch
-        self._dispatcher.worker_draining(*name)
-        while not self._dispatcher.is_drained(*name) and time.monotonic() < deadline_s:  # noqa: ASYNC110
-            await asyncio.sleep(_DRAIN_POLL_S)
-        self.terminate("its machine is leaving")
+        await self.drain(min(leaving.result(), self._config.drain_grace_s), "its machine is leaving")
 
     def _publish_suspect(self) -> None:
         slot = self.slot

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 
 from quire.v1 import admin_pb2, executor_pb2
 
-from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument, NoWorker
 from service.logging import get_logger
 from service.pool.model_versions import WorkerSlot
@@ -21,14 +18,10 @@ _POLL_S = 0.02
 class RollingRestart:
     """Replaces one worker at a time, so that the others take over its load."""
 
-    def __init__(
-        self, pool: Supervisor, dispatcher: Dispatcher, clock_s: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, pool: Supervisor) -> None:
         # Held while a worker is replaced. LoadWeights holds it during the switch.
         self.lock = asyncio.Lock()
         self._pool = pool
-        self._dispatcher = dispatcher
-        self._clock_s = clock_s
 
     async def replace(self, worker_id: str, grace_s: float) -> list[admin_pb2.ReplacedWorker]:
         """Replaces one worker, or all if `worker_id` is empty. Raises InvalidArgument or NoWorker.
@@ -85,17 +78,10 @@ class RollingRestart:
     async def _restart(self, slot: WorkerSlot, grace_s: float) -> None:
         epoch = slot.epoch
         _log.info("replacing a worker", worker_id=slot.worker_id, epoch=epoch, outdated=slot.is_outdated)
-        self._dispatcher.worker_draining(slot.worker_id, epoch)
-        deadline_s = self._clock_s() + grace_s
+        await self._pool.replace(slot.worker_id, epoch, grace_s)
         try:
-            # Polled, because an event for this rare case would cost time with each answer.
-            while not self._dispatcher.is_drained(slot.worker_id, epoch) and self._clock_s() < deadline_s:  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)
-        finally:
-            # Also on cancellation: a draining worker takes no work, so it must be replaced.
-            self._pool.retire(slot.worker_id, epoch)
-        deadline_s = self._clock_s() + self._pool.start_timeout_s
-        while slot.epoch == epoch or slot.state != executor_pb2.WORKER_STATE_READY:
-            if self._clock_s() > deadline_s:
-                raise NoWorker
-            await asyncio.sleep(_POLL_S)
+            async with asyncio.timeout(self._pool.start_timeout_s):
+                while slot.epoch == epoch or slot.state != executor_pb2.WORKER_STATE_READY:  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise NoWorker from None

@@ -90,11 +90,11 @@ class Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.versions.remove(version)
 
-    def retire(self, worker_id: str, epoch: int) -> None:
-        """Stops an incarnation; a new one replaces it."""
+    async def replace(self, worker_id: str, epoch: int, grace_s: float) -> None:
+        """Drains and stops an incarnation; a new one replaces it. See `Incarnation.drain`."""
         incarnation = self._running.get((worker_id, epoch))
         if incarnation is not None:
-            incarnation.terminate("an operator replaces it")
+            await incarnation.drain(grace_s, "an operator replaces it")
 
     async def refresh_snapshots(self, *, check_integrity: bool = False) -> Sequence[WorkerSlot]:
         """Returns all slots with snapshots that include all commands sent so far.

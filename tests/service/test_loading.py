@@ -47,7 +47,7 @@ class Loads(Bench):
         config = Config(worker_start_timeout_s=0.3, drain_grace_s=0.0)
         super().__init__(FakeLauncher(works, *plan), patch, config, self.data_dir)
         self.gateway = Gateway(workers=0)
-        self.restarts = RollingRestart(self.supervisor, self.gateway.dispatcher)
+        self.restarts = RollingRestart(self.supervisor)
         sources = ModelSources(tmp_path, None, lambda _: None)
         dispatcher = self.gateway.dispatcher
         self.loader = WeightsLoader(self.supervisor, dispatcher, self.restarts, sources, config)
@@ -286,8 +286,7 @@ async def test_draining_worker_is_replaced_if_the_caller_cancels(
     """Otherwise it would stay ready without taking work."""
     bench = Loads(tmp_path, monkeypatch, works)
     draining = asyncio.Event()
-    monkeypatch.setattr(bench.gateway.dispatcher, "worker_draining", lambda *_: draining.set())
-    monkeypatch.setattr(bench.gateway.dispatcher, "is_drained", lambda *_: False)
+    monkeypatch.setattr(bench.dispatcher, "worker_draining", lambda *_: draining.set())
     async with serving(bench):
         replacing = asyncio.create_task(bench.restarts.replace("", grace_s=600.0))
         await draining.wait()

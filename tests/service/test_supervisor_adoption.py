@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import cast
 
 import pytest
 import structlog
 from quire.v1 import executor_pb2, worker_pb2
 
 from service.caches.effects import Claim
-from service.dispatcher import Dispatcher
 from service.pool.rolling_restart import RollingRestart
 from tests.service.test_supervisor import (
     Behaviour,
@@ -132,16 +130,6 @@ async def test_adopted_worker_with_another_model_is_refused(bench_of: MakeBench)
         assert bench.dispatcher.events.empty()
 
 
-class DrainedAtOnce:
-    """Workers have nothing to do."""
-
-    def worker_draining(self, worker_id: str, epoch: int) -> None:
-        pass
-
-    def is_drained(self, worker_id: str, epoch: int) -> bool:
-        return True
-
-
 def outdated(bench: Bench, *worker_ids: str) -> None:
     """Workers that an earlier version has left, with epochs from 1 on."""
     for epoch, worker_id in enumerate(worker_ids, 1):
@@ -155,24 +143,26 @@ async def test_workers_of_another_version_are_replaced_one_after_the_other(bench
     """When all are ready, so that another one can always take over. Those of this version stay."""
     bench = bench_of(works, workers=3)
     outdated(bench, "worker-0", "worker-1")
-    restarts = RollingRestart(bench.supervisor, cast(Dispatcher, DrainedAtOnce()))
+    restarts = RollingRestart(bench.supervisor)
     async with running(bench):
         await restarts.replace_outdated(0.0)
-        events = await bench.events(7)
+        events = await bench.events(9)
     assert sorted(events[:3]) == [("ready", 1), ("ready", 2), ("ready", 3)]
-    assert events[3:] == [("lost", 1), ("ready", 4), ("lost", 2), ("ready", 5)]
+    assert events[3:6] == [("draining", 1), ("lost", 1), ("ready", 4)]
+    assert events[6:] == [("draining", 2), ("lost", 2), ("ready", 5)]
     assert bench.dispatcher.events.qsize() == 3, "their end with the pool"
 
 
 async def test_a_version_that_cannot_start_replaces_one_worker_only(bench_of: MakeBench) -> None:
     bench = bench_of(closes_its_stream, workers=2, worker_start_timeout_s=0.2)
     outdated(bench, "worker-0", "worker-1")
-    restarts = RollingRestart(bench.supervisor, cast(Dispatcher, DrainedAtOnce()))
+    restarts = RollingRestart(bench.supervisor)
     async with running(bench):
         with structlog.testing.capture_logs() as logs:
             await restarts.replace_outdated(0.0)
-        events = await bench.events(3)
-        assert sorted(events[:2]) == [("ready", 1), ("ready", 2)] and events[2] == ("lost", 1)
+        events = await bench.events(4)
+        assert sorted(events[:2]) == [("ready", 1), ("ready", 2)]
+        assert events[2:] == [("draining", 1), ("lost", 1)]
         assert bench.dispatcher.events.empty()
     assert "others are not replaced" in str([line for line in logs if line["log_level"] == "error"])
 

@@ -91,7 +91,7 @@ class ShellSimulation:
         self.supervisor = Supervisor(config, self.versions, self.launcher)
         self.state = ServerState(config, self.versions, self.dispatcher.caches.index.weights_of)
         self.versions.subscribe(self._on_change)
-        self.restarts = RollingRestart(self.supervisor, self.dispatcher, self.loop.time)
+        self.restarts = RollingRestart(self.supervisor)
         self.loader = SimulatedLoader(self, config)
         self._loads: list[asyncio.Task[Any]] = []
         # In some schedules weights change.
