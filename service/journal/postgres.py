@@ -56,7 +56,8 @@ class PostgresJournal(StoredJournal):
             first_seq, self.model_fingerprint = head[0]
             ((last_seq,),) = await self._table.fetch(LAST, shard)
             next_seq = max(first_seq, last_seq + 1)
-            recovery = Recovery(apply, apply_run, first_seq, next_seq, self._damaged)
+            place = f"shard {shard} of the database"
+            recovery = Recovery(apply, apply_run, first_seq, next_seq, place, self._advice)
             seq, limit = first_seq, 16
             while seq < next_seq:
                 rows = await self._table.fetch(ROWS, shard, seq, limit)
@@ -65,7 +66,7 @@ class PostgresJournal(StoredJournal):
                 for at, wall_ns, row in rows:
                     recovery.add(at, wall_ns, row)
                     if recovery.torn is not None:
-                        raise self._damaged(at, str(recovery.torn))
+                        raise recovery.damaged(at, str(recovery.torn))
                 seq = rows[-1][0] + 1
                 average_bytes = 1 + sum(len(row) for _, _, row in rows) // len(rows)
                 await self._leases.renew_if_due(self._lease)
@@ -75,13 +76,10 @@ class PostgresJournal(StoredJournal):
             raise JournalUnusable(f"the database of the journal: {error}") from None
         self._writer.begin(first_seq, next_seq, recovery.size_bytes)
 
-    def _damaged(self, seq: int, what: str, *, is_newer: bool = False) -> JournalUnusable:
-        place = f"shard {self._lease.shard} of the database, row {seq}: {what}. "
-        if is_newer:
-            return JournalUnusable(f"{place}Use the version of Quire that wrote it.")
-        return JournalUnusable(
-            f"{place}Restore the database from a backup; or, to keep the rows before it, remove the rows of "
-            f"quire.log with this shard and seq >= {seq}; or, to start without caches, all rows of the shard."
+    def _advice(self, damaged_seq: int) -> str:
+        return (
+            "Restore the database from a backup; or, to keep the rows before it, remove those of quire.log "
+            f"with this shard and seq >= {damaged_seq}; or, to start without caches, all rows of the shard."
         )
 
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from typing import Final
 
 from service.caches.ledger import RecordConflict
 from service.caches.records import Record, TokensAppended
@@ -26,79 +26,62 @@ ROW_BYTES: Final = 24
 _MAX_APPENDS = 1 << 18
 
 
-class Replay:
-    """Applies records. Packed decodes wait for the next other record, or until there are many."""
+class Recovery:
+    """Applies all rows of a journal, which have to be complete. Methods raise JournalUnusable."""
 
-    def __init__(self, apply: Apply, apply_run: ApplyRun) -> None:
+    def __init__(
+        self,
+        apply: Apply,
+        apply_run: ApplyRun,
+        first_seq: int,
+        next_seq: int,
+        place: str,
+        advice: Callable[[int], str],
+    ) -> None:
+        """Row `first_seq` is the first, and `next_seq` is that after the last.
+
+        place: Where the rows are. advice: What to do if this row is damaged.
+        """
+        # Size of the rows.
+        self.size_bytes = 0
+        # What is wrong with the last row, if it was written only in part. It is not applied.
+        self.torn: CorruptRecord | None = None
         self._apply = apply
         self._apply_run = apply_run
-        # Packed decodes, how many these are, and the time of each part.
+        self._expected = first_seq
+        self._next_seq = next_seq
+        self._place = place
+        self._advice = advice
+        # Packed decodes that wait, how many these are, and the time of each part.
         self._packed: list[bytes] = []
         self._count = 0
         self._walls_s: list[float] = []
 
-    def add(self, row: bytes, seq: int, wall_ns: int) -> None:
-        """Adds all records of a row, or raises CorruptRecord and adds none.
-
-        Raises also what `apply` and `apply_run` raise.
-        """
-        wall_s = wall_ns / 1e9
-        for item in list(decode_packed(row, seq, wall_ns)):
-            if isinstance(item, bytes):
-                self._packed.append(item)
-                self._walls_s.append(wall_s)
-                self._count += len(item) // PACKED_DECODE_BYTES
-            else:
-                self.flush()
-                self._apply(item, wall_s)
-        if self._count >= _MAX_APPENDS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Applies all packed decodes. Raises what `apply_run` raises."""
-        if self._count:
-            for run, wall_s in _runs(self._packed, self._walls_s):
-                self._apply_run(run, wall_s)
-            self._packed, self._walls_s, self._count = [], [], 0
-
-
-class Damaged(Protocol):
-    """Makes the refusal of a journal, with an advice."""
-
-    def __call__(self, seq: int, what: str, *, is_newer: bool = False) -> JournalUnusable:
-        """`what`: the damage of row `seq`. `is_newer`: it is of a newer version of this program."""
-
-
-class Recovery:
-    """Replays all rows of a journal, which have to be complete. Methods raise JournalUnusable."""
-
-    def __init__(
-        self, apply: Apply, apply_run: ApplyRun, first_seq: int, next_seq: int, damaged: Damaged
-    ) -> None:
-        """Row `first_seq` is the first, and `next_seq` is that after the last."""
-        # Size of the rows.
-        self.size_bytes = 0
-        # What is wrong with the last row, if it was written only in part. It is not replayed.
-        self.torn: CorruptRecord | None = None
-        self._replay = Replay(apply, apply_run)
-        self._expected = first_seq
-        self._next_seq = next_seq
-        self._damaged = damaged
-
     def add(self, seq: int, wall_ns: object, row: object) -> None:
-        """Replays the next row."""
+        """Applies the next row. Packed decodes wait for the next other record, or until there are many."""
         if seq != self._expected:
-            raise self._damaged(self._expected, "it is missing")
+            raise self.damaged(self._expected, "it is missing")
         self._expected += 1
         try:
             if not isinstance(wall_ns, int) or not isinstance(row, bytes):
                 raise CorruptRecord(0, "a column has the wrong type")
-            self._replay.add(row, seq, wall_ns)
+            # Decoded first: of a damaged row nothing is applied.
+            for item in list(decode_packed(row, seq, wall_ns)):
+                if isinstance(item, bytes):
+                    self._packed.append(item)
+                    self._walls_s.append(wall_ns / 1e9)
+                    self._count += len(item) // PACKED_DECODE_BYTES
+                else:
+                    self._flush()
+                    self._apply(item, wall_ns / 1e9)
+            if self._count >= _MAX_APPENDS:
+                self._flush()
         except NewerFormat as error:
-            raise self._damaged(seq, str(error), is_newer=True) from None
+            advice = "Use the version of Quire that wrote it."
+            raise self.damaged(seq, str(error), advice) from None
         except CorruptRecord as error:
             if self._expected != self._next_seq:
-                raise self._damaged(seq, str(error)) from None
+                raise self.damaged(seq, str(error)) from None
             self.torn = error
             return
         except RecordConflict as error:
@@ -106,16 +89,27 @@ class Recovery:
         self.size_bytes += ROW_BYTES + len(row)
 
     def end(self) -> None:
-        """Ends the replay after the last row."""
+        """Ends after the last row."""
         try:
-            self._replay.flush()
+            self._flush()
         except RecordConflict as error:
             raise self._conflict(self._expected - 1, error) from None
         if self._expected != self._next_seq:
-            raise self._damaged(self._expected, "it is missing")
+            raise self.damaged(self._expected, "it is missing")
+
+    def damaged(self, seq: int, what: str, advice: str = "") -> JournalUnusable:
+        """The refusal of a journal whose row `seq` has this damage."""
+        return JournalUnusable(f"{self._place}, row {seq}: {what}. {advice or self._advice(seq)}")
 
     def _conflict(self, seq: int, error: RecordConflict) -> JournalUnusable:
-        return self._damaged(seq, f"the records up to this row conflict: {error}")
+        return self.damaged(seq, f"the records up to this row conflict: {error}")
+
+    def _flush(self) -> None:
+        """Applies all packed decodes."""
+        if self._count:
+            for run, wall_s in _runs(self._packed, self._walls_s):
+                self._apply_run(run, wall_s)
+            self._packed, self._walls_s, self._count = [], [], 0
 
 
 def _runs(packed: list[bytes], walls_s: list[float]) -> Iterator[tuple[TokensAppended, float]]:

@@ -11,7 +11,6 @@ import sqlite3
 from pathlib import Path
 from typing import Final
 
-from service.journal.base import JournalUnusable
 from service.journal.encoding import CorruptRecord
 from service.journal.files import Files, Sync, read_meta, translate_errors
 from service.journal.recovery import Apply, ApplyRun, Recovery
@@ -55,7 +54,8 @@ class SqliteJournal(StoredJournal):
         Raises JournalUnusable, maybe after some records.
         """
         writer = self._writer
-        recovery = Recovery(apply, apply_run, writer.first_seq, writer.next_seq, self._damaged)
+        place = str(self._files.path)
+        recovery = Recovery(apply, apply_run, writer.first_seq, writer.next_seq, place, self._advice)
         with translate_errors(self._files.path):
             query = "SELECT seq, wall_ns, data FROM log WHERE seq >= ? ORDER BY seq"
             with contextlib.closing(self._db.execute(query, (writer.first_seq,))) as rows:
@@ -78,14 +78,11 @@ class SqliteJournal(StoredJournal):
         self._db.execute("DELETE FROM log WHERE seq >= ?", (seq,))
         self._writer.next_seq = seq
 
-    def _damaged(self, seq: int, what: str, *, is_newer: bool = False) -> JournalUnusable:
-        place = f"{self._files.path}, row {seq}: {what}. "
-        if is_newer:
-            return JournalUnusable(f"{place}Use the version of Quire that wrote it.")
-        return JournalUnusable(
-            f"{place}Restore the directory from a backup; or, to keep the rows before it, remove "
-            f"{self._files.high_water_mark.path} and the rows of table log with seq >= {seq}; or, to start "
-            "without caches, move the directory away."
+    def _advice(self, damaged_seq: int) -> str:
+        return (
+            "Restore the directory from a backup; or, to keep the rows before it, remove "
+            f"{self._files.high_water_mark.path} and the rows of table log with seq >= {damaged_seq}; or, to "
+            "start without caches, move the directory away."
         )
 
     def close(self) -> None:
