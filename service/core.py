@@ -81,7 +81,7 @@ def open_alone(config: Config, shard: Shard, directory: Path | None) -> OpenShar
 
 
 async def open_leased(config: Config, shard: Shard, lease: Lease, leases: Leases) -> OpenShard:
-    """Opens a shard of several hosts. Raises JournalUnusable."""
+    """Opens a shard of several hosts. Raises JournalUnusable or DatabaseFailed."""
     from service.journal.postgres import PostgresJournal  # noqa: PLC0415 - its driver is an extra
     from service.postgres.database import Database  # noqa: PLC0415
 

@@ -46,34 +46,31 @@ class PostgresJournal(StoredJournal):
     async def recover(self, apply: Apply, apply_run: ApplyRun) -> None:
         """As `SqliteJournal.recover`; other tasks run meanwhile. Has to be called before any commit.
 
-        Raises JournalUnusable.
+        Raises JournalUnusable or DatabaseFailed.
         """
         shard = self._lease.shard
-        try:
-            head = await self._table.fetch(HEAD, shard, self._lease.fence)
-            if not head:
-                raise JournalUnusable("another gateway has taken the journal over meanwhile")
-            first_seq, self.model_fingerprint = head[0]
-            ((last_seq,),) = await self._table.fetch(LAST, shard)
-            next_seq = max(first_seq, last_seq + 1)
-            place = f"shard {shard} of the database"
-            recovery = Recovery(apply, apply_run, first_seq, next_seq, place, self._advice)
-            seq, limit = first_seq, 16
-            while seq < next_seq:
-                rows = await self._table.fetch(ROWS, shard, seq, limit)
-                if not rows:
-                    break
-                for at, wall_ns, row in rows:
-                    recovery.add(at, wall_ns, row)
-                    if recovery.torn is not None:
-                        raise recovery.damaged(at, str(recovery.torn))
-                seq = rows[-1][0] + 1
-                average_bytes = 1 + sum(len(row) for _, _, row in rows) // len(rows)
-                await self._leases.renew_if_due(self._lease)
-                limit = max(1, min(_PORTION_ROWS, _PORTION_BYTES // average_bytes))
-            recovery.end()
-        except DatabaseFailed as error:
-            raise JournalUnusable(f"the database of the journal: {error}") from None
+        head = await self._table.fetch(HEAD, shard, self._lease.fence)
+        if not head:
+            raise JournalUnusable("another gateway has taken the journal over meanwhile")
+        first_seq, self.model_fingerprint = head[0]
+        ((last_seq,),) = await self._table.fetch(LAST, shard)
+        next_seq = max(first_seq, last_seq + 1)
+        place = f"shard {shard} of the database"
+        recovery = Recovery(apply, apply_run, first_seq, next_seq, place, self._advice)
+        seq, limit = first_seq, 16
+        while seq < next_seq:
+            rows = await self._table.fetch(ROWS, shard, seq, limit)
+            if not rows:
+                break
+            for at, wall_ns, row in rows:
+                recovery.add(at, wall_ns, row)
+                if recovery.torn is not None:
+                    raise recovery.damaged(at, str(recovery.torn))
+            seq = rows[-1][0] + 1
+            average_bytes = 1 + sum(len(row) for _, _, row in rows) // len(rows)
+            await self._leases.renew_if_due(self._lease)
+            limit = max(1, min(_PORTION_ROWS, _PORTION_BYTES // average_bytes))
+        recovery.end()
         self._writer.begin(first_seq, next_seq, recovery.size_bytes)
 
     def _advice(self, damaged_seq: int) -> str:
