@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
 from service.journal.encoding import seal
 from service.journal.recovery import ROW_BYTES
-from service.journal.stored import MAX_ROW_BYTES
+from service.journal.stored import MAX_ROW_BYTES, OnWritten
 from service.logging import RareWarnings, get_logger
 from service.postgres.errors import Conflict, DatabaseFailed
 from service.shards.leases import Lease, Table
@@ -53,10 +52,6 @@ _FIRST_RETRY_S: Final = 0.05
 _MAX_RETRY_S: Final = 2.0
 # While the database cannot be reached, commits are refused without another attempt for so long.
 _REFUSED_S: Final = 0.2
-
-# Called with a number of commits, the oldest that were not reported yet. True: they are durable. False: none
-# of them is stored.
-OnWritten = Callable[[int, bool], None]
 
 
 class _Lost(Exception):

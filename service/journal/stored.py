@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from service.caches.records import Record
@@ -21,6 +21,9 @@ COMPACTION_BYTES: Final = 8 << 20
 MAX_ROW_BYTES: Final = 8 << 20
 # After callbacks for so many bytes of records, which take a few milliseconds, other tasks run.
 _CALLBACK_SLICE_BYTES: Final = 1 << 12
+# Called by a writer with a number of commits, the oldest that were not reported yet. True: they are durable.
+# False: none of them is stored.
+OnWritten = Callable[[int, bool], None]
 
 
 class RowWriter(Protocol):

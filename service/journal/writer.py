@@ -28,7 +28,7 @@ from service.journal.files import (
     write_meta,
 )
 from service.journal.recovery import ROW_BYTES
-from service.journal.stored import MAX_ROW_BYTES
+from service.journal.stored import MAX_ROW_BYTES, OnWritten
 from service.logging import RareWarnings
 
 # A checkpoint runs after so long without commits,
@@ -50,22 +50,17 @@ _PAUSE_FOR_DISK: Final = 1000
 
 # The frames of a commit, or what runs on the thread between commits.
 _Item = bytes | Callable[[], None]
-# Called on the thread with a number of commits, the oldest that were not reported yet. True: they are
-# durable. False: none of them is stored.
-OnWritten = Callable[[int, bool], None]
 
 
 class Writer:
-    """Owner of the connection. Reports each commit once, in order."""
+    """See `RowWriter`. Owner of the connection. Reports each commit once, in order."""
 
     def __init__(self, files: Files, db: sqlite3.Connection, on_written: OnWritten) -> None:
-        """Raises sqlite3.Error."""
+        """`on_written` is called on the thread. Raises sqlite3.Error."""
         self.next_seq = last_seq(db) + 1
         # Earlier rows are not needed, and are dropped. Changed only by `drop`.
         self.first_seq = first_seq(db)
-        # Size of all rows that were written or recovered, including dropped ones.
         self.written_bytes = 0
-        # A new model tag, which is stored with the next row.
         self.model: str | None = None
         self._files = files
         self._db: sqlite3.Connection | None = db
@@ -73,7 +68,6 @@ class Writer:
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._has_ended = False
-        # The database may contain rows before `first_seq`.
         self.is_dropping = True
         # Next time to drop rows, after a failure.
         self._drop_at = 0.0
@@ -88,7 +82,7 @@ class Writer:
         self._at_once_from = math.inf if files.sync == "full" else 0.0
 
     def drop(self, first_seq: int) -> None:
-        """Drops the rows before `first_seq`. To be called only when earlier rows are dropped."""
+        """See `RowWriter.drop`."""
         self.first_seq, self.is_dropping = first_seq, True
         self.append(self._drop_rows)
 
