@@ -153,19 +153,18 @@ class Incarnation:
 
     async def ask(self, command: worker_pb2.WorkerCommand) -> worker_pb2.WorkerEvent:
         """Sends a command and returns its answer. Raises NoWorker if the incarnation ends before."""
-        command.op_id = next(self._op_ids)
-        answer: asyncio.Future[worker_pb2.WorkerEvent] = asyncio.get_running_loop().create_future()
-        self._waiters[command.op_id] = answer
-        self.link.send(worker_pb2.ConnectRequest(commands=[command]))
+        op_id = self.send(command)
+        answer = self._waiters[op_id] = asyncio.get_running_loop().create_future()
         try:
             return await answer
         finally:
-            del self._waiters[command.op_id]
+            del self._waiters[op_id]
 
-    def send(self, command: worker_pb2.WorkerCommand) -> None:
-        """Sends a command whose answer does not matter."""
+    def send(self, command: worker_pb2.WorkerCommand) -> int:
+        """Sends a command, and returns the op id of its answer."""
         command.op_id = next(self._op_ids)
         self.link.send(worker_pb2.ConnectRequest(commands=[command]))
+        return command.op_id
 
     def send_adapters(self, command: worker_pb2.AdapterCommand) -> None:
         """Tells the worker of changes, if it serves and can use adapters. The answer says nothing new."""
@@ -198,8 +197,18 @@ class Incarnation:
 
     def view(self) -> WorkerView:
         """A worker that serves, as the state machine sees it when it has no sequences."""
-        assert self.slot.ready is not None
-        return _view_of(self.slot, self.slot.ready)
+        slot, ready = self.slot, self.slot.ready
+        assert ready is not None
+        return WorkerView(
+            slot.worker_id,
+            slot.epoch,
+            page_tokens=ready.executor.page_size_tokens,
+            page_bytes=ready.executor.bytes_per_page,
+            pages_total=ready.pages_total,
+            capacity_tokens=ready.executor.kv_capacity_tokens,
+            pages_available=ready.pages_total,
+            weights=slot.version.number,
+        )
 
     async def _heartbeat(self) -> WorkerExit:
         """Polls the worker until the health check fails. Returns why it failed."""
@@ -301,15 +310,13 @@ class Incarnation:
 
     def _send_adopt(self, ready: worker_pb2.WorkerReady, claims: Iterable[Claim]) -> None:
         """Asks an adopted worker to keep the claimed ones of its sequences, and to drop the others."""
-        op_id, lengths = next(self._op_ids), {}
+        lengths = {}
         command = worker_pb2.AdoptCommand()
         for claim in claims:
             command.items.add(sequence=claim.number, length=claim.length, digest=claim.digest)
             lengths[claim.number] = claim.length
-        self._adoption = op_id, ready, lengths
+        self._adoption = self.send(worker_pb2.WorkerCommand(adopt=command)), ready, lengths
         self._liveness.on_adopt_sent()
-        sent = worker_pb2.WorkerCommand(op_id=op_id, adopt=command)
-        self.link.send(worker_pb2.ConnectRequest(commands=[sent]))
 
     def _on_adopted(self, event: worker_pb2.WorkerEvent) -> None:
         if self._adoption is None or self._adoption[0] != event.op_id:
@@ -328,21 +335,7 @@ class Incarnation:
         self._versions.worker_ready(slot)
         # Before the forwards that name them.
         self.send_adapters(self._adapters())
-        self._dispatcher.worker_ready(_view_of(slot, ready), kept)
-
-
-def _view_of(slot: WorkerSlot, ready: worker_pb2.WorkerReady) -> WorkerView:
-    """The data that the state machine needs about a worker."""
-    return WorkerView(
-        slot.worker_id,
-        slot.epoch,
-        page_tokens=ready.executor.page_size_tokens,
-        page_bytes=ready.executor.bytes_per_page,
-        pages_total=ready.pages_total,
-        capacity_tokens=ready.executor.kv_capacity_tokens,
-        pages_available=ready.pages_total,
-        weights=slot.version.number,
-    )
+        self._dispatcher.worker_ready(self.view(), kept)
 
 
 def _on_progress(slot: WorkerSlot, progress: worker_pb2.LoadProgress) -> None:
