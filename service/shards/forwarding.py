@@ -30,8 +30,7 @@ from service.errors import (
 )
 from service.logging import current_request_id
 from service.shards.ids import Shard, shard_of
-from service.shards.peers import Metadata, Peers, is_forwarded
-from service.shards.table import Addresses
+from service.shards.peers import Addresses, Metadata, Peers, is_forwarded
 
 
 class CallContext(Protocol):
@@ -75,12 +74,6 @@ _IDS: dict[str, Callable[[Any], Iterable[str]]] = {
 _SUMS = ("caches", "operations_in_flight", "journal_bytes")
 
 
-def ids_in(method: str, request: Any) -> Iterable[str]:
-    """The caches that a request names; empty for a new one."""
-    ids = _IDS.get(method)
-    return (request.cache_id,) if ids is None else ids(request)
-
-
 class Forwarding:
     """What is needed to answer for all shards."""
 
@@ -101,16 +94,17 @@ class Forwarding:
 
     def ids_in(self, method: str, request: Any) -> Iterable[str]:
         """See `Elsewhere.ids_in`."""
-        return ids_in(method, request)
+        ids = _IDS.get(method)
+        return (request.cache_id,) if ids is None else ids(request)
 
     def concerns(self, method: str, request: Any) -> bool:
         """Whether a request may name a cache of another shard."""
-        prefix = self.home.prefix
-        return not all(not cache_id or cache_id.startswith(prefix) for cache_id in ids_in(method, request))
+        ids, prefix = self.ids_in(method, request), self.home.prefix
+        return not all(not cache_id or cache_id.startswith(prefix) for cache_id in ids)
 
     async def answer(self, method: str, request: Any, context: CallContext, here: RunHere) -> Any:
         """The response to a call that `concerns` other shards. Raises QuireError."""
-        shards = [self._shard_of(cache_id) for cache_id in ids_in(method, request)]
+        shards = [self._shard_of(cache_id) for cache_id in self.ids_in(method, request)]
         named = {shard for shard in shards if shard is not None}
         if named <= {self.home.index}:
             return await here(method, request, context)

@@ -17,8 +17,8 @@ from service.logging import get_logger
 from service.postgres.errors import DatabaseFailed
 from service.shards.ids import Shard
 from service.shards.leases import WATCH_S, Lease, Leases, Owned, OwnershipLost
+from service.shards.peers import Addresses
 from service.shards.sharing import decide
-from service.shards.table import Addresses
 
 _log = get_logger(__name__)
 _OWNER_BYTES: Final = 8

@@ -1,9 +1,10 @@
-"""Calls to the other gateways of this server, with the credentials and the ids of a caller."""
+"""The other gateways of this server: their addresses, and calls to them for a caller of this one."""
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -22,6 +23,19 @@ _log = get_logger(__name__)
 # What this hop sets itself.
 _OWN = frozenset({HOP, TENANT, REQUEST_ID_METADATA, "user-agent"})
 Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]] | None"
+
+
+@dataclass(slots=True)
+class Addresses:
+    """At which the owners of the shards are reached. A shard that nobody has now has none.
+
+    Attributes:
+        peers: For gateways.
+        public: Where clients reach the owner and no other. Empty: such an address is not known.
+    """
+
+    peers: Mapping[int, str] = field(default_factory=dict)
+    public: Mapping[int, str] = field(default_factory=dict)
 
 
 class Peers:

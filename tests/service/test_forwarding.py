@@ -25,8 +25,7 @@ from service.errors import QuireError, SeveralShards
 from service.shards import forwarding
 from service.shards.forwarding import Forwarding
 from service.shards.ids import Shard, shard_of
-from service.shards.peers import Metadata
-from service.shards.table import Addresses
+from service.shards.peers import Addresses, Metadata
 
 CONFIG = Config()
 # A call may be sent to one other gateway, for each of its parts.
