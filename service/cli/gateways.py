@@ -23,6 +23,7 @@ from urllib.parse import quote
 from service.config import Config, ConfigError
 from service.config_sources import needs_a_worker
 from service.data_directory import data_directory
+from service.journal.base import JournalUnusable
 from service.listening import ADDRESS_IS_FREE, reserved, why_not_listening
 from service.logging import get_logger
 from service.pool import gpus
@@ -49,8 +50,8 @@ def run(config: Config) -> int:
         try:
             own = host_directory.opened(data_directory(config), config.gateways)
             directories, sockets = stack.enter_context(own)
-        except OSError as error:
-            _log.error("cannot use the data directory", error=error.strerror)
+        except (JournalUnusable, OSError) as error:
+            _log.error("cannot use the data directory", error=str(error))
             return 1
         # Held, so that a port that is chosen now stays this server's.
         try:

@@ -30,6 +30,7 @@ from quire.v1 import worker_pb2
 
 from service import durable_file
 from service.logging import get_logger
+from service.setting_rules import MAX_SOCKET_PATH_BYTES
 from workers.common.protocol import PROTOCOL
 
 _log = get_logger(__name__)
@@ -43,8 +44,6 @@ _MAX_ENTRY_BYTES = 64 << 10
 _MAX_EPOCH_BYTES = 32
 _MAX_EPOCH = 1 << 53
 _MAX_PID = 1 << 31
-# sockaddr_un holds 108 bytes with the terminating zero.
-_MAX_SOCKET_PATH_BYTES = 107
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +127,10 @@ class Registry:
     def socket_path(self, name: str) -> Path:
         """Path for a new socket: here, or else in a new temporary directory."""
         path = self._path / f"{name}.sock"
-        if self._has_path() and len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES:
+        if self._has_path() and len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
             return path
         path = Path(tempfile.mkdtemp(prefix=_PREFIX)) / f"{name}.sock"
-        if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             path.parent.rmdir()
             raise OSError(errno.ENAMETOOLONG, "the path is too long for a socket", str(path))
         return path

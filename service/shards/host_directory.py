@@ -9,7 +9,6 @@ lock           locked while the server runs
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,9 +16,9 @@ from pathlib import Path
 
 from service import durable_file
 from service.config import ConfigError
-from service.journal.files import DATABASE, LOCK
+from service.journal.files import DATABASE, lock
+from service.setting_rules import MAX_SOCKET_PATH_BYTES
 
-_MAX_SOCKET_PATH_BYTES = 107
 _SHARDS, _COUNT = "shards", "count"
 
 
@@ -41,7 +40,7 @@ def check_count(directory: Path | None, gateways: int) -> None:
 def opened(directory: Path | None, gateways: int) -> Iterator[tuple[list[Path | None], list[str]]]:
     """The directory and the socket's path of each gateway, while this server has the data directory.
 
-    Raises ConfigError, or OSError: BlockingIOError if another server has it.
+    Raises ConfigError, OSError, or JournalUnusable: DirectoryInUse if another server has it.
     """
     check_count(directory, gateways)
     with contextlib.ExitStack() as stack:
@@ -49,16 +48,14 @@ def opened(directory: Path | None, gateways: int) -> Iterator[tuple[list[Path | 
             sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-gateways-")))
             yield [None] * gateways, [str(sockets / f"{index}.sock") for index in range(gateways)]
             return
+        stack.callback(os.close, lock(directory))
         shards = directory / _SHARDS
-        shards.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shards.mkdir(mode=0o700, exist_ok=True)
         # Whoever reaches the sockets in it can forward calls.
         shards.chmod(0o700)
-        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        stack.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         durable_file.write(shards / _COUNT, str(gateways))
         sockets = shards
-        if len(os.fsencode(shards / f"{gateways}.sock")) > _MAX_SOCKET_PATH_BYTES:
+        if len(os.fsencode(shards / f"{gateways}.sock")) > MAX_SOCKET_PATH_BYTES:
             sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-gateways-")))
         names = [str(index) for index in range(gateways)]
         yield [shards / name for name in names], [str(sockets / f"{name}.sock") for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from service.config import Config
 from service.data_directory import data_directory, state_dir
+from service.journal.base import DirectoryInUse
+from service.shards import host_directory
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +51,16 @@ def test_the_state_directory_follows_the_environment(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.delenv("HOME")
     assert state_dir() == Path(tempfile.gettempdir()) / "quire"
+
+
+def test_that_of_several_gateways_has_one_server_at_a_time(tmp_path: Path) -> None:
+    """The refusal says who has it, as that of a single gateway."""
+    with host_directory.opened(tmp_path / "data", 2) as (directories, sockets):
+        assert directories == [tmp_path / "data/shards/0", tmp_path / "data/shards/1"] and len(sockets) == 2
+        with (
+            pytest.raises(DirectoryInUse, match=f"process {os.getpid()}"),
+            host_directory.opened(tmp_path / "data", 2),
+        ):
+            pass
+    with host_directory.opened(tmp_path / "data", 2):
+        pass
