@@ -35,7 +35,7 @@ def _processes(gateway: GatewayProcess, count: int) -> list[psutil.Process]:
     parent = psutil.Process(gateway.process.pid)
     if count == 1:
         return [parent]
-    children = [one for one in parent.children() if "service.cli.gateway_process" in one.cmdline()]
+    children = [one for one in parent.children() if "service.cli.gateways" in one.cmdline()]
     return sorted(children, key=lambda one: one.pid)
 
 

@@ -1,8 +1,12 @@
 """`quire serve --gateways N`: a parent that starts the gateways of this host and keeps them running.
 
-It passes stop signals on, and restarts a gateway that a signal has killed: with the same shard, so that it
-recovers its caches and adopts its workers. A gateway that ends by itself ends the server, with its status.
-The parent serves nothing. The gateways end when it does.
+The parent passes stop signals on, and restarts a gateway that a signal has killed: with the same shard, so
+that it recovers its caches and adopts its workers. A gateway that ends by itself ends the server, with its
+status. The parent serves nothing.
+
+A gateway is a process of this module, too. Its standard input has its settings and its place, then a byte for
+each stop signal. Its end is the parent's: then the gateway is killed, as a single one would be, and its
+workers wait for the next one.
 """
 
 from __future__ import annotations
@@ -73,7 +77,7 @@ def run(config: Config) -> int:
 def _member(
     config: Config, index: int, directories: Sequence[Path | None], sockets: Sequence[str]
 ) -> dict[str, object]:
-    """What a gateway reads at its start: its settings, and its place. See `gateway_process`."""
+    """What a gateway reads at its start, but for the secret: its settings, and its place."""
     host, _, port = config.metrics_listen.rpartition(":")
     if int(port or 0):
         config = dataclasses.replace(config, metrics_listen=f"{host}:{int(port) + index}")
@@ -149,7 +153,7 @@ class _Parent:
         # As this process imports: the child may be started from a checkout.
         environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "service.cli.gateway_process"),
+            *(sys.executable, "-P", "-m", "service.cli.gateways"),
             stdin=asyncio.subprocess.PIPE,
             env=environment,
             # Ctrl-C in a terminal is for the parent alone.
@@ -159,10 +163,22 @@ class _Parent:
         return process
 
 
-def to_member(line: bytes) -> tuple[Config, Membership]:
-    """What `_member` has written."""
+def _read_member() -> tuple[Config, Membership]:
+    """What the parent has written; no byte of what follows."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(sys.stdin.fileno(), 1)
+        if not part:
+            sys.exit(1)
+        line += part
     content = json.loads(line)
     config = Config(**content["config"])
     shard, directory = Shard(content["index"], config.gateways), content["directory"]
     path = None if directory is None else Path(directory)
     return config, Membership(shard, path, content["addresses"], content["secret"])
+
+
+if __name__ == "__main__":
+    from service.cli.serve import run_gateway
+
+    sys.exit(run_gateway(*_read_member()))

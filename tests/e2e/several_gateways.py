@@ -37,7 +37,7 @@ class SeveralGateways(GatewayProcess):
     def gateways(self) -> list[psutil.Process]:
         """Their processes."""
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if "service.cli.gateway_process" in child.cmdline()]
+        return [child for child in children if "service.cli.gateways" in child.cmdline()]
 
     def stubs(self) -> list[executor_pb2_grpc.ModelExecutorServiceStub]:
         """One with a connection to each gateway, by shard. The kernel chooses the gateway of a connection."""
