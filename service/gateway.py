@@ -35,9 +35,8 @@ from service.logging import get_logger
 from service.memory import MemoryTrimmer
 from service.metrics.collector import Sources
 from service.metrics.exporter import Exporter
-from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
+from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, WEIGHTLESS_MODEL
 from service.pool import gpus, pool_files
-from service.pool.model_versions import SHIPPED_MODEL_DIR
 from service.runtimes.executions import Executions
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local import LocalRuntime

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 SHIPPED_MODEL = "adder"
+SHIPPED_MODEL_DIR = Path(__file__).parents[1] / "workers" / "models" / SHIPPED_MODEL
 WEIGHTLESS_MODEL = "paged-attention"
 # The ids that the hub allows. None of them leads elsewhere when used in a path.
 _HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9][\w.-]*/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)

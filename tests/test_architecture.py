@@ -139,7 +139,7 @@ SERVICE_ROOMS = {
         "service.adapters.loader", "service.api", "service.auth", "service.config", "service.core",
         "service.data_directory", "service.listening", "service.logging", "service.memory",
         "service.metrics", "service.model_names", "service.openai", "service.pool.gpus",
-        "service.pool.model_versions", "service.pool.pool_files", "service.runtimes", "service.shards",
+        "service.pool.pool_files", "service.runtimes", "service.shards",
         "service.text", "service.tracing",
     ),
     "service.server": (

@@ -12,10 +12,9 @@ from typing import Any
 
 from service.cli.child import NoAnswer, ask
 from service.config import Config
-from service.model_names import SHIPPED_MODEL, is_hub_id
+from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, is_hub_id
 from service.printable import escaped
 
-_SHIPPED_MODEL_DIR = Path(__file__).parents[2] / "workers" / "models" / SHIPPED_MODEL
 _TIMEOUT_S = 120.0
 _COLUMNS = 80
 
@@ -60,7 +59,7 @@ def _directory(model: str) -> Path:
             return hub.find_files(model, ("config.json",), download=True)
         except hub.HubError as error:
             raise NoAnswer(str(error), ()) from None
-    return _SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else Path(model)
+    return SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else Path(model)
 
 
 def _print(found: Mapping[str, Any]) -> None:

@@ -19,10 +19,9 @@ from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
 from service import durable_file
 from service.logging import get_logger
-from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
+from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, WEIGHTLESS_MODEL
 
 _log = get_logger(__name__)
-SHIPPED_MODEL_DIR = Path(__file__).parents[2] / "workers" / "models" / SHIPPED_MODEL
 _NAME = "weights.json"
 _MAX_BYTES = 1 << 16
 

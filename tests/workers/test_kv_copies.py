@@ -12,8 +12,7 @@ import pytest
 import torch
 from quire.v1 import worker_pb2
 
-from service.model_names import SHIPPED_MODEL
-from service.pool.model_versions import SHIPPED_MODEL_DIR
+from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR
 from tests.workers.stepping import Worker
 from workers.executors.engine import Engine
 from workers.executors.llm import LlmExecutor
