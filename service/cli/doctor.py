@@ -12,7 +12,8 @@ from typing import Any
 
 from service.cli.child import NoAnswer, ask
 from service.cli.probes import GIB, OK, PROBES, PROBLEM, SLOW, Finding
-from service.config_sources import read_settings
+from service.config import Config
+from service.config_sources import Settings, read_settings
 from service.printable import escaped
 
 _COLUMNS = 80
@@ -32,8 +33,9 @@ _BUILD = "compile them: python -m kernels.cpu.library, which needs g++ 12 or lat
 
 def run(options: argparse.Namespace) -> int:
     """Prints the table, or JSON. Returns the exit status: 1 if something prevents serving."""
-    path = options.config
-    findings = [*_settings(path), *_limits(path), *_system(path or ""), *_torch()]
+    settings = read_settings({"config": options.config}, os.environ)
+    system = _system(options.config or "")
+    findings = [*_settings(settings), *_limits(settings.config), *system, *_torch()]
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
@@ -52,8 +54,7 @@ def _print(finding: Finding) -> None:
         )
 
 
-def _settings(path: str | None) -> Iterator[Finding]:
-    settings = read_settings({"config": path}, os.environ)
+def _settings(settings: Settings) -> Iterator[Finding]:
     if settings.errors:
         text = f"{len(settings.errors)} are refused"
         yield Finding("settings", PROBLEM, text, "`quire config check` says which, and why")
@@ -79,13 +80,13 @@ def _system(path: str) -> Iterator[Finding]:
         yield Finding(missing[0], PROBLEM, why, advice)
 
 
-def _limits(path: str | None) -> Iterator[Finding]:
+def _limits(config: Config) -> Iterator[Finding]:
     """As a worker sees them, which this process and its children share."""
     found, why = _asked("workers.machine_limits", timeout_s=_PROBE_S)
     if why:
         yield Finding("cores", PROBLEM, why)
         return
-    facts, config = found[0], read_settings({"config": path}, os.environ).config
+    facts = found[0]
     total, usable = facts["cores"], facts["usable_cores"]
     text = f"all {total} are usable"
     if usable < total:

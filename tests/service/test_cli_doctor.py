@@ -118,22 +118,22 @@ def test_the_probe_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (last.name, last.state, last.text) == ("disk", PROBLEM, "no answer within 15 s")
 
 
+CONFIG = Config()
 LIMITS = {"cores": 16, "usable_cores": 2.5, "memory_bytes": 64 << 30, "available_bytes": 8 << 30}
 
 
-def limits_found(monkeypatch: pytest.MonkeyPatch, **facts: object) -> list[Finding]:
+def limits_found(monkeypatch: pytest.MonkeyPatch, config: Config = CONFIG, **facts: object) -> list[Finding]:
     found = LIMITS | {"memory_limit_bytes": None} | facts
     monkeypatch.setattr(doctor, "ask", lambda *_, **__: [found])
-    return [*doctor._limits(None)]
+    return [*doctor._limits(config)]
 
 
 def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     cores, _ = limits_found(monkeypatch)
     assert cores == Finding("cores", OK, "2.5 of 16 are usable, by affinity and cgroup")
-    monkeypatch.setenv("QUIRE_WORKERS", "2")
-    for threads, state in ("1", OK), ("2", SLOW):
-        monkeypatch.setenv("QUIRE_THREADS_PER_WORKER", threads)
-        cores, _ = limits_found(monkeypatch)
+    for threads, state in (1, OK), (2, SLOW):
+        config = Config(workers=2, threads_per_worker=threads)
+        cores, _ = limits_found(monkeypatch, config)
         assert cores.state == state and ("--threads-per-worker" in cores.advice) == (state == SLOW)
     cores, _ = limits_found(monkeypatch, usable_cores=16)
     assert (cores.state, cores.text) == (OK, "all 16 are usable")
