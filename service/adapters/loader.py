@@ -182,10 +182,9 @@ class AdapterLoader:
         version.rank, version.size_bytes = event.adapter_loaded.rank, event.adapter_loaded.size_bytes
 
     async def _add(self, version: AdapterVersion) -> None:
-        """Makes the id name the version, on the disk first."""
+        """Makes the id name the version."""
         async with self._writing:
-            await asyncio.to_thread(self._store.write_list, self._list_with([version]))
-            self._use([version])
+            await self._change([version])
 
     # UnloadAdapter.
 
@@ -199,12 +198,10 @@ class AdapterLoader:
             if version.identity:
                 where = "it is in the server's directory of adapters: remove it there"
                 raise InvalidArgument("BAD_ADAPTER", "adapter_id", where)
-            listed = self._list_with((), [version])
             try:
-                await complete(asyncio.to_thread(self._store.write_list, listed))
+                await complete(self._change((), [version]))
             except OSError as error:
                 raise StorageUnavailable(error.strerror) from None
-            self._adapters.update((), [version])
         _log.info("adapter unloaded", adapter=adapter_id, version=version.number)
         return True
 
@@ -257,6 +254,11 @@ class AdapterLoader:
         listed = copy.deepcopy(self._adapters)
         listed.update(added, retired)
         return listed
+
+    async def _change(self, added: Sequence[AdapterVersion], retired: Sequence[AdapterVersion] = ()) -> None:
+        """See `Adapters.update`. Stores the list first. Needs `_writing`. Raises OSError."""
+        await asyncio.to_thread(self._store.write_list, self._list_with(added, retired))
+        self._use(added, retired)
 
     def _write_list(self, listed: Adapters) -> bool:
         try:

@@ -19,7 +19,7 @@ from quire.v1 import admin_pb2
 
 from service.adapters import loader
 from service.adapters.loader import AdapterLoader
-from service.adapters.registry import Adapters
+from service.adapters.registry import Adapters, AdapterVersion
 from service.adapters.store import FILES, AdapterStore, identity
 from service.config import Config
 from service.errors import AdapterNotFound, InvalidArgument, StorageUnavailable
@@ -170,3 +170,28 @@ async def test_a_load_that_is_cancelled_while_it_copies_leaves_no_files(
         await load
     await asyncio.get_running_loop().shutdown_default_executor()
     assert not list((tmp_path / "adapters").glob("*"))
+
+
+async def test_an_unload_that_is_cancelled_while_it_is_stored_has_happened(tmp_path: Path) -> None:
+    """Otherwise this gateway still serves what the next one does not know, and stores it again later."""
+    adapters = Adapters(10)
+    adapters.update([AdapterVersion(1, "a", "", str(tmp_path / "a"))])
+    AdapterStore(tmp_path, MAX_BYTES).write_list(adapters)
+    server = Server(tmp_path)
+    begun, may_end = threading.Event(), threading.Event()
+    write_list = server.store.write_list
+
+    def slow(adapters: Adapters) -> None:
+        begun.set()
+        may_end.wait()
+        write_list(adapters)
+
+    server.store.write_list = slow  # type: ignore[method-assign]
+    unload = asyncio.create_task(server.loader.unload("a", ""))
+    await asyncio.to_thread(begun.wait)
+    unload.cancel()
+    await asyncio.sleep(0)
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await unload
+    assert numbers_of(Server(tmp_path)) == numbers_of(server) == {}
