@@ -102,7 +102,7 @@ class LocalProcess:
             self.kill()
             self._on_stopped(self._entry)
         status = await asyncio.shield(self._exited)
-        self._close_pidfd()
+        self.detach()
         if self._child is not None and self._child.stdin is not None:
             self._child.stdin.close()
         return status
@@ -112,9 +112,11 @@ class LocalProcess:
 
     def detach(self) -> None:
         """A worker that cannot outlive us exits when its stdin closes."""
+        self._send_signal = None
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
-        self._close_pidfd()
+            os.close(self._pidfd)
+        self._pidfd = -1
 
     def _wait_for(self, child: subprocess.Popen[bytes]) -> None:
         child.wait()
@@ -131,12 +133,6 @@ class LocalProcess:
         if self._send_signal is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._send_signal(number)
-
-    def _close_pidfd(self) -> None:
-        self._send_signal = None
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-        self._pidfd = -1
 
 
 def _is_its_process(entry: RegistryEntry) -> bool:
