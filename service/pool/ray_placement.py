@@ -160,10 +160,9 @@ def main() -> None:
     events = os.dup(1)
     os.dup2(2, 1)
     signal.alarm(_CONNECT_TIMEOUT_S)
-    where = options["address"], options["namespace"]
     ray.init(
-        where[0],
-        namespace=where[1],
+        options["address"],
+        namespace=options["namespace"],
         runtime_env=options["runtime_env"],
         log_to_driver=False,
         logging_level=logging.WARNING,
