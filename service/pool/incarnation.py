@@ -154,7 +154,8 @@ class Incarnation:
     async def ask(self, command: worker_pb2.WorkerCommand) -> worker_pb2.WorkerEvent:
         """Sends a command and returns its answer. Raises NoWorker if the incarnation ends before."""
         op_id = self.send(command)
-        answer = self._waiters[op_id] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[worker_pb2.WorkerEvent] = asyncio.get_running_loop().create_future()
+        self._waiters[op_id] = answer
         try:
             return await answer
         finally:

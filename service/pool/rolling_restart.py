@@ -71,17 +71,13 @@ class RollingRestart:
                 return None
             if only_outdated and not slot.is_outdated:
                 return None
-            old_pid = slot.pid
-            await self._restart(slot, grace_s)
-            return admin_pb2.ReplacedWorker(worker_id=slot.worker_id, old_pid=old_pid, new_pid=slot.pid)
-
-    async def _restart(self, slot: WorkerSlot, grace_s: float) -> None:
-        epoch = slot.epoch
-        _log.info("replacing a worker", worker_id=slot.worker_id, epoch=epoch, outdated=slot.is_outdated)
-        await self._pool.replace(slot.worker_id, epoch, grace_s)
-        try:
-            async with asyncio.timeout(self._pool.start_timeout_s):
-                while slot.epoch == epoch or slot.state != executor_pb2.WORKER_STATE_READY:  # noqa: ASYNC110
-                    await asyncio.sleep(_POLL_S)
-        except TimeoutError:
-            raise NoWorker from None
+            worker_id, epoch, old_pid = slot.worker_id, slot.epoch, slot.pid
+            _log.info("replacing a worker", worker_id=worker_id, epoch=epoch, outdated=slot.is_outdated)
+            await self._pool.replace(worker_id, epoch, grace_s)
+            try:
+                async with asyncio.timeout(self._pool.start_timeout_s):
+                    while slot.epoch == epoch or slot.state != executor_pb2.WORKER_STATE_READY:  # noqa: ASYNC110
+                        await asyncio.sleep(_POLL_S)
+            except TimeoutError:
+                raise NoWorker from None
+            return admin_pb2.ReplacedWorker(worker_id=worker_id, old_pid=old_pid, new_pid=slot.pid)
