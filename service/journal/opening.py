@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import os
 import secrets
-import threading
 import time
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -114,17 +114,5 @@ def _owner(directory: Path) -> str:
 
 def _on_its_own_loop(work: Coroutine[None, None, _T]) -> _T:
     """Runs it to its end, beside the event loop of this thread, which waits."""
-    outcomes: list[_T | BaseException] = []
-
-    def run() -> None:
-        try:
-            outcomes.append(asyncio.run(work))
-        except BaseException as error:
-            outcomes.append(error)
-
-    thread = threading.Thread(target=run, name="journal")
-    thread.start()
-    thread.join()
-    if isinstance(outcomes[0], BaseException):
-        raise outcomes[0]
-    return outcomes[0]
+    with ThreadPoolExecutor(1, thread_name_prefix="journal") as thread:
+        return thread.submit(asyncio.run, work).result()
