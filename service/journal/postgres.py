@@ -32,11 +32,12 @@ _CLOSE_S: Final = 5.0
 class PostgresJournal(StoredJournal):
     """Owner of the connection `table`, and of the lease. `leases` can have those of other shards, too."""
 
+    _writer: PostgresWriter
+
     def __init__(
         self, table: Table, leases: Leases, lease: Lease, compaction_bytes: int = COMPACTION_BYTES
     ) -> None:
-        self._writer = PostgresWriter(table, lease, self._finish)
-        super().__init__(self._writer, compaction_bytes)
+        super().__init__(PostgresWriter(table, lease, self._finish), compaction_bytes)
         # Called once it is closed.
         self.on_close: Callable[[], None] = lambda: None
         self._table = table

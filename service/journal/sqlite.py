@@ -39,12 +39,13 @@ def open_journal(
 class SqliteJournal(StoredJournal):
     """Owner of its files, which are locked until it is closed."""
 
+    _writer: Writer
+
     def __init__(self, files: Files, db: sqlite3.Connection, compaction_bytes: int) -> None:
         """Raises sqlite3.Error."""
         self._files = files
         self._db = db
-        self._writer = Writer(files, db, self._on_written)
-        super().__init__(self._writer, compaction_bytes)
+        super().__init__(Writer(files, db, self._on_written), compaction_bytes)
         self.model_fingerprint = read_meta(db, "model")
 
     def recover(self, apply: Apply, apply_run: ApplyRun) -> None:

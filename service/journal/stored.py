@@ -63,7 +63,7 @@ class StoredJournal(Journal):
     is_durable = True
 
     def __init__(self, writer: RowWriter, compaction_bytes: int) -> None:
-        self._rows = writer
+        self._writer = writer
         self._compaction_bytes = compaction_bytes
         self._loop: asyncio.AbstractEventLoop
         # Commits whose callbacks have not run. Those of the first ones are due: whether these are durable.
@@ -79,7 +79,7 @@ class StoredJournal(Journal):
     def bind_model(self, fingerprint: str) -> None:
         """See `Journal.bind_model`."""
         if fingerprint != self.model_fingerprint:
-            self.model_fingerprint = self._rows.model = fingerprint
+            self.model_fingerprint = self._writer.model = fingerprint
 
     @property
     def oldest_waiting_s(self) -> float:
@@ -89,7 +89,7 @@ class StoredJournal(Journal):
     @property
     def size_bytes(self) -> int:
         """Size of all rows that were not dropped."""
-        return self._rows.written_bytes - self._dropped_bytes
+        return self._writer.written_bytes - self._dropped_bytes
 
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
         """See `Journal.commit`."""
@@ -105,7 +105,7 @@ class StoredJournal(Journal):
             return
         self._loop = asyncio.get_running_loop()
         given_at = time.monotonic()
-        if self._rows.write(frames, at_once=not self._waiting):
+        if self._writer.write(frames, at_once=not self._waiting):
             self._tell(given_at, on_committed, durable=True)
         else:
             self._waiting.append(_PendingCommit(len(frames), given_at, on_committed))
@@ -114,18 +114,18 @@ class StoredJournal(Journal):
         """See `Journal.wants_compaction`."""
         # Restated caches do not share all that the ledger shares, so a pass may keep more than `live_bytes`.
         limit_bytes = max(2 * live_bytes, self._kept_bytes) + self._compaction_bytes
-        return self.size_bytes > limit_bytes and not self._rows.is_dropping
+        return self.size_bytes > limit_bytes and not self._writer.is_dropping
 
     def begin_compaction(self) -> None:
         """See `Journal.begin_compaction`."""
         # The thread has nothing to write, so that these values belong together.
-        self._mark = (self._rows.next_seq, self._rows.written_bytes)
+        self._mark = (self._writer.next_seq, self._writer.written_bytes)
 
     def end_compaction(self) -> None:
         """See `Journal.end_compaction`."""
         first_seq, self._dropped_bytes = self._mark
         self._kept_bytes = self.size_bytes
-        self._rows.drop(first_seq)
+        self._writer.drop(first_seq)
 
     def _finish(self, commits: int, durable: bool) -> None:
         is_running = bool(self._finished)
