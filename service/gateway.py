@@ -48,7 +48,7 @@ from service.shards.forwarding import Forwarding
 from service.shards.ids import Shard
 from service.shards.keeper import Keeper, RunningCore
 from service.shards.leases import Lease, Leases
-from service.shards.membership import Membership, stop_parent
+from service.shards.one_host import Membership, stop_parent
 from service.shards.peers import Addresses, PeerInterceptor, Peers
 from service.text.text_model import TextModel
 from service.tracing.opening import open_tracer

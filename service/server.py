@@ -28,7 +28,7 @@ from service.postgres.errors import DatabaseFailed
 from service.runtimes.sources import FindModel
 from service.shards.keeper import Keeper
 from service.shards.leases import OwnershipLost
-from service.shards.membership import LEAVE_WORKERS, Membership
+from service.shards.one_host import LEAVE_WORKERS, Membership
 
 _log = get_logger(__name__)
 

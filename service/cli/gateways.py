@@ -16,13 +16,11 @@ import contextlib
 import dataclasses
 import json
 import os
-import secrets
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import quote
 
 from service.config import Config, ConfigError
 from service.config_sources import needs_a_worker
@@ -31,12 +29,10 @@ from service.journal.base import JournalUnusable
 from service.listening import ADDRESS_IS_FREE, reserved, why_not_listening
 from service.logging import get_logger
 from service.pool import gpus
-from service.shards import host_directory
 from service.shards.ids import Shard
-from service.shards.membership import LEAVE_WORKERS, STOP, Membership
+from service.shards.one_host import LEAVE_WORKERS, STOP, Membership, memberships
 
 _log = get_logger(__name__)
-_SECRET_BYTES = 32
 # One that lives shorter is restarted with a delay.
 _LONG_LIFE_S = 10.0
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 10.0
@@ -52,8 +48,7 @@ def run(config: Config) -> int:
             _log.error("cannot listen", listen=config.listen, error=why_not)
             return 1
         try:
-            own = host_directory.opened(data_directory(config), config.gateways)
-            directories, sockets = stack.enter_context(own)
+            members = stack.enter_context(memberships(data_directory(config), config.gateways))
         except (JournalUnusable, OSError) as error:
             _log.error("cannot use the data directory", error=str(error))
             return 1
@@ -70,33 +65,39 @@ def run(config: Config) -> int:
         _log.info(
             "starting gateways", listen=config.listen, gateways=config.gateways, workers=config.worker_slots
         )
-        members = [_member(config, index, directories, sockets) for index in range(config.gateways)]
-        return asyncio.run(_Parent(members).run())
+        return asyncio.run(_Parent([_first_line(config, member) for member in members]).run())
 
 
-def _member(
-    config: Config, index: int, directories: Sequence[Path | None], sockets: Sequence[str]
-) -> dict[str, object]:
-    """What a gateway reads at its start, but for the secret: its settings, and its place."""
+def _first_line(config: Config, member: Membership) -> bytes:
+    """What a gateway reads at its start: its settings, and its place."""
     host, _, port = config.metrics_listen.rpartition(":")
     if int(port or 0):
-        config = dataclasses.replace(config, metrics_listen=f"{host}:{int(port) + index}")
-    directory = directories[index]
-    return {
-        "config": dataclasses.asdict(config),
-        "index": index,
-        "directory": None if directory is None else str(directory),
-        "addresses": [f"unix:{quote(path)}" for path in sockets],  # as gRPC names them, by URIs
-    }
+        config = dataclasses.replace(config, metrics_listen=f"{host}:{int(port) + member.shard.index}")
+    content = {"config": dataclasses.asdict(config), "member": dataclasses.asdict(member)}
+    # What JSON does not have is the path of the directory.
+    return json.dumps(content, default=str).encode() + b"\n"
+
+
+def _read_first_line() -> tuple[Config, Membership]:
+    """What the parent has written; no byte of what follows."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(sys.stdin.fileno(), 1)
+        if not part:
+            sys.exit(1)
+        line += part
+    content = json.loads(line)
+    member = content["member"]
+    directory = None if member["directory"] is None else Path(member["directory"])
+    place = member | {"shard": Shard(**member["shard"]), "directory": directory}
+    return Config(**content["config"]), Membership(**place)
 
 
 class _Parent:
     """Owner of the gateways' processes."""
 
-    def __init__(self, members: Sequence[dict[str, object]]) -> None:
-        self._members = members
-        secret = secrets.token_hex(_SECRET_BYTES)
-        self._first_lines = [json.dumps(member | {"secret": secret}).encode() + b"\n" for member in members]
+    def __init__(self, first_lines: Sequence[bytes]) -> None:
+        self._first_lines = first_lines
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._command = b""
         self._stopping = asyncio.Event()
@@ -107,7 +108,7 @@ class _Parent:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             command = LEAVE_WORKERS if number == signal.SIGUSR2 else STOP
             loop.add_signal_handler(number, self._tell_all, command)
-        keeping = [asyncio.create_task(self._keep(index)) for index in range(len(self._members))]
+        keeping = [asyncio.create_task(self._keep(index)) for index in range(len(self._first_lines))]
         await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
         if not self._stopping.is_set():
             self._tell_all(STOP)
@@ -163,22 +164,7 @@ class _Parent:
         return process
 
 
-def _read_member() -> tuple[Config, Membership]:
-    """What the parent has written; no byte of what follows."""
-    line = b""
-    while not line.endswith(b"\n"):
-        part = os.read(sys.stdin.fileno(), 1)
-        if not part:
-            sys.exit(1)
-        line += part
-    content = json.loads(line)
-    config = Config(**content["config"])
-    shard, directory = Shard(content["index"], config.gateways), content["directory"]
-    path = None if directory is None else Path(directory)
-    return config, Membership(shard, path, content["addresses"], content["secret"])
-
-
 if __name__ == "__main__":
     from service.cli.serve import run_gateway
 
-    sys.exit(run_gateway(*_read_member()))
+    sys.exit(run_gateway(*_read_first_line()))

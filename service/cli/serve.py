@@ -24,8 +24,7 @@ from service.logging import configure_logging
 from service.model_names import is_hub_id
 from service.printable import escaped
 from service.server import serve
-from service.shards import host_directory
-from service.shards.membership import Membership
+from service.shards.one_host import Membership, check_count
 
 _SWITCH_INTERVAL_S = 0.0005
 
@@ -60,7 +59,7 @@ def _run(config: Config) -> int:
 
         configure_logging(config.log_level, config.log_format)
         return gateways.run(config)
-    host_directory.check_count(data_directory(config), 1)
+    check_count(data_directory(config), 1)
     return run_gateway(config)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from service.config import Config
 from service.gateway import Gateway
-from service.shards.membership import Membership
+from service.shards.one_host import Membership
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 from service.config import Config
 from service.data_directory import data_directory, state_dir
 from service.journal.base import DirectoryInUse
-from service.shards import host_directory
+from service.shards.one_host import memberships
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +55,12 @@ def test_the_state_directory_follows_the_environment(monkeypatch: pytest.MonkeyP
 
 def test_that_of_several_gateways_has_one_server_at_a_time(tmp_path: Path) -> None:
     """The refusal says who has it, as that of a single gateway."""
-    with host_directory.opened(tmp_path / "data", 2) as (directories, sockets):
-        assert directories == [tmp_path / "data/shards/0", tmp_path / "data/shards/1"] and len(sockets) == 2
-        with (
-            pytest.raises(DirectoryInUse, match=f"process {os.getpid()}"),
-            host_directory.opened(tmp_path / "data", 2),
-        ):
+    with memberships(tmp_path / "data", 2) as (first, second):
+        assert [first.directory, second.directory] == [
+            tmp_path / f"data/shards/{index}" for index in range(2)
+        ]
+        refused = pytest.raises(DirectoryInUse, match=f"process {os.getpid()}")
+        with refused, memberships(tmp_path / "data", 2):
             pass
-    with host_directory.opened(tmp_path / "data", 2):
+    with memberships(tmp_path / "data", 2):
         pass

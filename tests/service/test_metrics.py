@@ -28,7 +28,7 @@ from service.metrics.figures import TIMES_S, Appends, Calls, Distribution
 from service.metrics.totals import Totals
 from service.shards.ids import Shard
 from service.shards.leases import Lease
-from service.shards.membership import Membership
+from service.shards.one_host import Membership
 from tests.service.metrics_server import MetricsServer, serving
 from tests.service.served import become_ready
 from tests.sim.harness import Gateway as Caller
