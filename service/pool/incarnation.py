@@ -80,8 +80,7 @@ class Incarnation:
         slot.is_outdated = processes.is_outdated
 
     async def watch(self) -> WorkerExit:
-        """Opens the stream and waits until the incarnation has ended or has to be killed. Returns why."""
-        self.link.open()
+        """Waits until the incarnation has ended or has to be killed. Returns why."""
         exited = asyncio.create_task(self.processes.wait())
         closed = asyncio.create_task(self.link.closed.wait())
         heartbeat = asyncio.create_task(self._heartbeat())

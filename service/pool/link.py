@@ -29,7 +29,7 @@ _BROKEN = grpc.RpcError, ConnectionError, asyncio.InvalidStateError
 
 
 class WorkerLink:
-    """Owns the endpoint of one incarnation of a worker, and its two tasks.
+    """Owns the endpoint of one incarnation of a worker, and its two tasks. Connects without a timeout.
 
     `on_response` is called for each message, on the event loop. `closed` is set when the stream has ended,
     for any reason.
@@ -49,14 +49,10 @@ class WorkerLink:
         self._queue: deque[worker_pb2.ConnectRequest] = deque()
         # Done when the queue has something for the task that writes. Faster than an Event.
         self._wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._task: asyncio.Task[None] | None = None
         self._max_bytes = (
             config.max_request_bytes + HOP_SLACK_BYTES,
             config.max_response_bytes + HOP_SLACK_BYTES,
         )
-
-    def open(self) -> None:
-        """Starts to connect, without a timeout, and then opens the stream."""
         self._task = asyncio.create_task(self._run(), name="worker-link")
 
     def send(self, request: worker_pb2.ConnectRequest) -> None:
@@ -69,14 +65,13 @@ class WorkerLink:
     async def close(self, *, give_back: bool) -> None:
         """Closes the stream. `give_back`: no gateway will continue with what the worker holds."""
         self.closed.set()
-        if self._task is not None:
-            if give_back and self._endpoint.is_leased:
-                self._queue = deque([worker_pb2.ConnectRequest(give_back=True)])
-                if not self._wake.done():
-                    self._wake.set_result(None)
-                await asyncio.wait({self._task}, timeout=_GIVE_BACK_TIMEOUT_S)
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        if give_back and self._endpoint.is_leased:
+            self._queue = deque([worker_pb2.ConnectRequest(give_back=True)])
+            if not self._wake.done():
+                self._wake.set_result(None)
+            await asyncio.wait({self._task}, timeout=_GIVE_BACK_TIMEOUT_S)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
         await self._endpoint.close()
 
     async def _run(self) -> None:

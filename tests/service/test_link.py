@@ -57,7 +57,6 @@ async def test_what_waits_becomes_one_message_and_what_is_large_several(
     monkeypatch.setattr(link_module, "TARGET_MESSAGE_BYTES", 1000)
     endpoint = Endpoint()
     link = WorkerLink(endpoint, Config(), lambda _: None)
-    link.open()
     link.send(commands(1))
     await until_idle()
     for request in (commands(2, 3), commands(4), commands(5, 6, 7, 8, size_bytes=400), commands(9)):

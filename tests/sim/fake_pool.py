@@ -140,9 +140,7 @@ class FakeLink:
         self._asked: list[int] = []
         # What was sent while nothing arrived.
         self.under_way: list[worker_pb2.WorkerCommand] = []
-
-    def open(self) -> None:
-        self._processes.link = self
+        processes.link = self
 
     def send(self, request: worker_pb2.ConnectRequest) -> None:
         if self.closed.is_set():
