@@ -264,7 +264,7 @@ class Incarnation:
                 self._on_ready(event.ready)
             case "adopted":
                 self._on_adopted(event)
-        waiter = self._waiters.get(event.op_id) if event.op_id >= _FIRST_OP_ID else None
+        waiter = self._waiters.get(event.op_id)
         if waiter is not None and not waiter.done():
             waiter.set_result(event)
 
