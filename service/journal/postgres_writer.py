@@ -18,7 +18,7 @@ from service.journal.recovery import ROW_BYTES
 from service.journal.stored import MAX_ROW_BYTES, OnWritten
 from service.logging import RareWarnings, get_logger
 from service.postgres.errors import Conflict, DatabaseFailed
-from service.shards.leases import Lease, Table
+from service.shards.leases import Lease, OwnershipLost, Table
 
 _log = get_logger(__name__)
 
@@ -52,10 +52,6 @@ _FIRST_RETRY_S: Final = 0.05
 _MAX_RETRY_S: Final = 2.0
 # While the database cannot be reached, commits are refused without another attempt for so long.
 _REFUSED_S: Final = 0.2
-
-
-class _Lost(Exception):
-    """The shard belongs to another owner, or its rows are not those that were written."""
 
 
 class PostgresWriter:
@@ -120,7 +116,7 @@ class PostgresWriter:
                 if self.is_dropping and not await self._drop_rows() and not self._queue:
                     # Tried again after the next commit.
                     return
-        except _Lost as lost:
+        except OwnershipLost as lost:
             self._lease.lose(str(lost))
         except Exception:
             # A bug, here or in the driver. The next owner finds out what is stored.
@@ -136,7 +132,7 @@ class PostgresWriter:
         return commits
 
     async def _commit(self, commits: list[bytes]) -> bool:
-        """Whether they are durable. Raises _Lost if that is not known, and never will be."""
+        """Whether they are durable. Raises OwnershipLost if that is not known, and never will be."""
         if self._lease.loss or time.monotonic() < self._refused_until_s:
             return False
         wall_ns = time.time_ns()
@@ -169,7 +165,7 @@ class PostgresWriter:
         return True
 
     async def _has_stored(self) -> bool:
-        """Whether the last statement has stored its row, once that is certain. Raises _Lost."""
+        """Whether the last statement has stored its row, once that is certain. Raises OwnershipLost."""
         pause_s = _FIRST_RETRY_S
         while True:
             # An earlier attempt may come late: it must not set a lower number.
@@ -182,15 +178,16 @@ class PostgresWriter:
             pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
     async def _find_last(self) -> int:
-        """The last row, which no earlier statement can change any more. Raises DatabaseFailed or _Lost."""
+        """The last row, which no earlier statement can change. Raises DatabaseFailed or OwnershipLost."""
         shard = self._lease.shard
         if not await self._table.fetch(NEXT_WRITER, shard, self._lease.fence, self._writer):
-            raise _Lost("another gateway has taken it over")
+            raise OwnershipLost("another gateway has taken it over")
         ((last,),) = await self._table.fetch(LAST, shard)
         # All rows may have been dropped.
         found = max(int(last), self.first_seq - 1)
         if not self.next_seq - 1 <= found <= self.next_seq:
-            raise _Lost(f"the last row is {found} instead of {self.next_seq - 1}: the database has lost rows")
+            expected = self.next_seq - 1
+            raise OwnershipLost(f"the last row is {found} instead of {expected}: the database has lost rows")
         return found
 
     async def _drop_rows(self) -> bool:
