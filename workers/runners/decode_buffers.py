@@ -86,7 +86,7 @@ class DecodeBuffers:
 
     def clear(self) -> None:
         """Pad all rows."""
-        self._rows = self.max_rows
+        self._rows = len(self._host.token_ids)
         self._pad_from(0)
         self._memory.copy_(self._host_memory)
         self._page_tables.zero_()
