@@ -466,21 +466,18 @@ class Setting:
         """Converts and checks one value. `text`: the source has only strings, so numbers are parsed."""
         if self.is_optional and value == AUTO:
             return None
-        allowed = self.allowed
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             parsed = self._convert(value, text=text)
             match self._rule:
                 case Range(minimum, maximum):
                     is_valid = minimum <= parsed <= maximum
-                case Text(accepts, _, problem, _):
+                case Text(accepts=accepts):
                     is_valid = accepts(parsed)
-                    if problem is not None and not is_valid:
-                        allowed = problem(parsed)
                 case choices:
                     is_valid = parsed in choices
             if is_valid:
                 return parsed
-        raise ConfigError(self.name, source, value, allowed)
+        raise ConfigError(self.name, source, value, self.allowed)
 
     @property
     def default_text(self) -> str:

@@ -39,8 +39,6 @@ class Text:
 
     accepts: Callable[[str], bool]
     allowed: str
-    # Describes the problem of an invalid text, if more can be said than `allowed`.
-    problem: Callable[[str], str] | None = None
     # For editors: what all valid texts match.
     pattern: str = ""
 
