@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from service.config import (
     ADDRESSES,
@@ -23,7 +23,7 @@ from service.config import (
     plain,
 )
 from service.model_names import is_hub_id, is_model, model_problem
-from service.setting_rules import POSTGRES, is_private
+from service.setting_rules import AUTO, POSTGRES, is_private
 
 # Names of values that are not shown.
 _SECRET = re.compile("token|secret|passw|key|credential")
@@ -96,8 +96,13 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Setti
             errors.append(error)
     config = Config(**values)
     refused = {error.setting for error in errors}
-    # What does not fit a setting that is refused may fit it when it is corrected.
-    errors += [error for names, error in conflicts(config, sources) if not refused.intersection(names)]
+    for names, problem in _conflicts(config):
+        # What does not fit a setting that is refused may fit it when it is corrected.
+        if not refused.intersection(names):
+            value = getattr(config, names[0])
+            # A default may not fit what is given.
+            source = next((sources[name] for name in names if name in sources), "default")
+            errors.append(ConfigError(names[0], source, AUTO if value is None else value, problem))
     return Settings(config, sources, errors, path)
 
 
@@ -126,66 +131,55 @@ def _given(
             yield name, value, SETTINGS[name].flag, SETTINGS[name]
 
 
-def conflicts(config: Config, sources: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
-    """Settings that do not fit each other, such as a public address without TLS, with the settings' names."""
+# The names of settings that do not fit each other, first of the one that is refused; and why.
+_Conflict: TypeAlias = tuple[tuple[str, ...], str]
+
+
+def _conflicts(config: Config) -> Iterator[_Conflict]:
+    """Settings that do not fit each other, such as a public address without TLS."""
     if config.default_lease_s > config.max_lease_s:
-        source = sources.get("default_lease_s", sources.get("max_lease_s", "default"))
-        allowed = f"must be at most max_lease_s, which is {plain(config.max_lease_s)}"
-        error = ConfigError("default_lease_s", source, config.default_lease_s, allowed)
-        yield ("default_lease_s", "max_lease_s"), error
+        limit = plain(config.max_lease_s)
+        yield ("default_lease_s", "max_lease_s"), f"must be at most max_lease_s, which is {limit}"
     if config.model_revision is not None and not is_hub_id(config.model):
-        problem = "is only for a model of the hub"
-        error = ConfigError("model_revision", sources["model_revision"], config.model_revision, problem)
-        yield ("model_revision", "model"), error
+        yield ("model_revision", "model"), "is only for a model of the hub"
     for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
-        value = getattr(config, name)
-        if value and not getattr(config, other):
-            yield (name, other), ConfigError(name, sources[name], value, f"needs {other} too")
-    yield from _pool_conflicts(config, sources)
-    yield from _gateway_conflicts(config, sources)
+        if getattr(config, name) and not getattr(config, other):
+            yield (name, other), f"needs {other} too"
+    yield from _pool_conflicts(config)
+    yield from _gateway_conflicts(config)
     for name in ("listen", "openai_listen"):
         value = getattr(config, name)
         if value and not (is_private(value) or config.tls_cert or config.insecure == "on"):
-            allowed = "remote clients need TLS (tls_cert and tls_key), or insecure = on"
-            error = ConfigError(name, sources.get(name, "default"), value, allowed)
-            yield (name, "tls_cert", "insecure"), error
+            problem = "remote clients need TLS (tls_cert and tls_key), or insecure = on"
+            yield (name, "tls_cert", "insecure"), problem
     given = {name: getattr(config, name) for name in ADDRESSES if getattr(config, name)}
     for first, second in itertools.combinations(given, 2):
         if _overlap(given[first], given[second]):
-            source = sources.get(second, "default")
-            error = ConfigError(second, source, given[second], f"{first} has this port already")
-            yield (first, second), error
+            yield (second, first), f"{first} has this port already"
 
 
-def _pool_conflicts(
-    config: Config, sources: Mapping[str, str]
-) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
-    """As `conflicts`, about where workers run: on other hosts the model can be where this one has nothing."""
+def _pool_conflicts(config: Config) -> Iterator[_Conflict]:
+    """As `_conflicts`, about where workers run."""
+    # On other hosts the model can be where this one has nothing.
     if not config.has_remote_workers and not is_model(config.model):
-        source = sources.get("model", "default")
-        yield ("model",), ConfigError("model", source, config.model, model_problem(config.model))
+        yield ("model",), model_problem(config.model)
     for name in ("workers_at", "pool_listen"):
-        value = getattr(config, name)
-        if value and not config.pool:
-            yield (name, "pool"), ConfigError(name, sources[name], value, "needs pool too")
+        if getattr(config, name) and not config.pool:
+            yield (name, "pool"), "needs pool too"
+        if getattr(config, name) and config.launcher == "ray":
+            yield (name, "launcher"), "or launcher = ray, not both"
     if config.workers is None and config.pool_listen:
         problem = "must be a number with pool_listen: how many of the workers that call are used"
-        yield ("workers", "pool_listen"), ConfigError("workers", sources["workers"], "auto", problem)
+        yield ("workers", "pool_listen"), problem
     if config.workers_at and config.pool_listen:
         problem = "is for workers that call, workers_at for those that are called: only one is possible"
-        error = ConfigError("pool_listen", sources["pool_listen"], config.pool_listen, problem)
-        yield ("pool_listen", "workers_at"), error
+        yield ("pool_listen", "workers_at"), problem
     if config.devices and (config.has_remote_workers or config.device == "cpu"):
         problem = "is for workers on GPUs that this gateway starts: `quire worker` has --device-index"
-        error = ConfigError("devices", sources["devices"], config.devices, problem)
-        yield ("devices", "device", "workers_at", "pool_listen", "launcher"), error
-    if config.launcher == "ray":
-        others = dict.fromkeys(("workers_at", "pool_listen"), "or launcher = ray, not both")
-        alive = "must be above 0 with launcher = ray: workers outlive what has started them"
-        for name, problem in (others | {"orphan_grace_s": alive}).items():
-            if bool(value := getattr(config, name)) == (name in others):
-                error = ConfigError(name, sources.get(name, "default"), value, problem)
-                yield (name, "launcher"), error
+        yield ("devices", "device", "workers_at", "pool_listen", "launcher"), problem
+    if config.launcher == "ray" and not config.orphan_grace_s:
+        problem = "must be above 0 with launcher = ray: workers outlive what has started them"
+        yield ("orphan_grace_s", "launcher"), problem
 
 
 def needs_a_worker(config: Config) -> str:
@@ -193,10 +187,8 @@ def needs_a_worker(config: Config) -> str:
     return f"each of {config.gateways} gateways needs a worker"
 
 
-def _gateway_conflicts(
-    config: Config, sources: Mapping[str, str]
-) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
-    """As `conflicts`, for several gateways, of this host or of several."""
+def _gateway_conflicts(config: Config) -> Iterator[_Conflict]:
+    """As `_conflicts`, for several gateways, of this host or of several."""
     slots = "workers_at" if config.workers_at else "workers"
     # How many `auto` is, the machine tells at the start.
     is_known = config.workers_at or config.workers is not None
@@ -219,8 +211,7 @@ def _gateway_conflicts(
     ):
         for name, is_wrong, problem in problems:
             if is_wrong:
-                error = ConfigError(name, sources.get(name, "default"), getattr(config, name), problem)
-                yield (name, *others), error
+                yield (name, *others), problem
 
 
 def _overlap(one: str, other: str) -> bool:
