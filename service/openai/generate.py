@@ -122,7 +122,6 @@ def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False
         items=[item],
         model=model,
         is_chat=False,
-        n=item.n,
         has_logprobs=num_top is not None,
         is_stream=is_stream,
         with_usage=with_usage,
@@ -171,14 +170,15 @@ def _priority(given: int) -> types_pb2.Priority:
 class GenerateResponse(CompletionResponse):
     """All choices of one request, as token ids."""
 
+    _request: GenerateRequest
+
     def __init__(self, request: GenerateRequest, scored: executor_pb2.ForwardResponse | None) -> None:
         """`scored`: the prompt's tokens, if their log-probabilities are wanted."""
         super().__init__(request, TokenTexts(None))
-        self._generate_request = request
         self._scored = scored
 
     def begin(self, started: runner_pb2.ExecutionStarted) -> None:
-        request = self._generate_request
+        request = self._request
         self._head = {
             "request_id": request.request_id or started.request_id,
             "created": self._created,
@@ -215,7 +215,7 @@ class GenerateResponse(CompletionResponse):
                 {"token": f"token_id:{each}", "token_id": each, "logprob": value, "rank": rank}
                 for each, value, rank in _ranked(token_id, _value(logprob), logprob.top)
             ]
-            top = entries[: max(1, self._generate_request.num_top or 0)]
+            top = entries[: max(1, self._request.num_top or 0)]
             yield {**entries[0], "top_logprobs": top}
 
     def _prompt_entries(self) -> Iterator[dict[int, dict[str, Any]] | None]:

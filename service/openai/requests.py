@@ -43,8 +43,6 @@ class CompletionRequest:
     items: list[runner_pb2.ExecuteItem]
     model: ResolvedModel
     is_chat: bool
-    # Samples of each item.
-    n: int
     has_logprobs: bool
     is_stream: bool
     with_usage: bool
@@ -60,7 +58,7 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
     fields = Fields(value)
     model = resolve(fields.required("model"))
     shared = runner_pb2.ExecuteItem()
-    n = set_common(shared, fields, model)
+    set_common(shared, fields, model)
     max_tokens = fields.get("max_tokens", integer, 1, MAX_ID)
     shared.max_tokens = _DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
     top = fields.get("logprobs", integer, 0, MAX_TOP_LOGPROBS)
@@ -70,7 +68,7 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
         raise unsupported("echo", "the prompt cannot be repeated")
     if fields.get("suffix", string):
         raise unsupported("suffix", "texts can be continued, not filled in")
-    if fields.get("best_of", integer, 1, _MAX_SAMPLES) not in (None, n):
+    if fields.get("best_of", integer, 1, _MAX_SAMPLES) not in (None, shared.n):
         raise unsupported("best_of", "must be n: all samples are returned")
     is_stream, with_usage = stream_options(fields)
     items: list[runner_pb2.ExecuteItem] = []
@@ -84,7 +82,7 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
             item.tokens.token_ids.extend(prompt)
         items.append(item)
     fields.refuse_others(_IGNORED)
-    return CompletionRequest(items, model, False, n, shared.logprobs, is_stream, with_usage)
+    return CompletionRequest(items, model, False, shared.logprobs, is_stream, with_usage)
 
 
 def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
@@ -92,8 +90,7 @@ def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
     fields = Fields(value)
     model = resolve(fields.required("model"))
     item = runner_pb2.ExecuteItem(item_id="0")
-    n = set_common(item, fields, model)
-    item.n = n
+    set_common(item, fields, model)
     newer = fields.get("max_completion_tokens", integer, 1, MAX_ID)
     older = fields.get("max_tokens", integer, 1, MAX_ID)
     item.max_tokens = newer or older or 0
@@ -109,13 +106,12 @@ def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
         raise unsupported("modalities", 'must be ["text"]')
     is_stream, with_usage = stream_options(fields)
     fields.refuse_others(_IGNORED)
-    return CompletionRequest([item], model, True, n, item.logprobs, is_stream, with_usage)
+    return CompletionRequest([item], model, True, item.logprobs, is_stream, with_usage)
 
 
-def set_common(item: runner_pb2.ExecuteItem, fields: Fields, model: ResolvedModel) -> int:
-    """Sets the fields that all routes have in common. Returns n."""
-    n = fields.get("n", integer, 1, _MAX_SAMPLES) or 1
-    item.n = n
+def set_common(item: runner_pb2.ExecuteItem, fields: Fields, model: ResolvedModel) -> None:
+    """Sets the fields that all routes have in common."""
+    item.n = fields.get("n", integer, 1, _MAX_SAMPLES) or 1
     item.adapter_id = model.adapter_id
     stop = fields.raw("stop")
     if stop is not None:
@@ -142,7 +138,6 @@ def set_common(item: runner_pb2.ExecuteItem, fields: Fields, model: ResolvedMode
     if seed is not None:
         item.sampling.seed = seed % _SEEDS
     _set_bias(item.sampling, fields.raw("logit_bias"), fields.path("logit_bias"))
-    return n
 
 
 def _set_bias(sampling: types_pb2.SamplingParams, given: object, path: str) -> None:

@@ -41,13 +41,11 @@ class CompletionResponse:
     def __init__(self, request: CompletionRequest, token_texts: TokenTexts) -> None:
         self._request = request
         self._token_texts = token_texts
-        # All items have the same one.
-        self._adapter_id = request.items[0].adapter_id
         self._created = int(time.time())
         self._head: dict[str, Any] = {}
         # Of a stream: whether its first events were made.
         self._has_begun = False
-        keys = [(item.item_id, sample) for item in request.items for sample in range(request.n)]
+        keys = [(item.item_id, sample) for item in request.items for sample in range(item.n)]
         self._choices = {key: _Choice(index) for index, key in enumerate(keys)}
         self._usage: dict[SampleKey, runner_pb2.Usage] = {}
 
@@ -61,7 +59,7 @@ class CompletionResponse:
             "id": f"{prefix}-{started.request_id}",
             "object": kind,
             "created": self._created,
-            "model": self._adapter_id or started.model_id or started.runtime,
+            "model": self._request.model.adapter_id or started.model_id or started.runtime,
             "system_fingerprint": started.fingerprint or None,
         }
 

@@ -64,7 +64,7 @@ def test_a_request() -> None:
     )  # fmt: skip
     expected.sampling.CopyFrom(given)
     assert full.items == [expected]
-    assert (full.request_id, full.n, full.num_top, full.num_prompt_top) == ("mine", 2, 5, 2)
+    assert (full.request_id, full.num_top, full.num_prompt_top) == ("mine", 5, 2)
 
 
 @pytest.mark.parametrize(
