@@ -16,6 +16,7 @@ import grpc
 from quire.v1 import executor_pb2, runner_pb2, types_pb2
 from starlette.types import Scope, Send
 
+from service.api.validation import MAX_REQUEST_ID_CHARS
 from service.errors import InvalidArgument
 from service.openai.errors import renamed
 from service.openai.fields import Fields, array, bad_field, boolean, integer, string
@@ -43,7 +44,6 @@ Forward: TypeAlias = Callable[
 ]
 _MAX_IDS = 1 << 20
 _MAX_PRIORITY = 1 << 63
-_MAX_REQUEST_ID_CHARACTERS = 128
 _IGNORED = frozenset({"token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
 # How tokens become text, what is returned of experts, and what only code of vLLM itself sets.
 _IGNORED_SETTINGS = frozenset(
@@ -110,8 +110,8 @@ def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False
     item.cache_salt = salts[0] or salts[1] or ""
     params.refuse_others(_IGNORED_SETTINGS)
     request_id = fields.get("request_id", string) or ""
-    if len(request_id) > _MAX_REQUEST_ID_CHARACTERS:
-        raise bad_field("request_id", f"has more than {_MAX_REQUEST_ID_CHARACTERS} characters")
+    if len(request_id) > MAX_REQUEST_ID_CHARS:
+        raise bad_field("request_id", f"has more than {MAX_REQUEST_ID_CHARS} characters")
     if fields.raw("output_mode") not in (None, "tokens"):
         raise unsupported("output_mode", "must be tokens")
     if fields.get("return_token_ids", boolean):

@@ -13,16 +13,15 @@ from typing import Any
 
 from quire.v1 import runner_pb2, types_pb2
 
+from service.api.validation import MAX_LOGIT_BIAS
 from service.errors import InvalidArgument, SequenceTooLong
 from service.openai.fields import Fields, array, bad_field, boolean, integer, number, string
 from service.openai.messages import MAX_TOOLS, parse_messages
 from service.openai.models import ResolvedModel
+from service.runtimes.items import MAX_SAMPLES, MAX_STOPS
 
-_MAX_SAMPLES = 128
 _MAX_PROMPTS = 1024
-_MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
-_MAX_BIAS = 1024
 MAX_ID = (1 << 32) - 1
 _SEEDS = 1 << 64
 # OpenAI's default for completions.
@@ -68,7 +67,7 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
         raise unsupported("echo", "the prompt cannot be repeated")
     if fields.get("suffix", string):
         raise unsupported("suffix", "texts can be continued, not filled in")
-    if fields.get("best_of", integer, 1, _MAX_SAMPLES) not in (None, shared.n):
+    if fields.get("best_of", integer, 1, MAX_SAMPLES) not in (None, shared.n):
         raise unsupported("best_of", "must be n: all samples are returned")
     is_stream, with_usage = stream_options(fields)
     items: list[runner_pb2.ExecuteItem] = []
@@ -111,14 +110,14 @@ def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
 
 def set_common(item: runner_pb2.ExecuteItem, fields: Fields, model: ResolvedModel) -> None:
     """Sets the fields that all routes have in common."""
-    item.n = fields.get("n", integer, 1, _MAX_SAMPLES) or 1
+    item.n = fields.get("n", integer, 1, MAX_SAMPLES) or 1
     item.adapter_id = model.adapter_id
     stop = fields.raw("stop")
     if stop is not None:
         texts = [stop] if isinstance(stop, str) else stop
         path = fields.path("stop")
-        if not isinstance(texts, list) or len(texts) > _MAX_STOPS:
-            raise bad_field(path, f"must be a string, or a list of at most {_MAX_STOPS}")
+        if not isinstance(texts, list) or len(texts) > MAX_STOPS:
+            raise bad_field(path, f"must be a string, or a list of at most {MAX_STOPS}")
         item.stop.extend(string(text, f"{path}[{index}]") for index, text in enumerate(texts))
     item.sampling.CopyFrom(model.sampling_defaults)
     if not item.sampling.HasField("temperature"):
@@ -143,8 +142,8 @@ def set_common(item: runner_pb2.ExecuteItem, fields: Fields, model: ResolvedMode
 def _set_bias(sampling: types_pb2.SamplingParams, given: object, path: str) -> None:
     if given is None:
         return
-    if not isinstance(given, dict) or len(given) > _MAX_BIAS:
-        raise bad_field(path, f"must be an object of at most {_MAX_BIAS} tokens")
+    if not isinstance(given, dict) or len(given) > MAX_LOGIT_BIAS:
+        raise bad_field(path, f"must be an object of at most {MAX_LOGIT_BIAS} tokens")
     for name, value in given.items():
         if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= MAX_ID):
             raise bad_field(path, "must have token ids as keys")
