@@ -6,7 +6,7 @@ Errors are raised as QuireError. The call interceptor turns them into a status.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partialmethod
 from importlib import metadata
 from typing import Any
@@ -22,7 +22,7 @@ from service.api.elsewhere import Elsewhere, SessionCalls
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
 from service.auth.authenticator import current_tenant
-from service.caches.requests import Append
+from service.caches.requests import Request
 from service.dispatcher import Dispatcher
 from service.errors import QuireError, bad_page_token
 from service.logging import current_request_id
@@ -59,8 +59,7 @@ class ExecutorApi:
         """The answer to a call for caches of this shard."""
         if method in self._readers:
             return self._readers[method](request, context)
-        call = CALLS[method]
-        return (self._run_batch if call.is_batch else self._run)(call, request, context, is_here=True)
+        return self._run(CALLS[method], request, context, is_here=True)
 
     async def _run(self, call: Call, request: Any, context: Context, *, is_here: bool = False) -> Any:
         if self.elsewhere is not None and not is_here and self.elsewhere.concerns(call.method, request):
@@ -68,37 +67,33 @@ class ExecutorApi:
         limits, left_s = self._state.current_limits, context.time_remaining()
         if limits is None:
             limits, left_s = await self._state.limits_when_ready(left_s), context.time_remaining()
-        checked = call.check(request, limits, left_s and validation.timeout_seconds(left_s))
-        self._state.answers.take_until_done(held_bytes((checked,)), context)
-        (outcome,) = await self._dispatcher.run((checked,), current_tenant())
-        if isinstance(outcome, QuireError):
-            raise outcome
-        response = call.response()
-        call.write(checked, outcome, response)
-        return response
-
-    async def _run_batch(self, call: Call, request: Any, context: Context, *, is_here: bool = False) -> Any:
-        if self.elsewhere is not None and not is_here and self.elsewhere.concerns(call.method, request):
-            return await self.elsewhere.answer(call.method, request, context, self.run_here)
-        limits, left_s = self._state.current_limits, context.time_remaining()
-        if limits is None:
-            limits, left_s = await self._state.limits_when_ready(left_s), context.time_remaining()
-        checked = await call.check_items(request, limits, left_s and validation.timeout_seconds(left_s))
+        timeout_s = left_s and validation.timeout_seconds(left_s)
+        checked: Sequence[Request | QuireError]
+        requests: Sequence[Request]
+        if call.is_batch:
+            checked = await call.check_items(request, limits, timeout_s)
+            requests = [one for one in checked if not isinstance(one, QuireError)]
+        else:
+            checked = requests = (call.check(request, limits, timeout_s),)
         self._state.answers.take_until_done(held_bytes(checked), context)
-        appends = [one for one in checked if isinstance(one, Append)]
-        outcomes = await self._dispatcher.run(appends, current_tenant())
+        outcomes = await self._dispatcher.run(requests, current_tenant())
         response = call.response()
-        call.write_items(checked, outcomes, current_request_id(), response)
+        if call.is_batch:
+            call.write_items(checked, outcomes, current_request_id(), response)
+        elif isinstance(outcomes[0], QuireError):
+            raise outcomes[0]
+        else:
+            call.write(requests[0], outcomes[0], response)
         return response
 
     Prefill = partialmethod(_run, CALLS["Prefill"])
     Decode = partialmethod(_run, CALLS["Decode"])
     ForwardVerify = partialmethod(_run, CALLS["ForwardVerify"])
     Forward = partialmethod(_run, CALLS["Forward"])
-    BatchForward = partialmethod(_run_batch, CALLS["BatchForward"])
-    BatchPrefill = partialmethod(_run_batch, CALLS["BatchPrefill"])
-    BatchDecode = partialmethod(_run_batch, CALLS["BatchDecode"])
-    UnifiedForward = partialmethod(_run_batch, CALLS["UnifiedForward"])
+    BatchForward = partialmethod(_run, CALLS["BatchForward"])
+    BatchPrefill = partialmethod(_run, CALLS["BatchPrefill"])
+    BatchDecode = partialmethod(_run, CALLS["BatchDecode"])
+    UnifiedForward = partialmethod(_run, CALLS["UnifiedForward"])
     ForkCache = partialmethod(_run, CALLS["ForkCache"])
     ForkCaches = partialmethod(_run, CALLS["ForkCaches"])
     TruncateKV = partialmethod(_run, CALLS["TruncateKV"])
