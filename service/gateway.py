@@ -186,7 +186,7 @@ class Gateway:
 
     def _observing(self) -> list[Observing]:
         """What counts and traces calls, if anything does. Connects metrics and the log of slow calls."""
-        if self.state.call_log is not None and self.config.slow_call_ms:
+        if self.config.slow_call_ms:
             journal = self.core.journal
             journal.on_latency = self.state.call_log.watching_commits(journal.on_latency)
         observing: list[Observing] = [] if self.tracer is None else [self.tracer.observing]
@@ -311,7 +311,7 @@ class Gateway:
 
         Callers that were refused wait before they try again.
         """
-        refusals, seen, polls = self.state.refusals.by_reason, -1, 0
+        refusals, seen, polls = self.state.call_log.refusals, -1, 0
         while refusals["DRAINING"] != seen and polls < _MOST_REFUSING_POLLS:
             seen, polls = refusals["DRAINING"], polls + 1
             await asyncio.sleep(_REFUSING_POLL_S)

@@ -1,38 +1,101 @@
-"""Logs calls that have succeeded: all of them, or those that took long, with where their time went.
+"""Logs calls: those that failed, were cancelled or took long, or all of them; and counts refusals.
 
-A Session, an Execute and other streams last as long as their callers use them, so they are never slow, but
-the calls on a Session can be. What fails is in the refusal log.
+Each kind of line has a rate limit, so that a flood does not fill the log. A Session, an Execute and other
+streams last as long as their callers use them, so they are never slow, but the calls on a Session can be.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from service.api.refusal_log import BoundedLog
 from service.config import Config
+from service.errors import QuireError
 from service.logging import get_logger
 
 _log = get_logger(__name__)
+# Lines per second.
+_MAX_PER_S = 50
+
+
+class _BoundedLog:
+    """Log lines with a rate limit. Those beyond it are counted, and the next line has their number."""
+
+    def __init__(self) -> None:
+        self._second_s = 0.0
+        self._lines = 0
+        self._suppressed = 0
+
+    def write(self, event: str, **values: object) -> None:
+        """Writes a line, or counts it."""
+        now_s = time.monotonic()
+        if now_s - self._second_s >= 1:
+            self._second_s, self._lines = now_s, 0
+        if self._lines >= _MAX_PER_S:
+            self._suppressed += 1
+            return
+        self._lines += 1
+        if self._suppressed:
+            values["untold_before"] = self._suppressed
+            self._suppressed = 0
+        _log.info(event, **values)
 
 
 class CallLog:
-    """Owner of two rate limits: that of slow calls, and that of all others."""
+    """Owner of the rate limits: of calls that failed or were cancelled, of slow ones, and of all others."""
 
     def __init__(self, config: Config) -> None:
-        self._slow_ms, self._slow = config.slow_call_ms, BoundedLog()
+        # By reason, whatever is logged.
+        self.refusals: Counter[str] = Counter()
+        self._failed = _BoundedLog().write if config.log_calls != "off" else None
+        self._slow_ms, self._slow = config.slow_call_ms, _BoundedLog().write
         # Debug records have no limit.
         debug = _log.debug if config.log_level == "debug" else None
-        self._write = BoundedLog().write if config.log_calls == "all" else debug
+        self._done = _BoundedLog().write if config.log_calls == "all" else debug
+        # Whether calls that succeed can have a line.
+        self.has_successes = bool(self._slow_ms or self._done is not None)
         # How long the last commit of the journal took. A call is answered right after its own.
         self._commit_s = 0.0
 
-    @classmethod
-    def of(cls, config: Config) -> CallLog | None:
-        """The log that the settings ask for, if any."""
-        wanted = config.log_calls == "all" or config.slow_call_ms or config.log_level == "debug"
-        return cls(config) if wanted else None
+    def refused(self, rpc: str, failure: QuireError, duration_ms: float) -> None:
+        """Counts and logs a refused call."""
+        self.count(failure)
+        if self._failed is not None:
+            self._failed(
+                "call refused",
+                rpc=rpc,
+                code=failure.code,
+                reason=failure.reason,
+                message=failure.message,
+                duration_ms=duration_ms,
+            )
+
+    def count(self, failure: QuireError) -> None:
+        """Counts a refusal without a log line: a call of a Session, whose stream continues."""
+        self.refusals[failure.reason] += 1
+
+    def cancelled(self, rpc: str, duration_ms: float) -> None:
+        """Logs a call that its caller cancelled."""
+        if self._failed is not None:
+            self._failed("call cancelled", rpc=rpc, code="CANCELLED", duration_ms=duration_ms)
+
+    def done(self, rpc: str, began_s: float, answer: Any) -> None:
+        """A call has succeeded. `began_s` is of the monotonic clock; `answer`: None if it was a stream."""
+        if answer is not None and self._slow_ms and self.slow(rpc, began_s, answer):
+            return
+        if self._done is not None:
+            self._done("call done", rpc=rpc, code="OK", duration_ms=elapsed_ms(began_s))
+
+    def slow(self, rpc: str, began_s: float, answer: Any) -> bool:
+        """A call has succeeded, which is logged if it was slow. Returns whether it was."""
+        duration_ms = elapsed_ms(began_s)
+        if duration_ms <= self._slow_ms:
+            return False
+        times = self._where_time_went(answer)
+        self._slow("slow call", rpc=rpc, code="OK", duration_ms=duration_ms, **times)
+        return True
 
     def watching_commits(self, then: Callable[[float], None] | None) -> Callable[[float], None]:
         """Returns a callback for the time that a commit took, in seconds, which also calls `then`."""
@@ -43,22 +106,6 @@ class CallLog:
                 then(took_s)
 
         return note
-
-    def done(self, rpc: str, began_s: float, answer: Any) -> None:
-        """A call has succeeded. `began_s` is of the monotonic clock; `answer`: None if it was a stream."""
-        if answer is not None and self._slow_ms and self.slow(rpc, began_s, answer):
-            return
-        if self._write is not None:
-            self._write("call done", rpc=rpc, code="OK", duration_ms=elapsed_ms(began_s))
-
-    def slow(self, rpc: str, began_s: float, answer: Any) -> bool:
-        """A call has succeeded, which is logged if it was slow. Returns whether it was."""
-        duration_ms = elapsed_ms(began_s)
-        if duration_ms <= self._slow_ms:
-            return False
-        times = self._where_time_went(answer)
-        self._slow.write("slow call", rpc=rpc, code="OK", duration_ms=duration_ms, **times)
-        return True
 
     def _where_time_went(self, answer: Any) -> dict[str, float]:
         """What is known of an append, in ms; of a batch, of the item that took its worker longest."""

@@ -209,7 +209,7 @@ class ExecutorApi:
             arriving_requests=self._state.receiver.arriving,
             sessions=self._state.receiver.streams,
             connections=self._state.connections.count,
-            refusals=self._state.refusals.by_reason,
+            refusals=self._state.call_log.refusals,
             model_id=model.model_id,
             fingerprint=model.fingerprint,
             weights=self._state.model_version,

@@ -69,7 +69,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._observing = observing
         self._state = state
         self._receiver = state.receiver
-        self._refusals, self._call_log = state.refusals, state.call_log
+        self._call_log = state.call_log
         self._authenticator = authenticator
         self._wrapped: dict[str, Handler] = {}
 
@@ -132,14 +132,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def handle(messages: Any, context: Context) -> Any:
             request = await receive(messages, context)
             if isinstance(request, QuireError):
-                self._refusals.refused(rpc, request, 0.0)
+                self._call_log.refused(rpc, request, 0.0)
                 await context.abort(*_abort_arguments(request))
             return await behaviour(request, context)
 
         return handle
 
     def _own_behaviour(self, method: str, behaviour: Behaviour, receive: Receive) -> Behaviour:
-        rpc, refusals, call_log = _name(method), self._refusals, self._call_log
+        rpc, call_log = _name(method), self._call_log
 
         async def handle(messages: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
             request = await receive(messages, context)
@@ -157,17 +157,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
-                    refusals.cancelled(rpc, elapsed_ms(started_s))
+                    call_log.cancelled(rpc, elapsed_ms(started_s))
                     raise
                 # Another task's cancellation was raised here. Without an answer the caller would hang.
                 failure = NoWorker()
             except BaseException as error:
                 failure = _unexpected(error, rpc)
             else:
-                if call_log is not None:
+                if call_log.has_successes:
                     call_log.done(rpc, started_s, response)
                 return response
-            refusals.refused(rpc, failure, elapsed_ms(started_s))
+            call_log.refused(rpc, failure, elapsed_ms(started_s))
             end = _abort_arguments(failure, request_id)
             # grpc keeps the exception of an abort, and so this frame, in a cycle until the next collection.
             del messages, request, failure

@@ -20,7 +20,6 @@ from service.api.budget import AnswerBudget
 from service.api.call_log import CallLog
 from service.api.experts import Experts
 from service.api.parsing import MAX_CONCURRENT
-from service.api.refusal_log import RefusalLog
 from service.api.request_receiver import RequestReceiver
 from service.api.time_slice import LoopWatch
 from service.api.validation import RequestLimits, no_adapter
@@ -63,8 +62,7 @@ class ServerState:
         self.parsing = asyncio.Semaphore(MAX_CONCURRENT)
         self.connections = ConnectionCount(config)
         self.memory = ProcessMemory()
-        self.refusals = RefusalLog(is_logging=config.log_calls != "off")
-        self.call_log = CallLog.of(config)
+        self.call_log = CallLog(config)
         # Caches were recovered from the journal, so callers exist and calls wait for the first worker.
         self.has_recovered = False
         self._has_worker = asyncio.Event()

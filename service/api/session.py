@@ -102,7 +102,7 @@ class Session:
         self._dispatcher = dispatcher
         self._state = state
         self._config: Config = state.config
-        self._call_log = state.call_log if state.config.slow_call_ms else None
+        self._logs_slow_calls = state.config.slow_call_ms > 0
         self._context = context
         # The scheduler treats the whole Session as one caller, however many calls it has in flight.
         self._caller = dispatcher.new_caller()
@@ -240,7 +240,7 @@ class Session:
                 continue
             self._held_bytes += call.answer_bytes
             self._open[tag] = call
-            if self._call_log is not None:
+            if self._logs_slow_calls:
                 call.began_s = time.monotonic()
             opened.append(call)
         return opened
@@ -319,11 +319,11 @@ class Session:
             self._deliver_error(call.tag, InternalError())
         else:
             self._deliver(result)
-            if self._call_log is not None:
-                self._own.run(self._call_log.slow, call.call.method, call.began_s, answer)
+            if self._logs_slow_calls:
+                self._own.run(self._state.call_log.slow, call.call.method, call.began_s, answer)
 
     def _deliver_error(self, tag: int, error: QuireError) -> None:
-        self._state.refusals.count(error)
+        self._state.call_log.count(error)
         status = to_status(error.without_traceback(), self._request_id)
         self._deliver(executor_pb2.SessionResult(tag=tag, error=status))
 

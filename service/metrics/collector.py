@@ -171,7 +171,7 @@ class QuireCollector(Collector):
         yield _counter("quire_appends", "Answered appends.", kinds, "kind")
         failed = {**dict.fromkeys(_ALERTED_REASONS, 0), **figures.appends.failed}
         yield _counter("quire_appends_failed", "Appends that failed.", failed, "reason")
-        yield _counter("quire_refusals", "Refused calls.", state.refusals.by_reason, "reason")
+        yield _counter("quire_refusals", "Refused calls.", state.call_log.refusals, "reason")
         replayed = home.caches.parts.context.counts["replayed_tokens"]
         yield _counter("quire_replayed_tokens", "Tokens whose lost KV was computed again.", replayed)
         breakers = {}

@@ -40,7 +40,7 @@ def _figures(sources: Sources, figures: Figures) -> dict[str, Any]:
     state, shards, appends = sources.state, sources.shards(), figures.appends
     ready = shards[0].versions.serving.first_ready
     running, waiting = running_and_waiting(sources)
-    refusals = state.refusals.by_reason
+    refusals = state.call_log.refusals
     return {
         "state": state_word(state.state),
         "uptime_ms": state.uptime_ms,

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.api.call_log import elapsed_ms
 from service.api.server_state import ServerState
 from service.api.validation import is_request_id
 from service.auth.authenticator import AUTHORIZATION, Authenticator
@@ -84,7 +85,7 @@ class Middleware:
             return
         except asyncio.CancelledError:
             if not self._has_stopped:
-                self._state.refusals.cancelled(name, _elapsed_ms(began_s))
+                self._state.call_log.cancelled(name, elapsed_ms(began_s))
                 if task.cancelling():
                     raise
                 # The client has disconnected: a response would not be read.
@@ -103,7 +104,7 @@ class Middleware:
             error = InternalError()
         finally:
             self._running.discard(task)
-        self._state.refusals.refused(name, error, _elapsed_ms(began_s))
+        self._state.call_log.refused(name, error, elapsed_ms(began_s))
         scope["quire.error"] = error.reason
         await response.fail(error)
 
@@ -161,7 +162,3 @@ class _Response:
             await self._send({"type": "http.response.body", "body": event(errors.body(error)).encode()})
         else:
             connection_of(self._request.scope).abort()
-
-
-def _elapsed_ms(began_s: float) -> float:
-    return round((time.monotonic() - began_s) * 1000, 3)

@@ -16,7 +16,7 @@ from service.api import call_log as module
 from service.api.call_log import CallLog
 from service.api.interceptor import CallInterceptor
 from service.config import Config
-from service.errors import CacheNotFound, QueueFull
+from service.errors import CacheNotFound, Draining, QueueFull
 from service.logging import configure_logging
 from tests.service.served import state_of
 from tests.service.test_interceptor import PATIENCE_S, Servicer, raises
@@ -99,7 +99,7 @@ async def test_the_setting_says_which_calls_have_a_line(
         assert (line["code"], line.get("reason")) == (
             ("NOT_FOUND", "CACHE_NOT_FOUND") if failed else ("OK", None)
         )
-    assert state.refusals.by_reason == {"CACHE_NOT_FOUND": 1}, "they are counted whatever is logged"
+    assert state.call_log.refusals == {"CACHE_NOT_FOUND": 1}, "they are counted whatever is logged"
 
 
 async def test_a_slow_call_says_where_its_time_went(
@@ -146,15 +146,14 @@ def test_a_batch_is_as_slow_as_its_slowest_item(stream: io.StringIO, monkeypatch
 def test_each_kind_of_line_has_a_limit_of_its_own(
     stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.api.refusal_log.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr("service.api.call_log.time.monotonic", lambda: 100.0)
     monkeypatch.setattr(module, "elapsed_ms", lambda took_s: took_s * 1000)
     state = state_of(Config(log_calls="all", slow_call_ms=1000))
-    assert state.call_log is not None
     answer = executor_pb2.DecodeResponse()
     for _ in range(200):
         state.call_log.done("Decode", 0.5, answer)
         state.call_log.done("Decode", 1.5, answer)
-        state.refusals.refused("Decode", QueueFull(1, 1.0), 0.1)
+        state.call_log.refused("Decode", QueueFull(1, 1.0), 0.1)
     events = [line["event"] for line in lines(stream)]
     assert {event: events.count(event) for event in events} == {
         "call done": 50,
@@ -163,8 +162,28 @@ def test_each_kind_of_line_has_a_limit_of_its_own(
     }
 
 
-def test_without_the_settings_there_is_no_log_of_calls() -> None:
-    assert state_of(Config()).call_log is None
+def test_a_flood_is_logged_in_part_and_counted_in_full(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("service.api.call_log.time.monotonic", lambda: now_s)
+    log = CallLog(Config())
+    for _ in range(1000):
+        log.refused("Decode", QueueFull(9, 1.0), 0.1)
+        log.cancelled("Decode", 0.1)
+    first = lines(stream)
+    assert len(first) == 50 and all("untold_before" not in line for line in first)
+    now_s += 1
+    log.refused("Prefill", Draining(), 0.1)
+    log.cancelled("Prefill", 0.1)
+    refused, cancelled = lines(stream)[50:]
+    assert (refused["event"], cancelled["event"]) == ("call refused", "call cancelled")
+    assert refused["untold_before"] == 1950 and "untold_before" not in cancelled
+    assert log.refusals == {"QUEUE_FULL": 1000, "DRAINING": 1}
+
+
+def test_without_the_settings_calls_that_succeed_have_no_line() -> None:
+    assert not state_of(Config()).call_log.has_successes
 
 
 async def test_at_debug_level_each_call_has_a_line(server: Server, stream: io.StringIO) -> None:

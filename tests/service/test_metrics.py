@@ -185,7 +185,7 @@ async def test_without_the_setting_nothing_is_counted(tmp_path: Path) -> None:
 
 async def test_a_server_without_workers_shows_its_families(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        server.gateway.state.refusals.by_reason.update(["NO_WORKER", "NO_WORKER"])
+        server.gateway.state.call_log.refusals.update(["NO_WORKER", "NO_WORKER"])
         families = list(text_string_to_metric_families((await server.get("/metrics")).body))
     samples = {one.name: one.value for family in families for one in family.samples if not one.labels}
     assert samples["quire_num_requests_running"] == samples["quire_kv_cache_usage_perc"] == 0

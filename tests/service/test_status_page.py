@@ -84,7 +84,7 @@ async def test_names_hold_no_markup(tmp_path: Path) -> None:
         versions = server.gateway.core.pool.versions
         ready = worker_pb2.WorkerReady(model=types_pb2.ModelDescription(model_id=HOSTILE))
         become_ready(versions, versions.serving.slots[0], ready)
-        server.gateway.state.refusals.by_reason[HOSTILE] += 1
+        server.gateway.state.call_log.refusals[HOSTILE] += 1
         answer = await server.get("/status.json")
     assert "<" not in answer.body
     found = json.loads(answer.body)
@@ -95,7 +95,7 @@ async def test_names_hold_no_markup(tmp_path: Path) -> None:
 async def test_it_is_computed_once_for_all_who_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "_MAX_AGE_S", 3600.0)
     async with serving(tmp_path) as server:
-        asked = server.gateway.state.refusals.by_reason
+        asked = server.gateway.state.call_log.refusals
         answers = []
         for _ in range(3):
             asked["QUEUE_FULL"] += 1
