@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from quire.v1 import executor_pb2
@@ -195,3 +195,20 @@ CALLS = {
         Call("RenewCache", _renew, _write_cache),
     )
 }
+# The ids in a request, by call. All others have one `cache_id`.
+_IDS: dict[str, Callable[[Any], Iterable[str]]] = {
+    "Forward": lambda _: (),
+    "BatchForward": lambda _: (),
+    "ForkCache": lambda request: (request.cache_id, *request.release),
+    "ForkCaches": lambda request: (*(each.cache_id for each in request.forks), *request.release),
+} | {
+    call.method: lambda batch: [item.cache_id for item in batch.items]
+    for call in CALLS.values()
+    if call.is_batch and call.method != "BatchForward"
+}
+
+
+def ids_in(method: str, request: Any) -> Iterable[str]:
+    """The caches that a request names; empty for a new one."""
+    ids = _IDS.get(method)
+    return (request.cache_id,) if ids is None else ids(request)

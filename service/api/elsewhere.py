@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
 
+from service.api.calls import ids_in
 from service.errors import NOT_FAILURES, InternalError, QuireError
 from service.logging import get_logger
 
@@ -20,9 +21,6 @@ RunHere: TypeAlias = Callable[[str, Any, Any], Awaitable[Any]]
 
 class Elsewhere(Protocol):
     """What answers for all shards. None in its place: there is only one."""
-
-    def ids_in(self, method: str, request: Any) -> Iterable[str]:
-        """The caches that a request names; empty for a new one."""
 
     def concerns(self, method: str, request: Any) -> bool:
         """Whether a request may name a cache of another shard."""
@@ -80,7 +78,7 @@ class SessionCalls:
     def concern(self, method: str, request: Any) -> bool:
         """Whether a call is one of them, or has to wait for one of them."""
         return self._elsewhere.concerns(method, request) or (
-            bool(self._last) and not self._last.keys().isdisjoint(self._elsewhere.ids_in(method, request))
+            bool(self._last) and not self._last.keys().isdisjoint(ids_in(method, request))
         )
 
     def start(
@@ -88,7 +86,7 @@ class SessionCalls:
     ) -> asyncio.Task[None]:
         """Runs a call. `on_done` gets its response or a QuireError, but not if the task is cancelled."""
         context = SessionCallContext(self._stream, timeout_s)
-        ids = [cache_id for cache_id in self._elsewhere.ids_in(method, request) if cache_id]
+        ids = [cache_id for cache_id in ids_in(method, request) if cache_id]
         before = {self._last[cache_id] for cache_id in ids if cache_id in self._last}
 
         async def run() -> None:

@@ -7,14 +7,14 @@ A call is forwarded once at most: if ownership has just changed, the caller retr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.v1 import executor_pb2
 
 from service.api import validation
 from service.api.budget import AnswerBudget
-from service.api.calls import CALLS
+from service.api.calls import CALLS, ids_in
 from service.api.elsewhere import RunHere
 from service.api.status import renumber, to_status
 from service.config import Config
@@ -59,17 +59,6 @@ class AnsweringShard(Protocol):
 
 # In the trailing metadata of a forwarded call: the address of the gateway that has its cache.
 GATEWAY_METADATA = "quire-gateway"
-# The ids in a request, by call. All others have one `cache_id`.
-_IDS: dict[str, Callable[[Any], Iterable[str]]] = {
-    "Forward": lambda _: (),
-    "BatchForward": lambda _: (),
-    "ForkCache": lambda request: (request.cache_id, *request.release),
-    "ForkCaches": lambda request: (*(each.cache_id for each in request.forks), *request.release),
-} | {
-    call.method: lambda batch: [item.cache_id for item in batch.items]
-    for call in CALLS.values()
-    if call.is_batch and call.method != "BatchForward"
-}
 # What several shards of a gateway have together, of its status.
 _SUMS = ("caches", "operations_in_flight", "journal_bytes")
 
@@ -92,19 +81,14 @@ class Forwarding:
         # Further shards that this process has: what answers for them.
         self.cores: dict[int, AnsweringShard] = {}
 
-    def ids_in(self, method: str, request: Any) -> Iterable[str]:
-        """See `Elsewhere.ids_in`."""
-        ids = _IDS.get(method)
-        return (request.cache_id,) if ids is None else ids(request)
-
     def concerns(self, method: str, request: Any) -> bool:
         """Whether a request may name a cache of another shard."""
-        ids, prefix = self.ids_in(method, request), self.home.prefix
-        return not all(not cache_id or cache_id.startswith(prefix) for cache_id in ids)
+        prefix = self.home.prefix
+        return not all(not cache_id or cache_id.startswith(prefix) for cache_id in ids_in(method, request))
 
     async def answer(self, method: str, request: Any, context: CallContext, here: RunHere) -> Any:
         """The response to a call that `concerns` other shards. Raises QuireError."""
-        shards = [self._shard_of(cache_id) for cache_id in self.ids_in(method, request)]
+        shards = [self._shard_of(cache_id) for cache_id in ids_in(method, request)]
         named = {shard for shard in shards if shard is not None}
         if named <= {self.home.index}:
             return await here(method, request, context)
