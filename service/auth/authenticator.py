@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 
-from service.auth.forwarded import HOP, TENANT
 from service.auth.reloaded_file import ReloadedFile
 from service.auth.tokens import Principal, Role, TokenStore, is_tenant_name, read_token_store
 from service.caches.tenants import Tenant
@@ -21,6 +20,8 @@ from service.config import Config, ConfigError
 from service.errors import RoleMissing, Unauthenticated
 
 AUTHORIZATION = "authorization"
+# The metadata by which a gateway knows calls that another gateway of the same server forwards.
+HOP, TENANT = "quire-hop", "quire-tenant"
 _SCHEME = "bearer "
 _POLL_INTERVAL_S = 1.0
 _UNAUTHENTICATED = "/grpc.health.v1.Health/"

@@ -12,8 +12,7 @@ from grpc_status import rpc_status
 
 from service.api.interceptor import REQUEST_ID_METADATA, CallInterceptor, Continuation, Handler
 from service.api.status import from_status
-from service.auth.authenticator import current_tenant_name
-from service.auth.forwarded import HOP, TENANT
+from service.auth.authenticator import HOP, TENANT, current_tenant_name
 from service.config import Config
 from service.errors import DeadlinePassed, GatewayUnavailable, QuireError, Unauthenticated
 from service.logging import current_request_id, get_logger

@@ -16,7 +16,7 @@ from quire import Client
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
-from service.auth.forwarded import HOP
+from service.auth.authenticator import HOP
 from tests.e2e.several_gateways import retrying
 from tests.e2e.test_execute import (
     PATIENCE_S,

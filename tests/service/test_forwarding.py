@@ -19,7 +19,7 @@ from quire.v1 import types_pb2
 
 from service.api.budget import AnswerBudget
 from service.api.status import from_status
-from service.auth.forwarded import HOP
+from service.auth.authenticator import HOP
 from service.config import Config
 from service.errors import QuireError, SeveralShards
 from service.shards import forwarding
