@@ -197,6 +197,11 @@ class ServerState:
         return executor_pb2.SERVER_STATE_STARTING
 
     @property
+    def state_name(self) -> str:
+        """`state` as metrics and health checks over HTTP have it, such as "serving"."""
+        return executor_pb2.ServerState.Name(self.state).removeprefix("SERVER_STATE_").lower()
+
+    @property
     def has_ready_worker(self) -> bool:
         """Whether a worker is ready to compute."""
         return any(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots)

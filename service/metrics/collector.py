@@ -258,11 +258,6 @@ def running_and_waiting(sources: Sources) -> tuple[int, int]:
     return running, sum(len(each.running) + len(each.parked) for each in machines) - running
 
 
-def state_word(state: executor_pb2.ServerState) -> str:
-    """A state of the server as it is in `quire_state`."""
-    return executor_pb2.ServerState.Name(state).removeprefix("SERVER_STATE_").lower()
-
-
 def _gauge(name: str, text: str, value: Any, *labels: str) -> Metric:
     return _with_values(metrics_core.GaugeMetricFamily(name, text, labels=labels), value)
 

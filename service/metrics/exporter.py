@@ -18,13 +18,12 @@ from typing import Any
 import h11
 from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.openmetrics import exposition as openmetrics
-from quire.v1 import executor_pb2
 
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.listening import is_address, listening_socket
 from service.logging import get_logger
-from service.metrics.collector import QuireCollector, Sources, state_word
+from service.metrics.collector import QuireCollector, Sources
 from service.metrics.figures import Figures
 from service.metrics.status_page import PAGE, POLICY, status_json
 from service.setting_rules import is_private
@@ -158,8 +157,8 @@ class Exporter:
 
     def _why_not_ready(self) -> str:
         """The state as in `quire_state`, or empty if the gRPC health service says SERVING."""
-        state = self._state.state
-        return "" if state == executor_pb2.SERVER_STATE_SERVING else state_word(state)
+        state = self._state.state_name
+        return "" if state == "serving" else state
 
     async def _metrics(self, is_openmetrics: bool) -> tuple[str, bytes]:
         render: Callable[[Any], bytes] = exposition.generate_latest

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.v1 import executor_pb2
 
-from service.metrics.collector import Sources, running_and_waiting, state_word
+from service.metrics.collector import Sources, running_and_waiting
 from service.metrics.figures import Figures
 from service.pool.model_versions import WorkerSlot
 
@@ -42,7 +42,7 @@ def _figures(sources: Sources, figures: Figures) -> dict[str, Any]:
     running, waiting = running_and_waiting(sources)
     refusals = state.call_log.refusals
     return {
-        "state": state_word(state.state),
+        "state": state.state_name,
         "uptime_ms": state.uptime_ms,
         "model": "" if ready is None else ready.model.model_id,
         "now": {

@@ -12,7 +12,6 @@ import socket
 from collections.abc import Callable, Iterator
 
 import uvicorn
-from quire.v1 import executor_pb2
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
@@ -145,9 +144,8 @@ class OpenAiFront:
     # Requests without a batch.
 
     async def _health(self, _request: Request) -> Response:
-        is_serving = self._state.state == executor_pb2.SERVER_STATE_SERVING
-        name = executor_pb2.ServerState.Name(self._state.state).rpartition("_")[2].lower()
-        return JSONResponse({"status": name}, 200 if is_serving else 503)
+        state = self._state.state_name
+        return JSONResponse({"status": state}, 200 if state == "serving" else 503)
 
     async def _list_models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": self._models.listed()})
