@@ -15,6 +15,7 @@ import dataclasses
 import re
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 from service.model_names import MODELS, SHIPPED_MODEL
@@ -73,6 +74,16 @@ class ConfigError(Exception):
         self.source = source
         self.value = value
         self.allowed = allowed
+
+
+@contextlib.contextmanager
+def needing_extra(extra: str, setting: str, value: str) -> Iterator[None]:
+    """Raises ConfigError if a library is not installed that the setting needs, of an extra of the wheel."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        allowed = f"needs {error.name}, of the extra {extra}: `make setup` installs it"
+        raise ConfigError(setting, "a setting", value, allowed) from None
 
 
 def _setting(default: Any, help_text: str, rule: Rule, *, group: str = "") -> Any:

@@ -22,7 +22,7 @@ from service.auth.authenticator import current_tenant
 from service.caches.machine import CacheMachine
 from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
-from service.config import Config, ConfigError
+from service.config import Config, ConfigError, needing_extra
 from service.dispatcher import Dispatcher
 from service.journal.base import Journal
 from service.journal.opening import open_configured
@@ -69,13 +69,10 @@ def _new_caches(config: Config, shard: Shard) -> CacheMachine:
 def open_alone(config: Config, shard: Shard, directory: Path | None) -> OpenShard:
     """Opens a shard that only this host has. Blocks. Raises JournalUnusable or ConfigError."""
     caches, start_s = _new_caches(config, shard), time.monotonic()
-    try:
+    with needing_extra("postgres", "journal", config.journal):
         journal = open_configured(
             config.journal, config.journal_sync, directory, caches.recovering, caches.recovering_run
         )
-    except ModuleNotFoundError as error:
-        allowed = f"needs {error.name}, of the extra postgres: `make setup` installs it"
-        raise ConfigError("journal", "a setting", config.journal, allowed) from None
     _log_recovered(config, shard, caches, start_s)
     return OpenShard(shard, caches, journal, directory)
 

@@ -27,7 +27,7 @@ from service.api.interceptor import CallInterceptor, Observing
 from service.auth.authenticator import Authenticator, current_tenant_name
 from service.auth.connections import server_options
 from service.auth.tls import server_credentials
-from service.config import Config, ConfigError
+from service.config import Config, needing_extra
 from service.core import AnsweringCore, Core, OpenShard, open_alone, open_leased
 from service.data_directory import data_directory
 from service.listening import actual_address
@@ -51,10 +51,10 @@ from service.shards.leases import Lease, Leases
 from service.shards.one_host import Membership, stop_parent
 from service.shards.peers import Addresses, PeerInterceptor, Peers
 from service.text.text_model import TextModel
-from service.tracing.opening import open_tracer
 
 if TYPE_CHECKING:
     from service.openai.front import OpenAiFront
+    from service.tracing.tracer import CallTracer
 
 _log = get_logger(__name__)
 
@@ -176,11 +176,8 @@ class Gateway:
 
     def _open_front(self) -> OpenAiFront:
         """Creates the HTTP server. Raises ConfigError if the libraries for it are not installed."""
-        try:
-            from service.openai.front import OpenAiFront  # noqa: PLC0415 - its libraries are an extra
-        except ModuleNotFoundError as error:
-            allowed = f"needs {error.name}, of the extra openai: `make setup` installs it"
-            raise ConfigError("openai_listen", "a setting", self.config.openai_listen, allowed) from None
+        with needing_extra("openai", "openai_listen", self.config.openai_listen):
+            from service.openai.front import OpenAiFront  # noqa: PLC0415
         parts = self.executions, self.router, self.state, self.text, self.authenticator
         return OpenAiFront(*parts, self.core.api.Forward, None if self.tracer is None else self.tracer.http)
 
@@ -320,6 +317,15 @@ class Gateway:
         if self._ready_fields and self.state.has_ready_worker:
             _log.info("ready", **self._ready_fields)
             self._ready_fields = {}
+
+
+def open_tracer(config: Config) -> CallTracer | None:
+    """What traces calls, if there is a collector. Raises ConfigError if its libraries are not installed."""
+    if not config.otlp_endpoint:
+        return None
+    with needing_extra("otel", "otlp_endpoint", config.otlp_endpoint):
+        from service.tracing.tracer import CallTracer  # noqa: PLC0415
+    return CallTracer(config.otlp_endpoint)
 
 
 def _new_server(config: Config, interceptor: CallInterceptor) -> grpc.aio.Server:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from service.adapters.loader import FindAdapter
 from service.auth.unix_socket import LockedUnixSocket
-from service.config import Config, ConfigError
+from service.config import Config, needing_extra
 from service.core import OpenShard, open_leased
 from service.errors import BadRuntimes
 from service.gateway import Gateway
@@ -70,11 +70,8 @@ async def serve(
 
 async def _join(config: Config) -> tuple[Keeper, OpenShard]:
     """Waits for a first shard, and opens it. Raises JournalUnusable or ConfigError."""
-    try:
+    with needing_extra("postgres", "journal", config.journal):
         keeper = Keeper(config, f"{config.peer_listen} {config.advertise}".strip())
-    except ModuleNotFoundError as error:
-        allowed = f"needs {error.name}, of the extra postgres: `make setup` installs it"
-        raise ConfigError("journal", "a setting", config.journal, allowed) from None
     try:
         return keeper, await open_leased(config, *await keeper.join())
     except (DatabaseFailed, OwnershipLost) as error:

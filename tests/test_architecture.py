@@ -123,7 +123,7 @@ SERVICE_ROOMS = {
         "service.dispatcher", "service.errors", "service.listening", "service.logging",
         "service.pool.model_versions", "service.runtimes",
     ),
-    "service.tracing": ("service.api", "service.config", "service.logging"),
+    "service.tracing": ("service.api", "service.logging"),
     "service.listening": ("service.auth.unix_socket",),
     "service.shards": (
         "service.api", "service.auth", "service.config", "service.durable_file", "service.errors",

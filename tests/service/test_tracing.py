@@ -25,7 +25,7 @@ from service.api.interceptor import CallInterceptor
 from service.api.trace_context import TraceParent, trace_parent
 from service.config import Config, ConfigError
 from service.errors import CacheNotFound, Unauthenticated
-from service.tracing.opening import open_tracer
+from service.gateway import open_tracer
 from service.tracing.spans import Sampler
 from service.tracing.streams import TracedSession
 from service.tracing.tracer import CallTracer
