@@ -35,6 +35,7 @@ from service.logging import get_logger
 from service.memory import MemoryTrimmer
 from service.metrics.collector import Sources
 from service.metrics.exporter import Exporter
+from service.metrics.figures import Figures
 from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, WEIGHTLESS_MODEL
 from service.pool import gpus, pool_files
 from service.runtimes.executions import Executions
@@ -90,7 +91,6 @@ class Gateway:
         self.config = config = gpus.with_workers(config, own_gpus)
         self._keeper: Keeper | None = None
         self.authenticator = Authenticator.of(config)
-        self.exporter = Exporter(config.metrics_listen) if config.metrics_listen else None
         if cluster is not None:
             self._keeper, opened = cluster
         elif member is not None:
@@ -99,7 +99,7 @@ class Gateway:
             opened = open_alone(config, Shard(), data_directory(config))
         self._find_adapter = find_adapter
         self._tenant_of = None if self.authenticator is None else self.authenticator.tenant
-        self._figures = None if self.exporter is None else self.exporter.figures
+        self._figures = Figures() if config.metrics_listen else None
         self.core = Core(config, opened, self._tenant_of, self._figures, find_adapter, own_gpus)
         self.state = self.core.state
         self._member = member
@@ -121,6 +121,7 @@ class Gateway:
         )
         self.tracer = open_tracer(config)
         self.front = self._open_front() if config.openai_listen else None
+        self.exporter = None if self._figures is None else self._open_exporter(self._figures)
         self.health = HealthApi(_HEALTH_NAMES, self.state)
         self.core.versions.subscribe(self.health.on_change)
         self.core.versions.subscribe(self._log_ready)
@@ -181,19 +182,21 @@ class Gateway:
         parts = self.executions, self.router, self.state, self.text, self.authenticator
         return OpenAiFront(*parts, self.core.api.Forward, None if self.tracer is None else self.tracer.http)
 
-    def _observing(self) -> list[Observing]:
-        """What counts and traces calls, if anything does. Connects metrics and the log of slow calls."""
-        if self.config.slow_call_ms:
-            journal = self.core.journal
-            journal.on_latency = self.state.call_log.watching_commits(journal.on_latency)
-        observing: list[Observing] = [] if self.tracer is None else [self.tracer.observing]
-        if self.exporter is None:
-            return observing
+    def _open_exporter(self, figures: Figures) -> Exporter:
         core, front = self.core, self.front
         further: dict[int, Any] = {} if self._forwarding is None else self._forwarding.cores
         parts = core.state, lambda: [core, *further.values()], core.adapters, self.router, self.executions
-        self.exporter.attach(Sources(*parts, lambda: 0 if front is None else len(front.connections)))
-        return [*observing, self.exporter.figures.calls.observing]
+        sources = Sources(*parts, lambda: 0 if front is None else len(front.connections))
+        return Exporter(self.config.metrics_listen, sources, figures)
+
+    def _observing(self) -> list[Observing]:
+        """What counts and traces calls, if anything does. Connects the log of slow calls."""
+        if self.config.slow_call_ms:
+            journal = self.core.journal
+            journal.on_latency = self.state.call_log.watching_commits(journal.on_latency)
+        tracing = [] if self.tracer is None else [self.tracer.observing]
+        counting = [] if self._figures is None else [self._figures.calls.observing]
+        return [*tracing, *counting]
 
     def stop(self, *, leave_workers: bool = False) -> None:
         """Starts to stop. `leave_workers`: the next gateway with this data directory can adopt them."""

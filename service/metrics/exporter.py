@@ -19,7 +19,6 @@ import h11
 from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.listening import is_address, listening_socket
 from service.logging import get_logger
@@ -43,28 +42,20 @@ _END = b"# EOF\n"
 
 
 class Exporter:
-    """Owner of the port, and of the figures that are kept for it."""
+    """Owner of the port."""
 
-    def __init__(self, listen: str) -> None:
-        self.figures = Figures()
+    def __init__(self, listen: str, sources: Sources, figures: Figures) -> None:
+        self._listen, self._sources, self.figures = listen, sources, figures
+        sources.router.on_end = figures.execution_ended
         self.registry = CollectorRegistry()
-        self._listen = listen
-        self._state: ServerState
-        self._status: Callable[[], Awaitable[bytes]]
+        self.registry.register(QuireCollector(sources, figures))
+        ProcessCollector(registry=self.registry)
         self._socket: socket.socket | None = None
         # The oldest first.
         self._connections: dict[asyncio.StreamWriter, None] = {}
         # By content type: when it was computed, and the text.
         self._texts: dict[str, tuple[float, bytes]] = {}
         self._computing = asyncio.Lock()
-
-    def attach(self, sources: Sources) -> None:
-        """Sets what is shown. To be called once, before `run`."""
-        self._state = sources.state
-        self._status = status_json(sources, self.figures)
-        sources.router.on_end = self.figures.execution_ended
-        self.registry.register(QuireCollector(sources, self.figures))
-        ProcessCollector(registry=self.registry)
 
     def bind(self) -> int:
         """Binds the address. Returns the port. Raises OSError."""
@@ -157,8 +148,11 @@ class Exporter:
 
     def _why_not_ready(self) -> str:
         """The state as in `quire_state`, or empty if the gRPC health service says SERVING."""
-        state = self._state.state_name
+        state = self._sources.state.state_name
         return "" if state == "serving" else state
+
+    async def _status(self) -> bytes:
+        return status_json(self._sources, self.figures)
 
     async def _metrics(self, is_openmetrics: bool) -> tuple[str, bytes]:
         render: Callable[[Any], bytes] = exposition.generate_latest

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Awaitable, Callable
 from importlib import metadata
 from typing import Any
 
@@ -18,22 +17,17 @@ from service.metrics.collector import Sources, running_and_waiting
 from service.metrics.figures import Figures
 from service.pool.model_versions import WorkerSlot
 
+_VERSION = metadata.version("quire-llm-server")
 _MOST_METHODS = 8
 _PAGES = ("pages_total", "pages_free", "pages_cached", "pages_referenced")
 _PREFIXES = ("prefix_hit_tokens", "prefix_query_tokens")
 _STEPS = ("steps", "step_tokens", "batch_items")
 
 
-def status_json(sources: Sources, figures: Figures) -> Callable[[], Awaitable[bytes]]:
-    """A function that returns the figures as JSON. Names nothing of callers."""
-    version = metadata.version("quire-llm-server")
-
-    async def current() -> bytes:
-        text = json.dumps({"version": version, **_figures(sources, figures)})
-        # No markup, whatever takes it for HTML.
-        return text.replace("<", "\\u003c").encode()
-
-    return current
+def status_json(sources: Sources, figures: Figures) -> bytes:
+    """The figures as JSON. Names nothing of callers."""
+    # No markup, whatever takes it for HTML.
+    return json.dumps(_figures(sources, figures)).replace("<", "\\u003c").encode()
 
 
 def _figures(sources: Sources, figures: Figures) -> dict[str, Any]:
@@ -42,6 +36,7 @@ def _figures(sources: Sources, figures: Figures) -> dict[str, Any]:
     running, waiting = running_and_waiting(sources)
     refusals = state.call_log.refusals
     return {
+        "version": _VERSION,
         "state": state.state_name,
         "uptime_ms": state.uptime_ms,
         "model": "" if ready is None else ready.model.model_id,

@@ -208,11 +208,11 @@ def test_the_setting(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_a_remote_port_is_warned_of(host: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_remote_port_is_warned_of(
+    host: str, warns: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(exporter._log, "warning", lambda event, **_: warnings.append(event))
-    opened = exporter.Exporter(f"{host}:0")
-    assert opened.bind() > 0
-    assert isinstance(opened._socket, socket.socket)
-    opened._socket.close()
+    async with serving(tmp_path, metrics_listen=f"{host}:0") as server:
+        assert server.port > 0
     assert bool(warnings) == warns
