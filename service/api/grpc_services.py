@@ -26,7 +26,7 @@ class HealthApi(health.aio.HealthServicer):
         super().__init__()
         self._names = names
         self._state = state
-        self._statuses: dict[str, Any] = {}
+        self._status = _pb.HealthCheckResponse.NOT_SERVING
         self._updates: set[asyncio.Task[None]] = set()
 
     def on_change(self) -> None:
@@ -38,14 +38,23 @@ class HealthApi(health.aio.HealthServicer):
     async def update(self) -> None:
         """Sends the current status to clients that watch it."""
         serves = self._state.state == executor_pb2.SERVER_STATE_SERVING
-        status = _pb.HealthCheckResponse.SERVING if serves else _pb.HealthCheckResponse.NOT_SERVING
+        self._status = _pb.HealthCheckResponse.SERVING if serves else _pb.HealthCheckResponse.NOT_SERVING
         for name in self._names:
-            self._statuses[name] = status
-            await self.set(name, status)
+            await self.set(name, self._status)
 
     async def List(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        statuses = {name: _pb.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
-        return _pb.HealthListResponse(statuses=statuses)
+        response = _pb.HealthCheckResponse(status=self._status)
+        return _pb.HealthListResponse(statuses=dict.fromkeys(self._names, response))
+
+
+def methods_of(*protos: Any) -> dict[str, Any]:
+    """The descriptors of all methods in generated modules, by the names that a call has for them."""
+    return {
+        f"/{service.full_name}/{method.name}": method
+        for proto in protos
+        for service in proto.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily
 from quire.v1 import admin_pb2, executor_pb2, runner_pb2
 
 from service.api.append_codec import done_of
+from service.api.grpc_services import methods_of
 from service.caches.requests import DECODE, PREFILL, VERIFY, Append, Appended, AppendKind, Request
 from service.dispatcher import Dispatcher, Found, OnOutcomes, Outcome
 from service.errors import QuireError
@@ -133,16 +134,9 @@ class Calls:
     """The calls of gRPC, by type, service and method, as go-grpc-prometheus has them."""
 
     def __init__(self) -> None:
-        files = (admin_pb2, executor_pb2, runner_pb2, health_pb2)
-        services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
         self._labels = {
-            f"/{of.full_name}/{method.name}": (
-                _TYPES[method.client_streaming][method.server_streaming],
-                of.full_name,
-                method.name,
-            )
-            for of in services
-            for method in of.methods
+            name: (_TYPES[of.client_streaming][of.server_streaming], of.containing_service.full_name, of.name)
+            for name, of in methods_of(admin_pb2, executor_pb2, runner_pb2, health_pb2).items()
         }
         self.started: Counter[tuple[str, ...]] = Counter()
         # Also by code.

@@ -22,6 +22,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from quire.v1 import admin_pb2, executor_pb2, runner_pb2
 
+from service.api.grpc_services import methods_of
 from service.api.interceptor import Behaviour
 from service.logging import current_request_id
 from service.tracing.http import TracedHttp
@@ -31,12 +32,7 @@ from service.tracing.streams import STREAMS, reason_of
 # What the collector gets of the last spans, when the server stops.
 _CLOSE_S = 2.0
 # Without these, a caller could name spans as it likes.
-_METHODS = {
-    f"/{service.full_name}/{method.name}": (service.full_name, method.name)
-    for file in (admin_pb2, executor_pb2, runner_pb2)
-    for service in file.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-}
+_METHODS = methods_of(admin_pb2, executor_pb2, runner_pb2)
 # The places of attributes that are set at the end.
 _CODE, _REQUEST_ID = 0, 1
 
@@ -56,7 +52,7 @@ class CallTracer:
         """Returns a behaviour whose calls have spans. Health checks and reflection have none."""
         if method not in _METHODS:
             return behaviour
-        service, name = _METHODS[method]
+        service, name = _METHODS[method].containing_service.full_name, _METHODS[method].name
         attributes: dict[str, str | int] = {
             "rpc.grpc.status_code": 0,
             "quire.request_id": "",
