@@ -206,7 +206,7 @@ class _Parser:
                 check_sample_seeds((yield from _count(data, place)))
             for numbers in _cut(data[place.body : place.end]):
                 key = data[place.start : _varint(data, place.start)[1]]
-                message.MergeFromString(key + _to_varint(len(numbers)) + numbers)
+                message.MergeFromString(key + to_varint(len(numbers)) + numbers)
                 yield
         else:
             message.MergeFromString(data[place.start : place.end])
@@ -244,7 +244,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         raise DecodeError from None
 
 
-def _to_varint(number: int) -> bytes:
+def to_varint(number: int) -> bytes:
+    """A number as protobuf has it."""
     out = bytearray()
     while number >= 0x80:
         out.append(number & 0x7F | 0x80)

@@ -41,8 +41,8 @@ class ServerState:
         self,
         config: Config,
         versions: ModelVersions,
-        version_of: Callable[[str], int | None] = lambda _: None,
-        adapters: Adapters | None = None,
+        version_of: Callable[[str], int | None],
+        adapters: Adapters,
     ) -> None:
         """`version_of`: returns the model version of a caller's cache, or None if there is no such cache."""
         self.config = config
@@ -50,7 +50,7 @@ class ServerState:
         self.watch = LoopWatch()
         self._versions = versions
         self._version_of = version_of
-        self._adapters = Adapters(0) if adapters is None else adapters
+        self._adapters = adapters
         # For each model version that callers may use, once a worker has loaded it.
         self._limits: dict[int, RequestLimits] = {}
         # Those of the version that is served. None until a worker has loaded it.

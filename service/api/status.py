@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from google.protobuf import any_pb2
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from service.errors import InvalidArgument, QuireError
@@ -22,32 +22,28 @@ def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
     metadata = dict(error.metadata)
     if request_id:
         metadata["request_id"] = request_id
-    details = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)]
-    extra: list[error_details_pb2.RetryInfo | error_details_pb2.BadRequest] = []
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
+    ]
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
-        extra.append(retry)
+        details.append(retry)
     if isinstance(error, InvalidArgument):
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=_truncated(error.field), description=message, reason=error.reason
         )
-        extra.append(error_details_pb2.BadRequest(field_violations=[violation]))
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=message)
-    for detail in (*details, *extra):
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
+    for detail in details:
+        status.details.add().Pack(detail)
     return status
 
 
 def from_status(status: status_pb2.Status) -> QuireError:
     """The error that another gateway has converted."""
-    info, retry, bad = (
-        error_details_pb2.ErrorInfo(),
-        error_details_pb2.RetryInfo(),
-        error_details_pb2.BadRequest(),
-    )
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    bad = error_details_pb2.BadRequest()
     for detail in status.details:
         # Each takes only a detail of its own type.
         detail.Unpack(info) or detail.Unpack(retry) or detail.Unpack(bad)

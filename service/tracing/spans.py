@@ -24,6 +24,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, TraceState
 
+from service.api.parsing import to_varint
 from service.api.trace_context import TRACEPARENT, TraceParent, bind_traceparent, trace_parent
 from service.logging import bind_trace_id, get_logger
 
@@ -145,12 +146,7 @@ class _Client:
 
 def _field(number: int, content: bytes) -> bytes:
     """A field of a message with a message, as protobuf has it."""
-    head, size = bytearray((number << 3 | 2,)), len(content)
-    while size > 0x7F:
-        head.append(size & 0x7F | 0x80)
-        size >>= 7
-    head.append(size)
-    return bytes(head) + content
+    return bytes((number << 3 | 2,)) + to_varint(len(content)) + content
 
 
 def template(name: str, attributes: Mapping[str, str | int]) -> bytes:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from quire.v1 import runner_pb2
 
+from service.adapters.registry import Adapters
 from service.api.server_state import ServerState
 from service.caches.effects import Send
 from service.caches.requests import Release
@@ -89,7 +90,8 @@ class ShellSimulation:
         self.floor = WorkFloor(self.launcher, self.dispatcher, rng, seen)
         self.versions = ModelVersions("model", config.worker_slots)
         self.supervisor = Supervisor(config, self.versions, self.launcher)
-        self.state = ServerState(config, self.versions, self.dispatcher.caches.index.weights_of)
+        weights_of = self.dispatcher.caches.index.weights_of
+        self.state = ServerState(config, self.versions, weights_of, Adapters(0))
         self.versions.subscribe(self._on_change)
         self.restarts = RollingRestart(self.supervisor)
         self.loader = SimulatedLoader(self, config)
