@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
+from quire.v1 import types_pb2
+
 from service.errors import InvalidArgument, Unsupported
 
 # Rows of ids that are compared at a time: a few of their columns fit into a cache of the CPU.
@@ -15,30 +17,21 @@ _ONE_BYTE_EXPERTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Those of the served model.
+    """Those of the served model, which may have none that can be returned or replayed."""
 
-    Attributes:
-        layers: How many layers have experts. 0: they can be neither returned nor replayed.
-        count: The experts of each of these layers.
-        per_token: How many are chosen for a token.
-        backend: ModelDescription.backend.
-    """
-
-    layers: int = 0
-    count: int = 0
-    per_token: int = 0
-    backend: str = ""
+    model: types_pb2.ModelDescription
 
     @property
     def token_bytes(self) -> int:
         """The size of StepOutput.experts."""
-        return self.layers * self.per_token * (1 if self.count <= _ONE_BYTE_EXPERTS else 2)
+        id_bytes = 1 if self.model.num_experts <= _ONE_BYTE_EXPERTS else 2
+        return self.model.moe_layers * self.model.experts_per_token * id_bytes
 
     def require(self, field: str) -> None:
         """Raises Unsupported, for `field`, if the model has none."""
-        if not self.layers:
+        if not self.model.moe_layers:
             text = "the served model has no experts"
-            if self.backend == "transformers":
+            if self.model.backend == "transformers":
                 text = "the transformers backend neither returns nor replays experts"
             raise Unsupported(text, field=field)
 
@@ -61,10 +54,11 @@ class Experts:
     def _check_ids(self, data: bytes) -> None:
         import numpy as np  # noqa: PLC0415 - `ServerState` imports it before, if there are experts
 
-        ids = np.frombuffer(data, dtype="u1" if self.count <= _ONE_BYTE_EXPERTS else "<u2")
-        rows = ids.reshape(-1, self.per_token)  # [tokens * layers, per_token]
-        if ids.max() >= self.count:
-            where, text = int(ids.argmax()), f"expert {ids.max()} of {self.count}"
+        count, per_token = self.model.num_experts, self.model.experts_per_token
+        ids = np.frombuffer(data, dtype="u1" if count <= _ONE_BYTE_EXPERTS else "<u2")
+        rows = ids.reshape(-1, per_token)  # [tokens * layers, per_token]
+        if ids.max() >= count:
+            where, text = int(ids.argmax()), f"expert {ids.max()} of {count}"
         else:
             for start in range(0, len(rows), _BLOCK_ROWS):
                 # By pairs of columns, which is faster than to sort each row.
@@ -75,8 +69,8 @@ class Experts:
                     break
             else:
                 return
-            where = (start + int(repeated.argmax())) * self.per_token
+            where = (start + int(repeated.argmax())) * per_token
             text = "an expert occurs more than once"
-        token, place = divmod(where, self.layers * self.per_token)
-        text = f"{text}, in layer {place // self.per_token} of those with experts, of given token {token}"
+        token, place = divmod(where, self.model.moe_layers * per_token)
+        text = f"{text}, in layer {place // per_token} of those with experts, of given token {token}"
         raise InvalidArgument("BAD_EXPERTS", "experts", text)

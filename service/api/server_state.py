@@ -79,7 +79,8 @@ class ServerState:
         self.current_limits = self._limits.get(self._versions.serving.number)
         if self.current_limits is not None:
             self._has_worker.set()
-        if "numpy" not in sys.modules and any(limits.experts.layers for limits in self._limits.values()):
+        models = [limits.experts.model for limits in self._limits.values()]
+        if "numpy" not in sys.modules and any(model.moe_layers for model in models):
             # `Experts.check_replay` needs it. The import takes up to half a second: too long for a call.
             threading.Thread(target=importlib.import_module, args=("numpy",)).start()
 
@@ -91,12 +92,7 @@ class ServerState:
             max_items=self.config.max_items_per_call,
             hidden_size=ready.model.hidden_size if ready.executor.supports_hidden_states else 0,
             num_layers=ready.model.num_layers,
-            experts=Experts(
-                layers=ready.model.moe_layers,
-                count=ready.model.num_experts,
-                per_token=ready.model.experts_per_token,
-                backend=ready.model.backend,
-            ),
+            experts=Experts(ready.model),
             weights=version.number,
             # With the first version there are no caches of other versions.
             limits_of_cache=self._limits_of_cache if version.number else None,

@@ -17,7 +17,7 @@ from service.api.experts import Experts
 from service.api.masks import check_choice, check_vocabulary, out_of_vocab
 from service.errors import InvalidArgument, SequenceTooLong, Unsupported, too_many
 
-NO_EXPERTS = Experts()
+NO_EXPERTS = Experts(types_pb2.ModelDescription())
 MAX_TOP_LOGPROBS = 1024
 MAX_LOGPROB_TOKEN_IDS = 4096
 MAX_LOGIT_BIAS = 1024

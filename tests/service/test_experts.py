@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from quire.v1 import types_pb2
 
 from service.api import experts
 from service.api.experts import Experts
@@ -32,7 +33,8 @@ for layers in 0, 2:
 def test_the_first_wrong_row_is_named(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """In whatever block it is. Rows are right unless an expert is unknown or occurs twice."""
     monkeypatch.setattr(experts, "_BLOCK_ROWS", 5)
-    model, dice = Experts(LAYERS, count, PER_TOKEN), random.Random(count)
+    described = types_pb2.ModelDescription(moe_layers=LAYERS, num_experts=count, experts_per_token=PER_TOKEN)
+    model, dice = Experts(described), random.Random(count)
     width = 1 if count <= 256 else 2
     for tokens in range(1, 12):
         rows = [dice.sample(range(count), PER_TOKEN) for _ in range(tokens * LAYERS)]
