@@ -142,7 +142,7 @@ class Core:
         self.pool = Supervisor(config, versions, self._new_launcher(directory, lease, gpus))
         parts = self.caches, self.journal, functools.partial(wire.send, self.pool.links)
         if figures is not None:
-            self.journal.on_latency = figures.commits.add
+            self.journal.on_latency += (figures.commits.add,)
             self.dispatcher: Dispatcher = ObservedDispatcher(figures.appends, *parts)
         else:
             self.dispatcher = Dispatcher(*parts)

@@ -192,8 +192,7 @@ class Gateway:
     def _observing(self) -> list[Observing]:
         """What counts and traces calls, if anything does. Connects the log of slow calls."""
         if self.config.slow_call_ms:
-            journal = self.core.journal
-            journal.on_latency = self.state.call_log.watching_commits(journal.on_latency)
+            self.core.journal.on_latency += (self.state.call_log.committed,)
         tracing = [] if self.tracer is None else [self.tracer.observing]
         counting = [] if self._figures is None else [self._figures.calls.observing]
         return [*tracing, *counting]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from service.config import Config
@@ -97,15 +96,9 @@ class CallLog:
         self._slow("slow call", rpc=rpc, code="OK", duration_ms=duration_ms, **times)
         return True
 
-    def watching_commits(self, then: Callable[[float], None] | None) -> Callable[[float], None]:
-        """Returns a callback for the time that a commit took, in seconds, which also calls `then`."""
-
-        def note(took_s: float) -> None:
-            self._commit_s = took_s
-            if then is not None:
-                then(took_s)
-
-        return note
+    def committed(self, took_s: float) -> None:
+        """The journal has committed something, which took so long."""
+        self._commit_s = took_s
 
     def _where_time_went(self, answer: Any) -> dict[str, float]:
         """What is known of an append, in ms; of a batch, of the item that took its worker longest."""

@@ -32,8 +32,8 @@ class Journal:
     model_fingerprint: str | None = None
     # Whether records survive this process.
     is_durable = False
-    # Called for each durable commit, with the seconds since it was given.
-    on_latency: Callable[[float], None] | None = None
+    # Each is called for each durable commit, with the seconds since it was given.
+    on_latency: tuple[Callable[[float], None], ...] = ()
 
     @property
     def oldest_waiting_s(self) -> float:

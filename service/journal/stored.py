@@ -145,8 +145,8 @@ class StoredJournal(Journal):
             self._tell(commit.given_at, commit.on_committed, durable=durable)
 
     def _tell(self, given_at: float, on_committed: OnCommitted, *, durable: bool) -> None:
-        if self.on_latency is not None and durable:
-            self.on_latency(time.monotonic() - given_at)
+        for on_latency in self.on_latency if durable else ():
+            on_latency(time.monotonic() - given_at)
         try:
             on_committed(durable)
         except Exception:

@@ -107,7 +107,7 @@ async def test_a_slow_call_says_where_its_time_went(
 ) -> None:
     state = await server.start(Config(slow_call_ms=1000))
     timing = types_pb2.StepTiming(queue_ns=700_000_000, compute_ns=400_000_000, steps=2, batch_items=3)
-    state.call_log.watching_commits(None)(0.25)
+    state.call_log.committed(0.25)
     for took_ms in (1000.0, 1500.0):
         monkeypatch.setattr(module, "elapsed_ms", lambda _began_s, ms=took_ms: ms)
         await server.answered(executor_pb2.DecodeResponse(timing=timing))
@@ -194,11 +194,3 @@ async def test_at_debug_level_each_call_has_a_line(server: Server, stream: io.St
     done = [line for line in lines(stream) if line["event"] == "call done"]
     # More than the limit of a second.
     assert [line["level"] for line in done] == ["debug"] * 60
-
-
-def test_metrics_still_learn_of_commits() -> None:
-    told: list[float] = []
-    note = CallLog(Config(slow_call_ms=1)).watching_commits(told.append)
-    note(0.5)
-    note(0.25)
-    assert told == [0.5, 0.25]

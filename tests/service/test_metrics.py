@@ -177,10 +177,19 @@ async def test_without_the_setting_nothing_is_counted(tmp_path: Path) -> None:
     gateway = Gateway(Config(listen="127.0.0.1:0", model="paged-attention", data_dir=str(tmp_path)))
     try:
         assert gateway.exporter is None and type(gateway.core.dispatcher) is Dispatcher
-        assert gateway.core.journal.on_latency is None
+        assert gateway.core.journal.on_latency == ()
     finally:
         await gateway.server.stop(0)
         gateway.close()
+
+
+async def test_metrics_and_the_log_of_slow_calls_learn_of_commits(tmp_path: Path) -> None:
+    async with serving(tmp_path, slow_call_ms=1.0) as server:
+        committed = asyncio.get_running_loop().create_future()
+        server.gateway.core.journal.commit((), committed.set_result)
+        assert await committed
+        assert server.gateway.exporter.figures.commits.summary()["count"] == 1  # type: ignore[union-attr]
+        assert server.gateway.state.call_log._commit_s > 0
 
 
 async def test_a_server_without_workers_shows_its_families(tmp_path: Path) -> None:
