@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 import grpc
-from google.protobuf.message import Message
 from quire.v1 import admin_pb2, executor_pb2
 
 from service.adapters.loader import AdapterLoader
@@ -69,9 +68,8 @@ class AdminApi:
         self._stop = stop
         self._dispatcher = dispatcher
 
-    async def Warmup(self, request: Message, _context: Context) -> admin_pb2.WarmupResponse:
+    async def Warmup(self, request: admin_pb2.WarmupRequest, _context: Context) -> admin_pb2.WarmupResponse:
         """Waits until workers are ready."""
-        assert isinstance(request, admin_pb2.WarmupRequest)
         num_workers = len(self._state.slots)
         if request.workers > num_workers and self._state.config.workers is not None:
             raise InvalidArgument("TOO_MANY_WORKERS", "workers", f"there are {num_workers} workers")
@@ -80,9 +78,8 @@ class AdminApi:
             await asyncio.sleep(_POLL_S)
         return admin_pb2.WarmupResponse(workers_ready=self._ready())
 
-    async def Drain(self, request: Message, _context: Context) -> admin_pb2.DrainResponse:
+    async def Drain(self, request: admin_pb2.DrainRequest, _context: Context) -> admin_pb2.DrainResponse:
         """Replaces workers."""
-        assert isinstance(request, admin_pb2.DrainRequest)
         grace_s = self._state.config.drain_grace_s
         if request.HasField("grace"):
             grace_s = validation.grace_seconds(request.grace)
@@ -146,9 +143,10 @@ class AdminApi:
             for version in versions
         ]
 
-    async def Shutdown(self, request: Message, _context: Context) -> admin_pb2.ShutdownResponse:
+    async def Shutdown(
+        self, request: admin_pb2.ShutdownRequest, _context: Context
+    ) -> admin_pb2.ShutdownResponse:
         """Starts to stop the server."""
-        assert isinstance(request, admin_pb2.ShutdownRequest)
         self._stop(leave_workers=request.leave_workers)
         return admin_pb2.ShutdownResponse()
 

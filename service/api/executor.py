@@ -178,18 +178,9 @@ class ExecutorApi:
             await self.elsewhere.observe(method, request, context, response)
         return response
 
-    def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> Awaitable[pb.GetStatusResponse]:
-        return self._observe("GetStatus", request, context)
-
-    def GetCacheMetrics(
-        self, request: pb.GetCacheMetricsRequest, context: Context
-    ) -> Awaitable[pb.GetCacheMetricsResponse]:
-        return self._observe("GetCacheMetrics", request, context)
-
-    def GetLoraMetrics(
-        self, request: pb.GetLoraMetricsRequest, context: Context
-    ) -> Awaitable[pb.GetLoraMetricsResponse]:
-        return self._observe("GetLoraMetrics", request, context)
+    GetStatus = partialmethod(_observe, "GetStatus")
+    GetCacheMetrics = partialmethod(_observe, "GetCacheMetrics")
+    GetLoraMetrics = partialmethod(_observe, "GetLoraMetrics")
 
     async def _status_here(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         slots, caches = await self._pool.refresh_snapshots(), self._dispatcher.caches

@@ -148,7 +148,6 @@ class Session:
 
     async def _read(self, messages: AsyncIterator[executor_pb2.SessionRequest]) -> None:
         async for message in parsed(messages):
-            assert isinstance(message, executor_pb2.SessionRequest)
             await self._start(message.calls)
 
     async def _start(self, calls: Sequence[executor_pb2.SessionCall]) -> None:
