@@ -10,8 +10,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from service.errors import InvalidArgument, QuireError
 
 DOMAIN = "quire"
-# Peers limit all gRPC metadata of a call to 16 KiB. The details stay well below that.
-MAX_DETAIL_BYTES = 4096
+# Peers limit all gRPC metadata of a call to 16 KiB. The details, with several texts, stay well below that.
 _MAX_TEXT_BYTES = 512
 _ITEM = re.compile(r"items\[\d+\]")
 
@@ -70,5 +69,5 @@ def renumber(status: status_pb2.Status, index: int) -> None:
 
 
 def _truncated(text: str) -> str:
-    """The start of a text, in whole characters. Several such texts fit into MAX_DETAIL_BYTES."""
+    """The start of a text, in whole characters."""
     return text.encode(errors="replace")[:_MAX_TEXT_BYTES].decode(errors="ignore")
