@@ -102,7 +102,7 @@ def _without_password(value: object) -> object:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Every setting of `quire serve`. Units are in the names. `load_config` builds and checks it."""
+    """Every setting of `quire serve`. Units are in the names. `read_settings` builds and checks it."""
 
     model: str = _setting(
         SHIPPED_MODEL,

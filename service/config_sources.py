@@ -32,7 +32,7 @@ _MAX_FILE_BYTES = 1 << 16
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds `--config` and a flag for each setting. Values stay strings: `load_config` checks them."""
+    """Adds `--config` and a flag for each setting. Values stay strings: `read_settings` checks them."""
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings (env QUIRE_CONFIG)")
     add = parser.add_argument
     for setting in SETTINGS.values():
@@ -46,18 +46,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             metavar=setting.metavar,
             help=f"{setting.help} ({setting.allowed}; default {setting.default_text}; env {setting.env})",
         )
-
-
-def load_config(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
-    """Merges flags over environment over file over defaults.
-
-    `flags` maps field names to strings, like `vars()` of the namespace that `add_flags` fills (None: not
-    given). Names that are not settings are ignored. Raises ConfigError for the first bad setting.
-    """
-    settings = read_settings(flags, environ)
-    if settings.errors:
-        raise settings.errors[0]
-    return settings.config
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +68,11 @@ class Settings:
 
 
 def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
-    """As `load_config`, but returns all errors, in the order in which they are found."""
+    """Merges flags over environment over file over defaults. Errors are in the order in which they are found.
+
+    `flags` maps field names to strings, like `vars()` of the namespace that `add_flags` fills (None: not
+    given). Names that are not settings are ignored.
+    """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     errors: list[ConfigError] = []

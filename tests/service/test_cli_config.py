@@ -17,11 +17,12 @@ import pytest
 from quire.cli.main import main
 
 from service.config import ADDRESSES, SETTINGS, Config, ConfigError
-from service.config_sources import json_schema, load_config, read_settings
+from service.config_sources import json_schema, read_settings
 from service.journal.sqlite import open_journal
 from service.pool.model_versions import ServedModel, to_model_tag, write_served_model
 from service.pool.pool_files import write_certificates
 from tests.certificates import Authority
+from tests.load_config import load_config
 from tests.service.journal_traffic import created
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from quire.v1 import worker_pb2
 
 from service.config import Config, ConfigError
-from service.config_sources import add_flags, load_config
+from service.config_sources import add_flags
 from service.model_names import is_hub_id
+from tests.load_config import load_config
 
 MODELS = (
     "must be adder, paged-attention, a directory that holds config.json, or ORG/NAME on the Hugging Face hub"

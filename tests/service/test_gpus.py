@@ -9,10 +9,10 @@ import pytest
 from quire.v1 import worker_pb2
 
 from service.config import Config, ConfigError
-from service.config_sources import load_config
 from service.pool import gpus
 from service.pool.local import LocalLauncher
 from tests.gateway_process import GatewayProcess
+from tests.load_config import load_config
 
 UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
 

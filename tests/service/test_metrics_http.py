@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 from quire.v1 import executor_pb2
 
 from service.config import Config, ConfigError
-from service.config_sources import load_config
 from service.metrics import exporter
+from tests.load_config import load_config
 from tests.service.metrics_server import serving
 
 # Far more than it takes.

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from service.config import ConfigError
-from service.config_sources import load_config
 from service.pool import pool_files
+from tests.load_config import load_config
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from service.api.status import to_status
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, new_token
 from service.config import Config, ConfigError
-from service.config_sources import load_config
 from service.errors import InvalidArgument, ProviderFailure, QuireError, RuntimeNotFound
 from service.gateway import Gateway
 from service.openai.bodies import Body, BodyReader
@@ -37,6 +36,7 @@ from service.runtimes.executions import Executions
 from service.runtimes.router import Router
 from service.text.text_model import TextModel
 from tests.certificates import Authority, Pair
+from tests.load_config import load_config
 from tests.service.served import state_of
 
 QUESTION: Any = [{"role": "user", "content": "What is 2 < 3?"}]
