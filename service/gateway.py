@@ -32,7 +32,7 @@ from service.core import AnsweringCore, Core, OpenShard, open_alone, open_leased
 from service.data_directory import data_directory
 from service.listening import actual_address
 from service.logging import get_logger
-from service.memory import MemoryTrimmer
+from service.memory import keep_trimmed
 from service.metrics.collector import Sources
 from service.metrics.exporter import Exporter
 from service.metrics.figures import Figures
@@ -271,7 +271,7 @@ class Gateway:
                 group.create_task(self.front.run(), name="front")
             if self.exporter is not None:
                 group.create_task(self.exporter.run(), name="metrics")
-            group.create_task(MemoryTrimmer(self.state.memory).run(), name="memory")
+            group.create_task(keep_trimmed(self.state.memory), name="memory")
 
     async def drain(self) -> None:
         """Refuses new calls, after the lame duck period, and waits up to the grace for running ones."""

@@ -69,27 +69,21 @@ class TrimPolicy:
             self._min_bytes, self._interval_ticks = after_bytes, 1
 
 
-class MemoryTrimmer:
-    """Trims the process's free memory when `TrimPolicy` says so. Does nothing without glibc."""
-
-    def __init__(self, memory: ProcessMemory, libc: Any = None) -> None:
-        self._memory = memory
-        self._libc = libc if libc is not None else _glibc()
-
-    async def run(self) -> None:
-        """Runs until cancelled."""
-        if self._libc is None:
-            return
-        self._libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-        policy = TrimPolicy(self._memory.resident_bytes())
-        while True:
-            await asyncio.sleep(_INTERVAL_S)
-            before_bytes = self._memory.resident_bytes()
-            if policy.due(before_bytes):
-                # There may be no free thread. The trim is optional.
-                with contextlib.suppress(RuntimeError):
-                    await asyncio.to_thread(self._libc.malloc_trim, 0)
-                policy.on_trimmed(before_bytes, self._memory.resident_bytes())
+async def keep_trimmed(memory: ProcessMemory) -> None:
+    """Trims the process's free memory when `TrimPolicy` says so, until cancelled. Needs glibc."""
+    libc = _glibc()
+    if libc is None:
+        return
+    libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    policy = TrimPolicy(memory.resident_bytes())
+    while True:
+        await asyncio.sleep(_INTERVAL_S)
+        before_bytes = memory.resident_bytes()
+        if policy.due(before_bytes):
+            # There may be no free thread. The trim is optional.
+            with contextlib.suppress(RuntimeError):
+                await asyncio.to_thread(libc.malloc_trim, 0)
+            policy.on_trimmed(before_bytes, memory.resident_bytes())
 
 
 def _glibc() -> Any:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from service import memory
-from service.memory import MemoryTrimmer, ProcessMemory, TrimPolicy
+from service.memory import ProcessMemory, TrimPolicy, keep_trimmed
 
 MIB = 1 << 20
 
@@ -55,7 +55,7 @@ class Figures(ProcessMemory):
 
 async def test_without_glibc_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_glibc", lambda: None)
-    await asyncio.wait_for(MemoryTrimmer(Figures(100 * MIB)).run(), 5)
+    await asyncio.wait_for(keep_trimmed(Figures(100 * MIB)), 5)
 
 
 async def test_the_allocator_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,8 @@ async def test_the_allocator_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None
             loop.call_soon_threadsafe(asked.set)
 
     libc = Libc()
-    running = asyncio.create_task(MemoryTrimmer(Figures(100 * MIB, 300 * MIB, 100 * MIB), libc).run())
+    monkeypatch.setattr(memory, "_glibc", lambda: libc)
+    running = asyncio.create_task(keep_trimmed(Figures(100 * MIB, 300 * MIB, 100 * MIB)))
     await asyncio.wait_for(asked.wait(), 5)
     running.cancel()
     assert libc.settings == (-3, 1 << 20)
