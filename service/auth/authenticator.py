@@ -41,7 +41,7 @@ _RATE_LIMITED_HERE = frozenset({*_ROLES, "Session"})
 # The properties of a certificate that name its owner, in order of preference.
 _IDENTITIES = ("x509_subject_alternative_name", "x509_common_name")
 
-_EMPTY = TokenStore()
+_EMPTY = TokenStore({}, {}, {})
 _current_tenant: ContextVar[Tenant | None] = ContextVar("tenant", default=None)
 
 

@@ -24,7 +24,7 @@ import re
 import secrets
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,24 +61,21 @@ class Principal:
         return role in self.roles or Role.ADMINISTER in self.roles
 
 
-@dataclass(frozen=True, slots=True)
 class TokenStore:
     """The contents of the tokens file."""
 
-    certificates: Mapping[str, Principal] = field(default_factory=dict)
-    quotas: Mapping[str, Quota] = field(default_factory=dict)
-    # The digest and the principal of each token, by the keyed hash (`_blinded`) of the digest.
-    _tokens: Mapping[bytes, tuple[bytes, Principal]] = field(default_factory=dict)
-    _key: bytes = b""
-
-    @classmethod
-    def of(cls, tokens: Mapping[str, Principal], **rest: Any) -> TokenStore:
-        """A store of tokens, given by their digests in hex."""
-        key = secrets.token_bytes(32)
-        digests = {bytes.fromhex(digest): principal for digest, principal in tokens.items()}
-        return cls(
-            _tokens={_blinded(d, key): (d, principal) for d, principal in digests.items()}, _key=key, **rest
-        )
+    def __init__(
+        self,
+        tokens: Mapping[str, Principal],
+        certificates: Mapping[str, Principal],
+        quotas: Mapping[str, Quota],
+    ) -> None:
+        """`tokens`: by their digests in hex."""
+        self.certificates, self._quotas = certificates, quotas
+        self._key = key = secrets.token_bytes(32)
+        digests = ((bytes.fromhex(digest), principal) for digest, principal in tokens.items())
+        # The digest and the principal of each token, by the keyed hash of the digest.
+        self._tokens = {_blinded(digest, key): (digest, principal) for digest, principal in digests}
 
     def principal_of(self, token: str) -> Principal | None:
         """The principal of a token, in a time that does not depend on the known tokens.
@@ -91,7 +88,7 @@ class TokenStore:
 
     def quota_of(self, tenant: str) -> Quota:
         """The quota of a tenant."""
-        return self.quotas.get(tenant, UNBOUNDED)
+        return self._quotas.get(tenant, UNBOUNDED)
 
 
 def read_token_store(path: Path, *, has_ca: bool = False) -> TokenStore:
@@ -116,7 +113,7 @@ def read_token_store(path: Path, *, has_ca: bool = False) -> TokenStore:
     for digest in tokens:
         if not _DIGEST.fullmatch(digest):
             raise ValueError(f"{path}: [tokens]: a key must be a SHA-256 in 64 lowercase hex digits")
-    token_store = TokenStore.of(
+    token_store = TokenStore(
         {digest: _principal(entry, "tokens") for digest, entry in tokens.items()},
         certificates={name: _principal(entry, "certificates") for name, entry in certificates.items()},
         quotas={_tenant(name): _quota(entry, name) for name, entry in tenants.items()},

@@ -59,7 +59,7 @@ def test_a_new_token_opens_what_its_line_says(tmp_path: Path) -> None:
     assert token_store.quota_of("alice").max_caches == 3 and token_store.quota_of("bob").max_caches is None
     for wrong in (other, "", token[:-1], token + "=", "é\udc80", line.split('"')[1]):
         assert token_store.principal_of(wrong) is None
-    assert TokenStore().principal_of(token) is None
+    assert TokenStore({}, {}, {}).principal_of(token) is None
 
 
 @pytest.mark.parametrize(
