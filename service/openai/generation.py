@@ -178,10 +178,14 @@ def event(value: object) -> str:
 
 def _described(started: runner_pb2.ExecutionStarted, response: CompletionResponse) -> dict[str, str | int]:
     """An answer's attributes for traces."""
-    model, (input_tokens, output_tokens) = started.model_id, response.usage()
+    model, usage = started.model_id, response.usage()
     models = {"gen_ai.request.model": model, "gen_ai.response.model": model} if model else {}
-    usage = {"gen_ai.usage.input_tokens": input_tokens, "gen_ai.usage.output_tokens": output_tokens}
-    return {"quire.runtime": started.runtime, **models, **usage}
+    return {
+        "quire.runtime": started.runtime,
+        **models,
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+    }
 
 
 async def _until_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -89,7 +89,7 @@ class CompletionResponse:
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         if self._request.with_usage:
-            yield {**self._head, "choices": [], "usage": self._total_usage()}
+            yield {**self._head, "choices": [], "usage": self.usage()}
 
     def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
         event = {**self._head, "choices": [choice]}
@@ -110,7 +110,7 @@ class CompletionResponse:
 
     def pieces(self) -> Iterator[str]:
         """The response as JSON, after all samples have ended. Other tasks can run between its pieces."""
-        return _json_pieces({**self._head, "usage": self._total_usage(), **self._body()})
+        return _json_pieces({**self._head, "usage": self.usage(), **self._body()})
 
     def _body(self) -> dict[str, Any]:
         """What follows the head and the usage, with iterators for what may be large."""
@@ -131,11 +131,6 @@ class CompletionResponse:
         return {**fields, "logprobs": logprobs, "finish_reason": choice.finish}
 
     # Both.
-
-    def usage(self) -> tuple[int, int]:
-        """The tokens of the prompts and of the samples that have ended."""
-        total = self._total_usage()
-        return total["prompt_tokens"], total["completion_tokens"]
 
     def _logprobs(
         self, entries: Callable[[], Iterator[_Entry]], num_before: int = 0
@@ -168,8 +163,8 @@ class CompletionResponse:
         choice.finish = _FINISH.get(chunk.finish_reason)
         return choice
 
-    def _total_usage(self) -> dict[str, Any]:
-        """The usage of all samples; a prompt counts once."""
+    def usage(self) -> dict[str, Any]:
+        """That of all samples which have ended; a prompt counts once."""
         usages = self._usage.items()
         prompt = sum(usage.input_tokens for (_, sample), usage in usages if not sample)
         output = sum(usage.output_tokens for _, usage in usages)
