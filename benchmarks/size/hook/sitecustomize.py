@@ -44,8 +44,9 @@ def _new_thread(frame: FrameType, event: str, argument: object) -> None:
             try:
                 counts[id(code)] += 1
             except KeyError:
-                counts[id(code)] = 1
+                # First its name: another thread may ask for what is counted.
                 _codes[id(code)] = code
+                counts[id(code)] = 1
             if _looking:
                 num_arguments = code.co_argcount + code.co_kwonlyargcount + (code.co_flags >> 2 & 1)
                 _look(frame, code.co_varnames[:num_arguments])
