@@ -100,10 +100,9 @@ class Decodes:
 
     def take(self, which: Mask) -> Decodes:
         """Some of them."""
-        count = np.count_nonzero(which)
-        if count in (0, self.size):
-            return self if count else NO_DECODES
         indexes = which.nonzero()[0]
+        if len(indexes) in (0, self.size):
+            return self if len(indexes) else NO_DECODES
         taken = Decodes(self.columns[:, indexes], [self.outputs[index] for index in indexes.tolist()])
         taken.started_ns = self.started_ns
         if self.started_ns:
@@ -155,8 +154,8 @@ class DecodesDone:
 
     def take(self, which: Mask) -> DecodesDone:
         """The results of some of them."""
-        if np.count_nonzero(which) == len(self):
-            return self
         indexes = which.nonzero()[0]
+        if len(indexes) == len(self):
+            return self
         outputs = None if self.outputs is None else [self.outputs[index] for index in indexes.tolist()]
         return DecodesDone(self.columns[:, indexes], outputs)

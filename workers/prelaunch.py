@@ -140,7 +140,7 @@ class Prelauncher:
         """As `prelaunch_next`, for plain decodes. Returns the sequences for which none is queued."""
         sequences = decodes.sequences
         wanted = decodes.columns[PRELAUNCH] != 0
-        if self.is_idle and not np.count_nonzero(wanted):
+        if self.is_idle and not any(wanted.tolist()):
             return sequences
         self._forget_expected(sequences)
         if self.prelaunch_unrequested:

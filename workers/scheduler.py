@@ -310,7 +310,7 @@ class Scheduler:
         self._shares = self._limits.shares(wanted or costs)
         has_room = not self._shares and self._has_room(decodes.size)
         begun = begin_all(decodes) if has_room else np.zeros(decodes.size, np.bool_)
-        if np.count_nonzero(begun) < decodes.size:
+        if not all(begun.tolist()):
             for forward in as_forwards(decodes.take(~begun)):
                 self._queue(forward)
             decodes = decodes.take(begun)

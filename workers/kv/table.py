@@ -231,7 +231,7 @@ class KvTable:
         if allowed is not None:
             done &= allowed
         ready = done & (positions < columns.writable[rows])
-        if np.count_nonzero(ready) < len(rows):
+        if not all(ready.tolist()):
             for item in (done & ~ready).nonzero()[0].tolist():
                 done[item] = self._reserve_one(self._in_row[rows.item(item)])
         return rows, done

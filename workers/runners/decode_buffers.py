@@ -179,7 +179,7 @@ class DecodeBuffers:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         usable = np.isfinite(self._host_best[:count])
-        if np.count_nonzero(usable) < count:
+        if not all(usable.tolist()):
             self.invalidate()
             raise BadLogitsError((~usable).nonzero()[0].tolist())
         return self._host_chosen[:count]
