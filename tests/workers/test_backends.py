@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,15 @@ def test_quantised_weights_are_refused_with_what_is_supported(
     with pytest.raises(ModelError, match="quantised weights are not supported, only float32, bfloat16 and"):
         choose_backend(native, backend)
     assert "runs this model" not in caplog.text, "what is refused was never announced as running"
+
+
+def test_what_is_no_models_config_is_refused_without_the_library(
+    native: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (native / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "workers.models.library.settings", None)
+    with pytest.raises(ModelError, match="model_type: must be the name of a model family"):
+        choose_backend(native, "auto")
 
 
 def test_what_is_asked_for_is_not_replaced(other: Path) -> None:

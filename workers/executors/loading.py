@@ -52,7 +52,7 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> tup
             if asked == NATIVE:
                 raise
             _log.info("trying the transformers backend, since native code cannot run this model: %s", error)
-    # The library takes seconds to import, and native code does not need it.
+    # Here and below: the library takes seconds to import, and native code does not need it.
     from workers.models.library.settings import read_settings  # noqa: PLC0415
 
     try:
@@ -157,7 +157,6 @@ def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> 
             _log.info("native code agreed with the transformers library in an earlier start")
             return
     try:
-        # The library takes seconds to import.
         from workers.models.native_parity_check import check_native  # noqa: PLC0415
     except ImportError:
         _log.warning("the model is not checked: the transformers library is not installed")
@@ -174,7 +173,6 @@ def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> 
 def _load_library(
     directory: Path, dtype: str, device: torch.device, progress: Progress | None, *, self_check: bool
 ) -> tuple[Model, ModelDescription]:
-    # The library takes seconds to import, and native code does not need it.
     from workers.models.library.loading import load_library_model, plan_library_model  # noqa: PLC0415
     from workers.models.library.parity_check import check_loaded, check_scaled_down  # noqa: PLC0415
 

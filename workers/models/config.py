@@ -158,6 +158,8 @@ class ModelConfig:
             ModelError: A setting is missing, invalid or not supported; the message names it.
         """
         wrapper = settings.get("model_type")
+        if not isinstance(wrapper, str):  # nor does the library know what it is, which takes seconds to ask
+            raise ModelError(f"model_type: must be the name of a model family, got {wrapper!r}")
         settings = _text_part(settings)
         family = family_of(settings.get("model_type"))
         check_keys(settings, family)
@@ -197,7 +199,7 @@ class ModelConfig:
             eos_token_ids=token_ids(settings, "eos_token_id", vocab_size),
             bos_token_id=next(iter(token_ids(settings, "bos_token_id", vocab_size)), None),
             dtype=_dtype(settings),
-            wrapper=wrapper if isinstance(wrapper, str) and wrapper in WRAPPERS else None,
+            wrapper=wrapper if wrapper in WRAPPERS else None,
         )
 
 
