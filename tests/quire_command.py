@@ -18,10 +18,15 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, *_CLIENT, fork_server(*GATEWAYS), sys.executable, *forked]
 
 
-def soak(module: str, *flags: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+def module(name: str, *arguments: str) -> list[str]:
+    """As `python -m name`, forked from a process that has torch."""
+    return [sys.executable, *_CLIENT, fork_server(*WORKERS), sys.executable, "-m", name, *arguments]
+
+
+def soak(name: str, *flags: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Runs a soak's module, forked as all that it starts, with torch."""
     return subprocess.run(
-        [sys.executable, *_CLIENT, fork_server(*WORKERS), sys.executable, "-m", module, *flags],
+        module(name, *flags),
         cwd=ROOT,
         env=environment(ROOT) | for_a_soak(),
         capture_output=True,

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.shapes import SHAPES, WindowsShape
+from tests import quire_command
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 
@@ -24,13 +25,15 @@ ROOT = Path(__file__).resolve().parents[2]
 ABSENT = ("structlog", "grpc", "quire", "hypothesis", "rich")
 
 
-def rehearse(out: Path, *arguments: str, hidden: Sequence[str] = ABSENT) -> tuple[dict[str, Any], str]:
+def rehearse(out: Path, *arguments: str, hidden: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
     """The result and its tables. Modules of the `hidden` names, found first, cannot be imported anywhere."""
     absent = out / "absent"
     absent.mkdir()
     for name in hidden:
         (absent / f"{name}.py").write_text(f"raise ModuleNotFoundError({name!r})\n")
-    command = [sys.executable, "-m", "benchmarks.run", "--rehearse", "--out", str(out), *arguments]
+    command = ["benchmarks.run", "--rehearse", "--out", str(out), *arguments]
+    # What is forked has imported them.
+    command = [sys.executable, "-m", *command] if hidden else quire_command.module(*command)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(absent), str(ROOT)])}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -40,7 +43,7 @@ def rehearse(out: Path, *arguments: str, hidden: Sequence[str] = ABSENT) -> tupl
 
 @pytest.mark.thorough
 def test_every_row_has_figures(tmp_path: Path) -> None:
-    result, text = rehearse(tmp_path, "--commit", "abc")
+    result, text = rehearse(tmp_path, "--commit", "abc", hidden=ABSENT)
     names = [workload["name"] for workload in result["workloads"]]
     kernels = ["attention", "products", "workload", "rows", "sampling"]
     assert names == ["rehearsal", "profile", *kernels, "peer", "rehearsal-experts"]
@@ -80,7 +83,7 @@ def test_a_window_bounds_what_is_read_and_computed() -> None:
 
 
 def test_a_server_is_measured(tmp_path: Path) -> None:
-    result, text = rehearse(tmp_path, "--rows", "server", hidden=())
+    result, text = rehearse(tmp_path, "--rows", "server")
     figures = result["workloads"][0]["figures"]
     assert [figure["label"] for figure in figures][:2] == ["unary, batch 1", "batch, batch 1"]
     assert all("problem" not in figure and figure["ms"]["p50"] > 0 for figure in figures), text

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.gpu.run import ROOT, Part, all_parts, run_all
 
 FAILS = "import pytest\n\ndef test_right(): pass\n\ndef test_wrong(): assert 1 == 2\n"
@@ -16,7 +18,9 @@ def write(directory: Path, name: str, text: str) -> Part:
     return Part(name, (str(directory / f"test_{name}.py"),), alone=name == "right")
 
 
-def test_parts_are_run_and_reported(tmp_path: Path) -> None:
+def test_parts_are_run_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Those that are installed here take most of the time that a pytest takes to start.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     parts = [write(tmp_path, "right", "def test_it(): pass\n"), write(tmp_path, "wrong", FAILS)]
     parts += [write(tmp_path, "crash", CRASHES), Part("hanging", (), limit_s=0.01)]
     assert not run_all(parts, tmp_path / "out", jobs=3, minutes=5, commit="abc")

@@ -39,11 +39,13 @@ def test_decodes_through_a_server_are_those_of_transformers(
 ) -> None:
     from quire.v1 import executor_pb2
 
-    from benchmarks.gateway_process import GatewayProcess
+    from tests.gateway_process import GatewayProcess
 
+    as_there = sized({"self_check": True, "forks": False}, {})
     directory = make_model(tmp_path / "model", MODEL)
     prompts = [[token % MODEL.vocab_size for token in random_tokens(seed, 5 + 9 * seed)] for seed in range(3)]
-    with GatewayProcess(model=str(directory), flags=[*on_device, "--kv-pages", "128"]) as gateway:
+    flags = [*on_device, "--kv-pages", "128"]
+    with GatewayProcess(model=str(directory), flags=flags, **as_there) as gateway:
         answers = [gateway.stub.Prefill(executor_pb2.PrefillRequest(token_ids=prompt)) for prompt in prompts]
         texts = [[answer.output.token_id] for answer in answers]
         while len(texts[0]) < TOKENS:
