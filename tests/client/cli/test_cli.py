@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from quire.cli import connecting
-from quire.cli.main import main
+from quire.cli.main import complete_parser, main
 from quire.cli.status import _COLUMNS, Reading, render
 from quire.v1 import executor_pb2, types_pb2
 from rich.console import Console
@@ -391,6 +391,20 @@ def test_where_the_server_is_not_installed_its_commands_say_so(
     assert caught.value.code == 2 and f"quire: error: {command} {NOT_INSTALLED}" in error
     usage = "usage: quire [-h] [--version] status|top|generate|load|caches|adapters|completion ..."
     assert " ".join(error.split()).startswith(usage)
+
+
+def test_installed_commands_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search reads the metadata of every package that is installed."""
+    searches = []
+
+    def search(**group: str) -> metadata.EntryPoints:
+        searches.append(group)
+        return entry_points(**group)
+
+    entry_points = metadata.entry_points
+    monkeypatch.setattr(metadata, "entry_points", search)
+    assert "serve" in complete_parser().format_help()
+    assert len(searches) == 1
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,15 +17,17 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from typing import Any, TypeAlias
 
 from quire.cli import options
 from quire.cli.load.options import add_load
 from quire.cli.terminal import CommandFailed, tell
 
+_Adders: TypeAlias = Mapping[str, Callable[[Any], None]]  # by the command's name
 _ENTRY_POINTS = "quire.commands"
-_CLIENT_COMMANDS = {
+_CLIENT_COMMANDS: _Adders = {
     "status": options.add_status,
     "top": options.add_top,
     "generate": options.add_generate,
@@ -103,8 +105,9 @@ class _Version(argparse.Action):
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments. Exits with 2 and the command's usage if an option is unknown."""
     first = arguments[0] if arguments else ""
-    # For the client's commands, do not search the installed entry points, which takes time.
-    parser, commands = _parser([first] if first in _CLIENT_COMMANDS else _installed())
+    # To search the installed entry points takes time, as do the parsers of all commands.
+    known = _CLIENT_COMMANDS if first in _CLIENT_COMMANDS else _installed()
+    parser, commands = _parser({first: known[first]} if first in known else known)
     if first and (wrong := _unknown_command(first, list(commands))):
         parser.error(wrong)
     parsed, unknown = parser.parse_known_args(arguments)
@@ -135,21 +138,18 @@ def _unknown_command(first: str, commands: list[str]) -> str:
     return f"{first} is {'not known' if is_flag else 'no command'}; {hint}"
 
 
-def _installed() -> list[str]:
-    """The names of all commands."""
-    names = {*_CLIENT_COMMANDS, *metadata.entry_points(group=_ENTRY_POINTS).names}
-    return sorted(names, key=lambda name: (*_ORDER, name).index(name))
+def _installed() -> _Adders:
+    """All commands."""
+    found = {one.name: one.load() for one in metadata.entry_points(group=_ENTRY_POINTS)}
+    found.update(_CLIENT_COMMANDS)
+    return {name: found[name] for name in sorted(found, key=lambda name: (*_ORDER, name).index(name))}
 
 
-def _parser(names: Iterable[str]) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+def _parser(added: _Adders) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """A parser with these commands, and the subparser of each."""
     parser = argparse.ArgumentParser(prog="quire", description="A token-level LLM executor behind gRPC.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(names))
-    for name in names:
-        if name in _CLIENT_COMMANDS:
-            _CLIENT_COMMANDS[name](commands)
-        else:
-            (entry_point,) = metadata.entry_points(group=_ENTRY_POINTS, name=name)
-            entry_point.load()(commands)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(added))
+    for add in added.values():
+        add(commands)
     return parser, commands.choices
