@@ -34,7 +34,7 @@ ROLES = ("gateway", "worker")
 ITEMS = 32
 _HOOK = Path(__file__).with_name("hook")
 _SETTLING_STEPS = 8
-_STEPS = 33
+_STEPS = 17
 # If nothing was called for this long, twice, a step has left no work behind.
 _QUIET_S = 0.01
 _MOST_LOOKS = 200

@@ -45,7 +45,12 @@ def length(*packages: str) -> Length:
     """The total length of some packages."""
     paths = [path for package in packages for path in source_files(package)]
     logical_lines = sum(_logical_lines(path) for path in paths if path.suffix == ".py")
-    return Length(len(paths), sum(_num_lines(path) for path in paths), logical_lines)
+    return Length(len(paths), num_lines(*packages), logical_lines)
+
+
+def num_lines(*packages: str) -> int:
+    """The lines of some packages."""
+    return sum(_num_lines(path) for package in packages for path in source_files(package))
 
 
 def longest_file() -> tuple[int, str]:
