@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,9 @@ def train(gateway: GatewayProcess, *arguments: str) -> list[dict[str, Any]]:
         str(GROUP),
         *arguments,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    # Threads of torch that wait for each other spin, and what is computed here is small.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
