@@ -14,6 +14,7 @@ from benchmarks.gpu.uninstalled import make_runnable
 from tests.gpu.oracle import Oracle
 from tests.gpu.sizes import sized
 from tests.gpu.test_executor import random_tokens
+from tests.kernels.conftest import INTERPRETED
 from tests.model_factory import TinyModel, make_model
 
 # A width of heads that there are CUDA kernels for.
@@ -41,11 +42,12 @@ def test_decodes_through_a_server_are_those_of_transformers(
 
     from tests.gateway_process import GatewayProcess
 
-    as_there = sized({"self_check": True, "forks": False}, {})
     directory = make_model(tmp_path / "model", MODEL)
     prompts = [[token % MODEL.vocab_size for token in random_tokens(seed, 5 + 9 * seed)] for seed in range(3)]
     flags = [*on_device, "--kv-pages", "128"]
-    with GatewayProcess(model=str(directory), flags=flags, **as_there) as gateway:
+    with GatewayProcess(
+        model=str(directory), flags=flags, self_check=not INTERPRETED, forks=INTERPRETED
+    ) as gateway:
         answers = [gateway.stub.Prefill(executor_pb2.PrefillRequest(token_ids=prompt)) for prompt in prompts]
         texts = [[answer.output.token_id] for answer in answers]
         while len(texts[0]) < TOKENS:
