@@ -10,7 +10,7 @@ Dimension letters: B rows of the largest bucket; N rows of a batch; P pages of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,33 +22,35 @@ from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.operations import Sampling
 from workers.sampling import BadLogitsError, SamplingRow
 
+Column = TypeVar("Column")
+
 _GREEDY = Sampling()
 
 
-class _Columns(NamedTuple):
+class _Columns(NamedTuple, Generic[Column]):
     """One number for each row, [B]: tensors on the device, arrays on the host, over equal bytes."""
 
-    token_ids: Any  # int64
-    positions: Any  # int64
-    slots: Any  # int64; -1: nothing is written
-    keys: Any  # int64, the bits of the uint64 from `mix_key`
-    temperatures: Any  # float64; 0: the most likely token
-    top_ps: Any  # float64
-    min_ps: Any  # float64
-    top_ks: Any  # int32
-    context_lens: Any  # int32; 0: a padded row
-    lora_slots: Any  # int32; -1: no adapter
+    token_ids: Column  # int64
+    positions: Column  # int64
+    slots: Column  # int64; -1: nothing is written
+    keys: Column  # int64, the bits of the uint64 from `mix_key`
+    temperatures: Column  # float64; 0: the most likely token
+    top_ps: Column  # float64
+    min_ps: Column  # float64
+    top_ks: Column  # int32
+    context_lens: Column  # int32; 0: a padded row
+    lora_slots: Column  # int32; -1: no adapter
 
-    @classmethod
-    def over(cls, memory: torch.Tensor, rows: int) -> _Columns:
-        """Views of `memory`, [68 * B] uint8."""
-        integers = memory[: 32 * rows].view(torch.int64).view(4, rows)
-        reals = memory[32 * rows : 56 * rows].view(torch.float64).view(3, rows)
-        return cls(*integers, *reals, *memory[56 * rows :].view(torch.int32).view(3, rows))
+
+def _columns_in(memory: torch.Tensor, rows: int) -> _Columns[torch.Tensor]:
+    """Views of `memory`, [68 * B] uint8."""
+    integers = memory[: 32 * rows].view(torch.int64).view(4, rows)
+    reals = memory[32 * rows : 56 * rows].view(torch.float64).view(3, rows)
+    return _Columns(*integers, *reals, *memory[56 * rows :].view(torch.int32).view(3, rows))
 
 
 # What a padded row has; its key does not matter.
-_PADDING = _Columns(0, 0, -1, 0, 0.0, 1.0, 0.0, 0, 0, -1)
+_PADDING = _Columns[float](0, 0, -1, 0, 0.0, 1.0, 0.0, 0, 0, -1)
 _COLUMN_BYTES = 68
 _RESULT_BYTES = 12
 
@@ -70,8 +72,8 @@ class DecodeBuffers:
         self._host_memory = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8, pin_memory=pinned)
         self._memory = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8, device=device)
         # Arrays, since an assignment to a tensor takes several times as long.
-        self._host = _Columns(*(column.numpy() for column in _Columns.over(self._host_memory, max_rows)))
-        self._columns = _Columns.over(self._memory, max_rows)
+        self._host = _Columns(*(column.numpy() for column in _columns_in(self._host_memory, max_rows)))
+        self._columns = _columns_in(self._memory, max_rows)
         self._page_tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)  # [B, P]
         self._table_staging = torch.empty(max_rows * max_pages, dtype=torch.int32, pin_memory=pinned)
         self._row_numbers = torch.arange(max_rows + 1, device=device)  # [B + 1]
