@@ -143,7 +143,7 @@ class OurCaller(Caller):
 
 
 class PlainCaller(Caller):
-    """That of a gRPC library: one name for all gateways. Repeats what is UNAVAILABLE (docs/clients.md)."""
+    """That of a gRPC library: one name for all gateways. Repeats what docs/clients.md says."""
 
     def __init__(self, number: int, addresses: Sequence[str]) -> None:
         super().__init__(number)
@@ -173,9 +173,13 @@ class PlainCaller(Caller):
             try:
                 return call(request, timeout=TIMEOUT_S)
             except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > give_up_s:
+                failure = from_rpc_error(error)
+                # What reaches a server while it stops, gRPC drops with CANCELLED, which has no reason.
+                is_dropped = failure.code is grpc.StatusCode.CANCELLED and not failure.reason
+                is_repeated = is_dropped or failure.code is grpc.StatusCode.UNAVAILABLE
+                if not is_repeated or time.monotonic() > give_up_s:
                     raise
-                delay_s = max(0.1, from_rpc_error(error).retry_delay_s or 0)
+                delay_s = max(0.1, failure.retry_delay_s or 0)
             time.sleep(delay_s)
 
 
