@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 from collections.abc import Collection, Sequence
@@ -17,6 +18,9 @@ from service.caches.records import (
     Record,
     TokensAppended,
 )
+from service.journal.base import Journal
+from service.journal.compactor import Compactor
+from service.journal.sqlite import SqliteJournal
 
 # What a fork of the cache does not copy, and the placement, are facts, too.
 FIELDS = [field.name for field in dataclasses.fields(CacheState) if not field.name.startswith("last_")]
@@ -42,6 +46,26 @@ def appended(number: int, position: int, *token_ids: int) -> TokensAppended:
     return TokensAppended(number, position, token_ids, prompt_len=1, ownership=2)
 
 
+async def commit(journal: Journal | Compactor, *records: Record, to: Ledger | None = None) -> bool:
+    """Also applies them `to` a ledger."""
+    done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    def committed(ok: bool) -> None:
+        if ok and to is not None:
+            for record in records:
+                to.apply(record)
+        done.set_result(ok)
+
+    journal.commit(records, committed)
+    return await done
+
+
+def recovered(journal: SqliteJournal) -> Ledger:
+    ledger = Ledger()
+    journal.recover(lambda record, _wall_s: ledger.apply(record), lambda run, _wall_s: ledger.apply_run(run))
+    return ledger
+
+
 class Traffic:
     """Commits that fit the ledger, which the caller keeps up to date."""
 
@@ -59,7 +83,10 @@ class Traffic:
         kind = rng.random()
         if not states or kind < 0.1:
             number = self._new_number()
-            return [created(number), appended(number, 0, *self._tokens(rng.randint(1, self._prompt_tokens)))]
+            return [
+                created(number, weights=number % 3),
+                appended(number, 0, *self._tokens(rng.randint(1, self._prompt_tokens))),
+            ]
         state = states[0]
         if kind < 0.6:
             # A batch, some with more than one token.

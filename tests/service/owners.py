@@ -14,6 +14,7 @@ from service.journal.compactor import Compactor
 from service.journal.postgres import PostgresJournal
 from service.postgres.database import Database
 from service.shards.leases import Leases
+from tests.service.journal_traffic import commit
 
 # Renewals do not come between what a test does.
 _LEASE_S = 600.0
@@ -62,16 +63,16 @@ class Owner:
         await self._leases_database.close()
 
     async def commit(self, *records: Record) -> bool:
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-        def committed(ok: bool) -> None:
-            for record in records if ok else ():
-                self.ledger.apply(record)
-            done.set_result(ok)
-
         # As the dispatcher does.
-        (self.compactor if self.compactor.is_underway else self.journal).commit(records, committed)
-        return await done
+        journal = self.compactor if self.compactor.is_underway else self.journal
+        return await commit(journal, *records, to=self.ledger)
+
+    @property
+    def length(self) -> int:
+        """Of the first cache."""
+        state = self.ledger.get(1)
+        assert state is not None
+        return state.length
 
 
 @contextlib.asynccontextmanager

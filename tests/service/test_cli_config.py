@@ -23,7 +23,7 @@ from service.pool.model_versions import ServedModel, to_model_tag, write_served_
 from service.pool.pool_files import write_certificates
 from tests.certificates import Authority
 from tests.load_config import load_config
-from tests.service.journal_traffic import created
+from tests.service.journal_traffic import commit, created
 
 ROOT = Path(__file__).resolve().parents[2]
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
@@ -165,9 +165,7 @@ def test_weights_that_were_loaded_last_and_are_gone_are_told(
     async def make_cache_of_later_weights() -> None:
         with contextlib.closing(open_journal(directory)) as journal:
             journal.bind_model(to_model_tag("fingerprint", 2))
-            is_durable = asyncio.get_running_loop().create_future()
-            journal.commit([created(1)], is_durable.set_result)
-            assert await is_durable
+            assert await commit(journal, created(1))
 
     asyncio.run(make_cache_of_later_weights())
     assert problems(capsys, *flags) == []

@@ -18,23 +18,17 @@ from quire.cli.main import main
 from service.caches.ledger import Ledger
 from service.caches.records import CacheCreated, CacheForked, Record
 from service.journal.sqlite import SqliteJournal, open_journal
-from tests.service.journal_traffic import Traffic, appended, created, facts
+from tests.service.journal_traffic import Traffic, appended, commit, created, facts, recovered
 
 pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
-async def _commit(journal: SqliteJournal, commits: list[list[Record]]) -> None:
-    outcomes: list[asyncio.Future[bool]] = []
-    for records in commits:
-        outcomes.append(asyncio.get_running_loop().create_future())
-        journal.commit(records, outcomes[-1].set_result)
-        # Each in a row of its own.
-        await outcomes[-1]
-    assert all(outcome.result() for outcome in outcomes)
-
-
 def write(journal: SqliteJournal, *commits: list[Record]) -> None:
-    asyncio.run(_commit(journal, list(commits)))
+    async def one_after_the_other() -> None:
+        for records in commits:
+            assert await commit(journal, *records)
+
+    asyncio.run(one_after_the_other())
 
 
 @contextlib.contextmanager
@@ -226,10 +220,8 @@ def test_a_server_starts_with_a_backup(
     assert (copy / "journal.db").stat().st_mode & 0o77 == 0, "tokens are for their owner only"
     ledgers = []
     for place in (directory, copy):
-        ledger = Ledger()
         with contextlib.closing(open_journal(place)) as journal:
-            journal.recover(lambda r, _, to=ledger: to.apply(r), lambda r, _, to=ledger: to.apply_run(r))  # type: ignore[misc]
-        ledgers.append(facts(ledger))
+            ledgers.append(facts(recovered(journal)))
     assert ledgers[0] == ledgers[1] and len(ledgers[0]) == 3
     assert main(["journal", "backup", str(directory), str(copy)]) == 1, "an older backup stays"
     assert f"{copy} exists: name a directory that does not exist yet" in capsys.readouterr().err
@@ -259,8 +251,6 @@ def test_names_of_the_list_are_known(
     directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(directory.parent))
-    directory.rename(directory.parent / "quire")
-    (directory.parent / "quire").rename(directory.parent / "kept")
     (directory.parent / "quire").mkdir()
-    (directory.parent / "kept").rename(directory.parent / "quire" / "one")
+    directory.rename(directory.parent / "quire" / "one")
     assert "all is well" in said(capsys, "verify", "one")

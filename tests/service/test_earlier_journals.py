@@ -15,6 +15,7 @@ from service.caches.records import CacheReleased
 from service.cli.journal import read_journal
 from service.journal import encoding
 from service.journal.sqlite import open_journal
+from tests.service.journal_traffic import commit, recovered
 
 JOURNALS = Path(__file__).with_name("journals")
 FORMATS = (1, 2, 3, 4)
@@ -83,12 +84,8 @@ def test_it_can_be_continued(journal: Path, format_: int) -> None:
 
     async def release() -> None:
         opened = open_journal(journal)
-        ledger = Ledger()
-        opened.recover(lambda record, _: ledger.apply(record), lambda run, _: ledger.apply_run(run))
-        assert opened.model_fingerprint == "fingerprint" and caches(ledger) == expected(format_)
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        opened.commit([CacheReleased(4)], done.set_result)
-        assert await done
+        assert caches(recovered(opened)) == expected(format_) and opened.model_fingerprint == "fingerprint"
+        assert await commit(opened, CacheReleased(4))
         opened.close()
 
     asyncio.run(release())

@@ -189,21 +189,15 @@ async def test_commits_wait_for_a_database_that_stands_still(
         for answer_s in (database.ANSWER_S, 0.2):
             monkeypatch.setattr(database, "ANSWER_S", answer_s)
             with postgres.stopped():
-                under_way = asyncio.create_task(owner.commit(appended(1, _length(owner), 7)))
+                under_way = asyncio.create_task(owner.commit(appended(1, owner.length, 7)))
                 await asyncio.sleep(0.5)
                 assert not under_way.done() and owner.journal.oldest_waiting_s > 0.4
             stored = await under_way
             assert stored or answer_s == 0.2
-            while not await owner.commit(appended(1, _length(owner), 8)):
+            while not await owner.commit(appended(1, owner.length, 8)):
                 await asyncio.sleep(0.05)
         expected = facts(owner.ledger)
     assert await recovered(postgres.url) == expected
-
-
-def _length(owner: Owner) -> int:
-    state = owner.ledger.get(1)
-    assert state is not None
-    return state.length
 
 
 async def _end_backends(postgres: PostgresServer, _proxy: TcpProxy) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import shutil
 import signal
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +21,16 @@ import pytest
 
 from service.caches.ledger import Ledger
 from service.caches.records import (
-    CacheForked,
     CacheReleased,
-    Child,
     Record,
 )
 from service.journal import encoding, files, writer
 from service.journal.base import JournalUnusable
 from service.journal.compactor import Compactor
 from service.journal.sqlite import SqliteJournal, open_journal
-from tests.service.journal_traffic import Traffic, appended, created, facts
+from tests.service.journal_traffic import Traffic, appended, commit, created, facts, recovered
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-async def commit(journal: SqliteJournal, *records: Record) -> bool:
-    outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-    journal.commit(records, outcome.set_result)
-    return await outcome
-
-
-def recovered(journal: SqliteJournal) -> Ledger:
-    ledger = Ledger()
-    journal.recover(lambda record, _wall_s: ledger.apply(record), lambda run, _wall_s: ledger.apply_run(run))
-    return ledger
 
 
 @contextlib.contextmanager
@@ -233,23 +218,6 @@ async def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
     journal.close()
 
 
-async def test_a_second_gateway_is_refused(journal: SqliteJournal, tmp_path: Path) -> None:
-    with pytest.raises(JournalUnusable, match=f"another gateway, process {os.getpid()}"):
-        open_journal(tmp_path / "journal")
-    journal.close()
-    open_journal(tmp_path / "journal").close()
-
-
-async def test_a_journal_of_one_model_says_which(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path)
-    assert journal.model_fingerprint is None
-    journal.bind_model("sha256:1")
-    assert await commit(journal, created(1))
-    journal.close()
-    with reopened(tmp_path) as (journal, _):
-        assert journal.model_fingerprint == "sha256:1"
-
-
 def _remove_database(directory: Path) -> None:
     (directory / "journal.db").unlink()
 
@@ -276,25 +244,27 @@ def _move_back(directory: Path) -> None:
     moved.rename(directory)
 
 
-@pytest.mark.parametrize("spoil", [_remove_database, _replace_database, _remove_log, _move_directory])
-async def test_writes_to_a_removed_file_are_not_durable(
-    journal: SqliteJournal, tmp_path: Path, spoil: Callable[[Path], None]
-) -> None:
-    assert await commit(journal, created(1))
-    spoil(tmp_path / "journal")
-    assert not await commit(journal, created(2))
-
-
 @pytest.mark.parametrize(
-    ("spoil", "repair"), [(_remove_log, lambda _: None), (_move_directory, _move_back)], ids=["log", "moved"]
+    ("spoil", "repair"),
+    [
+        (_remove_database, None),
+        (_replace_database, None),
+        (_remove_log, lambda _: None),
+        (_move_directory, _move_back),
+    ],
+    ids=["database", "replaced", "log", "moved"],
 )
-async def test_durable_commits_are_recovered_though_files_were_gone_for_a_time(
-    journal: SqliteJournal, tmp_path: Path, spoil: Callable[[Path], None], repair: Callable[[Path], None]
+async def test_writes_to_a_removed_file_are_not_durable_and_those_after_its_return_are(
+    journal: SqliteJournal,
+    tmp_path: Path,
+    spoil: Callable[[Path], None],
+    repair: Callable[[Path], None] | None,
 ) -> None:
-    """And no others."""
     assert await commit(journal, created(1))
     spoil(tmp_path / "journal")
     assert not await commit(journal, created(2))
+    if repair is None:
+        return
     repair(tmp_path / "journal")
     assert await commit(journal, created(3))
     # As after a crash: copied while the journal is open.
@@ -454,23 +424,16 @@ async def test_no_flipped_bit_changes_recovered_caches(
         shutil.rmtree(broken)
 
 
-@pytest.mark.parametrize(
-    ("record", "format_"),
-    [
-        (CacheForked(1, (Child(2, "kv_2", 3),), "f", total=2, first=1), 2),
-        (created(2, weights=1), 3),
-    ],
-)
 async def test_row_of_a_newer_format_is_refused_and_not_dropped(
-    tmp_path: Path, record: Record, format_: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An earlier version finds it at the end of the journal."""
     with contextlib.closing(open_journal(tmp_path)) as journal:
         assert await commit(journal, created(1))
-        assert await commit(journal, record)
+        assert await commit(journal, created(2, weights=1))
     with monkeypatch.context() as patch:
-        patch.setattr(encoding, "VERSION", format_ - 1)
-        refused = pytest.raises(JournalUnusable, match=rf"row 2: .*format {format_}.*the version")
+        patch.setattr(encoding, "VERSION", 2)
+        refused = pytest.raises(JournalUnusable, match=r"row 2: .*format 3.*the version")
         with refused, reopened(tmp_path):
             pass
     with reopened(tmp_path) as (_, ledger):
@@ -492,32 +455,25 @@ async def test_unusable_path_is_refused(tmp_path: Path) -> None:
 CHILD = """
 import asyncio, resource, sys
 from pathlib import Path
-from service.caches.ledger import Ledger
-from service.caches.records import CacheCreated, TokensAppended
 from service.journal.compactor import Compactor
 from service.journal.sqlite import open_journal
+from tests.service.journal_traffic import appended, commit, created, recovered
 
 async def main(directory, limit_bytes):
-    journal, ledger = open_journal(Path(directory), compaction_bytes=20_000), Ledger()
-    journal.recover(lambda record, _: ledger.apply(record), lambda run, _: ledger.apply_run(run))
+    journal = open_journal(Path(directory), compaction_bytes=20_000)
+    ledger = recovered(journal)
     compactor = Compactor(ledger, journal, portion_tokens=100)
-    async def commit(*records):
-        done = asyncio.get_running_loop().create_future()
-        def committed(ok):
-            for record in records if ok else ():
-                ledger.apply(record)
-            done.set_result(ok)
-        (compactor if compactor.is_underway else journal).commit(records, committed)
-        return await done
+    async def to_disk(*records):
+        return await commit(compactor if compactor.is_underway else journal, *records, to=ledger)
     for number in range(1, 4):
         if ledger.get(number) is None:
-            assert await commit(CacheCreated(number, "c", "t", b"", 0, 1.0, ""))
+            assert await to_disk(created(number))
     if limit_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, -1))
     failed = 0
     while failed < 20 or ledger.get(1).length % 100:
         length = ledger.get(1).length
-        ok = await commit(*(TokensAppended(n, length, (length,), 0, 0) for n in range(1, 4)))
+        ok = await to_disk(*(appended(n, length, length) for n in range(1, 4)))
         failed += not ok
         if failed == 10 and limit_bytes:
             resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
@@ -616,17 +572,7 @@ async def test_under_endless_traffic_the_file_stays_small(tmp_path: Path) -> Non
         records += [appended(state.number, state.length, index) for state in ledger]
         if index > 20:
             records.append(CacheReleased(index - 20))
-        done = asyncio.get_running_loop().create_future()
-
-        def committed(
-            ok: bool, records: Sequence[Record] = records, done: asyncio.Future[bool] = done
-        ) -> None:
-            for record in records:
-                ledger.apply(record)
-            done.set_result(ok)
-
-        (compactor if compactor.is_underway else journal).commit(records, committed)
-        assert await done
+        assert await commit(compactor if compactor.is_underway else journal, *records, to=ledger)
         compactor.step()
         biggest = max(biggest, journal.size_bytes)
     live = ledger.size_bytes

@@ -77,13 +77,6 @@ async def test_a_lease_is_shortened_when_the_connection_of_its_last_renewal_ends
     await other._table.close()
 
 
-async def test_a_shard_that_was_given_back_is_free_at_once(postgres: PostgresServer) -> None:
-    async with Owner(postgres.url, "first") as first:
-        assert await first.commit(created(1))
-    async with Owner(postgres.url, "second") as second:
-        assert facts(second.ledger) == facts(first.ledger)
-
-
 async def test_the_next_process_of_the_same_name_need_not_wait(postgres: PostgresServer) -> None:
     async with Owner(postgres.url, "first") as killed, Owner(postgres.url, "first") as again:
         assert again.lease.fence > killed.lease.fence
@@ -145,15 +138,9 @@ async def test_an_append_that_is_under_way_is_before_the_takeover_or_refused(
         await taking
         try:
             assert facts(second.ledger) == facts(first.ledger)
-            assert stored == (_length(second) == 1)
+            assert stored == (second.length == 1)
         finally:
             await second.__aexit__(None, None, None)
-
-
-def _length(owner: Owner) -> int:
-    state = owner.ledger.get(1)
-    assert state is not None
-    return state.length
 
 
 async def test_who_watches_sees_changes_of_owners(postgres: PostgresServer) -> None:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
 from service.caches.ledger import Ledger, RecordConflict
 from service.caches.records import (
-    CacheCreated,
     CacheForked,
     CacheReleased,
     CacheTruncated,
     Child,
     Record,
-    TokensAppended,
 )
 from service.caches.segments import SEGMENT_TOKENS
+from tests.service.journal_traffic import appended, created
 
 
 @pytest.fixture
 def ledger() -> Ledger:
-    """One cache, number 1, of the tokens 1, 2, 3, computed by owner 5."""
+    """One cache, number 1, of the tokens 1, 2, 3, computed by owner 2."""
     ledger = Ledger()
     apply(ledger, created(1), appended(1, 0, 1, 2, 3))
     return ledger
@@ -32,16 +32,8 @@ def apply(ledger: Ledger, *records: Record) -> None:
         ledger.apply(record)
 
 
-def created(number: int) -> CacheCreated:
-    return CacheCreated(number, f"c{number}", "tenant", b"salt", seed=1, lease_s=10.0, request_id="")
-
-
 def forked(parent: int, *numbers: int) -> CacheForked:
     return CacheForked(parent, [Child(number, f"c{number}", seed=2) for number in numbers], "")
-
-
-def appended(number: int, position: int, *token_ids: int, ownership: int = 5) -> TokensAppended:
-    return TokensAppended(number, position, token_ids, prompt_len=0, ownership=ownership)
 
 
 def tokens(ledger: Ledger, number: int) -> list[int]:
@@ -64,7 +56,7 @@ def test_a_run_leaves_what_its_appends_do(ledger: Ledger) -> None:
     [
         appended(1, 2, 9),
         appended(1, 4, 9),
-        appended(1, 3, 9, ownership=4),
+        dataclasses.replace(appended(1, 3, 9), ownership=1),
         appended(7, 0, 9),
         created(1),
         forked(1, 1),

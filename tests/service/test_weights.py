@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 from quire.v1 import worker_pb2
 
-from service.caches.ledger import Ledger
-from service.caches.records import CacheCreated, CacheForked, Child
-from service.caches.requests import Appended, Fork, Renew, Truncate
+from service.caches.requests import Fork, Renew, Truncate
 from service.caches.reservations import Limits
 from service.pool.model_versions import (
     ModelVersion,
@@ -33,12 +31,6 @@ def gateway() -> Gateway:
     gateway = Gateway(Limits(default_lease_s=10.0))
     gateway.start_worker("worker-0.1", weights=NEW)
     return gateway
-
-
-def said(gateway: Gateway, ticket: int) -> int:
-    outcome = gateway.replies[ticket]
-    assert isinstance(outcome, Appended), outcome
-    return answer_of(outcome).outputs[0].token_id
 
 
 def says(gateway: Gateway, cache: str, token: int) -> int:
@@ -82,16 +74,6 @@ def test_a_worker_that_is_adopted_keeps_only_what_is_of_its_weights(gateway: Gat
     worker = gateway.start_worker("worker-1.1", {number: 2}, {number: [1, 2]}, weights=NEW)
     gateway.work()
     assert not worker.sequences
-
-
-def test_a_cache_that_is_restated_is_of_the_same_weights() -> None:
-    """As compaction does it; also its forks."""
-    first, second = Ledger(), Ledger()
-    first.apply(CacheCreated(1, "one", "", b"", 7, 10.0, "", NEW))
-    first.apply(CacheForked(1, (Child(2, "two", 7),), ""))
-    for number in (1, 2):
-        second.apply(first.restate(number))
-    assert [state.weights for state in second] == [NEW, NEW]
 
 
 # What is served.
