@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +19,11 @@ import structlog
 from quire import Client
 from quire.v1 import runner_pb2, runner_pb2_grpc
 
-from service.auth.connections import ConnectionCount, server_options
+from service.auth.connections import ConnectionCount, TooFewDescriptors, server_options, with_descriptors
 from service.config import Config
+from tests.service.served import until
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's /proc")
-PATIENCE_S = 30.0
 
 
 def listening(kind: str, directory: Path) -> tuple[socket.socket, Config, int]:
@@ -95,21 +97,16 @@ async def test_the_count_goes_on_and_says_once_that_there_are_too_many(tmp_path:
         count = ConnectionCount(config)
         running = asyncio.create_task(count.run(port))
 
-        async def until(wanted: int) -> None:
-            async with asyncio.timeout(PATIENCE_S):
-                while count.count != wanted:
-                    await asyncio.sleep(0.01)
-
         connected(listen, 2, stack)
-        await until(2)
+        await until(lambda: count.count == 2)
         with no_descriptors():
             with pytest.raises(OSError, match="Too many open files"):
                 count.refresh(port)
             assert count.count == 2, "as it was"
         connected(listen, 1, stack)
-        await until(3)
+        await until(lambda: count.count == 3)
         connected(listen, 1, stack)
-        await until(4)
+        await until(lambda: count.count == 4)
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
@@ -142,3 +139,57 @@ def test_a_quiet_call_is_not_ended_by_the_pings_of_a_client_of_several_gateways(
             stack.callback(server.stop, None)
         client = stack.enter_context(Client(addresses, timeout_s=120, retries=False))
         assert client.cancel_execution("one")
+
+
+# The limit of connections follows from the limit of file descriptors.
+
+UNLIMITED = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted", "soft", "allowed"),
+    [
+        ((20_000, 20_000), 4096, 20_000, 4096),
+        ((UNLIMITED, UNLIMITED), 4096, UNLIMITED, 4096),
+        # The soft limit is increased: room for twice max_connections, and for workers.
+        ((1024, 524_288), 4096, 2 * 4096 + 128 + 2 * 16, 4096),
+        ((1024, UNLIMITED), 4096, 2 * 4096 + 128 + 2 * 16, 4096),
+        ((1024, 5000), 4096, 5000, 4096),
+        ((1024, 1024), 4096, 1024, 1024 - 128 - 2 * 16),
+        ((1024, 1024), 100, 1024, 100),
+        ((100, 100), 4096, 100, 1),
+    ],
+)
+def test_there_are_no_more_connections_than_descriptors(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int, soft: int, allowed: int
+) -> None:
+    now = [limits]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: now[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: now.append(new))
+    with structlog.testing.capture_logs() as logs:
+        config = with_descriptors(Config(max_connections=wanted, workers=2))
+    assert now[-1] == (soft, limits[1])
+    assert config.max_connections == allowed
+    assert len(logs) == (allowed < wanted), "it is logged once"
+
+
+@pytest.mark.parametrize("limit", [20, 12])
+def test_with_too_few_the_server_ends_with_one_line(limit: int) -> None:
+    """Not with the first error that the lack of descriptors causes."""
+    done = subprocess.run(
+        [sys.executable, "-m", "quire.cli", "serve", "--listen", "127.0.0.1:0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
+    )
+    said = f"quire: {limit} file descriptors are too few (ulimit -n): max_connections needs 8336\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_the_hard_limit_may_be_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 32))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    with pytest.raises(TooFewDescriptors, match="32 file descriptors are too few"):
+        with_descriptors(Config())

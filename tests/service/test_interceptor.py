@@ -11,22 +11,14 @@ import grpc
 import pytest
 import pytest_asyncio
 from quire import errors as client_errors
-from quire.v1 import executor_pb2, executor_pb2_grpc, worker_pb2
+from quire.v1 import executor_pb2, executor_pb2_grpc
 
 from service import errors
 from service.api.interceptor import CallInterceptor
-from service.caches.effects import Send
-from service.caches.machine import CacheMachine
-from service.caches.requests import Append, AppendKind
-from service.caches.reservations import Limits
-from service.caches.workers import WorkerView
 from service.config import Config
-from service.dispatcher import Dispatcher
 from service.errors import CacheNotFound, NoWorker, QuireError
-from service.journal.base import Journal
 from service.logging import current_request_id
-from service.pool import wire
-from tests.service.served import state_of
+from tests.service.served import channel_to, state_of
 
 SECRET = "hunter2-/home/anna/weights"
 
@@ -75,14 +67,9 @@ class Harness:
 
 @pytest_asyncio.fixture
 async def harness() -> AsyncIterator[Harness]:
-    server = grpc.aio.server(interceptors=[CallInterceptor(state_of(Config()))])
     servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
-    executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with channel_to(servicer, CallInterceptor(state_of(Config()))) as channel:
         yield Harness(servicer, channel)
-    await server.stop(None)
 
 
 def everything_sent(error: grpc.aio.AioRpcError) -> bytes:
@@ -133,36 +120,6 @@ async def test_grpcs_own_retries_follow_the_error(
     failed = await harness.refused(raises(error))
     metadata = dict(failed.trailing_metadata())
     assert metadata.get("grpc-retry-pushback-ms", "") == pushback_ms
-
-
-async def test_nothing_of_a_workers_exception_reaches_the_client(harness: Harness) -> None:
-    sent: list[Send] = []
-    dispatcher = Dispatcher(CacheMachine(Limits()), Journal(), sent.extend)
-    dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 8, 64, 8))
-
-    async def behave(_request: Any) -> executor_pb2.DecodeResponse:
-        running = asyncio.ensure_future(
-            dispatcher.run([Append(kind=AppendKind.PREFILL, cache_id="", token_ids=[1])])
-        )
-        await asyncio.sleep(0)  # Lets the append reach the worker.
-        event = worker_pb2.WorkerEvent(op_id=sent[0][2].op_id)
-        event.error.reason = worker_pb2.WORKER_ERROR_REASON_FAULT
-        event.error.detail = repr(RuntimeError(SECRET))
-        events = wire.to_events(worker_pb2.ConnectResponse(events=[event]))
-        dispatcher.worker_answered("worker-0", 1, events, pages_available=8)
-        (outcome,) = await running
-        if isinstance(outcome, errors.QuireError):
-            raise outcome
-        return executor_pb2.DecodeResponse()
-
-    failed = await harness.refused(behave, metadata=[("x-request-id", "r-8")])
-
-    assert failed.code() is grpc.StatusCode.INTERNAL
-    parsed = client_errors.from_rpc_error(failed)
-    assert parsed.reason == "WORKER_FAULT"
-    assert parsed.metadata == {"request_id": "r-8"}
-    assert SECRET.encode() not in everything_sent(failed)
-    assert dispatcher.caches.operations_in_flight == 0
 
 
 async def test_a_cancellation_that_leaks_from_inside_is_answered(harness: Harness) -> None:
@@ -237,17 +194,15 @@ async def streaming(behaviour: Callable[[Any, Any], Any], *, many: bool) -> Asyn
         request_deserializer=executor_pb2.SessionRequest.FromString,
         response_serializer=executor_pb2.SessionResponse.SerializeToString,
     )
-    server = grpc.aio.server(interceptors=[CallInterceptor(state_of(Config()))])
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("quire.v1.Test", {"Stream": handler}),)
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    handlers = (grpc.method_handlers_generic_handler("quire.v1.Test", {"Stream": handler}),)
+    servicer = Servicer()  # type: ignore[abstract]
+    interceptor = CallInterceptor(state_of(Config()))
+    async with channel_to(
+        servicer, interceptor, lambda server: server.add_generic_rpc_handlers(handlers)
+    ) as channel:
         call: Any = channel.stream_stream if many else channel.unary_stream
         rpc = call("/quire.v1.Test/Stream", None, executor_pb2.SessionResponse.FromString)
         yield lambda: rpc(iter([b""]) if many else b"", timeout=PATIENCE_S)
-    await server.stop(None)
 
 
 @pytest.mark.parametrize("many", [False, True])

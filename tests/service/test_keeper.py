@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from service.config import Config
 from service.postgres.database import Database
@@ -12,6 +11,7 @@ from service.shards.ids import Shard
 from service.shards.keeper import Keeper
 from service.shards.leases import Lease, Leases, Owned
 from tests.postgres_server import PostgresServer
+from tests.service.served import until
 
 SHARDS = 4
 
@@ -55,12 +55,6 @@ class Gateway:
         async with asyncio.TaskGroup() as group:
             group.create_task(Core(home, lease, leases, self).run())
             group.create_task(self.keeper.run(self.open))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def ended(*tasks: asyncio.Task[None]) -> None:

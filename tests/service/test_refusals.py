@@ -14,6 +14,7 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2, worker_pb2
 
 from service.adapters.registry import Adapters
+from service.api import session
 from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor
 from service.caches.machine import CacheMachine
@@ -24,7 +25,7 @@ from service.dispatcher import Dispatcher
 from service.errors import QuireError
 from service.journal.base import Journal
 from service.pool.supervisor import Supervisor
-from tests.service.served import state_of
+from tests.service.served import channel_to, state_of
 
 LONG = [1] * 50_000
 UNKNOWN = "kv_unknown"
@@ -50,14 +51,8 @@ async def stub() -> AsyncIterator[Any]:
     model = types_pb2.ModelDescription(vocab_size=1000)
     state = state_of(Config(), worker_pb2.WorkerReady(model=model, executor=executor))
     api = ExecutorApi(dispatcher, state, cast(Supervisor, None), Adapters(0))
-    server = grpc.aio.server(interceptors=[CallInterceptor(state)])
-    servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, api)
-    executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with channel_to(api, CallInterceptor(state)) as channel:
         yield executor_pb2_grpc.ModelExecutorServiceStub(channel)
-    await server.stop(None)
 
 
 def errors_alive() -> list[QuireError]:
@@ -85,17 +80,12 @@ async def test_refused_calls_leave_no_cycles(stub: Any, known: list[QuireError])
 
 
 async def test_refused_calls_of_a_session_leave_no_cycles(stub: Any, known: list[QuireError]) -> None:
-    fields = {
-        "Prefill": "prefill",
-        "Decode": "decode",
-        "BatchPrefill": "batch_prefill",
-        "BatchDecode": "batch_decode",
-    }
+    fields = {call.method: field for field, call in session._CALLS.items()}
     calls = [
         pb.SessionCall(**{"tag": tag, fields[method]: request})
         for tag, (method, request) in enumerate(REFUSED)
     ]
-    session = stub.Session(iter([pb.SessionRequest(calls=calls)]), timeout=30)
-    tags = [result.tag async for message in session for result in message.results]
+    stream = stub.Session(iter([pb.SessionRequest(calls=calls)]), timeout=30)
+    tags = [result.tag async for message in stream for result in message.results]
     assert sorted(tags) == list(range(len(REFUSED)))
     assert len(errors_alive()) == len(known)

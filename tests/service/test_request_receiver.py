@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -16,12 +17,14 @@ from quire.v1 import executor_pb2, executor_pb2_grpc
 
 from service.api.grpc_services import add_reflection
 from service.api.interceptor import CallInterceptor
-from service.api.request_receiver import RequestReceiver
+from service.api.request_receiver import TICK_S, RequestReceiver, SlowRequests
 from service.config import Config
-from tests.service.served import state_of
+from service.errors import ArrivingFull, MessageTimeout
+from tests.service.served import channel_to, state_of, until
 
 PATIENCE_S = 30.0
 SOON_S = 0.1
+MESSAGE_TIMEOUT_S = 30.0
 DECODE = "/quire.v1.ModelExecutorService/Decode"
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -57,28 +60,14 @@ class Silence:
 
 @asynccontextmanager
 async def serving(**settings: Any) -> AsyncIterator[tuple[RequestReceiver, grpc.aio.Channel]]:
-    """A server, and a client of it. The receiver's own task is what a test may leave out."""
     state = state_of(Config(**settings))
-    receiver = state.receiver
-    server = grpc.aio.server(interceptors=[CallInterceptor(state)])
     servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
-    executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
-    checker = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
-    add_reflection(server, ())
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    running = asyncio.create_task(receiver.run())
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield receiver, channel
+    add_health = partial(health_pb2_grpc.add_HealthServicer_to_server, health.aio.HealthServicer())
+    others = add_health, partial(add_reflection, service_names=())
+    running = asyncio.create_task(state.receiver.run())
+    async with channel_to(servicer, CallInterceptor(state), *others) as channel:
+        yield state.receiver, channel
     running.cancel()
-    await server.stop(None)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:
@@ -178,3 +167,61 @@ async def test_sessions_are_counted_and_bounded() -> None:
         asked.cancel()
         second.cancel()
         await until(lambda: receiver.streams == 0)
+
+
+# In counted time.
+
+
+def slow_requests(slow: int = 2) -> SlowRequests:
+    """A limiter that allows this many slow requests."""
+    return SlowRequests(slow * 100, 100, MESSAGE_TIMEOUT_S)
+
+
+def ended(state: SlowRequests, seconds: float) -> dict[str, type]:
+    """The calls that are ended, with their errors, in these seconds of regular ticks."""
+    found: dict[str, type] = {}
+    for _ in range(round(seconds / TICK_S)):
+        found.update((call, type(error)) for call, error in state.tick(TICK_S))
+    return found
+
+
+def test_of_too_many_slow_ones_the_newest_are_ended() -> None:
+    state = slow_requests(slow=2)
+    for call in "abcd":
+        state.began_s[call] = state.now_s
+    assert ended(state, 1) == {}, "not slow yet"
+    assert ended(state, 1) == {"c": ArrivingFull, "d": ArrivingFull}
+    state.began_s["e"] = state.now_s
+    assert ended(state, 0.5) == {}
+    del state.began_s["a"]
+    assert ended(state, 2) == {}, "it takes the place of a"
+    state.began_s["f"] = state.now_s
+    assert ended(state, 2) == {"f": ArrivingFull}
+
+
+def test_any_number_may_arrive_at_once() -> None:
+    state = slow_requests(slow=1)
+    for turn in range(100):
+        for call in range(50):
+            state.began_s[f"{turn} {call}"] = state.now_s
+        assert state.tick(TICK_S) == []
+        for call in range(50):
+            del state.began_s[f"{turn} {call}"]
+
+
+def test_one_alone_always_has_room() -> None:
+    state: SlowRequests = SlowRequests(1, 1 << 20, MESSAGE_TIMEOUT_S)
+    state.began_s["a"] = state.now_s
+    assert ended(state, 10) == {}
+
+
+def test_a_pause_of_the_gateway_ends_no_call() -> None:
+    """It stops for an hour, or repeatedly for seconds. Requests that were sent meanwhile are not read yet."""
+    state = slow_requests(slow=1)
+    for call in "ab":
+        state.began_s[call] = state.now_s
+    assert state.tick(3600.0) == []
+    del state.began_s["b"]
+    for _ in range(20):
+        assert state.tick(10.0) == []
+    assert ended(state, MESSAGE_TIMEOUT_S) == {"a": MessageTimeout}, "the clock runs while the gateway runs"

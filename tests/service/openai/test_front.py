@@ -36,8 +36,7 @@ from service.runtimes.executions import Executions
 from service.runtimes.router import Router
 from service.text.text_model import TextModel
 from tests.certificates import Authority, Pair
-from tests.load_config import load_config
-from tests.service.served import state_of
+from tests.service.served import state_of, until
 
 QUESTION: Any = [{"role": "user", "content": "What is 2 < 3?"}]
 TIMEOUT_S = 30.0
@@ -309,12 +308,6 @@ async def test_a_client_that_does_not_read_is_disconnected(is_stream: bool) -> N
         writer.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_limits_on_requests_and_connections() -> None:
     may_continue = asyncio.Event()
 
@@ -505,14 +498,6 @@ async def test_listening_needs_libraries(monkeypatch: pytest.MonkeyPatch) -> Non
         Gateway(Config(listen="127.0.0.1:0", openai_listen="127.0.0.1:0"))
 
 
-def test_a_public_address_needs_tls_or_insecure() -> None:
-    with pytest.raises(ConfigError, match="openai_listen"):
-        load_config({"openai_listen": "0.0.0.0:0"}, {})
-    assert load_config({"openai_listen": "0.0.0.0:0", "insecure": "on"}, {}).openai_listen == "0.0.0.0:0"
-    with pytest.raises(ConfigError, match="host:port"):
-        load_config({"openai_listen": "unix:/x"}, {})
-
-
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 async def test_all_addresses_of_ipv6_include_those_of_ipv4() -> None:
     runtime = FakeRuntime(generate_yes)
@@ -538,11 +523,9 @@ async def test_a_body_of_too_many_values_is_not_parsed() -> None:
     assert await turns_of(parse(json.dumps(text).encode())) > 30
     numbers = list(range((1 << 20) - 8))
     assert await parse(json.dumps(numbers).encode()) == numbers
-    for many in (b"[" + b"1," * (1 << 20) + b"1]", b"[],", b"{},", b'"",', b'"a":1,', b'",",'):
-        body = many if len(many) > 10 else b"[" + many * (1 << 18) + b"1]"
-        with pytest.raises(InvalidArgument) as caught:
-            await parse(body)
-        assert caught.value.reason == "REQUEST_TOO_LARGE"
+    with pytest.raises(InvalidArgument) as caught:
+        await parse(b"[" + b"1," * (1 << 20) + b"1]")
+    assert caught.value.reason == "REQUEST_TOO_LARGE"
 
 
 async def test_the_bytes_of_all_bodies_are_limited_until_the_response() -> None:
