@@ -70,9 +70,9 @@ class WorkerView:
 class PrefixAffinity:
     """Remembers which workers computed each prefix: the last few. Bounded; only a hint."""
 
-    def __init__(self, capacity: int = 65_536, holders: int = 3) -> None:
+    def __init__(self, capacity: int = 65_536) -> None:
         self._capacity = capacity
-        self._most_holders = holders
+        self._most_holders = 3
         # By prefix, as (worker id, epoch), the last one first.
         self._holders: OrderedDict[int, tuple[Holder, ...]] = OrderedDict()
 

@@ -1,7 +1,8 @@
-"""Which worker takes a new sequence."""
+"""Which worker takes a new sequence, by its room, what it has of a prefix, and what is queued."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from service.caches.entries import CacheEntry
 from service.caches.ledger import CacheState
 from service.caches.machine import CacheMachine
-from service.caches.requests import Append, AppendKind
+from service.caches.requests import Append, AppendKind, Priority
 from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
+from service.caches.worker_load import End
 from service.caches.workers import PrefixAffinity, Workers, WorkerView
 from service.errors import NoWorker
 
@@ -107,25 +109,6 @@ def test_a_worker_is_ready_once() -> None:
     assert placement.find("a", 2) is None and placement.find("b", 1) is None
 
 
-def test_what_was_refused_is_forgotten() -> None:
-    full, empty = view("full", 1, 101), view("empty", 2, 100)
-    placement = placed(full, empty)
-    assert place(placement, PROMPT) is full
-    full.pages_available = 31
-    assert place(placement, PROMPT) is full
-    placement.affinity.forget(PROMPT, full)
-    assert place(placement, PROMPT) is empty
-
-
-def test_a_prefix_ends_where_the_tokens_differ() -> None:
-    affinity = PrefixAffinity()
-    affinity.record(PROMPT, view("a", 1, 50))
-    assert affinity.held(PROMPT) == {("a", 1): 3 * GRAIN}
-    assert affinity.held([*PROMPT[:GRAIN], *[999] * GRAIN]) == {("a", 1): GRAIN}
-    assert affinity.held([999, *PROMPT]) == {}
-    assert affinity.held(PROMPT[: GRAIN - 1]) == {}
-
-
 def test_memory_of_prefixes_is_bounded() -> None:
     affinity = PrefixAffinity(capacity=4)
     for first in range(10):
@@ -165,3 +148,100 @@ def test_the_machine_is_told_of_one_incarnation() -> None:
     assert sent_to() == "b"
     machine.worker_suspected("a", 1, suspect=False)
     assert sent_to() == "a", "both have the prefix by now, and it has more room"
+
+
+# Against a plain model of what workers have of a prefix, and of what is queued.
+
+HOLDERS = 3
+VOCAB = 3
+
+
+def numbered(number: int) -> WorkerView:
+    return WorkerView(f"worker-{number}", 1, 16, 10_000, 10_000, 10_000 - number)
+
+
+class Model:
+    """Every prefix that was ever computed, as it is, with its last holders: the latest first."""
+
+    def __init__(self) -> None:
+        self.holders: dict[tuple[bytes, tuple[int, ...]], list[WorkerView]] = {}
+
+    def record(self, tokens: Sequence[int], worker: WorkerView, salt: bytes) -> None:
+        for end in range(GRAIN, len(tokens) + 1, GRAIN):
+            known = self.holders.setdefault((salt, tuple(tokens[:end])), [])
+            known[:] = [worker, *(each for each in known if each is not worker)][:HOLDERS]
+
+    def forget(self, tokens: Sequence[int], worker: WorkerView, salt: bytes) -> None:
+        for end in range(GRAIN, len(tokens) + 1, GRAIN):
+            key = (salt, tuple(tokens[:end]))
+            left = [each for each in self.holders.pop(key, []) if each is not worker]
+            if left:
+                self.holders[key] = left
+
+    def held(self, tokens: Sequence[int], salt: bytes) -> dict[WorkerView, int]:
+        found: dict[WorkerView, int] = {}
+        for end in range(GRAIN, len(tokens) + 1, GRAIN):
+            holders = self.holders.get((salt, tuple(tokens[:end])), [])
+            if not holders:
+                break
+            found |= dict.fromkeys(holders, end)
+        return found
+
+
+def any_tokens(rng: random.Random) -> list[int]:
+    """Of few kinds, so that prefixes are common."""
+    return [token for _ in range(rng.randint(0, 4)) for token in [rng.randrange(VOCAB)] * GRAIN] + [
+        7
+    ] * rng.randint(1, 9)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_it_chooses_as_the_plain_model_does(seed: int) -> None:
+    rng = random.Random(seed)
+    workers, model = Workers(), Model()
+    views = [numbered(number) for number in range(rng.randint(1, 5))]
+    for worker in views:
+        workers.add(worker)
+    for caller in range(1, 120):
+        tokens, salt = any_tokens(rng), rng.choice((b"", b"", b"other"))
+        held = model.held(tokens, salt)
+        known = {(worker.worker_id, worker.epoch): count for worker, count in held.items()}
+        assert workers.affinity.held(tokens, salt) == known
+
+        def total(worker: WorkerView, length: int = len(tokens), held: dict[WorkerView, int] = held) -> int:
+            return worker.load.estimate(0, max(length - held.get(worker, 0), 1), 1, Priority.NORMAL).total
+
+        chosen = workers.choose(tokens, salt)
+        assert chosen is min(views, key=lambda worker: (total(worker), -worker.headroom))
+        assert workers.choose(tokens, salt) is chosen, "asked again, it says the same"
+        change, computes = rng.random(), rng.choice((chosen, *views))
+        if change < 0.7:
+            workers.affinity.record(tokens, computes, salt)
+            model.record(tokens, computes, salt)
+        elif change < 0.8:
+            workers.affinity.forget(tokens, computes, salt)
+            model.forget(tokens, computes, salt)
+        if rng.random() < 0.6:
+            load = rng.choice(views).load
+            work = load.estimate(caller, rng.randint(1, 60), 1, Priority.NORMAL, enters=True)
+            if rng.random() < 0.5:
+                load.leave([(work, caller - 0.1)], float(caller), End.ANSWERED)
+
+
+def test_a_hot_prefix_is_not_tied_to_one_worker() -> None:
+    """64 callers at once, whose prompts have one prefix. Three of four workers compute it again."""
+    placement, prefix = Workers(), [1] * 512
+    views = [numbered(number) for number in range(4)]
+    for worker in views:
+        placement.add(worker)
+    placement.affinity.record(prefix, views[0])
+    computed = dict.fromkeys(views, 0)
+    for caller in range(1, 65):
+        tokens = [*prefix, *([caller + 1] * 64)]
+        chosen = placement.choose(tokens)
+        held = placement.affinity.held(tokens).get((chosen.worker_id, chosen.epoch), 0)
+        chosen.load.estimate(caller, len(tokens) - held, 1, Priority.NORMAL, enters=True)
+        computed[chosen] += len(tokens) - held
+        placement.affinity.record(tokens, chosen)
+    # A quarter of all that is computed, and at most one prompt more than another.
+    assert max(computed.values()) <= (64 * 64 + 3 * 512) / 4 + (512 + 64)

@@ -115,19 +115,6 @@ def test_a_fork_of_nothing_keeps_the_salt(gateway: Shared) -> None:
     assert gateway.sent[-1].forward.salt == alice.salt("s")
 
 
-def test_who_computed_a_prefix_is_remembered_for_its_salt_only() -> None:
-    gateway = Shared(workers=2)
-    placement = gateway.machine._workers
-    first, second = placement
-    prompt = list(range(32))
-    second.pages_queued = 1
-    assert placement.choose(prompt, b"a") is first
-    placement.affinity.record(prompt, first, b"a")
-    first.pages_queued = 9
-    assert placement.choose(prompt, b"a") is first, "it holds the prefix"
-    assert placement.choose(prompt, b"b") is second, "for others it does not"
-
-
 # Quotas.
 
 
