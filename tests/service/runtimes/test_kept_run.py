@@ -63,7 +63,11 @@ class KeptBatch:
             await self.step()
         await task
 
-    async def end(self, task: asyncio.Task[None]) -> None:
+    async def begin_and_leave(self) -> None:
+        """A run that ends with some tokens."""
+        _, task = self.begin()
+        for _ in range(4):
+            await self.step()
         task.cancel()
         await asyncio.wait([task])
 
@@ -94,10 +98,7 @@ async def test_a_finished_batch_holds_no_reference_to_its_request() -> None:
 
 async def test_a_different_prompt_under_the_same_key_is_refused() -> None:
     world = KeptBatch(ONE, MANY)
-    _, first = world.begin()
-    for _ in range(4):
-        await world.step()
-    await world.end(first)
+    await world.begin_and_leave()
     others = [prepared("one", [1, 2, 5], 12, 1), prepared("many", [7, 2, 4], 12, 4)]
     reader, second = world.begin(*others)
     await world.finish(second)
@@ -108,10 +109,7 @@ async def test_a_different_prompt_under_the_same_key_is_refused() -> None:
 
 async def test_a_batch_may_be_resumed_with_more_samples() -> None:
     world = KeptBatch(MANY)
-    _, first = world.begin()
-    for _ in range(4):
-        await world.step()
-    await world.end(first)
+    await world.begin_and_leave()
     more = prepared("many", [1, 2, 4], 12, 6)
     reader, second = world.begin(more)
     await world.finish(second)
@@ -120,10 +118,7 @@ async def test_a_batch_may_be_resumed_with_more_samples() -> None:
 
 async def test_a_batch_is_not_resumed_with_other_weights() -> None:
     world = KeptBatch(ONE, MANY)
-    _, first = world.begin()
-    for _ in range(4):
-        await world.step()
-    await world.end(first)
+    await world.begin_and_leave()
     world.gateway.start_worker("worker-1", weights=1)
     world.gateway.dispatcher.weights_switched(1, drain=False)
     reader, second = world.begin(*(replace(item, weights=1) for item in world.items))
@@ -133,19 +128,16 @@ async def test_a_batch_is_not_resumed_with_other_weights() -> None:
     assert await world.caches_after() == 0, "caches that no run can use are released"
 
 
-@pytest.mark.parametrize("steps", [0, 4])
-async def test_an_item_resumes_only_if_a_cache_shows_that_it_ran_here(steps: int) -> None:
+@pytest.mark.parametrize("has_run", [False, True])
+async def test_an_item_resumes_only_if_a_cache_shows_that_it_ran_here(*, has_run: bool) -> None:
     world = KeptBatch(ONE, MANY, prepared("single", [3], 5, 2))
-    if steps:
-        _, first = world.begin()
-        for _ in range(steps):
-            await world.step()
-        await world.end(first)
+    if has_run:
+        await world.begin_and_leave()
     world.batch = replace(world.batch, resumed=frozenset(["one", "many", "single"]))
     reader, second = world.begin()
     await world.finish(second)
     for item in world.items:
-        if not steps:
+        if not has_run:
             assert reader.reasons(item.spec.item_id) == ["EXECUTION_LOST"] * item.num_samples
             continue
         for sample in range(item.num_samples):

@@ -141,9 +141,9 @@ def status(code: int, body: object = None, headers: str = "") -> Reply:
     return raw(head.encode() + text)
 
 
-def event(data: object, name: str = "") -> bytes:
+def event(data: object) -> bytes:
     text = data if isinstance(data, str) else json.dumps(data)
-    return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
+    return f"data: {text}\n\n".encode()
 
 
 def delta(text: str = "", sample: int = 0, finish: str | None = None, **more: object) -> dict[str, object]:

@@ -48,6 +48,7 @@ async def test_text_is_streamed_with_the_usage_at_the_end(provider: FakeProvider
     out = await answered(provider, item(), prices=PRICES)
     assert provider.asked[0].headers["accept-encoding"] == "identity"
     assert "traceparent" not in provider.asked[0].headers, "without traces of our own"
+    assert "authorization" not in provider.asked[0].headers, "none is configured"
     assert [chunk.text for chunk in out.of()] == ["Hel", "lo", ""]
     last = out.last()
     assert (last.finish_reason, last.stop) == (STOP, "")

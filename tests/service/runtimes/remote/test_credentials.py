@@ -159,16 +159,6 @@ async def test_credentials_are_only_sent_over_verified_tls(
     assert len(provider.asked) == is_trusted
 
 
-async def test_redirects_are_not_followed(provider: FakeProvider, key: Path) -> None:
-    async with fake_provider() as elsewhere:
-        elsewhere.script.append(GOOD)
-        provider.script.append(status(308, headers=f"Location: {elsewhere.url}\r\n"))
-        async with remote(config(provider, api_key_file=str(key)), VirtualTime()) as runtime:
-            out = await run(runtime, item())
-
-    assert reason(out.last()) == "FORBIDDEN" and elsewhere.asked == []
-
-
 def _leaks() -> Iterator[tuple[str, Reply]]:
     """Responses of a provider that repeats the credentials wherever it can."""
     echo = {"error": {"message": SECRET, "type": SECRET, "code": SECRET}}
@@ -208,13 +198,7 @@ async def test_credentials_appear_nowhere(
             out = await run(runtime, item())
             sessions = runtime._provider.sessions
             assert sessions._current is not None
-            shown += [
-                runtime,
-                runtime.describe(),
-                sessions,
-                sessions._current,
-                made,
-            ]
+            shown += [runtime, runtime.describe(), sessions, sessions._current, made]
         shown += [chunk.SerializeToString() for chunk in out.chunks]
 
     assert reason(out.last())
@@ -259,14 +243,6 @@ async def test_an_unexpected_exception_reveals_no_credentials(
     assert reason(out.last()) == "INTERNAL"
     logged = caplog.text + "".join(capfd.readouterr())
     assert "ZeroDivisionError" in logged and "planted" not in logged
-
-
-async def test_without_configured_credentials_none_are_sent(provider: FakeProvider) -> None:
-    provider.script.append(GOOD)
-    async with remote(config(provider)) as runtime:
-        await run(runtime, item())
-
-    assert "authorization" not in provider.asked[0].headers
 
 
 async def test_a_replaced_runtime_finishes_its_calls_and_closes_its_connections() -> None:

@@ -52,19 +52,6 @@ def error(code: str, message: str = "") -> dict[str, object]:
     return {"error": {"code": code, "type": code, "message": message}}
 
 
-def dripping(head: bytes, drop: bytes) -> Reply:
-    """Writes headers, and then drops without an end."""
-
-    async def reply(writer: asyncio.StreamWriter) -> bool:
-        writer.write(head)
-        while True:
-            await writer.drain()
-            await asyncio.sleep(0.005)
-            writer.write(drop)
-
-    return reply
-
-
 class Stuck(Collected):
     """A sink that stays full, from the beginning or from the first chunk on."""
 
@@ -228,7 +215,7 @@ async def test_an_endless_response_is_limited(
 
 
 async def test_an_endless_error_body_is_limited(provider: FakeProvider) -> None:
-    provider.script.append(dripping(b"HTTP/1.1 403 X\r\n\r\n", b"x"))
+    provider.script.append(raw(b"HTTP/1.1 403 X\r\n\r\n", *([b"x"] * 10_000), pause_s=0.005))
 
     async with remote(config(provider, idle_timeout_s=0.1)) as runtime:
         out = await asyncio.wait_for(run(runtime, item()), 10)

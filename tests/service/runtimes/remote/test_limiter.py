@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from quire.v1 import runner_pb2
 
@@ -61,7 +61,6 @@ WANTED = st.builds(
 )
 
 
-@settings(deadline=None)
 @example(
     wanted=[Wanted(0.0, tenant, NORMAL, 0.5, 1e6) for tenant in (0, 0, 0, 1)],
     one_priority=True,

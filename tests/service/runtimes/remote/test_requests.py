@@ -28,6 +28,7 @@ CHAT = runner_pb2.Chat(
     ),
 )
 SCHEMA = '{"type": "object"}'
+sampling = types_pb2.SamplingParams
 
 
 def body(
@@ -41,10 +42,6 @@ def body(
 def asked(**fields: Any) -> runner_pb2.ExecuteItem:
     fields = fields if {"text", "chat", "tokens"} & fields.keys() else {"text": "Hi", **fields}
     return runner_pb2.ExecuteItem(item_id="a", **fields)
-
-
-def sampling(**fields: Any) -> types_pb2.SamplingParams:
-    return types_pb2.SamplingParams(**fields)
 
 
 def test_a_text_becomes_one_chat_message() -> None:
