@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quire.cli.main import main
@@ -125,16 +126,13 @@ def test_serve_of_a_model_that_is_nowhere_ends_with_a_line(tmp_path: Path) -> No
     assert error == f"quire: org/name {where}: {hint}\n"
 
 
-def test_a_bad_setting_exits_with_2_and_names_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUIRE_WORKERS", "none")
-    assert main(["serve"]) == 2
-    expected = (
-        "quire: workers = 'none' (from QUIRE_WORKERS) is refused: "
-        "must be a whole number from 1 to 256, or auto\n"
-    )
-    assert capsys.readouterr().err == expected
+def refused(*flags: str) -> dict[str, Any]:
+    """The line with which a server ends that cannot start."""
+    with run("serve", *flags, "--log-format", "json") as process:
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    (line,) = map(json.loads, error.splitlines())
+    return dict(line)
 
 
 def test_a_second_server_on_a_port_is_told_of_the_port(tmp_path: Path) -> None:
@@ -143,11 +141,7 @@ def test_a_second_server_on_a_port_is_told_of_the_port(tmp_path: Path) -> None:
         listen = f"127.0.0.1:{first.getsockname()[1]}"
         directory = tmp_path / "data"
         with contextlib.closing(open_journal(directory, "normal")):
-            flags = ("--listen", listen, "--data-dir", str(directory), "--log-format", "json")
-            with run("serve", *flags) as process:
-                _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    (line,) = map(json.loads, error.splitlines())
+            line = refused("--listen", listen, "--data-dir", str(directory))
     assert (line["event"], line["listen"]) == ("cannot listen", listen)
     assert line["error"] == "another process has this address: end it, or choose another address"
 
@@ -159,10 +153,7 @@ def test_a_second_server_on_a_port_removes_nothing_of_the_first(tmp_path: Path) 
         path.mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as first:
         listen = f"127.0.0.1:{first.getsockname()[1]}"
-        flags = ("--listen", listen, "--data-dir", str(tmp_path / "data"), "--journal", "memory")
-        with run("serve", *flags) as process:
-            process.communicate(timeout=60)
-    assert process.returncode == 1
+        refused("--listen", listen, "--data-dir", str(tmp_path / "data"), "--journal", "memory")
     assert all(path.is_dir() for path in of_first)
 
 
@@ -171,11 +162,7 @@ def test_a_data_directory_is_one_servers_whatever_its_journal(tmp_path: Path, ki
     """Adapters and loaded weights are in it, too."""
     directory = tmp_path / "data"
     with contextlib.closing(open_configured("memory", "normal", directory, none, none)):
-        flags = ("--listen", "127.0.0.1:0", "--data-dir", str(directory), "--log-format", "json")
-        with run("serve", *flags, "--journal", kind) as process:
-            _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    (line,) = map(json.loads, error.splitlines())
+        line = refused("--listen", "127.0.0.1:0", "--data-dir", str(directory), "--journal", kind)
     assert line["event"] == "cannot use the journal" and "in use by another gateway" in line["error"]
     with contextlib.closing(open_configured(kind, "normal", directory, none, none)):
         pass
@@ -197,12 +184,9 @@ def test_a_journal_that_cannot_be_used_is_told_also_where_a_killed_server_has_le
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(path))
     with contextlib.closing(open_journal(directory, "normal")):
-        flags = ("--listen", f"unix:{path}", "--data-dir", str(directory), "--log-format", "json")
-        with run("serve", *flags) as process:
-            _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    (line,) = map(json.loads, error.splitlines())
-    assert line["event"] == "cannot use the journal"
+        assert refused("--listen", f"unix:{path}", "--data-dir", str(directory))["event"] == (
+            "cannot use the journal"
+        )
 
 
 def test_a_token_and_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

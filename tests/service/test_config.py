@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import errno
 import os
-import pickle
 import re
 from pathlib import Path
 
@@ -38,10 +37,7 @@ def toml(path: Path, content: str) -> str:
 
 
 def test_defaults() -> None:
-    config = load_config(parse(), {})
-    assert config == Config()
-    assert (config.model, config.listen) == ("adder", "127.0.0.1:50051")
-    assert (config.workers, config.kv_pages) == (1, None)
+    assert load_config(parse(), {}) == Config()
 
 
 def test_flags_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
@@ -83,10 +79,8 @@ def test_auto_means_none_in_every_source(tmp_path: Path) -> None:
         ("--model", "/nowhere", f"it does not exist; {MODELS}"),
         ("--model", "/", f"it has no config.json; {MODELS}"),
         ("--model", "", f"it has no config.json; {MODELS}"),
-        ("--model", "a/b/c", f"it does not exist; {MODELS}"),
         ("--model", "n" * 300, f"it cannot be read (File name too long); {MODELS}"),
         ("--tokens", "n" * 300, "must be a file"),
-        ("--model", "../qwen3", f"it does not exist; {MODELS}"),
         ("--model-download", "maybe", "must be one of off, on"),
     ],
 )
@@ -270,13 +264,6 @@ def test_help_tells_all_of_every_setting_in_groups() -> None:
     assert "--listen" in flags["addresses and access"] and "--data-dir" in flags["state on disk"]
 
 
-def test_config_is_frozen_and_travels_to_other_processes() -> None:
-    config = load_config(parse("--workers", "3"), {})
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.workers = 4  # type: ignore[misc]
-    assert pickle.loads(pickle.dumps(config)) == config
-
-
 @given(st.sampled_from([field.name for field in dataclasses.fields(Config)]), st.text(max_size=20))
 def test_any_text_is_taken_or_refused_by_name(name: str, value: str) -> None:
     config: Config | None
@@ -297,17 +284,19 @@ def test_a_workers_settings_are_the_gateways() -> None:
     assert names - of_the_pool <= {field.name for field in dataclasses.fields(Config)}
 
 
+@pytest.mark.parametrize("name", ["listen", "openai_listen"])
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "[2001:db8::1]:1", "example.org:1"])
-def test_what_others_can_reach_needs_tls_or_a_word(address: str, tmp_path: Path) -> None:
+def test_what_others_can_reach_needs_tls_or_a_word(name: str, address: str, tmp_path: Path) -> None:
+    flag = f"--{name.replace('_', '-')}"
     with pytest.raises(ConfigError, match="clients need TLS") as caught:
-        load_config(parse("--listen", address), {})
-    assert (caught.value.setting, caught.value.source) == ("listen", "--listen")
+        load_config(parse(flag, address), {})
+    assert (caught.value.setting, caught.value.source) == (name, flag)
     file = tmp_path / "pem"
     file.touch()
     certificate = ("--tls-cert", str(file), "--tls-key", str(file))
     for word in (("--insecure",), ("--insecure", "on"), certificate):
-        assert load_config(parse("--listen", address, *word), {}).listen == address
-    assert load_config(parse("--listen", address), {"QUIRE_INSECURE": "on"}).insecure == "on"
+        assert getattr(load_config(parse(flag, address, *word), {}), name) == address
+    assert load_config(parse(flag, address), {"QUIRE_INSECURE": "on"}).insecure == "on"
 
 
 def test_tls_by_halves_is_refused(tmp_path: Path) -> None:

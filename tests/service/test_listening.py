@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from service.auth.unix_socket import IN_USE, LockedUnixSocket
+from service.auth.unix_socket import LockedUnixSocket
 from service.listening import why_not_listening
-
-
-def test_a_port_that_another_server_has() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        _, port = other.getsockname()
-        assert why_not_listening(f"127.0.0.1:{port}") == IN_USE
 
 
 @pytest.mark.parametrize(

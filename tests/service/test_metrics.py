@@ -203,6 +203,7 @@ async def test_a_server_without_workers_shows_its_families(tmp_path: Path) -> No
 
 
 async def scraped(server: MetricsServer) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    server.gateway.exporter._texts.clear()  # type: ignore[union-attr]
     families = text_string_to_metric_families((await server.get("/metrics")).body)
     return {(one.name, frozenset(one.labels.items())): one.value for of in families for one in of.samples}
 
@@ -223,7 +224,6 @@ async def test_what_fits_into_a_step_runs_and_the_rest_waits(tmp_path: Path) -> 
         # Without the worker all of them wait.
         caches.worker_lost("worker-0", 1, 0.0)
         caches.take_effects()
-        server.gateway.exporter._texts.clear()  # type: ignore[union-attr]
         samples = await scraped(server)
         assert samples["quire_num_requests_running", frozenset()] == 0
         assert samples["quire_num_requests_waiting", frozenset()] == len(sizes)
@@ -334,7 +334,6 @@ async def test_all_shards_are_counted_also_one_that_was_given_back(
             }
             assert found == expected, shards
             gateway._forwarding.cores.clear()
-            server.gateway.exporter._texts.clear()  # type: ignore[union-attr]
         further.close()
         assert not further.caches.index.anonymous.caches, "its tenants do not hold them here"
 
@@ -352,7 +351,6 @@ async def test_a_slot_of_two_versions_is_one_worker(tmp_path: Path) -> None:
         assert samples["quire_steps_total", worker] == 30 and samples["quire_worker_ready", worker] == 2
         assert samples["quire_kv_pages", worker | {("state", "free")}] == 3
         versions.remove(other)
-        server.gateway.exporter._texts.clear()  # type: ignore[union-attr]
         samples = await scraped(server)
         assert samples["quire_steps_total", worker] == 30, "what it has counted remains"
         assert samples["quire_worker_ready", worker] == 1

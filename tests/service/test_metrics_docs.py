@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
-from prometheus_client import Metric
 
-from service.errors import QuireError
 from tests.service.metrics_server import serving
+from tests.service.test_errors import ERRORS
 from tests.test_links import anchors
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
@@ -40,13 +39,12 @@ async def known(tmp_path: Path) -> Known:
         assert server.gateway.exporter is not None
         families = [*server.gateway.exporter.registry.collect()]
     return {
-        family.name + ("_total" if family.type == "counter" else ""): (family.type, set(_labels(family)))
+        family.name + ("_total" if family.type == "counter" else ""): (
+            family.type,
+            set(getattr(family, "_labelnames", ())),
+        )
         for family in families
     }
-
-
-def _labels(family: Metric) -> tuple[str, ...]:
-    return getattr(family, "_labelnames", ())
 
 
 def documented() -> Known:
@@ -145,15 +143,6 @@ def test_alerts_have_an_entry_in_the_runbook() -> None:
         assert DOCS.parent / page == OPERATIONS and anchor in anchors(OPERATIONS)
 
 
-def reasons() -> set[str]:
-    found, left = set(), [QuireError]
-    while left:
-        kind = left.pop()
-        found.add(kind.reason)
-        left += kind.__subclasses__()
-    return found
-
-
 async def test_reasons_of_alerts_are_shown_before_they_occur(tmp_path: Path) -> None:
     """increase() does not see the first value of a series."""
     async with serving(tmp_path) as server:
@@ -161,7 +150,9 @@ async def test_reasons_of_alerts_are_shown_before_they_occur(tmp_path: Path) -> 
     shown = {one.labels["reason"]: one.value for one in families["quire_appends_failed"].samples}
     assert not any(shown.values())
     named = [name for rule in alerts() for name in re.findall(r'reason=~"([^"]*)"', rule["expr"])]
-    assert named and {reason for listed in named for reason in listed.split("|")} <= shown.keys() & reasons()
+    assert named and {reason for listed in named for reason in listed.split("|")} <= shown.keys() & {
+        error.reason for error in ERRORS
+    }
 
 
 def test_numbers_in_summaries_are_rounded() -> None:

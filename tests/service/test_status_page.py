@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import json
@@ -19,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import types_pb2, worker_pb2
 
-from service.metrics import exporter
 from service.metrics.figures import TIMES_S, Distribution
 from service.metrics.status_page import PAGE
 from tests.service.metrics_server import serving
@@ -90,17 +88,6 @@ async def test_names_hold_no_markup(tmp_path: Path) -> None:
     found = json.loads(answer.body)
     assert found["model"] == HOSTILE and found["refusals"] == {HOSTILE: 1}
     assert found["state"] == "serving" and found["workers"][0]["state"] == "ready"
-
-
-async def test_it_is_computed_once_for_all_who_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "_MAX_AGE_S", 3600.0)
-    async with serving(tmp_path) as server:
-        asked = server.gateway.state.call_log.refusals
-        answers = []
-        for _ in range(3):
-            asked["QUEUE_FULL"] += 1
-            answers += await asyncio.gather(*(server.get("/status.json") for _ in range(8)))
-    assert {json.loads(answer.body)["totals"]["refusals"] for answer in answers} == {1}
 
 
 @given(st.lists(st.one_of(st.sampled_from(TIMES_S), st.floats(0, 1e4)), max_size=50))
