@@ -20,7 +20,6 @@ from service import errors
 from service.api.status import from_status, to_status
 
 ROOT = Path(__file__).resolve().parents[2]
-BIG = 2**32 - 1
 # Of the 16 KiB that peers allow for all metadata of a call.
 MAX_DETAIL_BYTES = 4096
 WIDE = st.text(st.characters(codec="utf-8"), max_size=2000)

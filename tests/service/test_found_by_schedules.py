@@ -53,29 +53,19 @@ def test_nothing_is_computed_for_a_cache_whose_release_is_being_written() -> Non
     assert [type(record) for record in journal.written[-2:]] == [CacheForked, CacheReleased]
 
 
-def adopted(gateway: Gateway, worker: ModelWorker, kept: dict[int, int]) -> None:
-    """A worker that has outlived an earlier gateway becomes ready."""
-    gateway.workers[worker.worker_id] = worker
-    gateway.dispatcher.worker_ready(worker.view(64), kept)
-
-
-def orphan(epoch: int, sequences: dict[int, list[int]]) -> ModelWorker:
-    """A worker with sequences of an earlier gateway."""
-    worker = ModelWorker("worker-1", epoch, Pool(100), random.Random(0), Counter())
-    worker.faults = Faults(step=0.0, control=0.0, timeout=0.0)
-    worker.sequences = sequences
-    return worker
-
-
 def test_what_was_cut_and_extended_since_it_was_claimed_is_computed_again() -> None:
+    """Since a worker that outlived an earlier gateway said what it has."""
     gateway = Gateway()
     cache = gateway.create(1, 2, 3)
     (entry,) = gateway.machine.index
-    worker = orphan(9, {entry.number: [1, 2, 3]})
+    worker = ModelWorker("worker-1", 9, Pool(100), random.Random(0), Counter())
+    worker.faults = Faults(step=0.0, control=0.0, timeout=0.0)
+    worker.sequences = {entry.number: [1, 2, 3]}
     kept = worker.adopt(gateway.dispatcher.claims(worker.holdings()))
     gateway.handles(Truncate(cache, 1))
     gateway.append(prefill(7, 8, cache_id=cache))
     gateway.lose_worker()
-    adopted(gateway, worker, kept)
+    gateway.workers[worker.worker_id] = worker
+    gateway.dispatcher.worker_ready(worker.view(64), kept)
     gateway.append(decode(cache, 4))
     assert gateway.held() == [[1, 7, 8, 4]]

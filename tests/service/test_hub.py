@@ -60,9 +60,11 @@ def find(tmp_path: Path) -> Find:
     """
     script = """
 import json, sys
-from service.cli.hub import HubError, find_model
-revision, download = json.loads(sys.argv[1])
+from service.cli.hub import HubError, find_files, find_model
+revision, download, files = json.loads(sys.argv[1])
 try:
+    if files:
+        find_files("org/model", files, download=download)
     print(find_model("org/model", revision, download=download))
 except HubError as error:
     print(f"quire: {error}", file=sys.stderr)
@@ -71,13 +73,15 @@ assert not {"torch", "transformers"} & set(sys.modules)
 
     home = str(tmp_path / "home")
 
-    def run(*, revision: str | None = None, download: bool = True, **environment: str) -> tuple[str, str]:
+    def run(
+        *files: str, revision: str | None = None, download: bool = True, **environment: str
+    ) -> tuple[str, str]:
         path = f"{ROOT}{os.pathsep}{ROOT / 'clients' / 'python'}"
         # Not those of whoever runs the tests.
         others = ("HF_", "TRANSFORMERS_", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
         base = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         done = subprocess.run(
-            [sys.executable, "-c", script, json.dumps([revision, download])],
+            [sys.executable, "-c", script, json.dumps([revision, download, files])],
             env=base | {"PYTHONPATH": path, "HF_HOME": home, "HF_ENDPOINT": NOBODY} | environment,
             capture_output=True,
             text=True,
@@ -131,23 +135,11 @@ def test_the_cache_may_be_elsewhere_and_have_revisions(tmp_path: Path, find: Fin
     assert find(revision="b" * 40, HF_HUB_CACHE=str(tmp_path / "cache"))[0] == str(other)
 
 
-def test_a_single_file_that_is_not_there_is_told_as_well(tmp_path: Path) -> None:
+def test_a_single_file_that_is_not_there_is_told_as_well(tmp_path: Path, find: Find) -> None:
     """As for `quire plan`. The library's own text is about its arguments."""
-    script = """
-from service.cli.hub import HubError, find_files
-try:
-    find_files("org/model", ["config.json"], download=True)
-except HubError as error:
-    print(error)
-"""
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'clients' / 'python'}", "HF_HOME": str(tmp_path)}
-    environment = os.environ | paths | {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY}
-    environment.pop("HF_HUB_CACHE", None)
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
-    )
-    where = f"is not whole in the cache {tmp_path / 'hub'}; HF_HUB_OFFLINE is set"
-    assert done.stdout == f"{MODEL} is no directory here and {where}: {FIRST}\n", done.stderr
+    where = f"is not whole in the cache {tmp_path / 'home' / 'hub'}; HF_HUB_OFFLINE is set"
+    said = f"quire: {MODEL} is no directory here and {where}: {FIRST}\n"
+    assert find("config.json", HF_HUB_OFFLINE="1") == ("", said)
 
 
 @pytest.mark.parametrize(
@@ -237,15 +229,6 @@ def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, b
     # It is in the cache now, under the names by which it was asked for.
     assert find() == (found, "")
     assert find(revision=COMMIT, HF_HUB_OFFLINE="1") == (found, "")
-
-
-def test_a_partial_copy_is_completed(tmp_path: Path, find: Find) -> None:
-    make_cache(tmp_path / "home" / "hub", {"config.json": SMALL["config.json"]})
-    site = Hub(MODEL, SMALL | WEIGHTS)
-    with serving(site) as endpoint:
-        found, _ = find(HF_ENDPOINT=endpoint)
-    assert names_in(found) == set(SMALL | WEIGHTS)
-    assert "config.json" not in site.fetched
 
 
 def test_a_broken_transfer_is_resumed(find: Find) -> None:

@@ -1,9 +1,11 @@
-"""What is queued for a worker becomes messages: as few as fit, in order."""
+"""What is queued for a worker becomes messages: as few as fit, in order. The socket that takes them."""
 
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from quire.v1 import worker_pb2
 
 from service.config import Config
 from service.pool import link as link_module
+from service.pool.endpoints import SocketEndpoint
 from service.pool.link import WorkerLink
 
 
@@ -72,3 +75,27 @@ async def test_what_waits_becomes_one_message_and_what_is_large_several(
     large = {5, 6, 7, 8}
     assert all(len(large & set(message)) <= 2 for message in endpoint.written), "no message is too large"
     assert all(10 not in message or message == [10] for message in endpoint.written)
+
+
+LENGTH = struct.Struct("<I")
+MAX_BYTES = 1 << 16
+# Far more than anything takes.
+PATIENCE_S = 30
+
+
+async def test_it_waits_until_the_worker_listens_and_shows_the_secret(tmp_path: Path) -> None:
+    received: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        received.put_nowait(worker_pb2.ConnectRequest.FromString(await reader.readexactly(size)))
+        writer.close()
+
+    endpoint = SocketEndpoint(str(tmp_path / "s"), "opensesame")
+    opening = asyncio.create_task(endpoint.open(MAX_BYTES, MAX_BYTES))
+    await asyncio.sleep(0.1)
+    assert not opening.done()
+    async with await asyncio.start_unix_server(accept, tmp_path / "s"), asyncio.timeout(PATIENCE_S):
+        await opening
+        assert await received.get() == worker_pb2.ConnectRequest(secret="opensesame")
+        await endpoint.close()

@@ -100,17 +100,6 @@ def test_loading_worker_is_neither_suspect_nor_silent() -> None:
     assert liveness.check() == WorkerExit("it did not become ready in time", hung=True)
 
 
-def test_step_timeout() -> None:
-    liveness = ready()
-    for second in range(61):
-        liveness.on_snapshot(in_step(7, second))
-        assert liveness.check() is None
-        pass_time(liveness, 1, sends=True)
-    pass_time(liveness, 1, sends=True)
-    liveness.on_snapshot(in_step(7, 62))
-    assert liveness.check() == TOO_LONG
-
-
 def test_many_steps_do_not_add_up() -> None:
     liveness = ready()
     for number in range(1, 100):

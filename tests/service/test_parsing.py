@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError, Message
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2 as types
@@ -96,14 +96,12 @@ def reason(refused: Any) -> str:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@settings(deadline=None)
 @given(message=st.one_of(prefills, batches, sessions))
 def test_pieces_make_the_whole(message: Message) -> None:
     assert parsed(type(message), message.SerializeToString()) == message
 
 
 @pytest.mark.usefixtures("small_pieces")
-@settings(deadline=None)
 @given(data=st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
     """Pieces may refuse what the whole would take (fields of no message of ours), never the other way."""

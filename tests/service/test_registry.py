@@ -252,16 +252,17 @@ def like(**values: Any) -> worker_pb2.WorkerConfig:
     return merged
 
 
+def register(data_dir: Path, worker: Stranger, **changed: Any) -> None:
+    """As its gateway does, which ends."""
+    registry = Registry(data_dir)
+    registry.open()
+    registry.write(entry_of(data_dir, worker.process, **changed))
+    registry.close()
+
+
 async def test_workers_with_another_config_are_stopped(data_dir: Path) -> None:
     worker = Stranger("--socket", entry_of(data_dir).socket)
-    registry = Registry(data_dir)
-
-    def write(**changed: Any) -> None:
-        registry.open()
-        registry.write(entry_of(data_dir, worker.process, **changed))
-        registry.close()
-
-    write()
+    register(data_dir, worker)
     assert await adopt(data_dir, 60, CONFIG) == {"worker-0": 3}
     other_logging = like(log_level="debug", log_format="json", model_was_proved=True)
     assert await adopt(data_dir, 60, other_logging) == {"worker-0": 3}
@@ -276,7 +277,7 @@ async def test_workers_with_another_config_are_stopped(data_dir: Path) -> None:
         config.orphan_grace_s = grace_s
         worker.end()
         worker = Stranger("--socket", entry_of(data_dir).socket)
-        write(**written)
+        register(data_dir, worker, **written)
         assert await adopt(data_dir, grace_s, config) == {}
         assert worker.process.wait(30) == -signal.SIGKILL
         assert list((data_dir / "workers").iterdir()) == []
@@ -285,12 +286,8 @@ async def test_workers_with_another_config_are_stopped(data_dir: Path) -> None:
 
 async def test_workers_of_other_code_are_adopted_as_outdated(data_dir: Path) -> None:
     """Also those that a version without digests of code has written, whose entries lack the field."""
-    entry = entry_of(data_dir, code=worker_code())
-    worker = Stranger("--socket", entry.socket)
-    registry = Registry(data_dir)
-    registry.open()
-    registry.write(entry_of(data_dir, worker.process, code=worker_code()))
-    registry.close()
+    worker = Stranger("--socket", entry_of(data_dir).socket)
+    register(data_dir, worker, code=worker_code())
     assert not (await adopted(data_dir, 60, CONFIG))["worker-0"].is_outdated
     (path,) = (data_dir / "workers").glob("*.json")
     content = json.loads(path.read_text())

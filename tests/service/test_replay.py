@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import worker_pb2
 
 from service.caches.requests import Append, Appended, Fork, Handle, Truncate
 from service.caches.reservations import Limits
 from service.errors import QuireError
 from service.pool import wire
-from tests.sim.harness import Gateway, answer_of, decode, prefill
+from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.model_worker import Pool
 
-LOGITS = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
 # As long as nobody may take a cache's pages that is in use.
 IDLE_S = 0.3
 
@@ -24,10 +23,6 @@ def gateway() -> Gateway:
 
 def handle_of(gateway: Gateway, cache: str) -> Handle:
     return next(handle for _, handle in gateway.machine.index.handles() if handle.cache_id == cache)
-
-
-def token_of(result: Appended) -> int:
-    return answer_of(result).outputs[0].token_id
 
 
 # Workers die.

@@ -24,8 +24,9 @@ from service.dispatcher import Dispatcher
 from service.pool import supervisor as supervisor_module
 from service.pool import wire
 from service.pool.endpoints import Stream
-from service.pool.launcher import PoolFailed, WorkerProcesses
-from service.pool.model_versions import ModelVersions
+from service.pool.incarnation import Incarnation
+from service.pool.launcher import Launcher, PoolFailed, WorkerProcesses
+from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.pool.supervisor import Supervisor
 from service.setting_rules import MAX_WORKERS
 from tests.service.served import become_ready
@@ -512,3 +513,31 @@ async def test_a_worker_that_dies_while_it_is_asked_fails_nobody(bench_of: MakeB
         await asyncio.sleep(0)
         bench.launcher.started[0].exit()
         assert await refresh == bench.versions.all_slots
+
+
+class Asked:
+    """An incarnation that has been checked; before it says so, a heartbeat of the others comes."""
+
+    def __init__(self, slot: WorkerSlot, others: list[WorkerSlot]) -> None:
+        slot.ready = worker_pb2.WorkerReady()
+        self.slot = slot
+        self._others = others
+
+    async def request_snapshot(self, *, check_integrity: bool, **_: object) -> worker_pb2.WorkerSnapshot:
+        intact = True if check_integrity else None
+        self.slot.snapshot = answer = worker_pb2.WorkerSnapshot(step_number=3, pool_intact=intact)
+        for slot in self._others:
+            slot.snapshot = worker_pb2.WorkerSnapshot(step_number=4)
+        return answer
+
+
+@pytest.mark.parametrize("checks", [True, False])
+async def test_a_heartbeat_hides_nothing_and_is_not_hidden(checks: bool) -> None:
+    supervisor = Supervisor(Config(), ModelVersions(MODEL, 2), cast(Launcher, None))
+    slots = supervisor.versions.all_slots
+    supervisor._running = {
+        (slot.worker_id, slot.epoch): cast(Incarnation, Asked(slot, slots)) for slot in slots
+    }
+    checked = await supervisor.refresh_snapshots(check_integrity=checks)
+    assert [slot.snapshot.step_number for slot in checked] == [4, 4]
+    assert [slot.snapshot.pool_intact for slot in checked] == [checks, checks]

@@ -23,8 +23,6 @@ VOCAB = 40
 LIMITS = RequestLimits(VOCAB, 1 << 20)
 BIG = 2**32 - 1
 uint32s = st.integers(0, BIG)
-# Ids on both sides of the vocabulary's end.
-ids = st.one_of(st.integers(0, VOCAB + 2), uint32s)
 float32s = st.floats(width=32)
 
 

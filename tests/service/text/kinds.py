@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,6 +115,11 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "words": words,
     "adder": adder,
 }
+
+
+@functools.cache
+def kind(name: str) -> Tokenizer:
+    return KINDS[name]()
 
 
 def _with_added(tokenizer: Tokenizer) -> Tokenizer:

@@ -11,33 +11,34 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import psutil
 import pytest
 import regex  # type: ignore[import-untyped] # it comes with transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from service.errors import Draining, InvalidArgument
 from service.text import constraints as module
 from service.text.constraints import Constraints, Grammar, Matcher
 from service.text.detokenizer import Detokenizer
 from service.text.token_bytes import token_bytes
-from tests.service.text.kinds import END, KINDS
+from tests.service.text.kinds import END, KINDS, kind
 
 BYTES = ([*(bytes([byte]) for byte in range(256)), b"<end>", b"<call>"], [256, 257])
 ENDS = frozenset([256])
 
 
-@functools.cache
-def kind(name: str) -> Tokenizer:
-    return KINDS[name]()
-
-
 def end_of(name: str) -> int:
     return kind(name).token_to_id("<|endoftext|>" if name == "adder" else END) or 0
+
+
+@contextmanager
+def opened(*tokens: Any) -> Iterator[Constraints]:
+    with closing(Constraints(*(tokens or BYTES))) as constraints:
+        yield constraints
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +47,10 @@ def of_kind() -> Iterator[Callable[[str], Constraints]]:
 
     @functools.cache
     def made(name: str) -> Constraints:
-        tokens, special_ids = token_bytes(kind(name))
-        return Constraints(tokens, special_ids)
+        return stack.enter_context(opened(*token_bytes(kind(name))))
 
-    cached: dict[str, Constraints] = {}
-    yield lambda name: cached.setdefault(name, made(name))
-    for constraints in cached.values():
-        constraints.close()
-
-
-@contextmanager
-def opened() -> Iterator[Constraints]:
-    constraints = Constraints(*BYTES)
-    try:
-        yield constraints
-    finally:
-        constraints.close()
+    with ExitStack() as stack:
+        yield made
 
 
 @pytest.fixture

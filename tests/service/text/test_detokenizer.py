@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from service.text.detokenizer import Detokenizer
-from tests.service.text.kinds import END, KINDS
+from tests.service.text.kinds import END, KINDS, kind
 
 
 class ByteTokens:
@@ -52,13 +51,10 @@ def end_of(tokenizer: Tokenizer) -> int:
     return token_id
 
 
-kind = functools.cache(lambda name: KINDS[name]())
-
-
 @pytest.mark.parametrize("name", ["byte_level", "byte_level_across_words", "byte_fallback"])
 @given(text=CHARACTERS, prompt=CHARACTERS, ends=st.integers(0, 40))
 def test_the_text_is_that_of_one_decode(name: str, text: str, prompt: str, ends: int) -> None:
-    tokenizer: Tokenizer = kind(name)
+    tokenizer = kind(name)
     # Special tokens have no text, and do not change the text of later tokens.
     special = [end_of(tokenizer)] * ends
     context = tokenizer.encode("a" + prompt).ids + special
@@ -71,7 +67,7 @@ def test_the_text_is_that_of_one_decode(name: str, text: str, prompt: str, ends:
 @pytest.mark.parametrize("name", ["metaspace", "word_pieces", "words", "adder"])
 @given(data=st.data())
 def test_the_text_of_any_word_tokens_is_that_of_one_decode(name: str, data: st.DataObject) -> None:
-    tokenizer: Tokenizer = kind(name)
+    tokenizer = kind(name)
     some = st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=40)
     context, ids = data.draw(some), data.draw(some)
     assert "".join(decoded_pieces(tokenizer, ids, context)) == tokenizer.decode(context + ids).removeprefix(
@@ -81,7 +77,7 @@ def test_the_text_of_any_word_tokens_is_that_of_one_decode(name: str, data: st.D
 
 def test_successive_characters_of_byte_tokens() -> None:
     # The context is eight tokens: here that begins within a character.
-    tokenizer: Tokenizer = kind("byte_fallback")
+    tokenizer = kind("byte_fallback")
     text = "\u4e16\u754c" * 10
     ids = tokenizer.encode(text).ids[1:]
     assert [piece for piece in decoded_pieces(tokenizer, ids, tokenizer.encode("a").ids) if piece] == list(
@@ -90,13 +86,13 @@ def test_successive_characters_of_byte_tokens() -> None:
 
 
 def test_characters_of_byte_tokens_in_the_prompt() -> None:
-    tokenizer: Tokenizer = kind("byte_fallback")
+    tokenizer = kind("byte_fallback")
     ids = tokenizer.encode("\u4e16" * 8).ids[1:]
     assert "".join(decoded_pieces(tokenizer, ids[10:], ids[:10])) == "\u4e16" * 5
 
 
 def test_an_invalid_byte_does_not_replace_complete_characters() -> None:
-    tokenizer: Tokenizer = kind("byte_fallback")
+    tokenizer = kind("byte_fallback")
     good, bad = tokenizer.encode("\u4e16").ids[1:], (tokenizer.token_to_id("<0xE2>") or 0)
     ids = [*good, bad, *good, tokenizer.token_to_id("b") or 0]
     assert "".join(decoded_pieces(tokenizer, ids, [])).startswith("\u4e16\ufffd")
@@ -118,7 +114,7 @@ class CountingDecoder:
 @pytest.mark.parametrize("which", ["<0xE2>", "\u00e2", END, "a", "\u2581"])
 def test_the_cost_of_a_token_does_not_depend_on_the_length_of_the_text(name: str, which: str) -> None:
     # Invalid bytes, special tokens, letters, spaces.
-    tokenizer: Tokenizer = kind(name)
+    tokenizer = kind(name)
     token_id = tokenizer.token_to_id(which) or 0
     counting = CountingDecoder(tokenizer)
     detokenizer = Detokenizer(counting, [0] * 1000)
@@ -128,7 +124,7 @@ def test_the_cost_of_a_token_does_not_depend_on_the_length_of_the_text(name: str
 
 
 def test_invalid_bytes_are_not_held_back() -> None:
-    tokenizer: Tokenizer = kind("byte_fallback")
+    tokenizer = kind("byte_fallback")
     bad = tokenizer.token_to_id("<0xE2>") or 0
     returned = decoded_pieces(tokenizer, [bad] * 100, [])
     assert "".join(returned) == "\ufffd" * 100

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable
 
@@ -12,14 +11,12 @@ from tokenizers import Tokenizer, models
 from service.errors import Unsupported
 from service.text.detokenizer import Detokenizer
 from service.text.token_bytes import token_bytes
-from tests.service.text.kinds import KINDS, ctc, end_of_word_suffix
-
-kind = functools.cache(lambda name: KINDS[name]())
+from tests.service.text.kinds import KINDS, ctc, end_of_word_suffix, kind
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_bytes_of_tokens_are_the_text_of_the_detokenizer(name: str) -> None:
-    tokenizer: Tokenizer = kind(name)
+    tokenizer = kind(name)
     tokens, special_ids = token_bytes(tokenizer)
     assert len(tokens) == tokenizer.get_vocab_size()
     with_text = [n for n, token in enumerate(tokens) if token and n not in special_ids]
@@ -40,7 +37,7 @@ def test_the_bytes_of_tokens_are_the_text_of_the_detokenizer(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_special_tokens_have_names(name: str) -> None:
-    tokenizer: Tokenizer = kind(name)
+    tokenizer = kind(name)
     tokens, special_ids = token_bytes(tokenizer)
     special = {n: token for n, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     assert {n: tokens[n].decode() for n in special_ids} == {n: token.content for n, token in special.items()}
@@ -49,7 +46,7 @@ def test_special_tokens_have_names(name: str) -> None:
 def test_byte_tokens_have_their_bytes() -> None:
     for name in ("byte_level", "byte_fallback"):
         assert set(token_bytes(kind(name))[0]) > {bytes([byte]) for byte in range(256)}
-    tokenizer: Tokenizer = kind("byte_fallback")
+    tokenizer = kind("byte_fallback")
     tokens, _ = token_bytes(tokenizer)
     assert tokens[tokenizer.token_to_id("<0xE2>") or 0] == b"\xe2"
     assert tokens[tokenizer.token_to_id("\u2581the") or 0] == b" the"
