@@ -92,6 +92,8 @@ class FakeExecutor(
         self.chat_template: types_pb2.ChatTemplate | None = None
         self.sampling_defaults: types_pb2.SamplingParams | None = None
         self.max_seq_len = 4096
+        # Whether any that is to be cancelled is there.
+        self.has_executions = True
         # The tokens that executions began with.
         self.prompts: list[list[int]] = []
         self.decode_delay_s = 0.0
@@ -250,10 +252,6 @@ class FakeExecutor(
                 sampling_defaults=self.sampling_defaults,
             )
 
-    def GetCapabilities(self, request: Any, context: Any) -> executor_pb2.GetCapabilitiesResponse:
-        able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=self.max_seq_len)
-        return executor_pb2.GetCapabilitiesResponse(executor=able)
-
     def GetStatus(self, request: Any, context: Any) -> executor_pb2.GetStatusResponse:
         """Counters grow by fixed steps from call to call."""
         with self._call("GetStatus", request, context):
@@ -375,7 +373,7 @@ class FakeExecutor(
 
     def CancelExecution(self, request: Any, context: Any) -> runner_pb2.CancelExecutionResponse:
         with self._call("CancelExecution", request, context):
-            return runner_pb2.CancelExecutionResponse(cancelled=True)
+            return runner_pb2.CancelExecutionResponse(cancelled=self.has_executions)
 
     def _steps(self, cache_id: str, item: Any, context: Any) -> Iterator[runner_pb2.SampleChunk]:
         tokens = self.caches[cache_id]
@@ -406,6 +404,7 @@ class FakeExecutor(
 
     UnifiedForward: Any = _unimplemented
     GetCacheMetrics: Any = _unimplemented
+    GetCapabilities: Any = _unimplemented
     Session: Any = _unimplemented
     ListRuntimes: Any = _unimplemented
     GetRuntime: Any = _unimplemented
@@ -458,13 +457,19 @@ class FakeExecutor(
 
 
 @contextmanager
-def serving(executor: FakeExecutor, port: int = 0) -> Iterator[str]:
+def serving(
+    executor: FakeExecutor, port: int = 0, credentials: grpc.ServerCredentials | None = None
+) -> Iterator[str]:
     """Serves `executor`, on a free port if none is given. Yields the target."""
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(executor, server)
     runner_pb2_grpc.add_ModelRunnerServiceServicer_to_server(executor, server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(executor, server)
-    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    address = f"127.0.0.1:{port}"
+    if credentials is None:
+        port = server.add_insecure_port(address)
+    else:
+        port = server.add_secure_port(address, credentials)
     server.start()
     try:
         yield f"127.0.0.1:{port}"

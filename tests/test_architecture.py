@@ -216,7 +216,6 @@ COMMON = "workers.common"
         ("service", ("workers", "kernels", "torch", "triton", "tests")),
         ("workers", ("service", "tests")),
         ("kernels", ("service", "workers", "quire", "grpc", "tests")),
-        ("quire", ("service", "workers", "kernels", "torch", "triton", "tests")),
         ("benchmarks", ("tests",)),
     ],
 )
@@ -393,29 +392,6 @@ def test_the_gateway_never_loads_torch() -> None:
     loaded = loaded_after(every_module)
     assert {"service", "grpc"} <= loaded
     assert not {"torch", "triton", "kernels", "transformers"} & loaded
-
-
-def test_the_command_line_starts_quickly() -> None:
-    """`quire --help` and `quire status` must not wait for what they do not use."""
-    loaded = loaded_after("import quire.cli.main, service.cli.commands")
-    unused = {
-        "grpc",
-        "rich",
-        "tokenizers",
-        "uvloop",
-        "structlog",
-        "numpy",
-        "torch",
-        "huggingface_hub",
-        "jinja2",
-    }
-    assert not unused & loaded
-
-
-def test_the_stubs_load_without_the_client() -> None:
-    """Gateway and workers import quire.v1, which must not pull in the client around it."""
-    code = "import sys, quire.v1.types_pb2; assert not {'quire.client', 'quire.aio'} & set(sys.modules)"
-    assert "google" in loaded_after(code)
 
 
 def test_the_client_needs_only_what_it_declares() -> None:

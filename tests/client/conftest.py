@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+from quire.cli.main import main
+from quire.v1 import executor_pb2 as pb
 
 from tests.fake_executor import FakeExecutor, serving
 from tests.gateway_process import GatewayProcess
@@ -21,8 +23,24 @@ def target(executor: FakeExecutor) -> Iterator[str]:
         yield address
 
 
+@pytest.fixture
+def quire(target: str) -> Callable[..., int]:
+    """The command line, which asks the fake server."""
+    return lambda *arguments: main([*arguments, "--target", target])
+
+
 @pytest.fixture(scope="session")
 def gateway() -> Iterator[GatewayProcess]:
     """Serves the weightless executor with one worker, whose answers tests can hold back."""
     with GatewayProcess(model="paged-attention", flags=["--kv-pages", "512"]) as process:
         yield process
+
+
+@pytest.fixture
+def nothing_is_left(gateway: GatewayProcess) -> Iterator[None]:
+    """Nothing is in flight any more, and when all caches are released nothing is held."""
+    yield
+    gateway.wait_until(lambda: gateway.status().operations_in_flight == 0)
+    for handle in gateway.stub.ListCaches(pb.ListCachesRequest(page_size=1000)).kv_caches:
+        gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id))
+    gateway.assert_pools_are_whole()

@@ -17,6 +17,13 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
+def run(*command: str, cwd: Path | None = None) -> str:
+    """What a program prints."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def install_command(directory: Path) -> None:
     """The command as `.venv/bin/quire`."""
     command = directory / ".venv" / "bin" / "quire"

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from quire import Client
-from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from tests.gateway_process import GatewayProcess
-
-_PATIENCE_S = 30.0
 
 
 def prompt_of(caller: int) -> list[int]:
@@ -52,22 +48,6 @@ def held_back(gateway: GatewayProcess) -> Iterator[None]:
         os.kill(worker.pid, signal.SIGCONT)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Polls. Fails after half a minute."""
-    give_up_s = time.monotonic() + _PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up_s, "it never happened"
-        time.sleep(0.01)
-
-
 def in_flight(gateway: GatewayProcess, count: int) -> Callable[[], bool]:
     """Whether the gateway has so many operations."""
     return lambda: gateway.status().operations_in_flight == count
-
-
-def clean_up(gateway: GatewayProcess) -> None:
-    """Nothing is in flight any more, and when all caches are released nothing is held."""
-    wait_until(in_flight(gateway, 0))
-    for handle in gateway.stub.ListCaches(pb.ListCachesRequest(page_size=1000)).kv_caches:
-        gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id))
-    gateway.assert_pools_are_whole()

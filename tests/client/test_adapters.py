@@ -11,12 +11,9 @@ from typing import Any
 import grpc
 import pytest
 from quire import (
-    AdapterNotFound,
     AsyncClient,
     Client,
-    PreconditionFailed,
     PrefillItem,
-    QuireError,
     ResourceExhausted,
     ScoreItem,
     Unavailable,
@@ -25,7 +22,6 @@ from quire import (
 from quire.v1 import admin_pb2
 
 from tests.fake_executor import FakeExecutor, rich_status
-from tests.gateway_process import GatewayProcess
 
 PATIENCE_S = 20.0
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -182,14 +178,6 @@ def test_adapters_are_listed_and_unloaded(target: str, executor: FakeExecutor) -
         assert client.list_adapters() == made[1:]
 
 
-async def test_adapters_are_listed_and_unloaded_with_await(target: str) -> None:
-    async with AsyncClient(target, timeout_s=PATIENCE_S) as client:
-        made = await client.load_adapter("a", "org/name")
-        assert await client.list_adapters() == [made]
-        assert await client.unload_adapter("a") is True
-        assert await client.list_adapters() == []
-
-
 def test_calls_name_an_adapter(target: str, executor: FakeExecutor) -> None:
     with Client(target, timeout_s=PATIENCE_S) as client:
         client.prefill([1], adapter_id="sql")
@@ -208,22 +196,3 @@ def test_calls_name_an_adapter(target: str, executor: FakeExecutor) -> None:
     assert [[one.adapter_id for one in request.items] for request in executor.calls["Execute"]] == [
         ["sql"]
     ] * 2
-
-
-def test_calls_of_a_session_name_an_adapter(gateway: GatewayProcess) -> None:
-    """The weightless executor has none, and says so."""
-    with Client(gateway.address, timeout_s=PATIENCE_S) as client, client.session() as session:
-        for call in (session.prefill, session.score):
-            with pytest.raises(PreconditionFailed, match="UNSUPPORTED_BY_EXECUTOR"):
-                call([1, 2], adapter_id="sql")
-        (refused,) = session.score_batch([ScoreItem([1, 2], adapter_id="sql")])
-        assert isinstance(refused, PreconditionFailed)
-
-
-def test_an_unknown_adapter_is_told(target: str, executor: FakeExecutor) -> None:
-    unknown = rich_status(grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND", "no such adapter")
-    with Client(target, timeout_s=PATIENCE_S) as client:
-        executor.fail("Prefill", unknown)
-        with pytest.raises(AdapterNotFound, match="no such adapter") as caught:
-            client.prefill([1], adapter_id="sql")
-    assert isinstance(caught.value, QuireError)

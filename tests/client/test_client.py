@@ -9,13 +9,10 @@ import grpc
 import pytest
 from quire import (
     PRIORITY_LOW,
-    CacheNotFound,
     Client,
     DeadlineExceeded,
-    InternalError,
     OutputOptions,
     PositionMismatch,
-    QuireError,
     ResourceExhausted,
     SamplingParams,
     Unavailable,
@@ -131,16 +128,6 @@ def test_no_token_and_no_length_are_no_zero(client: Client, executor: FakeExecut
     assert executor.caches[cache.cache_id] == [1, 2, 3]
 
 
-def test_batch_decode_returns_each_item(client: Client, executor: FakeExecutor) -> None:
-    caches = [client.prefill([n]) for n in (10, 20, 30)]
-    caches[1].release()
-    first, second, third = client.batch_decode([(cache, 1) for cache in caches])
-    assert not isinstance(first, QuireError) and first.token_id == 11
-    assert isinstance(second, CacheNotFound) and second.reason == "CACHE_NOT_FOUND"
-    assert not isinstance(third, QuireError) and third.token_id == 31
-    assert [cache.seq_len for cache in caches] == [2, 1, 2]
-
-
 def test_verify_truncate_fork_renew(client: Client, executor: FakeExecutor) -> None:
     cache = client.prefill([1, 2, 3])
     verified = cache.verify([50, 51, 52, 99])
@@ -185,14 +172,6 @@ def test_a_priority_goes_with_all_that_is_asked(target: str, executor: FakeExecu
     assert [request.priority for request in asked] == [PRIORITY_LOW] * 6
 
 
-def test_readers(client: Client, executor: FakeExecutor) -> None:
-    executor.tokenizer_json = b"{}"
-    assert client.model_info().tokenizer_json == b""
-    assert client.model_info(include_tokenizer=True).tokenizer_json == b"{}"
-    assert [worker.worker_id for worker in client.status().workers] == ["worker-0", "worker-1"]
-    assert [output.token_id for output in client.forward([4, 5]).outputs] == [4, 5]
-
-
 def test_time_limit(target: str, executor: FakeExecutor) -> None:
     executor.decode_delay_s = 2.0
     with Client(target, timeout_s=0.2) as client:
@@ -204,25 +183,12 @@ def test_time_limit(target: str, executor: FakeExecutor) -> None:
 def test_message_bounds(target: str, executor: FakeExecutor) -> None:
     executor.tokenizer_json = bytes(5 << 20)
     with Client(target) as client:
+        assert client.model_info().tokenizer_json == b""
         assert len(client.model_info(include_tokenizer=True).tokenizer_json) == 5 << 20
     with Client(target, max_response_bytes=1 << 20) as client, pytest.raises(ResourceExhausted):
         client.model_info(include_tokenizer=True)
     with Client(target, max_request_bytes=1 << 10) as client, pytest.raises(ResourceExhausted):
         client.prefill([1000] * 1024)
-
-
-def test_nobody_there() -> None:
-    with Client("127.0.0.1:1", timeout_s=10) as client, pytest.raises(Unavailable) as caught:
-        client.status()
-    assert caught.value.reason == ""
-
-
-def test_an_error_without_details(client: Client, executor: FakeExecutor) -> None:
-    bare = rich_status(grpc.StatusCode.DATA_LOSS, "X", "odd")
-    del bare.details[:]
-    executor.fail("GetStatus", bare)
-    with pytest.raises(InternalError, match="DATA_LOSS: odd"):
-        client.status()
 
 
 def test_a_token_goes_with_every_call(target: str, executor: FakeExecutor) -> None:

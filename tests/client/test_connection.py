@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent import futures
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from quire import AsyncClient, Client, Tls, Unavailable
-from quire.v1 import executor_pb2_grpc
 
 from tests.certificates import Authority, Pair
-from tests.fake_executor import FakeExecutor
+from tests.fake_executor import FakeExecutor, serving
 
 PATIENCE_S = 20.0
 
@@ -24,22 +22,15 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "ours")
 
 
-@contextmanager
-def serving(executor: FakeExecutor, own: Pair, clients_of: Authority | None = None) -> Iterator[int]:
-    """A server with TLS. Yields its port."""
-    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
-    executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(executor, server)
+def serving_tls(
+    executor: FakeExecutor, own: Pair, clients_of: Authority | None = None
+) -> AbstractContextManager[str]:
     credentials = grpc.ssl_server_credentials(
         [(own.key.read_bytes(), own.cert.read_bytes())],
         clients_of.cert.read_bytes() if clients_of else None,
         clients_of is not None,
     )
-    port = server.add_secure_port("127.0.0.1:0", credentials)
-    server.start()
-    try:
-        yield port
-    finally:
-        server.stop(0).wait()
+    return serving(executor, credentials=credentials)
 
 
 def refuses(target: str, tls: Tls | bool) -> bool:
@@ -55,18 +46,17 @@ def refuses(target: str, tls: Tls | bool) -> bool:
 async def test_a_ca_is_a_path_or_bytes(
     given: Callable[[Path], Any], authority: Authority, executor: FakeExecutor
 ) -> None:
-    with serving(executor, authority.server()) as port:
+    with serving_tls(executor, authority.server()) as target:
         tls = Tls(ca=given(authority.cert))
-        with Client(f"localhost:{port}", tls=tls, token="secret", timeout_s=PATIENCE_S) as client:
+        with Client(target, tls=tls, token="secret", timeout_s=PATIENCE_S) as client:
             client.status()
-        async with AsyncClient(f"localhost:{port}", tls=tls, timeout_s=PATIENCE_S) as awaiting:
+        async with AsyncClient(target, tls=tls, timeout_s=PATIENCE_S) as awaiting:
             await awaiting.status()
     assert executor.authorizations == {"Bearer secret", ""}
 
 
 def test_others_are_not_trusted(authority: Authority, executor: FakeExecutor, tmp_path: Path) -> None:
-    with serving(executor, authority.server()) as port:
-        target = f"localhost:{port}"
+    with serving_tls(executor, authority.server()) as target:
         assert refuses(target, Tls(ca=Authority(tmp_path / "theirs").cert))
         assert refuses(target, tls=True), "public authorities did not sign it"
         assert refuses(target, tls=False)
@@ -74,16 +64,14 @@ def test_others_are_not_trusted(authority: Authority, executor: FakeExecutor, tm
 
 
 def test_a_server_of_another_name(authority: Authority, executor: FakeExecutor) -> None:
-    with serving(executor, authority.issue("executor.example", "DNS:executor.example")) as port:
-        target = f"127.0.0.1:{port}"
+    with serving_tls(executor, authority.issue("executor.example", "DNS:executor.example")) as target:
         assert refuses(target, Tls(ca=authority.cert))
         assert not refuses(target, Tls(ca=authority.cert, server_name="executor.example"))
 
 
 def test_a_certificate_of_the_client(authority: Authority, executor: FakeExecutor) -> None:
     alice = authority.issue("alice")
-    with serving(executor, authority.server(), clients_of=authority) as port:
-        target = f"localhost:{port}"
+    with serving_tls(executor, authority.server(), clients_of=authority) as target:
         assert refuses(target, Tls(ca=authority.cert))
         assert not refuses(target, Tls(ca=authority.cert, cert=alice.cert, key=alice.key))
 

@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import pytest
 from quire import Client
 from quire.v1 import runner_pb2
 
-from tests.client.pages import blocks
+from tests.client.pages import blocks, run
 from tests.gateway_process import ROOT, GatewayProcess
 
 BIN = Path(sys.executable).parent
@@ -52,12 +51,6 @@ class Served(GatewayProcess):
         return run(sys.executable, str(script))
 
 
-def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("models") / "talker"
@@ -71,15 +64,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(model: Path) -> Iterator[Served]:
     with Served(model) as served:
         yield served
-
-
-def test_every_example_is_known_here() -> None:
-    """Another one needs a test."""
-    found = {
-        page: [len(blocks(f"docs/{page}.md", language)) for language in ("sh", "python", "toml")]
-        for page in ("runtimes", "openai")
-    }
-    assert found == {"runtimes": [2, 2, 2], "openai": [1, 1, 0]}
 
 
 def test_whole_texts_by_python(served: Served, tmp_path: Path) -> None:

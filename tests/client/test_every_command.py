@@ -24,6 +24,13 @@ RUN_ELSEWHERE = {
     "docs/runtimes.md": "tests/client/test_docs.py",
     "docs/upgrades.md": "tests/client/test_upgrades_page.py",
 }
+# How many blocks pages of these have in sh, python and toml. Another one needs a test there.
+NUM_BLOCKS = {
+    "docs/commands.md": (5, 0, 1),
+    "docs/openai.md": (1, 1, 0),
+    "docs/runtimes.md": (2, 2, 2),
+    "docs/upgrades.md": (3, 0, 0),
+}
 # Beginnings of commands, and what runs them or why nothing does.
 SERVES = "serves until it is stopped: flags and settings are parsed here, servers with them are in tests/e2e"
 OTHER_HOSTS = "needs a cluster, a Docker daemon or root; tests/test_deploy.py checks the files"
@@ -103,6 +110,13 @@ def test_each_command_is_run_or_listed() -> None:
     for text in (*RUN_ELSEWHERE.values(), *LISTED.values()):
         for test in re.findall(r"tests/\S+\.py", text):
             assert (ROOT / test).exists(), test
+
+
+def test_each_block_of_pages_that_are_run_elsewhere_is_known_there() -> None:
+    found = {page: tuple(len(blocks(page, of)) for of in ("sh", "python", "toml")) for page in NUM_BLOCKS}
+    assert found == NUM_BLOCKS
+    for page in ("docs/concepts.md", "docs/training.md", "SECURITY.md"):
+        assert "```" not in (ROOT / page).read_text(encoding="utf-8")
 
 
 def arguments(command: str) -> list[str] | None:

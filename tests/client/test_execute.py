@@ -29,13 +29,6 @@ def text_of(chunks: list[runner_pb2.SampleChunk]) -> str:
     return "".join(chunk.text for chunk in chunks)
 
 
-def test_a_prompt(gateway: GatewayProcess) -> None:
-    with quire.Client(gateway.address) as client:
-        execution = client.execute("12+30=", max_tokens=8)
-        assert text_of(list(execution)) == "42"
-        assert execution.started is not None and execution.started.runtime == "local"
-
-
 def test_items(gateway: GatewayProcess) -> None:
     items = [quire.item(f"{n}+{n}=", item_id=str(n), max_tokens=8) for n in range(5)]
     with quire.Client(gateway.address) as client:

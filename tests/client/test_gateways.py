@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
@@ -12,7 +11,9 @@ from quire._attempts import Attempts
 from quire._gateways import Gateways, targets_of
 from quire.errors import Cancelled
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
+from quire.v1 import types_pb2
+
+from tests.fake_executor import FakeExecutor, serving
 
 ONE, OTHER = "one:1", "other:1"
 
@@ -48,33 +49,13 @@ def test_it_learns_from_forwarded_answers_and_from_failures() -> None:
     assert gateways.target(decode) in (ONE, OTHER), "an address that was not given gets no token"
 
 
-class Runner(runner_pb2_grpc.ModelRunnerServiceServicer):
-    """Of a gateway that has an execution, or has it not."""
-
-    def __init__(self, *, has_it: bool) -> None:
-        self.has_it, self.asked = has_it, 0
-
-    def CancelExecution(
-        self, request: runner_pb2.CancelExecutionRequest, context: grpc.ServicerContext
-    ) -> runner_pb2.CancelExecutionResponse:
-        self.asked += 1
-        return runner_pb2.CancelExecutionResponse(cancelled=self.has_it)
-
-
-def test_an_execution_is_cancelled_wherever_it_runs() -> None:
+def test_an_execution_is_cancelled_wherever_it_runs(executor: FakeExecutor, target: str) -> None:
     """Before, one gateway was asked, whose turn it was."""
-    runners = [Runner(has_it=has_it) for has_it in (True, False)]  # type: ignore[abstract]
-    with contextlib.ExitStack() as stack:
-        addresses = []
-        for runner in runners:
-            server = grpc.server(ThreadPoolExecutor(2))
-            runner_pb2_grpc.add_ModelRunnerServiceServicer_to_server(runner, server)
-            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-            server.start()
-            stack.callback(server.stop, None)
-        client = stack.enter_context(Client(addresses, timeout_s=60))
+    other = FakeExecutor()
+    other.has_executions = False
+    with serving(other) as address, Client([target, address], timeout_s=60) as client:
         assert [client.cancel_execution("one") for _ in range(2)] == [True, True]
-    assert [runner.asked for runner in runners] == [2, 2]
+    assert [len(each.calls["CancelExecution"]) for each in (executor, other)] == [2, 2]
 
 
 def away() -> pb.BatchDecodeResponse:
@@ -99,27 +80,22 @@ def test_a_batch_is_repeated_while_the_gateway_of_an_item_is_away() -> None:
     assert Attempts(_methods.BATCH_DECODE, batch, 60, several=True).failed_item(away()) is None, "not safe"
 
 
-class Executor(executor_pb2_grpc.ModelExecutorServiceServicer):
-    """Of a gateway that reaches another one at the second attempt."""
+class ReachesItLater(FakeExecutor):
+    """A gateway that reaches another one at the second attempt."""
 
-    def __init__(self) -> None:
-        self.asked = 0
+    asked = 0
 
-    def BatchDecode(self, request: pb.BatchDecodeRequest, context: object) -> pb.BatchDecodeResponse:
+    def BatchDecode(self, request: Any, context: Any) -> pb.BatchDecodeResponse:
         self.asked += 1
         return away() if self.asked == 1 else pb.BatchDecodeResponse(results=2 * away().results[:1])
 
 
 def test_a_batch_is_repeated_also_where_all_gateways_have_one_address() -> None:
     """Before, it was where the client was given several."""
-    executor, server = Executor(), grpc.server(ThreadPoolExecutor(2))  # type: ignore[abstract]
-    executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(executor, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
     batch = pb.BatchDecodeRequest(items=[pb.DecodeRequest(cache_id=f"kv{n}_a", position=3) for n in range(2)])
-    with Client(address, timeout_s=60) as client:
+    executor = ReachesItLater()
+    with serving(executor) as address, Client(address, timeout_s=60) as client:
         results = client._call(_methods.BATCH_DECODE, batch).results
-    server.stop(None)
     assert executor.asked == 2 and not any(one.HasField("error") for one in results)
 
 

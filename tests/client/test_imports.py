@@ -53,7 +53,8 @@ def test_everything_that_it_offers_loads_no_more() -> None:
 def test_the_command_line_loads_nothing_until_it_is_known_what_is_to_be_done() -> None:
     loaded = loaded_by("import quire.cli.main")
     assert not others(loaded)
-    assert not loaded & {"asyncio", "dataclasses", "grpc", "service"}
+    assert not loaded & {"asyncio", "dataclasses", "grpc"}
+    assert others(loaded_by("import quire.cli.main, service.cli.commands")) == {"service"}
 
 
 def test_it_shows_what_it_offers() -> None:

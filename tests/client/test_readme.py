@@ -16,7 +16,7 @@ from quire.v1 import executor_pb2
 
 from benchmarks import checkout
 from tests import quire_command
-from tests.client.pages import blocks
+from tests.client.pages import blocks, run
 from tests.gateway_process import ROOT, GatewayProcess
 
 PAGES = ("README.md", "docs/tutorial.md", "docs/serving.md")
@@ -43,12 +43,6 @@ def commands(program: str) -> list[list[str]]:
     joined = "\n".join(all_blocks("sh")).replace("\\\n", " ")
     lines = [line for line in joined.splitlines() if line.startswith(f".venv/bin/{program} ")]
     return [shlex.split(line, comments=True)[1:] for line in lines]
-
-
-def run(*command: str, cwd: Path | None = None) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def starts_a_server(code: str) -> bool:

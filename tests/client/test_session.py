@@ -26,22 +26,16 @@ from quire import (
 
 from tests.client.session_gateway import (
     TOP,
-    clean_up,
     held_back,
     in_flight,
     prompt_of,
     token_of,
     top_of,
     unary_answers,
-    wait_until,
 )
 from tests.gateway_process import ROOT, GatewayProcess
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(gateway: GatewayProcess) -> Iterator[None]:
-    yield
-    clean_up(gateway)
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @pytest.fixture
@@ -123,7 +117,7 @@ def test_calls_beyond_the_bound_wait(gateway: GatewayProcess, client: Client) ->
     with client.session(max_in_flight=3) as session, ThreadPoolExecutor(8) as threads:
         with held_back(gateway):
             calls = [threads.submit(session.forward, [caller, 1]) for caller in range(8)]
-            wait_until(in_flight(gateway, 3))
+            gateway.wait_until(in_flight(gateway, 3))
             time.sleep(0.1)
             assert in_flight(gateway, 3)()
         assert [len(call.result().outputs) for call in calls] == [2] * 8
@@ -138,7 +132,7 @@ def test_a_step_that_took_too_long_can_be_repeated(gateway: GatewayProcess) -> N
             for _ in range(2):  # The second does not even get its turn.
                 with pytest.raises(DeadlineExceeded):
                     cache.decode(token_of(0, 0), output=TOP)
-        wait_until(in_flight(gateway, 0))
+        gateway.wait_until(in_flight(gateway, 0))
         again = cache.decode(token_of(0, 0), output=TOP)
         assert [top_of(again)] == unary_answers(gateway.address, 0, 1)
         assert cache.seq_len == 21
@@ -152,8 +146,8 @@ def test_a_prefill_that_nobody_waited_for_leaves_no_cache(gateway: GatewayProces
             with pytest.raises(DeadlineExceeded):
                 session.prefill(prompt_of(1), request_id="mine")
         # The second can be asked for again, so it stays.
-        wait_until(in_flight(gateway, 0))
-        wait_until(lambda: gateway.status().caches == 1)
+        gateway.wait_until(in_flight(gateway, 0))
+        gateway.wait_until(lambda: gateway.status().caches == 1)
         assert session.prefill(prompt_of(1), request_id="mine").seq_len == 20
         assert gateway.status().caches == 1
 
@@ -178,7 +172,7 @@ def test_closing_waits_for_answers(gateway: GatewayProcess, client: Client) -> N
     caches = [session.prefill(prompt_of(caller)) for caller in range(4)]
     with held_back(gateway):
         threads = [decoding(cache, 1, errors) for cache in caches]
-        wait_until(in_flight(gateway, 4))
+        gateway.wait_until(in_flight(gateway, 4))
         closing = threading.Thread(target=session.close)
         closing.start()
         time.sleep(0.05)
@@ -198,7 +192,7 @@ def test_closing_does_not_wait_for_good(gateway: GatewayProcess, client: Client)
     cache = session.prefill(prompt_of(0))
     with held_back(gateway):
         thread = decoding(cache, token_of(0, 0), errors)
-        wait_until(in_flight(gateway, 1))
+        gateway.wait_until(in_flight(gateway, 1))
         session.close()
         thread.join(30)
     assert [type(error) for error in errors] == [SessionEnded]
@@ -218,7 +212,7 @@ def test_closing_the_client_ends_its_sessions(gateway: GatewayProcess) -> None:
     cache = session.prefill(prompt_of(0))
     with held_back(gateway):
         thread = decoding(cache, 1, errors)
-        wait_until(in_flight(gateway, 1))
+        gateway.wait_until(in_flight(gateway, 1))
         client.close()
         thread.join(30)
     assert [type(error) for error in errors] == [SessionEnded]
@@ -232,7 +226,7 @@ def test_a_killed_gateway_ends_every_call() -> None:
         caches = [session.prefill(prompt_of(caller)) for caller in range(8)]
         with held_back(doomed):
             threads = [decoding(cache, 1, errors) for cache in caches]
-            wait_until(in_flight(doomed, 8))
+            doomed.wait_until(in_flight(doomed, 8))
             doomed.process.kill()
             for thread in threads:
                 thread.join(30)
@@ -260,7 +254,7 @@ def test_a_session_that_is_forgotten_ends(gateway: GatewayProcess, client: Clien
     cache.decode(1)
     assert cache.seq_len == 21, "its caches keep it"
     del cache
-    wait_until(lambda: readers() == before)
+    gateway.wait_until(lambda: readers() == before)
 
 
 _FORGETS = """

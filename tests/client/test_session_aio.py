@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -14,14 +14,12 @@ from quire import (
     AsyncCache,
     AsyncClient,
     AsyncSession,
-    QuireError,
     SessionEnded,
     Unavailable,
 )
 
 from tests.client.session_gateway import (
     TOP,
-    clean_up,
     held_back,
     in_flight,
     prompt_of,
@@ -31,11 +29,7 @@ from tests.client.session_gateway import (
 )
 from tests.gateway_process import GatewayProcess
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(gateway: GatewayProcess) -> Iterator[None]:
-    yield
-    clean_up(gateway)
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @pytest.fixture
@@ -55,31 +49,6 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.01)
-
-
-async def everything(caller: AsyncClient | AsyncSession) -> list[object]:
-    """What each operation says, in an order in which each depends on those before it."""
-    said: list[object] = []
-    async with await caller.prefill(prompt_of(0), output=TOP, lease_s=60) as cache:
-        said += [top_of(cache.output), cache.seq_len]
-        said += [top_of(await cache.decode(5, output=TOP)), cache.seq_len]
-        said += [(await cache.extend([6, 7, 8])).token_id, cache.seq_len]
-        verified = await cache.verify([cache.output.token_id, 1, 2])
-        said += [verified.accepted, [output.token_id for output in verified.outputs], cache.seq_len]
-        await cache.truncate(21)
-        said += [(await cache.decode(9)).token_id, cache.seq_len]
-        left, right = await cache.fork(2)
-        await right.release()
-        for result in await caller.batch_decode([(cache, 3), (left, 3), (right, 3)]):
-            said.append(type(result) if isinstance(result, QuireError) else result.token_id)
-        await cache.renew(30)
-        said += [left.seq_len, (await left.decode(4)).token_id, await left.release(), await left.release()]
-    said += [output.token_id for output in (await caller.forward([1, 2, 3])).outputs]
-    return said
-
-
-async def test_a_session_says_what_the_client_says(client: AsyncClient, session: AsyncSession) -> None:
-    assert await everything(session) == await everything(client)
 
 
 async def test_many_tasks_share_a_session(gateway: GatewayProcess, client: AsyncClient) -> None:

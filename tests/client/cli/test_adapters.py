@@ -7,18 +7,12 @@ from pathlib import Path
 
 import grpc
 import pytest
-from quire.cli.main import main
 from quire.v1 import admin_pb2
 
 from tests.fake_executor import FakeExecutor, rich_status
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
 BAD = rich_status(grpc.StatusCode.INVALID_ARGUMENT, "BAD_ADAPTER", "adapter_config.json cannot be read")
-
-
-@pytest.fixture
-def quire(target: str) -> Callable[..., int]:
-    return lambda *arguments: main([*arguments, "--target", target])
 
 
 @pytest.fixture

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-import grpc
 import pytest
-from quire.cli.main import main
 
-from tests.fake_executor import FakeExecutor, rich_status
+from tests.fake_executor import FakeExecutor
 
 
 @pytest.fixture
@@ -17,11 +15,6 @@ def executor() -> FakeExecutor:
     executor = FakeExecutor()
     executor.caches = {f"kv_{number}": [1] * number for number in range(1, 6)}
     return executor
-
-
-@pytest.fixture
-def quire(target: str) -> Callable[..., int]:
-    return lambda *arguments: main([*arguments, "--target", target])
 
 
 def test_status_as_json(quire: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,12 +71,3 @@ def test_all_caches_are_released_once_that_is_confirmed(
     assert capsys.readouterr().out == "released 5 of 5 caches\n"
     assert executor.caches == {}
     assert quire("caches", "release", "--all") == 0, "there is nothing to confirm"
-
-
-def test_a_refused_call_is_told_in_a_line(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for method, action in (("ListCaches", ["list"]), ("ReleaseCache", ["release", "kv_1"])):
-        executor.fail(method, rich_status(grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING", "call"))
-        assert quire("caches", *action) == 1
-        assert capsys.readouterr().err == "quire: PERMISSION_DENIED ROLE_MISSING call\n"

@@ -166,11 +166,6 @@ def test_once_prints_one_table(
     # The fake gives two on each page.
     assert line(lines, "caches").endswith("2+ of yours, with 12+ tokens")
     assert line(lines, "adapters") == "adapters   2 in memory of worker-0"
-    found = cells(lines)
-    # 1000 tokens and 100 decodes in 50 steps of 3 are done from one reading to the next.
-    tokens_s = float(found["tokens/s"].replace(",", ""))
-    assert 0 < tokens_s <= 5000 and found["batch"] == "3.0"
-    assert tokens_s == pytest.approx(10 * float(found["decodes/s"]), rel=0.01)
     assert sum(line.startswith("worker ") for line in lines) == 1
     assert "starting 42%" in lines[-1]
 
@@ -187,12 +182,6 @@ def test_what_the_token_may_not_see_is_left_out(
     executor.fail("GetStatus", rich_status(grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING", "observe"))
     assert main(["top", "--once", "--target", target]) == 1
     assert capsys.readouterr().err == "quire: PERMISSION_DENIED ROLE_MISSING observe\n"
-
-
-@pytest.mark.parametrize("flags", [[], ["--once"]])
-def test_nobody_there(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", *flags, "--target", "127.0.0.1:1"]) == 1
-    assert "is a server running there?" in capsys.readouterr().err
 
 
 def test_a_real_server(

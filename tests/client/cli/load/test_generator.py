@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -42,6 +43,20 @@ async def quick(probe: Probe) -> None:
     probe.done()
 
 
+def after(
+    wait_s: Callable[[Probe], float], lock: asyncio.Lock | None = None
+) -> Callable[[Probe], Awaitable[None]]:
+    """Both tokens at once, after a time; with a lock one request after the other."""
+
+    async def serve(probe: Probe) -> None:
+        async with lock or contextlib.nullcontext():
+            await asyncio.sleep(wait_s(probe))
+            probe.received(2)
+            probe.done()
+
+    return serve
+
+
 def run(
     plan: Plan,
     serve: Callable[[Probe], Awaitable[None]] = quick,
@@ -70,12 +85,7 @@ def measured(plan: Plan, records: Sequence[Record]) -> Measured:
 
 
 def test_an_open_loop_sends_on_time_whatever_became_of_earlier_requests() -> None:
-    async def slow(probe: Probe) -> None:
-        await asyncio.sleep(1.5)
-        probe.received(2)
-        probe.done()
-
-    records = run(TEN_EVENLY, slow)
+    records = run(TEN_EVENLY, after(lambda _: 1.5))
     assert [record.intended_s for record in records] == pytest.approx([i / 10 for i in range(20)])
     assert [record.sent_s for record in records] == pytest.approx([i / 10 for i in range(20)])
     assert all(record.is_done for record in records)
@@ -83,14 +93,7 @@ def test_an_open_loop_sends_on_time_whatever_became_of_earlier_requests() -> Non
 
 def test_a_server_that_stalls_is_charged_for_all_who_waited_meanwhile() -> None:
     """One worker that takes one request at a time and stalls once: as a queue computed by hand."""
-    one_at_a_time = asyncio.Lock()
-
-    async def stalls_once(probe: Probe) -> None:
-        async with one_at_a_time:
-            await asyncio.sleep(1.0 if probe.request.index == 5 else 0.05)
-            probe.received(2)
-            probe.done()
-
+    stalls_once = after(lambda probe: 1.0 if probe.request.index == 5 else 0.05, asyncio.Lock())
     records = run(TEN_EVENLY, stalls_once)
     free_s, expected = 0.0, []
     for i in range(20):
@@ -129,15 +132,8 @@ def test_a_client_that_is_on_time_is_not_blamed() -> None:
 
 
 def test_a_server_that_falls_behind_is_named() -> None:
-    one_at_a_time = asyncio.Lock()
-
-    async def slow(probe: Probe) -> None:
-        async with one_at_a_time:
-            await asyncio.sleep(0.3)
-            probe.received(2)
-            probe.done()
-
-    found = figures(measured(TEN_EVENLY, run(TEN_EVENLY, slow)), Bounds())
+    records = run(TEN_EVENLY, after(lambda _: 0.3, asyncio.Lock()))
+    found = figures(measured(TEN_EVENLY, records), Bounds())
     said = remarks(found, max_lateness_ms=10, is_open=True, is_local=False)
     assert any(remark.who == "server" and "did not keep up" in remark.text for remark in said)
     assert not any(remark.who == "client" for remark in said)
