@@ -12,10 +12,8 @@ from safetensors.torch import load_file, save_file
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def make_adapter(
-    directory: Path, model: Path, seed: int, *, rank: int = 4, alpha: float = 8.0, size: float = 0.3
-) -> Path:
-    """Writes an adapter of all projections of a model. `size`: of the random elements."""
+def make_adapter(directory: Path, model: Path, seed: int, *, rank: int = 4) -> Path:
+    """Writes an adapter of all projections of a model."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in model_weights(model).items():
@@ -23,9 +21,9 @@ def make_adapter(
             prefix = f"base_model.model.{name.removesuffix('.weight')}"
             outputs, inputs = weight.shape
             for kind, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-                tensors[f"{prefix}.lora_{kind}.weight"] = size * torch.randn(shape, generator=generator)
+                tensors[f"{prefix}.lora_{kind}.weight"] = 0.3 * torch.randn(shape, generator=generator)
     directory.mkdir(parents=True)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": list(MODULES)}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8.0, "target_modules": list(MODULES)}
     (directory / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "adapter_model.safetensors")
     return directory

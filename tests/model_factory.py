@@ -79,21 +79,14 @@ def load_decoder(directory: Path, dtype: torch.dtype | str = "auto", *, pack: bo
     return load_planned(plan_load(directory, dtype), pack=pack)[0]
 
 
-def make_family_model(
-    directory: Path, model_type: str, settings: dict[str, Any], *, dtype: str = "float32", seed: int = 0
-) -> Path:
+def make_family_model(directory: Path, model_type: str, settings: dict[str, Any], *, seed: int = 0) -> Path:
     """Write a model of any family that transformers has, in shards; returns the directory.
 
-    Args:
-        directory: Where.
-        model_type: The family.
-        settings: Of its config; the others are at the library's defaults.
-        dtype: Of the weights.
-        seed: The same seed gives the same weights.
+    Settings that are not given are at the library's defaults. The same seed gives the same weights.
     """
-    config = AutoConfig.for_model(model_type, dtype=dtype, **settings)
+    config = AutoConfig.for_model(model_type, dtype="float32", **settings)
     model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    return _save_with_random_weights(model, directory, dtype, seed, max_shard_bytes=60_000)
+    return _save_with_random_weights(model, directory, "float32", seed, max_shard_bytes=60_000)
 
 
 def _save_with_random_weights(
@@ -115,12 +108,7 @@ def make_adapter(
 ) -> Path:
     """Write an adapter with random weights, by PEFT; returns the directory.
 
-    Args:
-        directory: Where.
-        model: What it is for; if it is in memory, it is changed.
-        seed: The same seed gives the same weights.
-        dtype: Of the weights.
-        settings: Of its LoraConfig.
+    A model in memory is changed. The same seed gives the same weights. `settings`: of its LoraConfig.
     """
     if isinstance(model, Path):
         model = copy.deepcopy(_read_model(model))
@@ -183,10 +171,7 @@ def _exact_model(model: Path, adapter: Path | None) -> Any:
 def exact_logits(model: Path, adapter: Path | None, tokens: list[int]) -> torch.Tensor:
     """Logits of every position [len(tokens), vocab_size] float64: those of PEFT's own float64 model.
 
-    Args:
-        model: A model directory, which does not change.
-        adapter: Of that model; None: none.
-        tokens: The text.
+    The files of `model` must not change.
     """
     exact = _exact_model(model, adapter)
     with torch.inference_mode(), _Exactly():

@@ -47,8 +47,10 @@ def rendered(directory: Path) -> list[Object]:
     return list(yaml.safe_load_all(done.stdout))
 
 
-@pytest.fixture(params=["base", "plaintext", "postgres", "example"])
+@pytest.fixture(params=["as written", "base", "plaintext", "postgres", "example"])
 def variant(request: pytest.FixtureRequest, tmp_path: Path) -> list[Object]:
+    if request.param == "as written":
+        return base()
     if request.param in ("base", "example"):
         return rendered(DEPLOY / "kubernetes" / request.param)
     found = Path(os.path.relpath(DEPLOY / "kubernetes", tmp_path.resolve()))
@@ -67,15 +69,15 @@ def container(objects: list[Object], name: str) -> Object:
     return dict(found)
 
 
-def check(objects: list[Object]) -> None:
-    for each in objects:
+def test_each_variant_fits_the_schemas(variant: list[Object]) -> None:
+    for each in variant:
         for version in KUBERNETES:
             if each["kind"] not in FOREIGN:
                 kubernetes_validate.validate(each, version, strict=True)
-    services = [each for each in objects if each["kind"] == "Service"]
-    sets = [each for each in objects if each["kind"] == "StatefulSet"]
+    services = [each for each in variant if each["kind"] == "Service"]
+    sets = [each for each in variant if each["kind"] == "StatefulSet"]
     labels = [each["spec"]["template"]["metadata"]["labels"] for each in sets]
-    for each in objects:
+    for each in variant:
         spec = each.get("spec", {})
         selector = spec.get("podSelector") or spec.get("selector")
         wanted = selector and selector.get("matchLabels", selector)
@@ -97,14 +99,6 @@ def check(objects: list[Object]) -> None:
             if isinstance(part, dict)
         }
         assert {port for port in probed if isinstance(port, str)} <= ports
-
-
-def test_base_fits_the_schemas() -> None:
-    check(base())
-
-
-def test_each_variant_fits_the_schemas(variant: list[Object]) -> None:
-    check(variant)
 
 
 def files_of_pods(here: Path) -> dict[str, str]:
@@ -139,9 +133,9 @@ def settings_of(gateway: Object, here: Path) -> Config:
     return settings.config
 
 
-def check_settings(objects: list[Object], here: Path) -> None:
-    gateway, worker = container(objects, "quire-gateway"), container(objects, "quire-worker")
-    config = settings_of(gateway, here)
+def test_each_variant_serves_with_its_settings(variant: list[Object], tmp_path: Path) -> None:
+    gateway, worker = container(variant, "quire-gateway"), container(variant, "quire-worker")
+    config = settings_of(gateway, tmp_path)
     listening = {config.listen: "grpc", config.metrics_listen: "metrics", config.peer_listen: "peers"}
     listening.pop("", None)
     ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
@@ -149,12 +143,12 @@ def check_settings(objects: list[Object], here: Path) -> None:
     if config.peer_listen:
         # No hook is needed: also at SIGTERM the workers keep their KV, for the other gateways.
         assert config.journal.startswith("postgresql:") and "lifecycle" not in gateway
-    grace_s = one(objects, "StatefulSet", "quire-gateway")["spec"]["template"]["spec"][
+    grace_s = one(variant, "StatefulSet", "quire-gateway")["spec"]["template"]["spec"][
         "terminationGracePeriodSeconds"
     ]
     assert grace_s > config.lame_duck_s + config.drain_grace_s
     parsed = vars(complete_parser().parse_args(worker["args"]))
-    workers = one(objects, "StatefulSet", "quire-worker")["spec"]
+    workers = one(variant, "StatefulSet", "quire-worker")["spec"]
     port = parsed["listen"].rpartition(":")[2]
     pods = [f"quire-worker-{index}.{workers['serviceName']}:{port}" for index in range(workers["replicas"])]
     assert list(config.worker_addresses) == pods
@@ -164,14 +158,6 @@ def check_settings(objects: list[Object], here: Path) -> None:
         assert probe["httpGet"]["path"] == "/readyz" and config.insecure == "off"
     else:
         assert probe["grpc"]["port"] == ports["grpc"] and "httpGet" not in probe and config.insecure == "on"
-
-
-def test_base_serves_with_its_settings(tmp_path: Path) -> None:
-    check_settings(base(), tmp_path)
-
-
-def test_each_variant_serves_with_its_settings(variant: list[Object], tmp_path: Path) -> None:
-    check_settings(variant, tmp_path)
 
 
 def test_secrets_have_what_either_side_reads() -> None:

@@ -44,16 +44,16 @@ def make(checkout: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=checkout, env=environment, stdout=output, stderr=output, text=True)
 
 
-@pytest.fixture
-def said(checkout: Path) -> str:
-    """The commands of a first `make serve`, which are not run."""
-    with make(checkout, "--dry-run", "serve") as dry_run:
-        output, errors = dry_run.communicate(timeout=60)
-    assert dry_run.returncode == 0, errors
-    return output
+def made(checkout: Path, *arguments: str, fails: bool = False) -> tuple[str, str]:
+    """What it says, and its errors."""
+    with make(checkout, *arguments) as running:
+        output, errors = running.communicate(timeout=60)
+    assert bool(running.returncode) == fails, errors
+    return output, errors
 
 
-def test_serving_installs_no_extra(said: str) -> None:
+def test_serving_installs_no_extra(checkout: Path) -> None:
+    said, _ = made(checkout, "--dry-run", "serve")
     installs = re.findall(" install (.+?) +>", said)
     assert [line.split()[-1] for line in installs if "--editable" in line] == (
         ["'.[cuda]'"] if shutil.which("nvidia-smi") else ["'.'"]
@@ -103,13 +103,9 @@ def python(checkout: Path) -> str:
 
 def test_what_pip_says_is_shown_where_it_fails(checkout: Path, python: str) -> None:
     (checkout / "pip fails").touch()
-    with make(checkout, python, "setup") as failing:
-        output, errors = failing.communicate(timeout=60)
-    assert failing.returncode and "many lines" in errors
+    assert "many lines" in made(checkout, python, "setup", fails=True)[1]
     (checkout / "pip fails").unlink()
-    with make(checkout, python, "setup") as working:
-        output, errors = working.communicate(timeout=60)
-    assert working.returncode == 0, errors
+    output, errors = made(checkout, python, "setup")
     assert "many lines" not in output + errors
     begins = [line.split()[0] for line in output.splitlines()]
     assert begins == ["Creating", "Installing", "for", "Installing", "Installing"]
@@ -121,9 +117,7 @@ def test_without_a_gpu_uv_is_asked_for_a_torch_without_cuda(checkout: Path, pyth
     (checkout / "pip takes cuda").touch()
     if fails:
         (checkout / "uv fails").touch()
-    with make(checkout, python, "setup") as working:
-        output, errors = working.communicate(timeout=60)
-    assert working.returncode == 0, errors
+    output, _ = made(checkout, python, "setup")
     assert "for the CPU, by uv" in output
     assert ("with the libraries of CUDA after all" in output) == fails
     assert "uv" in (checkout / "modules").read_text().split()
