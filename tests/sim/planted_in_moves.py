@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import pytest
-
 from service.caches.effects import Command, ExportKv, ImportKv, ReleaseSequences
 from tests.sim.machine import PlantedMachine
-from tests.sim.model_worker import ModelWorker
-
-
-def imported_unseen(patch: pytest.MonkeyPatch) -> None:
-    """A worker takes KV without a look at the digest of its tokens."""
-    patch.setattr(ModelWorker, "is_claimed", lambda *_: True)
 
 
 class SourceReleasedAtOnce(PlantedMachine):

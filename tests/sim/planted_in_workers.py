@@ -132,7 +132,7 @@ class TheParkedAreForgotten(_Forgotten):
 
 
 def adopted_unseen(patch: pytest.MonkeyPatch) -> None:
-    """A worker keeps what is claimed of it without a look at the tokens."""
+    """A worker keeps what is claimed of it, and takes what is copied, without a look at the tokens."""
     patch.setattr(ModelWorker, "is_claimed", lambda *_: True)
 
 
@@ -223,13 +223,17 @@ class CheckedForAnyWeights(PlantedMachine):
         return request
 
 
-class _LedgerOfTheFirstWeights(Ledger):
+class _LedgerOfForksWithout(Ledger):
+    missing: str
+
     def apply(self, record: Record) -> None:
         super().apply(record)
         for number in numbers_of(record) if isinstance(record, CacheForked) else ():
-            state = self.get(number)
-            assert state is not None
-            state.weights = 0
+            setattr(self.get(number), self.missing, 0)
+
+
+class _LedgerOfTheFirstWeights(_LedgerOfForksWithout):
+    missing = "weights"
 
 
 class ForksAreOfThePresentWeights(PlantedMachine):
@@ -270,13 +274,8 @@ class CachesContinueWhereTheyEnd(PlantedMachine):
 # Adapters.
 
 
-class _LedgerOfForksWithoutAdapters(Ledger):
-    def apply(self, record: Record) -> None:
-        super().apply(record)
-        for number in numbers_of(record) if isinstance(record, CacheForked) else ():
-            state = self.get(number)
-            assert state is not None
-            state.adapter = 0
+class _LedgerOfForksWithoutAdapters(_LedgerOfForksWithout):
+    missing = "adapter"
 
 
 class ForksHaveNoAdapter(PlantedMachine):
