@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import signal
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import machine
 from tests.attacks import fairness, memory, messages, overload
-from tests.attacks.frame import Attack, Outcome, as_dict, run, table
+from tests.attacks.frame import Attack, Outcome, run, table
 
 ALL: tuple[Attack, ...] = (
     *messages.ATTACKS, *memory.ATTACKS, *fairness.ATTACKS, *overload.ATTACKS,
@@ -36,11 +37,12 @@ def main() -> int:
         print(f"{attack.name}: {attack.what} ...", file=sys.stderr, flush=True)
         try:
             outcomes.append(run(attack))
-            print(f"  {json.dumps(as_dict(outcomes[-1]))}", file=sys.stderr, flush=True)
+            print(f"  {json.dumps(dataclasses.asdict(outcomes[-1]))}", file=sys.stderr, flush=True)
         except Exception as error:
             failed[attack.name] = f"{type(error).__name__}: {str(error)[:400]}"
             print(f"  {failed[attack.name]}", file=sys.stderr, flush=True)
-        found = {"machine": machine.describe(), "outcomes": [as_dict(o) for o in outcomes], "failed": failed}
+        told = [*map(dataclasses.asdict, outcomes)]
+        found = {"machine": machine.describe(), "outcomes": told, "failed": failed}
         (options.out / "attacks.json").write_text(json.dumps(found, indent=1) + "\n")
     print(table(outcomes, {attack.name: attack for attack in ALL}))
     for name, why in failed.items():

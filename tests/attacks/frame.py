@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections import Counter
@@ -170,11 +169,6 @@ def measure(
         answers=dict(scene.answers.most_common(6)),
         notes=dict(scene.notes),
     )
-
-
-def as_dict(outcome: Outcome) -> dict[str, Any]:
-    """For a file."""
-    return dataclasses.asdict(outcome)
 
 
 _HEAD = (

@@ -8,6 +8,7 @@ import resource
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 from quire.v1 import executor_pb2 as pb
@@ -53,35 +54,30 @@ def fork_and_append(scene: Scene) -> None:
 
 def unread_unary(scene: Scene) -> None:
     """48 answers of 48 MB each. A call that is made as a stream receives nothing until it is read."""
-    assert scene.gateway.channel is not None
     request = pb.ForwardRequest(token_ids=[3] * 12_000, output=_LOGITS).SerializeToString()
-    channels = [scene.gateway.connect() for _ in range(round(48 * scene.share))]
-    calls: list[Any] = []
-    for channel in channels:
-        method: Any = channel.unary_stream(SERVICE + "Forward")
-        calls.append(method(request, timeout=TIMEOUT_S))
-    time.sleep(scene.held_s)
-    for call, channel in zip(calls, channels, strict=True):
-        scene.answers["not read" if call.is_active() else said(call)] += 1
-        call.cancel()
-        channel.close()
+    _unread(
+        scene,
+        round(48 * scene.share),
+        lambda channel: channel.unary_stream(SERVICE + "Forward"),
+        lambda: request,
+    )
 
 
 def unread_sessions(scene: Scene) -> None:
     """16 Sessions with 64 calls each, whose answers are of 4 MB."""
     call = pb.ForwardRequest(token_ids=[3] * 1000, output=_LOGITS)
-    data = pb.SessionRequest(
-        calls=[pb.SessionCall(tag=tag, forward=call) for tag in range(64)]
-    ).SerializeToString()
-    channels = [scene.gateway.connect() for _ in range(16)]
-    calls: list[Any] = []
-    for channel in channels:
-        method: Any = channel.stream_stream(SERVICE + "Session")
-        calls.append(method(iter([data]), timeout=TIMEOUT_S))
+    calls = [pb.SessionCall(tag=tag, forward=call) for tag in range(64)]
+    data = pb.SessionRequest(calls=calls).SerializeToString()
+    _unread(scene, 16, lambda channel: channel.stream_stream(SERVICE + "Session"), lambda: iter([data]))
+
+
+def _unread(scene: Scene, count: int, method: Callable[[Any], Any], request: Callable[[], Any]) -> None:
+    channels = [scene.gateway.connect() for _ in range(count)]
+    calls = [method(channel)(request(), timeout=TIMEOUT_S) for channel in channels]
     time.sleep(scene.held_s)
-    for stream, channel in zip(calls, channels, strict=True):
-        scene.answers["not read" if stream.is_active() else said(stream)] += 1
-        stream.cancel()
+    for call, channel in zip(calls, channels, strict=True):
+        scene.answers["not read" if call.is_active() else said(call)] += 1
+        call.cancel()
         channel.close()
 
 

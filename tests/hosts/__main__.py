@@ -7,33 +7,24 @@ is 0 if every token was that of an undisturbed run, and nothing else happened th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
 import json
-import random
 import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks import machine
 from tests.hosts.network import CALLER, GATEWAY, Network, missing, worker_hosts
+from tests.soak.options import parser
 
 
 def main() -> int:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.hosts", description=__doc__)
-    parser.add_argument("--faults", type=int, default=300, help="end after so many")
-    parser.add_argument("--minutes", type=float, default=60.0, help="or after so long")
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 31), help="of prompts and faults")
-    parser.add_argument("--callers", type=int, default=8, help="callers, each with a sequence")
-    parser.add_argument("--texts", type=int, default=40, help="that they ask for")
-    parser.add_argument("--workers", type=int, default=2, help="workers, each on a host of its own")
-    parser.add_argument("--calls", action="store_true", help="workers call the gateway, not it them")
-    parser.add_argument("--kv-pages", type=int, default=64, help="of each worker")
-    parser.add_argument("--interval-s", type=float, default=0.5, help="between two faults, on average")
-    parser.add_argument("--longest-s", type=float, default=4.0, help="how long a link is bad at most")
-    options = parser.parse_args()
+    command = parser("python -m tests.hosts", __doc__, faults=300)
+    command.add_argument("--calls", action="store_true", help="workers call the gateway, not it them")
+    command.add_argument("--longest-s", type=float, default=4.0, help="how long a link is bad at most")
+    options = command.parse_args()
     if lacks := missing():
         print(f"tests.hosts: {lacks}", file=sys.stderr)
         return 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import signal
 import subprocess
@@ -18,10 +17,9 @@ import psutil
 
 from tests.forks import Forked
 from tests.hosts.network import DATABASE, Network, gateway_hosts, worker_hosts
-from tests.hosts.server import PORT, make_pool, security, start_worker
+from tests.hosts.server import PORT, children, connect, make_pool, security, start_worker
 from tests.postgres_server import PostgresServer
-from tests.soak.programs import start_gateway
-from workers.common.protocol import GATEWAY_NAME
+from tests.soak.server import MarkedGateway
 
 _STOP_TIMEOUT_S = 60
 _QUERY_TIMEOUT_S = 2.0
@@ -36,67 +34,37 @@ _EXPECTED = {0, -signal.SIGTERM, 1, 86, -signal.SIGKILL}
 _OWNERS = "SELECT shard, address FROM quire.shards WHERE shard >= 0 AND expires_at > clock_timestamp()"
 
 
-class Gateway:
-    """Owner of the process of one, which is started anew when it has ended."""
+class Gateway(MarkedGateway):
+    """One of several, with a host of its own."""
 
     def __init__(
         self, host: str, namespace: str, address: str, flags: Sequence[str], directory: Path, seed: int
     ) -> None:
+        super().__init__(flags, directory, host, seed, namespace)
         self.host = host
-        self._namespace = namespace
         self.address = address
-        self.marks_path = directory / f"{host}.marks"
-        self.marks_path.touch()
-        self.log_path = directory / f"{host}.log"
-        self._flags = flags
-        self._settings: dict[str, object] = {"log": str(self.marks_path), "seed": seed, "rates": {}}
-        self._process: subprocess.Popen[bytes] | Forked | None = None
         # When it is to start again, once it has ended.
         self.starts_at_s = 0.0
-
-    def start(self, rates: dict[str, float]) -> None:
-        """`rates`: how likely each marked point ends it."""
-        self._settings["rates"] = rates
-        marks = {"SOAK_MARKS": json.dumps(self._settings)}
-        self._process = start_gateway(
-            *self._flags, log=self.log_path, settings=marks, namespace=self._namespace
-        )
-
-    @property
-    def status(self) -> int | None:
-        """Its exit status, once it has ended."""
-        return -1 if self._process is None else self._process.poll()
-
-    def signal(self, number: signal.Signals) -> None:
-        """Nothing happens if it has ended."""
-        if self._process is not None:
-            self._process.send_signal(number)
-
-    def wait(self) -> int:
-        """For its end. Returns its exit status."""
-        assert self._process is not None
-        return self._process.wait(_STOP_TIMEOUT_S)
 
 
 class Cluster:
     """Owner of all processes. Use as a context manager."""
 
-    def __init__(
-        self, network: Network, directory: Path, options: Any, model: str, more_flags: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, network: Network, directory: Path, options: Any, model: str) -> None:
         self.network = network
         self.rng = random.Random(options.seed)
         self.worker_hosts = worker_hosts(options.workers)
         self._directory = directory
         self._pool = make_pool(directory)
-        self._token, flags = security(directory, self._pool)
+        # Of a caller who may administer it.
+        self.token, flags = security(directory, self._pool)
         self.database = PostgresServer(network.address(DATABASE), network.command(DATABASE))
         self._flags = [
             *("--model", model, "--device", "cpu", "--dtype", "float32", "--no-self-check"),
             *("--log-format", "json", "--pool", str(self._pool), "--shards", str(options.shards)),
             *("--workers-at", ",".join(f"{network.address(host)}:{PORT}" for host in self.worker_hosts)),
             *("--heartbeat-timeout-s", "3", "--kv-pages", str(options.kv_pages), "--orphan-grace-s", "60"),
-            *(*flags, *more_flags),
+            *flags,
         ]
         self.gateways: list[Gateway] = []
         self._commands: dict[str, subprocess.Popen[bytes] | Forked] = {}
@@ -124,39 +92,36 @@ class Cluster:
             namespace, seed = self.network.namespace(host), self.rng.randrange(1 << 31)
             gateway = Gateway(host, namespace, f"{address}:{PORT}", flags, self._directory, seed)
             self.gateways.append(gateway)
-            gateway.start({})
+            gateway.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in self._commands.values():
-            for child in _children(process):
+            for child in children(process):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
             process.kill()
             process.wait()
         for gateway in self.gateways:
             if gateway.status is None:
-                gateway.signal(signal.SIGKILL)
+                gateway.send_signal(signal.SIGKILL)
                 gateway.wait()
         self.database.__exit__()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether one of the gateways has."""
+        return any(gateway.has_ended for gateway in self.gateways)
 
     @property
     def ca(self) -> bytes:
         """By which callers know the gateways."""
         return (self._pool / "ca.pem").read_bytes()
 
-    @property
-    def token(self) -> str:
-        """Of a caller who may administer it."""
-        return self._token
-
     def connect(self, gateway: Gateway, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
         """A channel to one gateway."""
-        credentials = grpc.composite_channel_credentials(
-            grpc.ssl_channel_credentials(self.ca), grpc.access_token_call_credentials(self._token)
-        )
-        own = (("grpc.ssl_target_name_override", GATEWAY_NAME), ("grpc.use_local_subchannel_pool", 1))
-        return grpc.aio.secure_channel(gateway.address, credentials, options=[*options, *own])
+        own = ("grpc.use_local_subchannel_pool", 1)
+        return connect(gateway.address, self.ca, self.token, [*options, own])
 
     async def owners(self) -> dict[int, Gateway]:
         """The gateway that has each shard; as seen last if the database does not answer."""
@@ -187,15 +152,15 @@ class Cluster:
 
     def worker_pids(self) -> list[int]:
         """The processes that compute, which `quire worker` starts again and again."""
-        return [child.pid for process in self._commands.values() for child in _children(process)]
+        return [child.pid for process in self._commands.values() for child in children(process)]
 
     def stop(self) -> list[str]:
         """Ends everything in order. Returns what has not."""
         for gateway in self.gateways:
-            gateway.signal(signal.SIGTERM)
+            gateway.send_signal(signal.SIGTERM)
         statuses = {gateway.host: gateway.wait() for gateway in self.gateways}
         for process in self._commands.values():
-            for child in _children(process):
+            for child in children(process):
                 child.send_signal(signal.SIGCONT)
             process.terminate()
         statuses |= {host: process.wait(_STOP_TIMEOUT_S) for host, process in self._commands.items()}
@@ -204,7 +169,3 @@ class Cluster:
     def log_tail(self, size: int = 4000) -> str:
         """The end of what each gateway has logged."""
         return "\n--\n".join(g.log_path.read_text(errors="replace")[-size:] for g in self.gateways)
-
-
-def _children(process: subprocess.Popen[bytes] | Forked) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children() if process.poll() is None else []

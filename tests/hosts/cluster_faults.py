@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import json
 import os
 import random
 import signal
@@ -47,7 +46,6 @@ class ClusterInjector(Injector):
         self._takeovers = takeovers
         self._longest_s = longest_s
         self._rng = random.Random(seed)
-        self._seen_marks: dict[str, int] = {}
         self._kinds = [
             (0.16, self._kill_gateway),
             (0.07, self._stop_gateway),
@@ -68,9 +66,6 @@ class ClusterInjector(Injector):
         # Gateways that start later have marks.
         pass
 
-    def _next_kind(self) -> Fault:
-        return self._first.pop() if self._first else super()._next_kind()
-
     async def watch(self) -> None:
         """Starts gateways again when they have ended, and notes ends at marked points, until cancelled."""
         while True:
@@ -83,13 +78,9 @@ class ClusterInjector(Injector):
                 self._tally.lose("unexpected errors", unexpected)
 
     async def _note_marks_of(self, gateway: Gateway) -> None:
-        lines = gateway.marks_path.read_bytes().splitlines()
-        for line in lines[self._seen_marks.get(gateway.host, 0) :]:
-            at_s, point = json.loads(line)
-            where, _, phase = point.partition(": ")
+        for at_s, where, phase in gateway.new_marks():
             self._tally.fault(f"{where} exit", phase, at_s)
             self._takeovers.lost("gateway exit", await self._shards_of(gateway), at_s)
-        self._seen_marks[gateway.host] = len(lines)
 
     async def _shards_of(self, *gateways: Gateway) -> list[int]:
         return [shard for shard, owner in (await self._cluster.owners()).items() if owner in gateways]
@@ -105,7 +96,7 @@ class ClusterInjector(Injector):
         shards = await self._shards_of(gateway)
         self._note(kind)
         self._takeovers.lost(kind, shards, time.time())
-        gateway.signal(number)
+        gateway.send_signal(number)
         return gateway
 
     async def _kill_gateway(self) -> None:
@@ -122,7 +113,7 @@ class ClusterInjector(Injector):
         self._note("all SIGKILL")
         self._takeovers.lost("all SIGKILL", shards, time.time())
         for gateway in running:
-            gateway.signal(signal.SIGKILL)
+            gateway.send_signal(signal.SIGKILL)
         for pid in pids:
             _signal(pid, signal.SIGKILL)
 
@@ -140,7 +131,7 @@ class ClusterInjector(Injector):
             await asyncio.sleep(self._rng.uniform(shortest_s, longest_s))
         finally:
             if gateway is not None:
-                gateway.signal(signal.SIGCONT)
+                gateway.send_signal(signal.SIGCONT)
 
     async def _kill_worker(self) -> None:
         if pids := self._cluster.worker_pids():

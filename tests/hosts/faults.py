@@ -55,9 +55,6 @@ class HostsInjector(Injector):
         self._first = [method for _, method in self._kinds]
         self._rng.shuffle(self._first)
 
-    def _next_kind(self) -> Callable[[], Awaitable[None]]:
-        return self._first.pop() if self._first else super()._next_kind()
-
     async def _cut(self) -> None:
         host = self._rng.choice(self._hosts)
         await self._degrade("link cut", [(GATEWAY, host), (host, GATEWAY)], loss=1.0)

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import random
 import shutil
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import machine
 from tests.hosts.network import CALLER, DATABASE, Network, gateway_hosts, missing, worker_hosts
 from tests.postgres_server import programs
+from tests.soak.options import parser
 
 if TYPE_CHECKING:
     from tests.hosts.cluster import Cluster
@@ -48,30 +48,19 @@ def lacks() -> str:
     return "" if shutil.which("setpriv") else "needs the program setpriv"
 
 
-def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
-    made = argparse.ArgumentParser(prog="python -m tests.hosts.gateways", description=__doc__)
-    made.add_argument("--faults", type=int, default=500, help="end after so many")
-    made.add_argument("--minutes", type=float, default=120.0, help="or after so long")
-    made.add_argument("--seed", type=int, default=random.randrange(1 << 31), help="of prompts and faults")
-    made.add_argument("--callers", type=int, default=8, help="callers, each with a sequence")
-    made.add_argument("--texts", type=int, default=20, help="that they ask for")
-    made.add_argument("--model", choices=(WEIGHTLESS, TINY), default=WEIGHTLESS, help="that is served")
-    made.add_argument("--shards", type=int, default=4, help="of the caches")
-    made.add_argument("--workers", type=int, default=4, help="workers, each on a host of its own")
-    made.add_argument("--kv-pages", type=int, default=64, help="of each worker")
-    made.add_argument("--interval-s", type=float, default=0.5, help="between two faults, on average")
-    made.add_argument("--longest-s", type=float, default=4.0, help="how long something is away at most")
-    made.add_argument(
-        "--spare-workers", action="store_true", help="kill none: on a busy machine they start slowly"
-    )
-    made.add_argument("--keep", type=Path, help="keep the logs in this directory")
-    return made
-
-
 def main() -> int:
     """Runs the command line."""
-    options = parser().parse_args()
+    command = parser(
+        "python -m tests.hosts.gateways", __doc__, faults=500, minutes=120.0, texts=20, workers=4
+    )
+    command.add_argument("--model", choices=(WEIGHTLESS, TINY), default=WEIGHTLESS, help="that is served")
+    command.add_argument("--shards", type=int, default=4, help="of the caches")
+    command.add_argument("--longest-s", type=float, default=4.0, help="how long something is away at most")
+    command.add_argument(
+        "--spare-workers", action="store_true", help="kill none: on a busy machine they start slowly"
+    )
+    command.add_argument("--keep", type=Path, help="keep the logs in this directory")
+    options = command.parse_args()
     if found := lacks():
         print(f"tests.hosts.gateways: {found}", file=sys.stderr)
         return 2
@@ -120,6 +109,7 @@ async def soak(options: argparse.Namespace, texts: Texts, cluster: Cluster, take
     from tests.hosts.cluster_faults import ClusterInjector
     from tests.hosts.spread import ClientCaller, PlainCaller, Spread
     from tests.soak.callers import Stuck
+    from tests.soak.checks import check_pools, until, wait_until_serving
     from tests.soak.tally import Tally
     from workers.common.protocol import GATEWAY_NAME
 
@@ -131,7 +121,7 @@ async def soak(options: argparse.Namespace, texts: Texts, cluster: Cluster, take
         }
         stubs = [executor_pb2_grpc.ModelExecutorServiceStub(channel) for channel in channels.values()]
         for stub in stubs:
-            await _wait_until_serving(stub, cluster)
+            await wait_until_serving(stub, cluster)
         if options.model == WEIGHTLESS:
             await texts.decode(stubs[0], "", _LONGEST_TEXT)
         client = await stack.enter_async_context(
@@ -162,73 +152,18 @@ async def soak(options: argparse.Namespace, texts: Texts, cluster: Cluster, take
                 watch = group.create_task(injector.watch())
                 faults = group.create_task(injector.run(no_more))
                 running = [group.create_task(caller.run(stop)) for caller in callers]
-                await _until(options, tally)
+                await until(lambda: tally.num_faults >= options.faults, options.minutes, tally)
                 no_more.set()
                 await faults
                 stop.set()
                 await asyncio.wait(running)
-                await _check_pools(stubs, options.workers, tally)
+                await check_pools(stubs, options.workers, tally)
                 watch.cancel()
         except* Stuck as stuck:
             tally.lose("unexpected errors", f"{stuck.exceptions[0]}\n{cluster.log_tail()}")
     for failed in cluster.stop():
         tally.lose("unexpected errors", f"{failed}\n{cluster.log_tail()}")
     return tally
-
-
-async def _wait_until_serving(stub: Any, cluster: Cluster) -> None:
-    import grpc
-    from quire.v1 import executor_pb2
-
-    for _ in range(3000):
-        with contextlib.suppress(grpc.RpcError):
-            status = await stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=5)
-            if status.state == executor_pb2.SERVER_STATE_SERVING:
-                return
-        await asyncio.sleep(0.1)
-    raise RuntimeError(f"a gateway does not serve:\n{cluster.log_tail()}")
-
-
-async def _check_pools(stubs: list[Any], workers: int, tally: Tally) -> None:
-    """Releases what sequences that could not go on have left, and looks into the pools of all workers."""
-    import grpc
-    from quire.v1 import executor_pb2 as pb
-
-    found: Any = "no answer"
-    for _ in range(600):
-        with contextlib.suppress(grpc.RpcError):
-            page = pb.ListCachesRequest(page_size=1000)
-            while True:
-                caches = await stubs[0].ListCaches(page, timeout=5)
-                for cache in caches.kv_caches:
-                    release = pb.ReleaseCacheRequest(cache_id=cache.cache_id)
-                    await stubs[0].ReleaseCache(release, timeout=5)
-                page.page_token = caches.next_page_token
-                if not page.page_token:
-                    break
-            request = pb.GetCacheMetricsRequest(check_integrity=True)
-            found = [
-                each for stub in stubs for each in (await stub.GetCacheMetrics(request, timeout=15)).workers
-            ]
-            whole = {
-                one.worker_id
-                for one in found
-                if one.pool_intact and not one.pool.pages_referenced and not one.pool.sequences
-            }
-            if len(whole) == workers:
-                return
-        await asyncio.sleep(0.1)
-    tally.lose("pools not whole", str(found))
-
-
-async def _until(options: argparse.Namespace, tally: Tally) -> None:
-    loop = asyncio.get_running_loop()
-    end_s, shown_s = loop.time() + 60 * options.minutes, loop.time()
-    while tally.num_faults < options.faults and loop.time() < end_s:
-        await asyncio.sleep(0.05)
-        if loop.time() - shown_s > 5.0:
-            shown_s = loop.time()
-            print(tally.progress(), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,20 @@ def start_worker(
     )
 
 
+def connect(address: str, ca: bytes, token: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
+    """A channel to a gateway that these authorities have certified."""
+    credentials = grpc.composite_channel_credentials(
+        grpc.ssl_channel_credentials(ca), grpc.access_token_call_credentials(token)
+    )
+    options = [*options, ("grpc.ssl_target_name_override", GATEWAY_NAME)]
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def children(process: subprocess.Popen[bytes] | Forked) -> list[psutil.Process]:
+    """Those of a `quire worker`; none if it has ended."""
+    return psutil.Process(process.pid).children() if process.poll() is None else []
+
+
 class HostsServer(Server):
     """Owner of the gateway's process, and of `quire worker` on each of the other hosts."""
 
@@ -95,28 +109,16 @@ class HostsServer(Server):
 
     def connect(self, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
         """See `Server.connect`."""
-        credentials = grpc.composite_channel_credentials(
-            grpc.ssl_channel_credentials((self._pool / "ca.pem").read_bytes()),
-            grpc.access_token_call_credentials(self._token),
-        )
-        options = [*options, ("grpc.ssl_target_name_override", GATEWAY_NAME)]
-        return grpc.aio.secure_channel(self.address, credentials, options=options)
+        return connect(self.address, (self._pool / "ca.pem").read_bytes(), self._token, options)
 
     def worker_pids(self) -> list[int]:
         """The processes that compute, which `quire worker` starts again and again."""
-        children = (
-            psutil.Process(command.pid).children()
-            for command in self._commands.values()
-            if command.poll() is None
-        )
-        return [child.pid for found in children for child in found]
+        return [child.pid for command in self._commands.values() for child in children(command)]
 
     def stop(self) -> int:
         """Ends everything in an orderly way; returns the gateway's exit status, or a worker's that failed."""
-        assert self._process is not None
-        if not self.has_ended:
-            self._process.send_signal(signal.SIGTERM)
-        status = self._process.wait(_STOP_TIMEOUT_S)
+        self.send_signal(signal.SIGTERM)
+        status = self.wait()
         # One that was stopped could not end.
         for pid in self.worker_pids():
             self.kill(pid, signal.SIGCONT)

@@ -6,9 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from tests.soak.tally import at
-
-_SHARES = {"p50": 0.5, "p99": 0.99, "longest": 1.0}
+from tests.soak.tally import quantiles
 
 
 class Takeovers:
@@ -43,7 +41,5 @@ class Takeovers:
     def summary(self) -> dict[str, Any]:
         """For JSON. In seconds."""
         return {
-            kind: {"shards": len(found)}
-            | {name: round(at(found, share), 2) for name, share in _SHARES.items()}
-            for kind, found in sorted(self._waits.items())
+            kind: {"shards": len(found)} | quantiles(found, 2) for kind, found in sorted(self._waits.items())
         }

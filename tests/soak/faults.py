@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import signal
 import time
@@ -42,8 +41,9 @@ class Injector:
         self._tally = tally
         self._rng = random.Random(seed)
         self._interval_s = interval_s
-        self._marks_seen = 0
         self._keeps_rates = True
+        # Those that are made once before any is made at random.
+        self._first: list[Callable[[], Awaitable[None]]] = []
         self._kinds: list[tuple[float, Callable[[], Awaitable[None]]]] = [
             (0.50, self._kill_worker),
             (0.07, self._stop_worker),
@@ -67,6 +67,8 @@ class Injector:
         await self._kill_all()
 
     def _next_kind(self) -> Callable[[], Awaitable[None]]:
+        if self._first:
+            return self._first.pop()
         shares, kinds = zip(*self._kinds, strict=True)
         found: Callable[[], Awaitable[None]] = self._rng.choices(kinds, shares)[0]
         return found
@@ -84,22 +86,14 @@ class Injector:
         """Starts the gateway again when it has ended, and notes ends at marked points, until cancelled."""
         while True:
             await asyncio.sleep(_POLL_S)
-            self._note_marks()
+            for at_s, where, phase in self._server.new_marks():
+                self._tally.fault(f"{where} exit", phase, at_s)
             if self._server.has_ended:
                 rates: dict[str, float] = {}
                 # Some lives are without marks, so that signals have their turn as well.
                 if self._keeps_rates and self._rng.random() < 0.8:
                     rates = {**WORKER_RATES, **GATEWAY_RATES}
-                self._server.set_rates(rates)
-                self._server.start()
-
-    def _note_marks(self) -> None:
-        lines = self._server.marks_path.read_bytes().splitlines()
-        for line in lines[self._marks_seen :]:
-            at_s, point = json.loads(line)
-            where, _, phase = point.partition(": ")
-            self._tally.fault(f"{where} exit", phase, at_s)
-        self._marks_seen = len(lines)
+                self._server.start(rates)
 
     def _note(self, kind: str) -> None:
         self._tally.fault(kind, "anywhere", time.time())

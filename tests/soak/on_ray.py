@@ -6,12 +6,10 @@ that was killed or drained is replaced by another one. Prints JSON.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import functools
 import json
-import random
 import signal
 import sys
 import tempfile
@@ -24,6 +22,7 @@ from benchmarks import machine
 from tests.ray_cluster import RayCluster
 from tests.soak.__main__ import soak
 from tests.soak.faults import Injector
+from tests.soak.options import parser
 from tests.soak.server import Server, runs
 
 _DRIVER = "service.pool.ray_placement"
@@ -59,7 +58,7 @@ class RayServer(Server):
         return [child.pid for child in children if _DRIVER in child.cmdline()]
 
     def _running(self) -> list[tuple[psutil.Process, str]]:
-        with self._log_path.open("rb") as log:
+        with self.log_path.open("rb") as log:
             log.seek(self._seen_bytes)
             for line in log:
                 if not line.endswith(b"\n"):
@@ -99,9 +98,6 @@ class RayInjector(Injector):
         ]
         self._first = [method for _, method in self._kinds]
 
-    def _next_kind(self) -> Any:
-        return self._first.pop() if self._first else super()._next_kind()
-
     async def _kill_node(self) -> None:
         """With its workers: as when a machine loses its power. Then another one joins."""
         node = self._rng.choice(self._nodes)
@@ -139,16 +135,8 @@ class RayInjector(Injector):
 
 def main() -> int:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.soak.on_ray", description=__doc__)
-    parser.add_argument("--faults", type=int, default=100, help="end after so many")
-    parser.add_argument("--minutes", type=float, default=60.0, help="or after so long")
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 31), help="of prompts and faults")
-    parser.add_argument("--callers", type=int, default=6, help="callers, each with a sequence")
-    parser.add_argument("--texts", type=int, default=12, help="that they ask for")
-    parser.add_argument("--workers", type=int, default=2, help="nodes with room for a worker each")
-    parser.add_argument("--kv-pages", type=int, default=64, help="of each worker")
-    parser.add_argument("--interval-s", type=float, default=0.5, help="between two faults, on average")
-    options = parser.parse_args()
+    command = parser("python -m tests.soak.on_ray", __doc__, faults=100, callers=6, texts=12)
+    options = command.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-soak-") as scratch, RayCluster() as cluster:
         nodes = [cluster.add_node() for _ in range(options.workers)]
         parts = functools.partial(RayServer, cluster), functools.partial(RayInjector, cluster, nodes)

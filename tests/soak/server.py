@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,70 @@ import psutil
 from tests.forks import Forked
 from tests.soak.programs import start_gateway
 
+_STOP_TIMEOUT_S = 60
 
-class Server:
-    """Owner of the gateway's process. Workers are found through it: only they are ever killed."""
+
+class MarkedGateway:
+    """Owner of a gateway's process, which may end at marked points and is started anew when it has ended."""
+
+    def __init__(
+        self, flags: Sequence[str], directory: Path, name: str, seed: int, namespace: str = ""
+    ) -> None:
+        """`namespace`: of its network. Otherwise it has ours."""
+        self.log_path = directory / f"{name}.log"
+        self._marks_path = directory / f"{name}.marks"
+        self._marks_path.touch()
+        self._marks_seen = 0
+        self._flags = flags
+        self._seed = seed
+        self._namespace = namespace
+        self._process: subprocess.Popen[bytes] | Forked | None = None
+
+    def start(self, rates: Mapping[str, float] | None = None) -> None:
+        """Starts it; it need not answer yet. `rates`: how likely each marked point ends its processes."""
+        marks = {"log": str(self._marks_path), "seed": self._seed, "rates": rates or {}}
+        settings = {"SOAK_MARKS": json.dumps(marks)}
+        self._process = start_gateway(
+            *self._flags, log=self.log_path, settings=settings, namespace=self._namespace
+        )
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, once it has ended."""
+        return -1 if self._process is None else self._process.poll()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no gateway."""
+        return self.status is not None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def new_marks(self) -> Iterator[tuple[float, str, str]]:
+        """The ends at marked points since the last call: when, of what, and in which phase."""
+        lines = self._marks_path.read_bytes().splitlines()
+        for line in lines[self._marks_seen :]:
+            at_s, point = json.loads(line)
+            where, _, phase = point.partition(": ")
+            yield at_s, where, phase
+        self._marks_seen = len(lines)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Nothing happens if it has ended."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """For its end. Returns its exit status."""
+        assert self._process is not None
+        return self._process.wait(_STOP_TIMEOUT_S)
+
+
+class Server(MarkedGateway):
+    """A gateway and its workers. They are found through it: only they are ever killed."""
 
     def __init__(
         self,
@@ -36,48 +97,19 @@ class Server:
     ) -> None:
         """`address`: by default a free port. `namespace`: of the gateway's network."""
         self.directory = directory
-        self.marks_path = directory / "marks"
-        self.marks_path.touch()
-        self._log_path = directory / "log"
         self.address = address or _free_address()
         self._model = str(model)
-        self._namespace = namespace
-        self._flags = [
+        every = [
             *("--model", self._model, "--listen", self.address, "--workers", str(workers)),
             *("--device", "cpu", "--dtype", "float32", "--log-format", "json", "--no-self-check"),
             *("--data-dir", str(directory / "data"), *flags),
         ]
-        self._settings: dict[str, object] = {"log": str(self.marks_path), "seed": seed, "rates": {}}
-        self._process: subprocess.Popen[bytes] | Forked | None = None
+        super().__init__(every, directory, "gateway", seed, namespace)
         self._workers: dict[int, psutil.Process] = {}
-        self.starts = 0
 
     def connect(self, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
         """A channel to it, of one who may administer it."""
         return grpc.aio.insecure_channel(self.address, options=options)
-
-    def set_rates(self, rates: dict[str, float]) -> None:
-        """How likely each marked point ends its process, of those that start from now on."""
-        self._settings["rates"] = rates
-
-    def start(self) -> None:
-        """Starts a gateway, which need not answer yet."""
-        self.starts += 1
-        marks = {"SOAK_MARKS": json.dumps(self._settings)}
-        self._process = start_gateway(
-            *self._flags, log=self._log_path, settings=marks, namespace=self._namespace
-        )
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether there is no gateway."""
-        return self._process is None or self._process.poll() is not None
-
-    @property
-    def pid(self) -> int:
-        """Of the gateway."""
-        assert self._process is not None
-        return self._process.pid
 
     def worker_pids(self) -> list[int]:
         """The workers that run. They may have outlived the gateways that have started them."""
@@ -109,10 +141,8 @@ class Server:
 
     def stop(self) -> int:
         """Ends everything in an orderly way; returns the gateway's exit status."""
-        assert self._process is not None
-        if not self.has_ended:
-            self._process.send_signal(signal.SIGTERM)
-        status = self._process.wait(60)
+        self.send_signal(signal.SIGTERM)
+        status = self.wait()
         give_up_s = time.monotonic() + 60
         while self.worker_pids() and time.monotonic() < give_up_s:
             time.sleep(0.05)
@@ -125,7 +155,7 @@ class Server:
 
     def log_tail(self, size: int = 4000) -> str:
         """The end of what gateway and workers have logged."""
-        return self._log_path.read_text(errors="replace")[-size:]
+        return self.log_path.read_text(errors="replace")[-size:]
 
 
 def _free_address() -> str:

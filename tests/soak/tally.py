@@ -123,8 +123,7 @@ class Tally:
             "sequences": self.sequences,
             "took_s": round(time.time() - self.began_s, 1),
             "answered_s": {
-                kind: {"callers": len(found)}
-                | {name: round(at(found, share), 3) for name, share in _SHARES.items()}
+                kind: {"callers": len(found)} | quantiles(found, 3)
                 for kind, found in sorted(waits.items())
                 if found
             },
@@ -152,6 +151,11 @@ class Tally:
             cells = " | ".join(f"{at(found, share):.2f}" for share in (0.5, 0.99, 1.0))
             lines.append(f"| {kind} | {len(found)} | {cells} |")
         return "\n".join([*lines, "", *self.details])
+
+
+def quantiles(values: Sequence[float], digits: int) -> dict[str, float]:
+    """Some, by their names in JSON."""
+    return {name: round(at(values, share), digits) for name, share in _SHARES.items()}
 
 
 def at(values: Sequence[float], share: float) -> float:
