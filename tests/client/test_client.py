@@ -12,7 +12,6 @@ from quire import (
     Client,
     DeadlineExceeded,
     OutputOptions,
-    PositionMismatch,
     ResourceExhausted,
     SamplingParams,
     Unavailable,
@@ -105,14 +104,6 @@ def test_retries_end(client: Client, executor: FakeExecutor) -> None:
     with pytest.raises(Unavailable, match="UNAVAILABLE JOURNAL_UNAVAILABLE: the disk is full"):
         cache.decode(2)
     assert len(executor.calls["Decode"]) == 4
-
-
-def test_a_cache_that_moved_on_is_told(client: Client, executor: FakeExecutor) -> None:
-    cache = client.prefill([1, 2])
-    executor.caches[cache.cache_id] += [3, 4, 5]
-    with pytest.raises(PositionMismatch) as caught:
-        cache.decode(9)
-    assert caught.value.seq_len == 5
 
 
 def test_no_token_and_no_length_are_no_zero(client: Client, executor: FakeExecutor) -> None:
