@@ -113,7 +113,7 @@ class Appends(OperationKind[Append]):
         self._parts.admission.reserve(operation, tokens)
         # After a prefill, all tokens count as prompt.
         prompt_len = length + tokens if request.kind is PREFILL else state.prompt_len
-        self._parts.attempts.begin(operation, length, prompt_len, request)
+        self._parts.attempts.begin(operation, length, prompt_len)
         return None
 
     def _begin_repetition(self, operation: Operation, request: Append) -> Begun:
@@ -124,7 +124,7 @@ class Appends(OperationKind[Append]):
             return _answer(operation, entry.answer, state.last_kept, self._kept_path(entry, request))
         copy_number = self._parts.context.number()
         assert state.last_base is not None
-        self._parts.attempts.begin(operation, state.last_base, state.prompt_len, request, copy_number)
+        self._parts.attempts.begin(operation, state.last_base, state.prompt_len, copy_number)
         return None
 
     def computed(

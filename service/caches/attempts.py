@@ -88,22 +88,14 @@ class Attempts:
 
     # Begin and stop.
 
-    def begin(
-        self,
-        operation: Operation,
-        base: int,
-        prompt_len: int,
-        append: Append | None = None,
-        copy_number: int | None = None,
-    ) -> bool:
-        """Computes `append` after the first `base` tokens of the cache.
+    def begin(self, operation: Operation, base: int, prompt_len: int, copy_number: int | None = None) -> bool:
+        """Computes the append of an operation after the first `base` tokens of its cache.
 
-        With `copy_number` on a temporary copy. Without `append` only the KV is needed; returns whether the
+        With `copy_number` on a temporary copy. Without an append only the KV is needed; returns whether the
         worker has it. Raises QuireError if it cannot be computed at all. See `Appends.ready_decode`.
         """
-        operation.base, operation.prompt_len = base, prompt_len
-        operation.append, operation.copy_number = append, copy_number
-        entry, worker = operation.entry, operation.entry.worker
+        operation.base, operation.prompt_len, operation.copy_number = base, prompt_len, copy_number
+        entry, worker, append = operation.entry, operation.entry.worker, operation.append
         if entry.quarantined:
             raise SequenceQuarantined
         if worker is None or worker.draining or entry.kv_len < base or entry.crash_score:
@@ -129,9 +121,9 @@ class Attempts:
         """As `begin`, for decodes that can be sent at once. Returns those that failed."""
         failed = []
         for operation in operations:
-            entry, state, append = operation.entry, operation.entry.state, operation.request
-            assert isinstance(append, Append)
-            operation.append, operation.prompt_len = append, state.prompt_len
+            entry, state, append = operation.entry, operation.entry.state, operation.append
+            assert append is not None
+            operation.prompt_len = state.prompt_len
             operation.base = base = state.tokens.length
             try:
                 self._forward(operation, append, entry.number, base)
@@ -511,7 +503,7 @@ class Attempts:
 
     def begin_again(self, operation: Operation) -> AttemptResult | None:
         """Begins with the same arguments as before."""
-        again = operation.base, operation.prompt_len, operation.append, operation.copy_number
+        again = operation.base, operation.prompt_len, operation.copy_number
         try:
             return (operation, None) if self.begin(operation, *again) else None
         except Exception as error:

@@ -59,6 +59,8 @@ class Operation:
     deadline_s: float | None = None
     # Reserved in the journal until it ends.
     size_bytes: int = 0
+    # The request, if it is an append: what is computed. None: only KV is needed, if anything.
+    append: Append | None = None
     # It has no caller and does not count for its tenant.
     is_internal: bool = False
 
@@ -69,9 +71,8 @@ class Operation:
     records: Sequence[Record] | None = None
     closes: Sequence[CacheEntry] = ()
 
-    # Written by attempts.py. What is computed (None: only KV is needed), after the first `base` tokens of the
-    # cache; and the length of the prompt then.
-    append: Append | None = None
+    # Written by attempts.py. After how many tokens of the cache it is computed; and the length of the prompt
+    # then.
     base: int = 0
     prompt_len: int = 0
     # The number of the temporary copy on which a repeated append is computed. It changes nothing.

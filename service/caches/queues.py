@@ -80,7 +80,7 @@ class OperationQueues:
             deadline_s = None if request.timeout_s is None else now_s + request.timeout_s
             operation = Operation(
                 ticket, request, self._appends, entry, (entry,), caller, now_s, deadline_s,
-                size_bytes=TOKEN_BYTES, turns_left=0, tokens=1,
+                TOKEN_BYTES, request, turns_left=0, tokens=1,
             )  # fmt: skip
             entry.running = self.operations[ticket] = operation
             tickets.append(ticket)
@@ -114,17 +114,18 @@ class OperationQueues:
             except QuireError as error:
                 replies.append((ticket, error.without_traceback()))
                 continue
-            timeout_s = request.timeout_s if isinstance(request, Append) else None
+            append = request if isinstance(request, Append) else None
+            timeout_s = None if append is None else append.timeout_s
             deadline_s = None if timeout_s is None else now_s + timeout_s
             operation = Operation(
-                ticket, request, kind, entries[0], entries, caller, now_s, deadline_s, size_bytes
+                ticket, request, kind, entries[0], entries, caller, now_s, deadline_s, size_bytes, append
             )
             operation.turns_left = len(entries)
             self.operations[ticket] = operation
             # On all of its caches at once: two operations have the same order on each cache that they share.
             # So the oldest never waits for a younger one, and there is no deadlock.
             for entry in entries:
-                if not isinstance(request, Append):
+                if append is None:
                     self._preempt_restore(entry)
                 entry.waiting.append(operation)
             touched += entries
@@ -307,11 +308,11 @@ class OperationQueues:
 
     def finish(self, operation: Operation, outcome: Result | QuireError | None) -> None:
         """Removes an operation from all tables and answers its caller. None: no answer."""
-        entry, request = operation.entry, operation.request
+        entry, append = operation.entry, operation.append
         if isinstance(outcome, QuireError):
             outcome.without_traceback()
-            if isinstance(request, Append) and not entry.visible and entry.worker is not None:
-                self._workers.affinity.forget(request.token_ids, entry.worker, entry.state.salt)
+            if append is not None and not entry.visible and entry.worker is not None:
+                self._workers.affinity.forget(append.token_ids, entry.worker, entry.state.salt)
         if operation.attempt is not None or operation.need is not None:
             self._attempts.stop(operation)
         if operation.copy is not None:
