@@ -106,7 +106,8 @@ class Admission:
             try:
                 if entry is None:
                     raise CacheNotFound
-                self._weights.require(kind, entry, append)
+                if kind.needs_weights:
+                    self._weights.require(entry, append)
                 # One of them begins at once if none runs.
                 most_waiting = MAX_WAITING_PER_CACHE + (entry.running is None)
                 if len(entry.waiting) >= most_waiting and not kind.is_always_admitted:

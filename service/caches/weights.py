@@ -8,15 +8,11 @@ can continue with those: then they belong to them, and their KV is recomputed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
 
 from service.caches.entries import CacheEntry, Operation
 from service.caches.ledger import Ledger
 from service.caches.requests import Append
 from service.errors import WeightsChanged
-
-if TYPE_CHECKING:
-    from service.caches.kind import OperationKind
 
 
 class Weights:
@@ -54,12 +50,10 @@ class Weights:
         """Whether caches of these weights can be used."""
         return weights == self.serving or weights in self._usable
 
-    def require(self, kind: OperationKind[Any], entry: CacheEntry, append: Append | None) -> None:
+    def require(self, entry: CacheEntry, append: Append | None) -> None:
         """Raises WeightsChanged if a cache cannot be used, or an append was checked for other weights."""
         weights = entry.state.weights
         checked = None if append is None else append.weights
-        if not kind.needs_weights:
-            return
         if not self.can_use(weights) or (checked is not None and self.current(checked) != weights):
             raise WeightsChanged
 
