@@ -62,7 +62,6 @@ class Copy:
     next: int = 0
     imported: int = 0
     copied_bytes: int = 0
-    under_way: bool = False
 
 
 class Moves(OperationKind[Move]):
@@ -88,7 +87,6 @@ class Moves(OperationKind[Move]):
             raise SequenceTooLong(entry.length, target.capacity_tokens)
         copy = operation.copy = Copy(operation, entry.worker, target, entry.kv_len, now_s, now_s)
         if self._is_to_be_copied(copy):
-            copy.under_way = True
             self.under_way[copy] = None
             self._export(copy)
             return None
@@ -104,7 +102,7 @@ class Moves(OperationKind[Move]):
 
     def stopped(self, operation: Operation) -> None:
         copy = operation.copy
-        if copy is not None and copy.under_way:
+        if copy is not None and copy in self.under_way:
             self._forget(copy)
             self._release(copy)
 
@@ -139,13 +137,13 @@ class Moves(OperationKind[Move]):
         """Ends the copies from and to lost workers."""
         for copy in [c for c in self.under_way if c.source in workers or c.target in workers]:
             # The end of another may have stopped it.
-            if copy.under_way and (result := self._ended(copy)) is not None:
+            if copy in self.under_way and (result := self._ended(copy)) is not None:
                 yield result
 
     def tick(self) -> Iterator[AttemptResult]:
         """Ends the copies that are stuck."""
         for copy in [c for c in self.under_way if self._context.now_s - c.heard_s >= _STALL_S]:
-            if copy.under_way and (result := self._ended(copy)) is not None:
+            if copy in self.under_way and (result := self._ended(copy)) is not None:
                 yield result
 
     def _is_to_be_copied(self, copy: Copy) -> bool:
@@ -184,7 +182,6 @@ class Moves(OperationKind[Move]):
             return operation, error
 
     def _forget(self, copy: Copy) -> None:
-        copy.under_way = False
         del self.under_way[copy]
         for number in [number for number, (its, _, _) in self.sent.items() if its is copy]:
             del self.sent[number]

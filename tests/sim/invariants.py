@@ -22,7 +22,7 @@ def phase_of(operation: Operation) -> str:
         return "waiting"
     if operation.records is not None:
         return "committing"
-    if operation.copy is not None and operation.copy.under_way:
+    if operation.copy is not None and operation.attempt is None and operation.need is None:
         return "copying"
     if operation.attempt is None:
         return "parked"
