@@ -9,7 +9,7 @@ quarantined: its operations fail from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from service.caches.entries import CacheEntry
 
@@ -19,19 +19,18 @@ _MUST_BE_ALONE = 4
 _MOST_TIMES_BLAMED = 2
 
 
-def blame(entries: Iterable[CacheEntry], *, crashed: bool) -> None:
+def blame(entries: Sequence[CacheEntry], *, crashed: bool) -> None:
     """A worker died while it computed these caches. Quarantines one if it is known to be the cause."""
-    under = list({entry.number: entry for entry in entries}.values())
-    suspects = [entry for entry in under if must_be_alone(entry)]
-    for entry in under:
+    suspects = [entry for entry in entries if must_be_alone(entry)]
+    for entry in entries:
         entry.crash_score += _SCORE_CRASHED if crashed else _SCORE_KILLED
-    if len(under) == 1 and must_be_alone(under[0]):
-        under[0].quarantined = True
+    if len(entries) == 1 and must_be_alone(entries[0]):
+        entries[0].quarantined = True
     elif len(suspects) == 1:
         (suspect,) = suspects
         suspect.times_blamed += 1
         suspect.quarantined = suspect.times_blamed == _MOST_TIMES_BLAMED
-        for entry in under:
+        for entry in entries:
             entry.crash_score = max(entry.crash_score, _MUST_BE_ALONE)
 
 
