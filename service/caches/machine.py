@@ -166,7 +166,7 @@ class CacheMachine:
             idle = [entry for entry in worker.held if not entry.busy]
             for entry in idle:
                 self._kv.drop(entry)
-            self._restores.later(idle, now_s)
+            self._restores.later(idle)
 
     def is_drained(self, worker_id: str, epoch: int) -> bool:
         """Whether a worker computes nothing."""
@@ -221,7 +221,7 @@ class CacheMachine:
                     self._queues.attempt_ended(*result)
         for result in self._moves.workers_lost(workers):
             self._queues.attempt_ended(*result)
-        self._restores.later(lost, self._context.now_s)
+        self._restores.later(lost)
 
     # Weights.
 

@@ -197,7 +197,7 @@ class OperationQueues:
         """Nothing runs on a cache whose creation failed, or whose worker will be replaced."""
         if entry.visible:
             self._kv.drop(entry)
-            self._restores.later((entry,), self._context.now_s)
+            self._restores.later((entry,))
         else:
             self._discard((entry,))
 

@@ -27,10 +27,10 @@ class Restores(OperationKind[Restore]):
         self.waiting: deque[CacheEntry] = deque()
         self.under_way: set[Operation] = set()
 
-    def later(self, entries: Sequence[CacheEntry], now_s: float) -> None:
+    def later(self, entries: Sequence[CacheEntry]) -> None:
         """Queues caches whose KV was dropped, given in LRU order."""
-        lately = [e for e in entries if e.visible and now_s - e.used_s < _LATELY_S]
-        self.waiting.extendleft(lately)
+        now_s = self._parts.context.now_s
+        self.waiting.extendleft(e for e in entries if e.visible and now_s - e.used_s < _LATELY_S)
 
     def forget(self, weights: int) -> None:
         """Removes the caches of these weights."""
