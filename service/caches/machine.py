@@ -304,7 +304,7 @@ class CacheMachine:
         self._context.now_s = now_s
         operation = self._queues.operations.get(ticket)
         if operation is not None:
-            self._queues.leave(operation)
+            self._queues.cancel(operation)
 
     def expire(self, now_s: float, at_most: int | None = None) -> int:
         """Releases unused caches whose lease has expired. Returns how many."""

@@ -329,7 +329,7 @@ class OperationQueues:
         if operation.is_answered and outcome is not None:
             self._context.effects.replies.append((operation.ticket, outcome))
 
-    def leave(self, operation: Operation) -> None:
+    def cancel(self, operation: Operation) -> None:
         """Cancels an operation. A release, or one that is committing, continues without an answer."""
         operation.is_answered = False
         if operation.records is None and operation.kind is not self._releases:
