@@ -9,7 +9,7 @@ from service.caches.cache_index import CacheIndex
 from service.caches.effects import DecodeDone, ForwardDone, TruncateSequence
 from service.caches.entries import CacheEntry, Operation, touch
 from service.caches.kind import Begun, OperationKind
-from service.caches.ledger import CacheState, fingerprint
+from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
 from service.caches.records import CacheCreated, Record, TokensAppended
 from service.caches.requests import DECODE, PREFILL, Append, Appended, Result
 from service.caches.segments import TOKEN_BYTES
@@ -17,16 +17,13 @@ from service.caches.tenants import Tenant
 from service.caches.weights import Weights
 from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_request_id
 
-# The size of a cache in the journal until it has a second segment of tokens.
-CACHE_BYTES = 664
-
 
 class Appends(OperationKind[Append]):
     """Prefills, decodes, verifies and scorings."""
 
     def journal_bytes(self, request: Append, tenant: Tenant) -> int:
         creates = not request.cache_id and not request.is_scoring
-        return TOKEN_BYTES * len(request.token_ids) + CACHE_BYTES * creates
+        return TOKEN_BYTES * len(request.token_ids) + NEW_CACHE_BYTES * creates
 
     def entries(self, request: Append, tenant: Tenant) -> Sequence[CacheEntry | None]:
         """The cache of the append, or a new one, which is not visible yet."""

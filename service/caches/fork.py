@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from service.caches.append import CACHE_BYTES
 from service.caches.effects import ForkSequence
 from service.caches.entries import CacheEntry, Operation
 from service.caches.kind import Begun, OperationKind
+from service.caches.ledger import NEW_CACHE_BYTES
 from service.caches.records import CacheForked, CacheReleased, Child, Record
 from service.caches.requests import Fork, Handles, Result
 from service.caches.tenants import Tenant
@@ -36,7 +36,7 @@ class Forks(OperationKind[Fork]):
     def journal_bytes(self, request: Fork, tenant: Tenant) -> int:
         parents = zip(request.sources, self.entries(request, tenant), strict=True)
         return sum(
-            source.count * (CACHE_BYTES + parent.length // _TOKENS_PER_SHARED_BYTE)
+            source.count * (NEW_CACHE_BYTES + parent.length // _TOKENS_PER_SHARED_BYTE)
             for source, parent in parents
             if parent is not None
         )

@@ -26,10 +26,11 @@ from service.caches.records import (
     Record,
     TokensAppended,
 )
-from service.caches.segments import SEGMENT_TOKENS, SegmentedTokens, SegmentStore
+from service.caches.segments import NEW_SEGMENT_BYTES, SEGMENT_TOKENS, SegmentedTokens, SegmentStore
 
-# About the size of a cache without its tokens.
-CACHE_BYTES = 512
+# About the size of a cache without its tokens, and with the first segment of them.
+_CACHE_BYTES = 512
+NEW_CACHE_BYTES = _CACHE_BYTES + NEW_SEGMENT_BYTES
 # To recognise a repetition, at most so many tokens are kept as they are. More are hashed.
 _SHORT_TOKENS = 32
 _DIGEST_BYTES = 16
@@ -131,14 +132,14 @@ class Ledger:
     def _add(self, state: CacheState) -> None:
         self._continue(state)
         self._states[state.number] = state
-        self.store.size_bytes += CACHE_BYTES
+        self.store.size_bytes += _CACHE_BYTES
         if state.adapter:
             self.adapters[state.adapter] += 1
 
     def _remove(self, state: CacheState) -> None:
         self.store.drop(state.tokens)
         del self._states[state.number]
-        self.store.size_bytes -= CACHE_BYTES
+        self.store.size_bytes -= _CACHE_BYTES
         if state.adapter:
             self.adapters[state.adapter] -= 1
             if not self.adapters[state.adapter]:

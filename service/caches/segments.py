@@ -18,6 +18,7 @@ TOKEN_BYTES = array("I").itemsize
 # A segment without its tokens; the pointer of a sequence to it.
 _SEGMENT_BYTES = 144
 _POINTER_BYTES = 8
+NEW_SEGMENT_BYTES = _SEGMENT_BYTES + _POINTER_BYTES
 
 
 class Segment:
@@ -92,7 +93,7 @@ class SegmentStore:
 
     def _push(self, tokens: SegmentedTokens, token_ids: array[int]) -> None:
         tokens.segments.append(Segment(token_ids))
-        self.size_bytes += _POINTER_BYTES + _SEGMENT_BYTES + TOKEN_BYTES * len(token_ids)
+        self.size_bytes += NEW_SEGMENT_BYTES + TOKEN_BYTES * len(token_ids)
 
     def _pop(self, tokens: SegmentedTokens) -> None:
         segment = tokens.segments.pop()
