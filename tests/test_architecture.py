@@ -78,7 +78,7 @@ SERVICE_ROOMS = {
     "service.auth": ("service.caches.tenants", "service.config", "service.errors", "service.logging"),
     "service.caches": ("service.errors", "service.token_bucket"),
     "service.journal": (
-        "service.caches.records", "service.caches.ledger", "service.caches.segments", "service.caches.counts",
+        "service.caches.records", "service.caches.ledger", "service.caches.segments",
         "service.durable_file", "service.logging", "service.postgres", "service.setting_rules",
         "service.shards.leases",
     ),
