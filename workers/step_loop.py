@@ -189,47 +189,8 @@ class StepLoop:
                 self._prelauncher.drop_all()
         return self._inbox.get()
 
-    def _take_internal(self, command: _Internal) -> None:
-        match command:
-            case Reset():
-                self._drop_forwards()
-                # An iterator that is dropped unregisters itself from the table.
-                self._integrity_check, self._checked_for, self._next_checked_for = None, [], []
-                if self._adapters is not None:
-                    self._adapters.clear()
-                if self._replacement is not None:
-                    self._replacement.discard()
-                self._results = [report_sequences(self._engine, command.stream)]
-            case AdapterRead():
-                self._adapter_table.read(command)
-            case ReplacementRead():
-                assert self._replacement is not None
-                answer = self._replacement.was_read(command)
-                if answer is not None:
-                    self._results.append(answer)
-
-    def _change_model(self, command: ChangeAdapters | ReplaceWeights) -> None:
-        try:
-            if isinstance(command, ChangeAdapters):
-                self._adapter_table.change(command)
-            elif self._replacement is None:
-                raise ModelError("this model's weights cannot be replaced")
-            elif command.step is ReplaceStep.READ:
-                self._replacement.read(command.op_id, command.directory)
-            elif command.step is ReplaceStep.DISCARD:
-                self._replacement.discard()
-        except Exception as error:
-            self._results.append(_failure(command.op_id, error, "a command failed"))
-
-    def _apply_weights(self) -> None:
-        """Puts other weights into place. An error here ends the worker: its weights may be mixed."""
-        assert self._replacement is not None
-        self._drop_forwards()
-        self._engine.forget_sequences()
-        self._replacement.apply()
-
     def _drop_forwards(self) -> None:
-        """Drops all earlier forwards and checks, which get no answer. An error here ends the worker."""
+        """Drops all earlier forwards, which get no answer."""
         self._prelauncher.drop_all()
         for forward in self._scheduler.clear():
             self._engine.roll_back(forward)
@@ -264,29 +225,74 @@ class StepLoop:
             self._results.append(_failure(forward.op_id, error, "a forward could not be queued"))
 
     def _take_other(self, command: Command | _Internal) -> None:
-        if isinstance(command, _Internal):
-            self._take_internal(command)
-        elif isinstance(command, ReplaceWeights) and command.step is ReplaceStep.APPLY:
-            self._apply_weights()
-        elif isinstance(command, ChangeAdapters | ReplaceWeights):
-            self._change_model(command)
-        else:
-            self._carry_out(command)
+        """Takes what is no forward. An error ends the worker, if it may have left something half done."""
+        match command:
+            case Reset():
+                self._reset(command)
+            case AdapterRead():
+                self._adapter_table.read(command)
+            case ReplacementRead():
+                self._take_weights(command)
+            case ReplaceWeights(step=ReplaceStep.APPLY):
+                self._apply_weights()
+            case _:
+                try:
+                    self._carry_out(command)
+                except Exception as error:
+                    self._results.append(_failure(command.op_id, error, "a command failed"))
 
     def _carry_out(self, command: Command) -> None:
-        try:
-            match command:
-                case Abort():
-                    self._abort(command)
-                case CheckIntegrity():
-                    self._request_check(command)
-                case Adopt() | ExportKv() | ImportKv():
-                    self._results.append(self._hand_over(command))
-                case Fork() | Truncate() | Release():
-                    self._change(command)
-                    self._results.append(Done(command.op_id))
-        except Exception as error:
-            self._results.append(_failure(command.op_id, error, "a command failed"))
+        match command:
+            case Fork() | Truncate() | Release():
+                self._change(command)
+                self._results.append(Done(command.op_id))
+            case Abort():
+                self._abort(command)
+            case CheckIntegrity():
+                self._request_check(command)
+            case Adopt():
+                self._prelauncher.drop_all()
+                self._results.append(keep_confirmed(self._engine, command))
+            case ExportKv():
+                self._results.append(export_kv(self._engine, command, self._fingerprint()))
+            case ImportKv():
+                self._results.append(import_kv(self._engine, command, self._fingerprint()))
+            case ChangeAdapters():
+                self._adapter_table.change(command)
+            case ReplaceWeights():
+                self._read_weights(command)
+
+    def _reset(self, command: Reset) -> None:
+        self._drop_forwards()
+        # An iterator that is dropped unregisters itself from the table.
+        self._integrity_check, self._checked_for, self._next_checked_for = None, [], []
+        if self._adapters is not None:
+            self._adapters.clear()
+        if self._replacement is not None:
+            self._replacement.discard()
+        self._results = [report_sequences(self._engine, command.stream)]
+
+    def _read_weights(self, command: ReplaceWeights) -> None:
+        """Starts to read other weights, or forgets them."""
+        if self._replacement is None:
+            raise ModelError("this model's weights cannot be replaced")
+        if command.step is ReplaceStep.READ:
+            self._replacement.read(command.op_id, command.directory)
+        else:
+            self._replacement.discard()
+
+    def _take_weights(self, read: ReplacementRead) -> None:
+        assert self._replacement is not None
+        answer = self._replacement.was_read(read)
+        if answer is not None:
+            self._results.append(answer)
+
+    def _apply_weights(self) -> None:
+        """Puts other weights into place. After an error they may be mixed."""
+        assert self._replacement is not None
+        self._drop_forwards()
+        self._engine.forget_sequences()
+        self._replacement.apply()
 
     @property
     def _adapter_table(self) -> AdapterTable[Any]:
@@ -328,16 +334,6 @@ class StepLoop:
                 for sequence in command.sequences:
                     self._engine.release(sequence)
                     self._window.forget(sequence)
-
-    def _hand_over(self, command: Adopt | ExportKv | ImportKv) -> Result:
-        match command:
-            case Adopt():
-                self._prelauncher.drop_all()
-                return keep_confirmed(self._engine, command)
-            case ExportKv():
-                return export_kv(self._engine, command, self._fingerprint())
-            case ImportKv():
-                return import_kv(self._engine, command, self._fingerprint())
 
     def _abort(self, command: Abort) -> None:
         """Drops a forward that is queued, between two chunks, or drawing. It gets no answer."""
