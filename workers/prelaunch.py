@@ -85,23 +85,13 @@ class Prelauncher:
         self.expected: dict[int, _Expected] = {}
         # How many expected ones have come in a row.
         self._repeats: dict[int, int] = {}
-        # The op ids of those that are queued; the results, the oldest first.
-        self._queued: dict[int, int] = {}
+        # The op ids of those that are in the scheduler; the results, the oldest first.
+        self.queued: dict[int, int] = {}
         self.ready: dict[int, _Ready] = {}
         # One that has begun in this step, and so holds pages.
         self._begun: Forward | None = None
         # A requested forward needs pages of prelaunched ones: none begins in this step, or in the next.
         self._is_paused = self._pauses_next_step = False
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is prelaunched, unless a forward asks for it."""
-        return not self.expected and not self.prelaunch_unrequested
-
-    @property
-    def has_queued(self) -> bool:
-        """Whether prelaunched forwards are in the scheduler."""
-        return bool(self._queued)
 
     def prelaunch_next(self, op: Forward) -> bool:
         """Queue the forward that is expected after an answer. Returns whether there is one."""
@@ -131,7 +121,7 @@ class Prelauncher:
         if len(self._scheduler) >= self._scheduler.max_batch_items:
             # The next step is full already. Its request would arrive first, and the caller pay for both.
             return False
-        self._queued[sequence] = prelaunched.op_id
+        self.queued[sequence] = prelaunched.op_id
         if not (prelaunched.is_plain and self._scheduler.add_decodes(Decodes.of([prelaunched]))):
             self._scheduler.add(prelaunched)
         return True
@@ -140,7 +130,7 @@ class Prelauncher:
         """As `prelaunch_next`, for plain decodes. Returns the sequences for which none is queued."""
         sequences = decodes.sequences
         wanted = decodes.columns[PRELAUNCH] != 0
-        if self.is_idle and not any(wanted.tolist()):
+        if not (self.expected or self.prelaunch_unrequested or any(wanted.tolist())):
             return sequences
         self._forget_expected(sequences)
         if self.prelaunch_unrequested:
@@ -158,11 +148,11 @@ class Prelauncher:
         room = max(0, self._scheduler.max_batch_items - len(self._scheduler))
         queued = queued.take(np.arange(len(queued)) < room)
         if len(queued):
-            self._queued.update(zip(queued.sequences, queued.column(OP_ID), strict=True))
+            self.queued.update(zip(queued.sequences, queued.column(OP_ID), strict=True))
             if not self._scheduler.add_decodes(queued):
                 for forward in queued.forwards():
                     self._scheduler.add(forward)
-        return [sequence for sequence in sequences if sequence not in self._queued]
+        return [sequence for sequence in sequences if sequence not in self.queued]
 
     def _following(self, decodes: Decodes, done: DecodesDone) -> Decodes:
         """The next decodes of these sequences, with the tokens that were chosen."""
@@ -185,7 +175,7 @@ class Prelauncher:
         """Expect nothing of sequences that are answered. They were queued while something was expected."""
         for sequence in sequences if self.expected else ():
             self.expected.pop(sequence, None)
-        if self._queued or self.ready:
+        if self.queued or self.ready:
             # It continues an earlier state of the sequence.
             self._cancel(sequences)
 
@@ -202,7 +192,7 @@ class Prelauncher:
 
     def begin(self, decodes: Decodes) -> Mask:
         """As `Engine.begin_decodes`, without prelaunched ones while these may not take pages."""
-        if not self._queued:
+        if not self.queued:
             return self._engine.begin_decodes(decodes)
         prelaunched = decodes.prelaunched
         allowed = ~prelaunched if self._is_paused else np.ones(decodes.size, np.bool_)
@@ -216,7 +206,7 @@ class Prelauncher:
         """Keep the results of prelaunched decodes."""
         now_ns, sequences = time.monotonic_ns(), decodes.sequences
         for sequence in sequences:
-            del self._queued[sequence]
+            del self.queued[sequence]
         columns = (decodes.columns[POSITION], *done.columns[[CHOSEN, COMPUTE_NS, BATCH_ITEMS]])
         positions, tokens, compute_ns, items = (column.tolist() for column in columns)
         results = map(
@@ -226,7 +216,7 @@ class Prelauncher:
 
     def keep(self, prelaunched: Forward) -> None:
         """As `mark_ready`, for a forward that is complete."""
-        del self._queued[prelaunched.sequence]
+        del self.queued[prelaunched.sequence]
         self.ready[prelaunched.sequence] = _Ready(
             prelaunched.position,
             prelaunched.outputs[0].token_id,
@@ -238,7 +228,7 @@ class Prelauncher:
 
     def forget(self, prelaunched: Forward) -> None:
         """Forget a prelaunched forward that has left the scheduler and holds nothing."""
-        del self._queued[prelaunched.sequence]
+        del self.queued[prelaunched.sequence]
 
     def consume(self, decodes: Decodes) -> tuple[DecodesDone | None, Mask]:
         """The results of requested decodes that were prelaunched and are ready, and which these are.
@@ -338,11 +328,11 @@ class Prelauncher:
     def _cancel(self, sequences: Sequence[int]) -> None:
         """Undo what was prelaunched for these sequences."""
         queued: list[int] = []
-        for sequence in sequences if self.ready or self._queued else ():
+        for sequence in sequences if self.ready or self.queued else ():
             result = self.ready.pop(sequence, None)
             if result is not None:
                 self._engine.undo(sequence, result.position)
-            op_id = self._queued.pop(sequence, None)
+            op_id = self.queued.pop(sequence, None)
             if op_id is not None:
                 queued.append(op_id)
         for forward in self._scheduler.remove_all(queued) if queued else ():

@@ -480,7 +480,7 @@ class StepLoop:
             for index, error in decodes.failures.items():
                 self._fail_running(decodes.forward(index), error)
             decodes = decodes.take(np.isin(decodes.columns[OP_ID], done.columns[OP_ID]))
-        if self._prelauncher.has_queued:
+        if self._prelauncher.queued:
             prelaunched = decodes.prelaunched
             ahead = decodes.take(prelaunched)
             self._prelauncher.mark_ready(ahead, done.take(prelaunched))
