@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from workers.executors.llm import GPU_LORA_RANK, LoraLimits, StepLimits, gpu_lora_slots
+from workers.executors.memory import GPU_LORA_RANK, LoraLimits, StepLimits, gpu_lora_slots
 from workers.kv.sizing import (
     GpuMemory,
     KvSizingError,

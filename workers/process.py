@@ -241,7 +241,8 @@ def _make_executor(
         # Its operations are too short for a second thread.
         torch.set_num_threads(1)
         return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
-    from workers.executors.llm import GPU_LORA_RANK, LlmExecutor, LoraLimits, StepLimits
+    from workers.executors.llm import LlmExecutor
+    from workers.executors.memory import GPU_LORA_RANK, LoraLimits, StepLimits
     from workers.models.files import unchanged_settings
     from workers.runners.tensor_parallel import RankGroup
 

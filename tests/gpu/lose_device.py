@@ -11,7 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from workers.executors.llm import LlmExecutor, StepLimits
+from workers.executors.llm import LlmExecutor
+from workers.executors.memory import StepLimits
 from workers.operations import Chunk, Forward
 
 BEYOND = 1_000_000

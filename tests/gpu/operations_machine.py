@@ -25,7 +25,8 @@ from tests.gpu.oracle import Oracle
 from tests.gpu.sizes import sized
 from tests.gpu.test_executor import MAX_RELATIVE_ERROR, WITH_LOGITS
 from tests.model_factory import TinyModel
-from workers.executors.llm import LlmExecutor, StepLimits
+from workers.executors.llm import LlmExecutor
+from workers.executors.memory import StepLimits
 from workers.operations import Accept, RowOutput
 
 MODEL = TinyModel(head_dim=64)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.model_factory import TinyModel, make_model
-from workers.executors.llm import LlmExecutor, StepLimits
+from workers.executors.llm import LlmExecutor
+from workers.executors.memory import StepLimits
 from workers.kv.sizing import KvSizingError
 from workers.models.errors import ModelError
 from workers.operations import GREEDY

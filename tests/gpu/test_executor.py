@@ -11,7 +11,8 @@ import torch
 
 from tests.gpu.oracle import Oracle
 from tests.model_factory import make_family_model
-from workers.executors.llm import LlmExecutor, StepLimits
+from workers.executors.llm import LlmExecutor
+from workers.executors.memory import StepLimits
 from workers.operations import GREEDY, LogitsFormat, OutputSpec, RowOutput
 
 torch.set_num_threads(1)

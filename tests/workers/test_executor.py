@@ -14,7 +14,8 @@ import torch
 from tests.model_factory import TinyModel, make_model
 from workers.executors.base import ModelExecutor
 from workers.executors.errors import ExecutorClosed, ExecutorError
-from workers.executors.llm import LlmExecutor, LoraLimits
+from workers.executors.llm import LlmExecutor
+from workers.executors.memory import LoraLimits
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.page_pool import OutOfPages
 from workers.kv.sizing import KvSizingError

@@ -13,7 +13,8 @@ from transformers import Qwen3MoeConfig
 from benchmarks.shapes import SHAPES, Shape
 from tests.forks import WORKERS, asked, fork_server
 from tests.model_factory import TinyModel, hf_config, make_model
-from workers.executors.llm import GPU_LORA_RANK, LlmExecutor, LoraLimits, StepLimits
+from workers.executors.llm import LlmExecutor
+from workers.executors.memory import GPU_LORA_RANK, LoraLimits, StepLimits
 from workers.kv.sizing import KvSizingError
 from workers.models.model import PAGE_SIZE, page_bytes
 from workers.plan import GPUS, Needs, num_cpu_pages, num_gpu_pages, plan

@@ -23,7 +23,8 @@ from tests.model_factory import (
 )
 from tests.token_trees import random_tree
 from tests.workers.stepping import Worker
-from workers.executors.llm import LlmExecutor, LoraLimits
+from workers.executors.llm import LlmExecutor
+from workers.executors.memory import LoraLimits
 from workers.given_experts import GivenExperts
 from workers.models.errors import ModelError
 from workers.operations import (

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.model_factory import TinyModel, make_model
-from workers.executors.llm import LlmExecutor, LoraLimits
+from workers.executors.llm import LlmExecutor
+from workers.executors.memory import LoraLimits
 from workers.operations import ReplacementRead, WeightsRead
 from workers.runners.eager import EagerRunner
 

@@ -47,12 +47,8 @@ from workers.operations import AdapterSource
 from workers.runners.eager import EagerRunner
 from workers.runners.tensor_parallel import LeadingRunner, LeadingSlots, RankGroup
 
-__all__ = ["LlmExecutor", "LoraLimits", "StepLimits", "gpu_lora_slots", "model_id_of"]
-
 # The path of a snapshot of ORG/NAME in a cache of the Hugging Face hub. Names contain no double dashes.
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
-# The default of LoraLimits.max_rank on a GPU, where each adapter takes the memory of that rank.
-GPU_LORA_RANK = 64
 
 
 @dataclass(slots=True)

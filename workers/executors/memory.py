@@ -18,6 +18,8 @@ from workers.runners.working_memory import measure_working_bytes
 # Chunks beside decodes are shorter; see `max_mixed_prefill_tokens`.
 GPU_STEP_TOKENS = 4096
 CPU_STEP_TOKENS = 512
+# The default of LoraLimits.max_rank on a GPU, where each adapter takes the memory of that rank.
+GPU_LORA_RANK = 64
 
 
 @dataclass(frozen=True, slots=True)
