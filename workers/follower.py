@@ -25,14 +25,14 @@ from workers import process
 from workers.adapters.adapter import read_adapter
 from workers.adapters.errors import AdapterError
 from workers.executors.loading import NATIVE, load_served
-from workers.executors.memory import StepLimits, gpu_num_pages, gpu_pages, new_runner
+from workers.executors.memory import StepLimits, allocate_pages, gpu_num_pages, new_runner
 from workers.kv.sizing import KvSizingError
 from workers.kv.tensors import KvTensors
 from workers.logging import background_log
 from workers.models.decoder import Decoder
 from workers.models.inputs import ForwardInputs
 from workers.models.lora import PackedLora
-from workers.models.model import ModelDescription, new_pages
+from workers.models.model import ModelDescription
 from workers.models.weights import copy_weights
 from workers.runners.base import Runner
 from workers.runners.collectives import Collectives
@@ -123,12 +123,9 @@ class Follower:
         )
         return {"pages": pages}
 
-    def _answer_allocate_pages(
-        self, pages: int, limits: dict[str, Any] | None = None, max_seq_len: int = 0
-    ) -> None:
-        on_gpu = self._device.type == "cuda"
-        self._kv = gpu_pages(self._model, pages) if on_gpu else new_pages(self._model, pages)
-        runner = new_runner(self._model, self._kv, StepLimits(**(limits or {})), max_seq_len)
+    def _answer_allocate_pages(self, pages: int, limits: dict[str, Any], max_seq_len: int) -> None:
+        self._kv = allocate_pages(self._model, pages)
+        runner = new_runner(self._model, self._kv, StepLimits(**limits), max_seq_len)
         self._runner = runner if isinstance(runner, CudaGraphRunner) else None
 
     def _answer_set_threads(self, threads: int) -> None:

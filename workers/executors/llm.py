@@ -23,9 +23,9 @@ from workers.executors.loading import AUTO, NATIVE, check_ranks, choose_backend,
 from workers.executors.memory import (
     LoraLimits,
     StepLimits,
+    allocate_pages,
     gpu_lora_slots,
     gpu_num_pages,
-    gpu_pages,
     new_runner,
 )
 from workers.executors.ranks import connect, loading, ranked_adapters, ranked_pages
@@ -39,7 +39,7 @@ from workers.models.errors import ModelError
 from workers.models.files import check_not_pickled
 from workers.models.licence import read_licence
 from workers.models.lora import PackedLora
-from workers.models.model import Model, ModelDescription, new_pages, page_bytes
+from workers.models.model import Model, ModelDescription, page_bytes
 from workers.models.text import read_text
 from workers.models.tokenizer import MAX_BYTES
 from workers.models.weights import copy_weights
@@ -292,6 +292,8 @@ def _pages(
     if ranks is not None:
         return ranked_pages(model, description, kv_pages, limits, ranks)
     if model.device.type != "cuda":
-        return new_pages(model, choose_num_pages(kv_pages, page_bytes(model)))
-    sizes = {"max_seq_len": description.max_seq_len, "vocab_size": description.vocab_size}
-    return gpu_pages(model, gpu_num_pages(model, kv_pages, limits, **sizes))
+        num_pages = choose_num_pages(kv_pages, page_bytes(model))
+    else:
+        sizes = {"max_seq_len": description.max_seq_len, "vocab_size": description.vocab_size}
+        num_pages = gpu_num_pages(model, kv_pages, limits, **sizes)
+    return allocate_pages(model, num_pages)

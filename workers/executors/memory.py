@@ -92,8 +92,8 @@ def gpu_num_pages(
     return choose_num_gpu_pages(kv_pages, page_bytes(model), memory)
 
 
-def gpu_pages(model: Model, num_pages: int) -> KvTensors:
-    """Allocate pages. Raises KvSizingError."""
+def allocate_pages(model: Model, num_pages: int) -> KvTensors:
+    """Allocate pages. Raises KvSizingError on a GPU; on a CPU memory is there once it is written to."""
     try:
         return new_pages(model, num_pages)
     except torch.OutOfMemoryError as error:

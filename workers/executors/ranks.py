@@ -16,11 +16,11 @@ from workers.adapters.adapter import read_adapter
 from workers.adapters.errors import AdapterError
 from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
-from workers.executors.memory import LoraLimits, StepLimits, gpu_lora_slots, gpu_num_pages, gpu_pages
+from workers.executors.memory import LoraLimits, StepLimits, allocate_pages, gpu_lora_slots, gpu_num_pages
 from workers.kv.sizing import choose_num_pages
 from workers.kv.tensors import KvTensors
 from workers.models.errors import ModelError
-from workers.models.model import Model, ModelDescription, new_pages, page_bytes
+from workers.models.model import Model, ModelDescription, page_bytes
 from workers.operations import AdapterSource
 from workers.runners.tensor_parallel import LeadingSlots, RankedLora, RankGroup
 
@@ -106,20 +106,16 @@ def ranked_pages(
     model: Model, description: ModelDescription, kv_pages: int | None, limits: StepLimits, ranks: RankGroup
 ) -> KvTensors:
     """As many pages on each rank as fit on all. Raises KvSizingError."""
+    max_seq_len, step = description.max_seq_len, dataclasses.asdict(limits)
     if model.device.type != "cuda":
         # The ranks share the memory.
         num_pages = choose_num_pages(kv_pages, ranks.ranks * page_bytes(model))
-        with ranks.asking("allocate_pages", pages=num_pages):
-            kv = new_pages(model, num_pages)
     else:
-        sizes = {"max_seq_len": description.max_seq_len, "vocab_size": description.vocab_size}
-        step = dataclasses.asdict(limits)
+        sizes = {"max_seq_len": max_seq_len, "vocab_size": description.vocab_size}
         with ranks.asking("count_pages", kv_pages=kv_pages, limits=step, **sizes) as answers:
             own = gpu_num_pages(model, kv_pages, limits, **sizes)
             num_pages = min(own, *(answer["pages"] for answer in answers()))
-        with ranks.asking(
-            "allocate_pages", pages=num_pages, limits=step, max_seq_len=description.max_seq_len
-        ):
-            kv = gpu_pages(model, num_pages)
+    with ranks.asking("allocate_pages", pages=num_pages, limits=step, max_seq_len=max_seq_len):
+        kv = allocate_pages(model, num_pages)
     kv.others = ranks
     return kv
