@@ -22,10 +22,8 @@ from typing import Any
 import torch
 
 from workers import process
-from workers.adapters.adapter import read_adapter
-from workers.adapters.errors import AdapterError
-from workers.executors.loading import NATIVE, load_served
-from workers.executors.memory import StepLimits, allocate_pages, gpu_num_pages, new_runner
+from workers.executors.loading import NATIVE, load_served, read_source
+from workers.executors.memory import LoraLimits, StepLimits, allocate_pages, gpu_num_pages, new_runner
 from workers.kv.sizing import KvSizingError
 from workers.kv.tensors import KvTensors
 from workers.logging import background_log
@@ -34,6 +32,7 @@ from workers.models.inputs import ForwardInputs
 from workers.models.lora import PackedLora
 from workers.models.model import ModelDescription
 from workers.models.weights import copy_weights
+from workers.operations import AdapterSource
 from workers.runners.base import Runner
 from workers.runners.collectives import Collectives
 from workers.runners.cuda_graph import CudaGraphRunner
@@ -141,14 +140,9 @@ class Follower:
         self._drop_weights()
         return {"fingerprint": description.fingerprint, "weight_bytes": description.weight_bytes}
 
-    def _answer_read_adapter(
-        self, directory: str, identity: str, key: int, max_rank: int, max_bytes: int
-    ) -> None:
-        adapter = read_adapter(
-            Path(directory), self._model.lora_modules(), max_rank=max_rank, max_bytes=max_bytes
-        )
-        if adapter.identity != identity:
-            raise AdapterError("the files of the adapter have changed since it was found")
+    def _answer_read_adapter(self, directory: str, identity: str, key: int, limits: dict[str, Any]) -> None:
+        source = AdapterSource(key, directory, identity)
+        adapter = read_source(source, self._model.lora_modules(), LoraLimits(**limits))
         self._adapters[key] = self._model.pack_lora(adapter.weights)
 
     # Plans.

@@ -13,13 +13,11 @@ from typing import Any, Self
 
 import torch
 
-from workers.adapters.adapter import read_adapter
-from workers.adapters.errors import AdapterError
 from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
 from workers.executors.base import ModelExecutor
 from workers.executors.engine import Engine
-from workers.executors.loading import AUTO, NATIVE, check_ranks, choose_backend, load_served
+from workers.executors.loading import AUTO, NATIVE, check_ranks, choose_backend, load_served, read_source
 from workers.executors.memory import (
     LoraLimits,
     StepLimits,
@@ -251,10 +249,7 @@ def _adapter_table(served: _Served, limits: LoraLimits) -> AdapterTable[PackedLo
         raise KvSizingError("the weights leave no memory for adapters: lower max_lora_bytes") from error
 
     def read(source: AdapterSource) -> LoadedAdapter[PackedLora]:
-        directory = Path(source.directory)
-        adapter = read_adapter(directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes)
-        if source.identity not in ("", adapter.identity):
-            raise AdapterError("the files of the adapter have changed since it was found")
+        adapter = read_source(source, modules, limits)
         packed = served.model.pack_lora(adapter.weights)
         return LoadedAdapter(packed, adapter.rank, packed.bytes)
 

@@ -1,4 +1,4 @@
-"""Chooses the backend of a model directory, and loads the model.
+"""Chooses the backend of a model directory, and loads the model. Also reads its adapters.
 
 "native" is this project's own decoder. "transformers" is the transformers library's code over our pages, for
 all other models. With either backend a model is checked before it is served.
@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from workers.adapters.adapter import Adapter, read_adapter
+from workers.adapters.errors import AdapterError
+from workers.executors.memory import LoraLimits
 from workers.kv.sizing import KvSizingError
 from workers.machine_limits import available_bytes
 from workers.models import passed_checks
@@ -22,6 +26,7 @@ from workers.models.files import errors_naming
 from workers.models.model import Model, ModelDescription
 from workers.models.shard import Group, check_split
 from workers.models.weights import LoadPlan, Progress, load_planned, plan_load
+from workers.operations import AdapterSource
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +125,15 @@ def load_served(  # noqa: PLR0913 - the settings of a load
         if not isinstance(error, ModelError):
             raise
         raise _explained(error, directory) from error
+
+
+def read_source(source: AdapterSource, modules: Mapping[str, tuple[int, int]], limits: LoraLimits) -> Adapter:
+    """Read an adapter; see `read_adapter`. Raises AdapterError, also for other files than were found."""
+    directory = Path(source.directory)
+    adapter = read_adapter(directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes)
+    if source.identity not in ("", adapter.identity):
+        raise AdapterError("the files of the adapter have changed since it was found")
+    return adapter
 
 
 def _explained(error: ModelError, directory: Path) -> ModelError:

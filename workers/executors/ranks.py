@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 
-from workers.adapters.adapter import read_adapter
-from workers.adapters.errors import AdapterError
 from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
+from workers.executors.loading import read_source
 from workers.executors.memory import LoraLimits, StepLimits, allocate_pages, gpu_lora_slots, gpu_num_pages
 from workers.kv.sizing import choose_num_pages
 from workers.kv.tensors import KvTensors
@@ -82,18 +81,13 @@ def ranked_adapters(model: Model, limits: LoraLimits, ranks: RankGroup) -> Adapt
     def read(source: AdapterSource) -> LoadedAdapter[RankedLora]:
         key = next(keys)
         # The other ranks read it after this one, so that all have the same files.
-        adapter = read_adapter(
-            Path(source.directory), modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes
-        )
-        if source.identity not in ("", adapter.identity):
-            raise AdapterError("the files of the adapter have changed since it was found")
+        adapter = read_source(source, modules, limits)
         with ranks.asking(
             "read_adapter",
             directory=source.directory,
             identity=adapter.identity,
             key=key,
-            max_rank=limits.max_rank,
-            max_bytes=limits.max_bytes,
+            limits=dataclasses.asdict(limits),
         ) as answers:
             packed = model.pack_lora(adapter.weights)
             answers()
