@@ -232,20 +232,20 @@ class Attempts:
 
     # Parked operations.
 
-    def go_on(self) -> Iterator[AttemptResult]:
+    def retry_parked(self) -> Iterator[AttemptResult]:
         """Retries parked operations that may be able to run, the oldest first. Call it while `changed`."""
         self.changed = False
         full: set[WorkerView] = set()
         for ticket in sorted(self.parked):
             operation = self.parked.get(ticket)
-            if operation is not None and self._can_go_on(operation, full):
+            if operation is not None and self._may_run(operation, full):
                 del self.parked[ticket]
                 result = self.begin_again(operation)
                 if result is not None:
                     yield result
 
     def tick(self) -> Iterator[AttemptResult]:
-        """Fails parked operations whose time is up. The next `go_on` checks the others."""
+        """Fails parked operations whose time is up. The next `retry_parked` checks the others."""
         for operation in [o for o in self.parked.values() if self._context.now_s >= self._park_until_s(o)]:
             yield operation, self._parked_too_long(operation)
         self.changed = True
@@ -317,7 +317,7 @@ class Attempts:
         worker, tokens = operation.entry.worker, operation.entry.state.tokens
         return worker is not None and tokens.is_shared and self._replayed[worker, tokens.segments[0]] > 0
 
-    def _can_go_on(self, operation: Operation, full: set[WorkerView]) -> bool:
+    def _may_run(self, operation: Operation, full: set[WorkerView]) -> bool:
         """Whether a parked operation may be able to run. Adds workers without free pages to `full`."""
         match operation.need:
             case Need.WORKER:

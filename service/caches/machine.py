@@ -378,7 +378,7 @@ class CacheMachine:
         The inputs since then were one turn. Parked operations are checked here, once for all these inputs.
         """
         while self._attempts.changed and self._attempts.parked:
-            for result in self._attempts.go_on():
+            for result in self._attempts.retry_parked():
                 self._queues.attempt_ended(*result)
         if self._restores.waiting:
             self._restore_some()
