@@ -433,7 +433,8 @@ class ModelWorker:
         # Another gateway may have used the number for something else.
         self.plain.discard(job.op_id)
         wants_more = body.ephemeral or body.adapter or body.keep_all or output.ListFields()
-        if body.kind == worker_pb2.OPERATION_KIND_DECODE and options.rows == 1 and not wants_more:
+        is_decode = body.kind == worker_pb2.OPERATION_KIND_DECODE and len(body.token_ids) == 1
+        if is_decode and options.rows == 1 and not wants_more:
             self.plain.add(job.op_id)
 
     def _end(self, job: _Job, reason: int, **pages: int) -> None:
