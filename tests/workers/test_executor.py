@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import queue
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +12,6 @@ from tests.model_factory import TinyModel, make_model
 from workers.executors.base import ModelExecutor
 from workers.executors.errors import ExecutorClosed, ExecutorError
 from workers.executors.llm import LlmExecutor
-from workers.executors.memory import LoraLimits
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.page_pool import OutOfPages
 from workers.kv.sizing import KvSizingError
@@ -26,9 +22,7 @@ from workers.operations import (
     HiddenSpec,
     LogitsFormat,
     OutputSpec,
-    ReplacementRead,
 )
-from workers.runners.eager import EagerRunner
 
 torch.set_num_threads(1)
 
@@ -288,18 +282,3 @@ def test_a_page_that_could_not_be_copied_is_not_taken_for_the_copy(monkeypatch: 
     wanted = OutputSpec(logits=LogitsFormat.F32)
     assert executor.decode(2, 8, wanted).logits == executor.decode(1, 8, wanted).logits
     executor.check_integrity()
-
-
-def test_weights_that_were_replaced_leave_memory(tmp_path: Path) -> None:
-    """Of the model that ran before, nothing stays: neither the weights nor what adapters need of it."""
-    first, second = (make_model(tmp_path / str(seed), TinyModel(seed=seed)) for seed in (1, 2))
-    executor = LlmExecutor.load(first, kv_pages=PAGES, lora=LoraLimits(2, 8, 1 << 20))
-    assert executor.replacement is not None and isinstance(executor.engine.runner, EagerRunner)
-    before = weakref.ref(executor.engine.runner._model)
-    replacement, inbox = executor.replacement, queue.SimpleQueue[ReplacementRead]()
-    replacement.submit = inbox.put
-    replacement.read(1, str(second))
-    replacement.was_read(inbox.get())
-    replacement.apply()
-    gc.collect()
-    assert before() is None

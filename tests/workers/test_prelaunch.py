@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.workers import stepping
+from tests.workers.test_plain_decodes import Callers, answers
 from workers import prelaunch, step_loop
 from workers.decodes import Decodes
 from workers.operations import (
@@ -19,11 +20,9 @@ from workers.operations import (
     Fork,
     Forward,
     Kind,
-    OutputSpec,
     Release,
     Reset,
     Result,
-    Sampling,
     Truncate,
 )
 
@@ -160,14 +159,14 @@ def test_forwards_may_be_queued_behind_each_other() -> None:
 
 def test_prelaunched_forwards_do_not_change_fairness() -> None:
     """Under overload two callers get equal shares, also if only one has prelaunched forwards."""
-    worker, answers = Worker(pages=200), {1: 0, 2: 0}
+    worker, answered = Worker(pages=200), {1: 0, 2: 0}
     todo = [dataclasses.replace(prefill(number + 1, number), caller=1 + number % 2) for number in range(32)]
     asked = {op.op_id: op for op in todo}
     for _ in range(100):
         results, todo = worker.round(*todo), []
         for result in results:
             op = asked.pop(result.op_id)  # type: ignore[union-attr]
-            answers[op.caller] += 1
+            answered[op.caller] += 1
             token = chosen(result) if op.caller == 1 else chosen(result) + 1
             position = op.position + len(op.token_ids)
             op = dataclasses.replace(
@@ -175,7 +174,7 @@ def test_prelaunched_forwards_do_not_change_fairness() -> None:
             )
             asked[op.op_id] = op
             todo.append(op)
-    assert abs(answers[1] - answers[2]) <= 64, answers
+    assert abs(answered[1] - answered[2]) <= 64, answered
 
 
 def test_a_prelaunched_forward_without_pages_has_no_answer() -> None:
@@ -236,60 +235,15 @@ def test_an_unrequested_result_is_dropped_while_other_commands_arrive(
 )
 def test_answers_are_the_same_with_and_without_prelaunch(seed: int) -> None:
     """The same commands give the same answers, and leave the same tokens."""
-    rng = random.Random(seed)
-    workers = Worker(), Worker(max_seq_tokens=0)
-    # By sequence: its length, and the token chosen last.
-    known: dict[int, tuple[int, int]] = {}
-    op_id = sequences = 0
-    drawn = OutputSpec(sampling=Sampling(temperature=1.0, seed=seed))
-    for _ in range(60):
-        asked: dict[int, Command] = {}
-        touched: set[int] = set()
-        for _ in range(rng.randrange(1, 5)):
-            op_id += 1
-            free = sorted(known.keys() - touched)
-            kind = rng.choices(
-                ["prefill", "decode", "other", "truncate", "release", "fork"], [2, 12, 1, 1, 1, 1]
-            )[0]
-            if kind == "prefill" or not free:
-                sequences += 1
-                sequence = sequences
-                asked[op_id] = dataclasses.replace(
-                    prefill(op_id, sequence, rng.randrange(1, 40), told=rng.random() < 0.5),
-                    output=rng.choice([OutputSpec(), drawn]),
-                )
-                touched.add(sequence)
-                continue
-            sequence = rng.choice(free)
-            length, token = known[sequence]
-            touched.add(sequence)
-            if kind in ("decode", "other"):
-                position = length if rng.random() < 0.95 else rng.randrange(1, length + 1)
-                wanted = token if kind == "decode" else token + 1
-                asked[op_id] = dataclasses.replace(
-                    decode(op_id, sequence, position, wanted, told=rng.random() < 0.5),
-                    output=rng.choice([OutputSpec(), drawn, drawn]),
-                )
-            elif kind == "truncate":
-                known[sequence] = rng.randrange(1, length + 1), token
-                asked[op_id] = Truncate(op_id, sequence, known[sequence][0])
-            elif kind == "release":
-                del known[sequence]
-                asked[op_id] = Release(op_id, [sequence])
-            else:
-                sequences += 1
-                known[sequences] = known[sequence]
-                touched.add(sequences)
-                asked[op_id] = Fork(op_id, sequence, [sequences])
-        results = [worker.answers(*asked.values()) for worker in workers]
-        for number, command in asked.items():
-            ours, theirs = (found[number] for found in results)
-            assert type(ours) is type(theirs)
-            if isinstance(command, Forward):
-                assert chosen(ours) == chosen(theirs)
-                known[command.sequence] = command.position + len(command.token_ids), chosen(ours)
-        if rng.random() < 0.3:
+    callers, dice = Callers(seed, ahead=True), random.Random(seed)
+    workers = Worker(pages=120), Worker(max_seq_tokens=0, pages=120)
+    for _ in range(30):
+        asked = callers.ask()
+        found = [worker.answers(*asked) for worker in workers]
+        assert answers(found[0]) == answers(found[1])
+        callers.took(asked, found[0])
+        if dice.random() < 0.3:
             # With and without time for prelaunched forwards to run.
             workers[0].round()
     workers[0].loop._prelauncher.drop_all()
-    assert workers[0].lengths() == workers[1].lengths()
+    assert workers[0].tokens() == workers[1].tokens()

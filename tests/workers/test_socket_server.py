@@ -161,13 +161,3 @@ async def test_a_message_beyond_the_bound_ends_the_stream(socket: Socket) -> Non
     gateway.transport.write(LENGTH.pack(MAX_BYTES + 1))
     async with asyncio.timeout(PATIENCE_S):
         await socket.worker.ended
-
-
-async def test_a_message_in_pieces_is_one(socket: Socket) -> None:
-    gateway = await socket.serving()
-    data = worker_pb2.ConnectRequest(commands=snapshot(3)).SerializeToString()
-    for byte in LENGTH.pack(len(data)) + data:
-        gateway.transport.write(bytes([byte]))
-        await asyncio.sleep(0)
-    while (await gateway.next("snapshot")).op_id != 3:
-        pass
