@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from workers.models.decoder import Decoder
@@ -131,52 +130,11 @@ def peft_model(model: Path, adapter: Path) -> PeftModel:
     return adapted
 
 
-class _Exactly(TorchFunctionMode):
-    """Computes in float64 also what transformers computes in float32 whatever the model's dtype is.
-
-    Such as norms, angles, softmax and the choice of experts.
-    """
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        def wide(value: Any) -> Any:
-            return torch.float64 if value is torch.float32 else value
-
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-        found = function(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
-        assert not isinstance(found, torch.Tensor) or found.dtype is not torch.float32, function
-        return found
-
-
 @functools.lru_cache(maxsize=4)
-def _read_model(model: Path, **options: Any) -> PreTrainedModel:
+def _read_model(model: Path) -> PreTrainedModel:
     """For copies: to read it takes ten times as long."""
-    read: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, **options)
+    read: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model)
     return read
-
-
-@functools.lru_cache(maxsize=8)
-def _exact_model(model: Path, adapter: Path | None) -> Any:
-    # The other implementation of experts has no float64.
-    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    base: Any = copy.deepcopy(_read_model(model, dtype=torch.float64, **options))
-    if adapter is not None:
-        base = quietly(PeftModel.from_pretrained, base, str(adapter))
-    # Also buffers.
-    return base.double().eval()
-
-
-def exact_logits(model: Path, adapter: Path | None, tokens: list[int]) -> torch.Tensor:
-    """Logits of every position [len(tokens), vocab_size] float64: those of PEFT's own float64 model.
-
-    The files of `model` must not change.
-    """
-    exact = _exact_model(model, adapter)
-    with torch.inference_mode(), _Exactly():
-        logits: torch.Tensor = exact(torch.tensor([tokens]), use_cache=False).logits[0]
-    return logits
 
 
 def quietly(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -41,7 +41,7 @@ def train(gateway: GatewayProcess, *arguments: str) -> list[dict[str, Any]]:
 
 
 # That adapters are pushed and served is in tests/e2e/test_adapters.py, and their numbers in
-# tests/workers/test_adapters_parity.py.
+# tests/workers/test_lora_model.py.
 @pytest.mark.parametrize(
     ("dtype", "arguments"),
     [("float32", []), pytest.param("bfloat16", ["--lora"], marks=pytest.mark.thorough)],
