@@ -122,3 +122,19 @@ def settings_of(name: str) -> tuple[str, dict[str, Any]]:
     """The family of a model, and all settings of its config."""
     model_type, settings = MODELS[name]
     return model_type, {**_SIZES, **settings}
+
+
+def seeing_config() -> Any:
+    """Of a model that also sees; its text part is gemma3's."""
+    from transformers import Gemma3Config
+
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    _, text = settings_of("gemma3")
+    return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.workers.packing import HandPacker, HandSequence, Item, poison, rows_in_chunks
+from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, rows_in_chunks
 from workers.models.capture import RowCapture
-from workers.models.model import Model, new_pages
-
-PAGES = 60
+from workers.models.model import Model
 
 
 def assert_same_bits(
@@ -23,9 +21,7 @@ def assert_same_bits(
     lora_slots: Sequence[int] | None = None,
 ) -> None:
     """In chunks of 1 to 29 tokens beside the others on `threads` threads; alone on one thread."""
-    dice, kv = random.Random(seed), new_pages(model, PAGES)
-    poison(kv)
-    packer = HandPacker(kv.page_size, dice.sample(range(PAGES), PAGES))
+    dice, kv, packer = random.Random(seed), poisoned_pages(model), new_packer(seed)
     torch.set_num_threads(threads)
     found = rows_in_chunks(model, texts, kv, packer, dice, lora_slots=lora_slots)
     torch.set_num_threads(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -13,7 +14,9 @@ from tests.token_trees import random_tree
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.models.inputs import AttentionBatch, ForwardInputs, depths_and_ancestors
-from workers.models.model import Model
+from workers.models.model import Model, new_pages
+
+PAGES = 60
 
 
 @dataclass
@@ -87,11 +90,23 @@ class HandPacker:
         )
 
 
-def poison(kv: KvTensors) -> None:
-    """Fill all pages with NaN: what no token was written to must not reach a result."""
+def poisoned_pages(model: Any, pages: int = PAGES) -> KvTensors:
+    """Pages full of NaN: what no token was written to must not reach a result."""
+    kv = new_pages(model, pages)
     for layer in range(kv.num_layers):
-        for pages in kv.layer(layer):
-            pages.data.fill_(float("nan"))
+        for half in kv.layer(layer):
+            half.data.fill_(float("nan"))
+    return kv
+
+
+def new_packer(seed: int | str) -> HandPacker:
+    """Of `PAGES`, in any order."""
+    return HandPacker(16, random.Random(seed).sample(range(PAGES), PAGES))
+
+
+def random_texts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [[dice.randrange(97) for _ in range(length)] for length in lengths]
 
 
 def rows_in_chunks(

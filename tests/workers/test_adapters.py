@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
+from transformers import Gemma3ForConditionalGeneration, PreTrainedModel
 
-from tests.families import few, settings_of
+from tests.families import few, seeing_config, settings_of
 from tests.model_factory import hf_model, make_adapter, make_family_model, peft_model
 from workers.adapters import tensors
 from workers.adapters.adapter import Adapter, identity, read_adapter
@@ -176,17 +176,7 @@ def test_a_converted_pissa_adapter_is_plain_lora(tmp_path: Path, llama: Path) ->
 
 def test_the_adapter_of_a_model_that_also_sees(tmp_path: Path) -> None:
     """That of the text is applied, under the names of old and of new checkpoints; that of images is not."""
-    _, settings = settings_of("gemma3")
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    config = Gemma3Config(text_config=settings, vision_config=vision, mm_tokens_per_image=1)
-    whole: PreTrainedModel = Gemma3ForConditionalGeneration(config)
+    whole: PreTrainedModel = Gemma3ForConditionalGeneration(seeing_config())
     make_adapter(tmp_path, whole, r=3, target_modules=["q_proj", "up_proj", "fc1"])
     stored = load_file(tmp_path / WEIGHTS)
     assert any(".vision_tower." in name for name in stored)

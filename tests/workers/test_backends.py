@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from pathlib import Path
@@ -10,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.bad_directories import setting
 from tests.families import settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.workers.packing import HandPacker, HandSequence, Item
 from tests.workers.test_library_model import tiny_model
-from workers.executors import loading
 from workers.executors.llm import LlmExecutor
 from workers.executors.loading import choose_backend, runs_on_cuda
 from workers.models.errors import ModelError, UnsupportedError
@@ -80,19 +79,6 @@ def test_batch_invariance_is_reported_and_can_be_required(native: Path, other: P
             LlmExecutor.load(directory, dtype=dtype, kv_pages=4, batch_invariant=True)
 
 
-def test_both_backends_say_the_same(native: Path) -> None:
-    """Of one directory: the same greedy tokens."""
-    chosen = []
-    for backend in ("native", "transformers"):
-        executor = LlmExecutor.load(native, kv_pages=8, backend=backend)
-        assert executor.info().backend == backend and executor.capabilities().runner == "eager"
-        tokens = [executor.prefill(0, [3, 1, 4, 1, 5, 9, 2, 6]).token_id]
-        for _ in range(20):
-            tokens.append(executor.decode(0, tokens[-1]).token_id)
-        chosen.append(tokens)
-    assert chosen[0] == chosen[1]
-
-
 @pytest.mark.parametrize("backend", ["native", "transformers"])
 @pytest.mark.parametrize(
     "settings",
@@ -107,8 +93,7 @@ def test_both_backends_say_the_same(native: Path) -> None:
 def test_spellings_of_nothing_special_are_read_by_both(
     native: Path, backend: str, settings: dict[str, object]
 ) -> None:
-    file = native / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    setting(**settings)(native)
     expected = "bfloat16" if "torch_dtype" in settings else "float32"
     assert LlmExecutor.load(native, kv_pages=4, backend=backend).info().dtype == expected
 
@@ -118,8 +103,7 @@ def test_quantised_weights_are_refused_with_what_is_supported(
     native: Path, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    file = native / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"bits": 4}}))
+    setting(quantization_config={"bits": 4})(native)
     with pytest.raises(ModelError, match="quantised weights are not supported, only float32, bfloat16 and"):
         choose_backend(native, backend)
     assert "runs this model" not in caplog.text, "what is refused was never announced as running"
@@ -134,11 +118,6 @@ def test_what_is_no_models_config_is_refused_without_the_library(
         choose_backend(native, "auto")
 
 
-def test_what_is_asked_for_is_not_replaced(other: Path) -> None:
-    with pytest.raises(ModelError, match="model_type: must be one of"):
-        LlmExecutor.load(other, kv_pages=4, backend="native")
-
-
 def test_the_self_check_can_be_left_out(other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from workers.models.library import parity_check
 
@@ -149,8 +128,3 @@ def test_the_self_check_can_be_left_out(other: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ModelError, match="it is wrong"):
         LlmExecutor.load(other, kv_pages=4)
     assert LlmExecutor.load(other, kv_pages=4, self_check=False).info().backend == "transformers"
-
-
-def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be read"):
-        loading.choose_backend(tmp_path, "auto")

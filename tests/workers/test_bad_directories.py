@@ -57,10 +57,6 @@ def bounded() -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
-def test_there_are_sixty_and_all_differ() -> None:
-    assert len({bad.name for bad in BAD_DIRECTORIES}) == len(BAD_DIRECTORIES) >= 60
-
-
 @pytest.mark.parametrize("bad", BAD_DIRECTORIES, ids=lambda bad: bad.name)
 def test_a_bad_directory_is_refused_by_name(
     tmp_path: Path, good: dict[bool, Path], bad: BadDirectory
@@ -87,12 +83,6 @@ def test_links_to_files_elsewhere_are_followed(tmp_path: Path, good: dict[bool, 
     for file in good[False].iterdir():
         (tmp_path / file.name).symlink_to(file)
     assert LlmExecutor.load(tmp_path, kv_pages=4).text.tokenizer_json
-
-
-def test_the_smallest_model_warms_up(tmp_path: Path, good: dict[bool, Path]) -> None:
-    directory = shutil.copytree(good[False], tmp_path / "model")
-    setting(max_position_embeddings=2)(directory)
-    LlmExecutor.load(directory, kv_pages=4).warmup()
 
 
 def test_a_long_context_takes_no_more_than_the_pool(tmp_path: Path, good: dict[bool, Path]) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.workers.packing import HandPacker, HandSequence, Item, poison
+from tests.workers.packing import HandPacker, HandSequence, Item, poisoned_pages
 from workers.models.embedding_attention import EmbeddingAttention
 from workers.models.model import new_pages
 
@@ -47,8 +47,7 @@ def by_hand(model: EmbeddingAttention, tokens: list[int]) -> list[float]:
 )
 def test_formula(sizes: dict[str, int]) -> None:
     model = EmbeddingAttention("cpu", **sizes)
-    kv = new_pages(model, 9)
-    poison(kv)
+    kv = poisoned_pages(model, 9)
     packer = HandPacker(16, [7, 2, 5, 1, 8])
     texts = [[5, 9, 9, 41, 0] * 7, [3], [49, 1, 12]]
     sequences = [HandSequence() for _ in texts]

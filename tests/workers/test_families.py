@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
 from kernels.paged_attention import CUDA_WIDTHS
-from tests.families import MODELS, by_turns, few, settings_of
+from tests.families import MODELS, by_turns, few, seeing_config, settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import dense
 from tests.model_factory import (
@@ -29,18 +29,16 @@ from tests.model_factory import (
 )
 from tests.workers.company import assert_same_bits
 from tests.workers.packing import (
-    HandPacker,
     HandSequence,
     Item,
-    poison,
+    new_packer,
+    poisoned_pages,
+    random_texts,
     rows_in_chunks,
     rows_of_trees,
 )
-from workers.kv.tensors import KvTensors
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
-from workers.models.decoder import Decoder
-from workers.models.model import new_pages
 from workers.models.registry import FAMILIES, WRAPPERS
 
 torch.set_num_threads(1)
@@ -53,23 +51,6 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A model's name and its directory."""
     directory = tmp_path_factory.mktemp("model")
     return request.param, make_family_model(directory, *settings_of(request.param), seed=7)
-
-
-def new_kv(decoder: Decoder) -> KvTensors:
-    kv = new_pages(decoder, 40)
-    poison(kv)
-    return kv
-
-
-def new_packer(seed: int) -> HandPacker:
-    pages = list(range(40))
-    random.Random(seed).shuffle(pages)
-    return HandPacker(16, pages)
-
-
-def random_texts(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
-    dice = random.Random(seed)
-    return [[dice.randrange(97) for _ in range(length)] for length in lengths]
 
 
 def test_every_family_is_in_the_table() -> None:
@@ -100,7 +81,7 @@ def test_mixed_batches_of_random_chunks(made: tuple[str, Path]) -> None:
     name, directory = made
     decoder, dice = load_decoder(directory, pack=True), random.Random(name)
     layers, texts = decoder.config.num_hidden_layers, random_texts(2, (1, 33, 104))
-    found = rows_in_chunks(decoder, texts, new_kv(decoder), new_packer(1), dice, layers)
+    found = rows_in_chunks(decoder, texts, poisoned_pages(decoder), new_packer(1), dice, layers)
     assert {layer for rows in found for layer, _ in rows} == set(range(-1, layers + 1))
     assert_same(directory, texts, found)
 
@@ -150,7 +131,7 @@ def random_shape(seed: int) -> TinyModel:
 def test_models_of_any_shape(seed: int, tmp_path: Path) -> None:
     directory = make_model(tmp_path, random_shape(seed))
     decoder, texts = load_decoder(directory, pack=True), random_texts(seed, (1, 17, 50, 75))
-    found = rows_in_chunks(decoder, texts, new_kv(decoder), new_packer(seed), random.Random(seed))
+    found = rows_in_chunks(decoder, texts, poisoned_pages(decoder), new_packer(seed), random.Random(seed))
     assert_same(directory, texts, found)
 
 
@@ -161,7 +142,7 @@ def test_a_matrix_that_is_off_by_a_thousandth_is_noticed(tmp_path: Path) -> None
     decoder.targets()["model.layers.3.self_attn.o_proj.weight"].tensor.mul_(1.001)
     decoder.pack()
     for text in random_texts(2, (33, 70)):
-        found = rows_in_chunks(decoder, [text], new_kv(decoder), new_packer(1), random.Random(1))
+        found = rows_in_chunks(decoder, [text], poisoned_pages(decoder), new_packer(1), random.Random(1))
         with pytest.raises(AssertionError):
             assert_same(directory, [text], found)
 
@@ -170,7 +151,7 @@ def test_a_matrix_that_is_off_by_a_thousandth_is_noticed(tmp_path: Path) -> None
 def test_each_token_of_a_tree_is_as_on_its_own_path(made: tuple[str, Path]) -> None:
     _, directory = made
     decoder = load_decoder(directory, pack=True)
-    paths = rows_of_trees(decoder, new_kv(decoder), new_packer(6))
+    paths = rows_of_trees(decoder, poisoned_pages(decoder), new_packer(6))
     bounds = float32_losses(hf_model(directory), [path for path, _ in paths])
     for (path, found), losses in zip(paths, bounds, strict=True):
         expected = hf_logits(directory, path)[-len(found) :]
@@ -181,7 +162,7 @@ def test_only_the_slots_of_its_tokens_are_written_and_inputs_are_not(tmp_path: P
     """With rows in any order, and with none."""
     directory = make_model(tmp_path, TinyModel())
     decoder = load_decoder(directory)
-    kv, packer, sequence = new_kv(decoder), new_packer(4), HandSequence()
+    kv, packer, sequence = poisoned_pages(decoder), new_packer(4), HandSequence()
     (text,) = random_texts(7, (31,))
     slots = set()
     for tokens, wanted in ((text[:21], ()), (text[21:], (9, 0, 7))):
@@ -220,9 +201,16 @@ def assert_errs_no_more_than_transformers(directory: Path, dtype: torch.dtype) -
     exact = hf_logits(directory, text)
     theirs = (hf_logits(directory, text, dtype) - exact).abs().mean()
     inputs = new_packer(5).pack([Item(HandSequence(), text, range(60))])
-    logits = decoder.logits(decoder.forward(inputs, new_kv(decoder)))
+    logits = decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))
     assert logits.dtype == dtype
     assert (logits.float() - exact).abs().mean() <= 2 * theirs
+
+
+# With which more of their defaults count.
+OPTED: dict[str, dict[str, object]] = {
+    **{name: {"use_sliding_window": True} for name, family in FAMILIES.items() if family.windows_opt_in},
+    "phi3": {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}},
+}
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -233,27 +221,18 @@ def test_what_a_config_leaves_out_is_as_in_transformers(model_type: str, tmp_pat
         "vocab_size": 97,
         "hidden_size": 512,
         "intermediate_size": 96,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 30,
         "num_attention_heads": 32,
         "max_position_embeddings": 4096,
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    (tmp_path / "config.json").write_text(json.dumps(said))
-    bare = ModelConfig.from_directory(tmp_path)
-    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "whole")
-    assert ModelConfig.from_directory(tmp_path / "whole") == bare
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_defaults_are_those_of_transformers(model_type: str) -> None:
-    opted = {"use_sliding_window": True} if FAMILIES[model_type].windows_opt_in else {}
-    theirs = AutoConfig.for_model(model_type, **opted)
-    for name, value in FAMILIES[model_type].defaults.items():
-        if name == "rope_theta" and not FAMILIES[model_type].rope_by_type:
-            assert theirs.rope_parameters["rope_theta"] == value
-        elif hasattr(theirs, name):
-            assert getattr(theirs, name) == value, name
+    said = {name: value for name, value in said.items() if name not in FAMILIES[model_type].defaults}
+    for opted in ({}, OPTED.get(model_type, {})):
+        (tmp_path / "config.json").write_text(json.dumps(said | opted))
+        bare = ModelConfig.from_directory(tmp_path)
+        AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "whole")
+        assert ModelConfig.from_directory(tmp_path / "whole") == bare
 
 
 def parameters_of(part: object) -> Iterator[torch.Tensor]:
@@ -285,23 +264,13 @@ def test_targets_cover_every_parameter_once(name: str) -> None:
 
 
 def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
-    _, settings = settings_of("gemma3")
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    config = Gemma3Config(text_config=settings, vision_config=vision, mm_tokens_per_image=1)
     torch.manual_seed(1)
-    whole = Gemma3ForConditionalGeneration(config).eval()  # type: ignore[no-untyped-call]
+    whole = Gemma3ForConditionalGeneration(seeing_config()).eval()  # type: ignore[no-untyped-call]
     whole.save_pretrained(tmp_path)
     decoder = load_decoder(tmp_path)
     (text,) = random_texts(9, (40,))
     with torch.inference_mode():
         expected = whole(torch.tensor([text]), use_cache=False).logits[0]
     inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
-    logits = decoder.logits(decoder.forward(inputs, new_kv(decoder)))
+    logits = decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))
     assert (logits - expected).abs().max() < float32_losses(hf_model(tmp_path), [text])[0, -1]

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kernels.rope import rope_frequencies
+from tests.bad_directories import setting
 from tests.families import settings_of
 from tests.model_factory import make_family_model
 from tests.workers.test_library_model import tiny_config
@@ -56,11 +57,6 @@ def one_file(directory: Path, changes: dict[str, torch.Tensor]) -> None:
     save_file(tensors | changes, directory / "model.safetensors")
 
 
-def change_config(directory: Path, **changes: Any) -> None:
-    file = directory / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 @pytest.mark.parametrize("repeated", [True, False])
 def test_a_tied_head_in_the_files_has_to_be_the_embedding(tmp_path: Path, repeated: bool) -> None:
     make_family_model(tmp_path, *settings_of("llama3"))
@@ -79,7 +75,7 @@ def test_experts_that_the_files_do_not_bear_out_are_refused_before_they_are_coun
     tmp_path: Path, count: int
 ) -> None:
     make_family_model(tmp_path, *settings_of("qwen3_moe"))
-    change_config(tmp_path, num_experts=count, num_local_experts=count)
+    setting(num_experts=count, num_local_experts=count)(tmp_path)
     with pytest.raises(ModelError, match=r"asks for \d+ experts, but the files have"):
         LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
 
@@ -94,7 +90,7 @@ def test_families_that_require_a_padding_token_pass_the_check(tmp_path: Path, fa
 @pytest.mark.parametrize("text_config", [False, 7, [], [{}]])
 def test_a_text_part_that_is_no_object_is_refused(tmp_path: Path, text_config: object) -> None:
     make_family_model(tmp_path, *settings_of("granite"))
-    change_config(tmp_path, text_config=text_config)
+    setting(text_config=text_config)(tmp_path)
     with pytest.raises(ModelError, match=r"config\.json: .*text_config"):
         LlmExecutor.load(tmp_path, kv_pages=4, backend=TRANSFORMERS)
 
@@ -115,7 +111,7 @@ def test_what_the_library_stumbles_over_is_refused_in_one_line(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     make_family_model(tmp_path, *settings_of("gemma"))
-    change_config(tmp_path, **settings)
+    setting(**settings)(tmp_path)
     with pytest.raises(ModelError, match=re.escape(str(tmp_path))) as refused:
         LlmExecutor.load(tmp_path, kv_pages=4, backend=TRANSFORMERS)
     assert str(refused.value).isprintable()

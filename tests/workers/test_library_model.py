@@ -17,10 +17,12 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.bad_directories import setting
 from tests.model_factory import float32_losses
 from tests.workers.packing import (
-    HandPacker,
-    poison,
+    new_packer,
+    poisoned_pages,
+    random_texts,
     rows_in_chunks,
     rows_of_trees,
 )
@@ -35,13 +37,12 @@ from workers.models.library.loading import (
 )
 from workers.models.library.parity_check import check_loaded, check_scaled_down
 from workers.models.library.settings import LibrarySettings, read_settings
-from workers.models.model import ModelDescription, new_pages
+from workers.models.model import ModelDescription
 from workers.models.values import warn_outside
 
 torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
-PAGE_SIZE, PAGES = 16, 48
 VOCAB = 97
 # float32 with sums of a few hundred terms over a few layers: about ten times what is measured.
 RELATIVE_ERROR = 1e-5
@@ -163,12 +164,9 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> None:
 def check_over_pages(model: LibraryModel) -> None:
     """Texts that grow by random chunks in shared batches over NaN, and trees, are as the library has them."""
     dice = random.Random(0)
-    packer = HandPacker(PAGE_SIZE, dice.sample(range(1, PAGES), PAGES - 1))
-    texts = [[dice.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 50, 70)]
+    texts = random_texts(0, (1, 17, 50, 70))
     layers = len(model.kv_layers) if model.has_hidden_states else None
-    kv = new_pages(model, PAGES)
-    poison(kv)
-    in_chunks = rows_in_chunks(model, texts, kv, packer, dice, layers)
+    in_chunks = rows_in_chunks(model, texts, poisoned_pages(model), new_packer(0), dice, layers)
     for text, rows, losses in zip(texts, in_chunks, losses_of(model, texts), strict=True):
         with model._use_attention(EAGER), torch.inference_mode():
             plain = model.module(
@@ -178,8 +176,7 @@ def check_over_pages(model: LibraryModel) -> None:
         for (layer, position), row in rows.items():
             assert (row - expected[layer][0, position]).abs().max() < losses[layer], (layer, position)
     if model.takes_trees:
-        poison(kv)
-        paths = rows_of_trees(model, kv, HandPacker(PAGE_SIZE, range(1, PAGES)))
+        paths = rows_of_trees(model, poisoned_pages(model), new_packer(1))
         for (path, found), losses in zip(paths, losses_of(model, [path for path, _ in paths]), strict=True):
             expected_rows = model.plain_logits(torch.tensor(path))[-len(found) :]
             assert (found - expected_rows).abs().max() < losses[-1]
@@ -360,8 +357,7 @@ def test_tensors_that_do_not_fit_are_named(
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], why: str, tmp_path: Path) -> None:
     tiny_model("cohere").save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    setting(**settings)(tmp_path)
     said = refusal(tmp_path)
     assert re.search(why, said) and "\n" not in said
 
@@ -376,22 +372,16 @@ def test_code_of_a_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     directory = directory_of("cohere", tmp_path)
     (directory / "code.py").write_text("raise SystemExit('it ran')")
-    file = directory / "config.json"
     auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": auto_map}))
+    setting(auto_map=auto_map)(directory)
     assert load_checked(directory).architecture == "cohere"
-
-
-def change_config(directory: Path, **settings: Any) -> None:
-    file = directory / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_that_is_tied_and_differs_is_refused(tmp_path: Path, tied: bool) -> None:
     """The library would take the files' word, against the config's."""
     tiny_model("arcee", tie_word_embeddings=False).save_pretrained(tmp_path)
-    change_config(tmp_path, tie_word_embeddings=tied)
+    setting(tie_word_embeddings=tied)(tmp_path)
     if tied:
         assert "tensor lm_head.weight differs from model.embed_tokens.weight" in refusal(tmp_path)
     else:
@@ -400,7 +390,7 @@ def test_a_head_that_is_tied_and_differs_is_refused(tmp_path: Path, tied: bool) 
 
 def test_experts_of_which_a_token_goes_through_none_are_refused(tmp_path: Path) -> None:
     tiny_model("mixtral").save_pretrained(tmp_path)
-    change_config(tmp_path, num_experts_per_tok=0)
+    setting(num_experts_per_tok=0)(tmp_path)
     assert "num_experts_per_tok: must be at least 1, got 0" in refusal(tmp_path)
 
 

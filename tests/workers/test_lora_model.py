@@ -22,19 +22,19 @@ from tests.model_factory import (
     make_model,
 )
 from tests.workers.company import assert_same_bits
-from tests.workers.packing import HandPacker, HandSequence, Item, poison, rows_in_chunks
+from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts, rows_in_chunks
 from workers.models.decoder import Decoder
 from workers.models.embedding_attention import EmbeddingAttention
 from workers.models.errors import UnsupportedError
 from workers.models.lora import LoraPair, LoraWeights
-from workers.models.model import new_pages
 
 torch.set_num_threads(1)
 
-PAGES, SLOTS, MAX_RANK = 60, 5, 40
+SLOTS, MAX_RANK = 5, 256
 DTYPES = [torch.float32, torch.bfloat16]
 # The slot of each text; that of the last one is empty.
 TEXT_SLOTS = (2, -1, 0, 2, 4)
+LENGTHS = (20, 33, 1, 50, 17)
 
 
 @pytest.fixture(scope="module", params=few())
@@ -59,7 +59,7 @@ def adapter(decoder: Decoder, seed: int, share: float = 0.7) -> LoraWeights:
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     found = {}
     for name, (outputs, inputs) in decoder.lora_modules().items():
-        rank = dice.choice((1, 2, 5, 8, 16, 19, 33, 40))
+        rank = dice.choice((1, 2, 5, 8, 16, 19, 33, 40, 256))
         if dice.random() < share:
             a = torch.randn(rank, inputs, generator=generator)
             b = 0.2 * torch.randn(outputs, rank, generator=generator) / rank**0.5
@@ -78,19 +78,9 @@ def merged(directory: Path, weights: LoraWeights, target: Path) -> Path:
     return target
 
 
-def random_texts(seed: int, lengths: tuple[int, ...] = (20, 33, 1, 50, 17)) -> list[list[int]]:
-    dice = random.Random(seed)
-    return [[dice.randrange(97) for _ in range(length)] for length in lengths]
-
-
-def new_packer(seed: int) -> HandPacker:
-    return HandPacker(16, random.Random(seed).sample(range(PAGES), PAGES))
-
-
 def logits_of(decoder: Decoder, texts: list[list[int]], slots: tuple[int, ...]) -> list[torch.Tensor]:
     """Of all rows of the texts, in one forward."""
-    kv = new_pages(decoder, PAGES)
-    poison(kv)
+    kv = poisoned_pages(decoder)
     items = [
         Item(HandSequence(lora_slot=slot), text, range(len(text)))
         for text, slot in zip(texts, slots, strict=True)
@@ -105,8 +95,7 @@ def test_a_batch_of_several_adapters_is_as_models_they_are_merged_into(made: Pat
     adapters = {slot: adapter(decoder, slot) for slot in (0, 2)}
     for slot, weights in adapters.items():
         decoder.set_lora(slot, decoder.pack_lora(weights))
-    texts, kv = random_texts(2), new_pages(decoder, PAGES)
-    poison(kv)
+    texts, kv = random_texts(2, LENGTHS), poisoned_pages(decoder)
     found = rows_in_chunks(decoder, texts, kv, new_packer(1), random.Random(made.name), lora_slots=TEXT_SLOTS)
     merges = {slot: merged(made, weights, tmp_path / f"{slot}") for slot, weights in adapters.items()}
     directories = [merges.get(slot, made) for slot in TEXT_SLOTS]
@@ -131,13 +120,13 @@ def test_bits_depend_on_nothing_else_in_the_batch(made: Path, dtype: torch.dtype
     decoder = load(made, dtype)
     for slot in (0, 2):
         decoder.set_lora(slot, decoder.pack_lora(adapter(decoder, slot)))
-    assert_same_bits(decoder, random_texts(4), made.name, lora_slots=TEXT_SLOTS)
+    assert_same_bits(decoder, random_texts(4, LENGTHS), made.name, lora_slots=TEXT_SLOTS)
 
 
 @pytest.mark.parametrize(("made", "dtype"), by_turns(MODELS, DTYPES), indirect=["made"])
 def test_rows_without_an_adapter_have_the_bits_of_a_step_without(made: Path, dtype: torch.dtype) -> None:
     need_compiled()
-    decoder, texts = load(made, dtype), random_texts(5)
+    decoder, texts = load(made, dtype), random_texts(5, LENGTHS)
     plain = logits_of(decoder, texts, (-1,) * len(texts))
     for slot in (0, 2):
         decoder.set_lora(slot, decoder.pack_lora(adapter(decoder, slot)))
@@ -159,7 +148,7 @@ def test_any_number_of_threads(tmp_path: Path) -> None:
 
 
 def test_a_slot_is_replaced_and_emptied(small: Path) -> None:
-    decoder, texts = load(small), random_texts(8)
+    decoder, texts = load(small), random_texts(8, LENGTHS)
     first, second = (decoder.pack_lora(adapter(decoder, seed, share=0.5)) for seed in (1, 2))
     slots = (3,) * len(texts)
     found = []
@@ -171,21 +160,11 @@ def test_a_slot_is_replaced_and_emptied(small: Path) -> None:
     assert not torch.equal(one, other) and not torch.equal(one, empty) and not torch.equal(other, empty)
 
 
-def test_one_adapter_in_two_slots(small: Path) -> None:
-    decoder, texts = load(small), random_texts(9)
-    packed = decoder.pack_lora(adapter(decoder, 1))
-    for slot in (1, 4):
-        decoder.set_lora(slot, packed)
-    first, second = (torch.cat(logits_of(decoder, texts, (slot,) * len(texts))) for slot in (1, 4))
-    assert torch.equal(first, second)
-
-
 def test_only_keys_and_values_of_rows_with_an_adapter(small: Path) -> None:
     """No row is wanted at first."""
-    decoder, (text, *_) = load(small), random_texts(10)
+    decoder, (text, *_) = load(small), random_texts(10, LENGTHS)
     decoder.set_lora(1, decoder.pack_lora(adapter(decoder, 1)))
-    kv, packer, sequence = new_pages(decoder, PAGES), new_packer(2), HandSequence(lora_slot=1)
-    poison(kv)
+    kv, packer, sequence = poisoned_pages(decoder), new_packer(2), HandSequence(lora_slot=1)
     assert not len(decoder.forward(packer.pack([Item(sequence, text[:12], ())]), kv))
     logits = decoder.logits(decoder.forward(packer.pack([Item(sequence, text[12:], range(8))]), kv))
     expected = logits_of(decoder, [text], (1,))[0][12:]
@@ -204,7 +183,7 @@ def test_what_does_not_fit_is_refused_by_its_name(small: Path) -> None:
         ({name: LoraPair(good.a, good.b[:127])}, name),
         ({name: LoraPair(good.a[:2], good.b)}, name),
         ({name: LoraPair(good.a[:0], good.b[:, :0])}, name),
-        ({name: LoraPair(torch.ones(41, 64), torch.ones(128, 41))}, name),
+        ({name: LoraPair(torch.ones(257, 64), torch.ones(128, 257))}, name),
     ):
         with pytest.raises(ValueError, match=told):
             decoder.pack_lora(weights)
@@ -216,7 +195,7 @@ def test_what_does_not_fit_is_refused_by_its_name(small: Path) -> None:
     for wrong in (SLOTS, 2**31 - 1):
         asked = dataclasses.replace(inputs, lora_slots=torch.tensor([0, wrong, -1], dtype=torch.int32))
         with pytest.raises(IndexError):
-            decoder.forward(asked, new_pages(decoder, PAGES))
+            decoder.forward(asked, poisoned_pages(decoder))
 
 
 def test_its_bytes_are_those_of_its_matrices(small: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from kernels.rope import rope_frequencies
+from tests.bad_directories import setting
 from tests.families import MODELS, settings_of
 from tests.model_factory import make_family_model
 from workers.executors.llm import LlmExecutor
@@ -159,8 +159,7 @@ def test_a_worker_refuses_a_model_that_differs(tmp_path: Path, monkeypatch: pyte
 
 def test_what_native_code_lacks_is_run_by_the_library(tmp_path: Path) -> None:
     make_family_model(tmp_path, *settings_of("llama"))
-    settings = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(settings | {"hidden_act": "relu"}))
+    setting(hidden_act="relu")(tmp_path)
     assert LlmExecutor.load(tmp_path, kv_pages=8).info().backend == "transformers"
     with pytest.raises(ModelError, match="hidden_act: must be one of"):
         LlmExecutor.load(tmp_path, kv_pages=8, backend="native")

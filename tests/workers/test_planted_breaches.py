@@ -21,7 +21,7 @@ from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import dense
 from tests.model_factory import load_decoder, make_family_model
 from tests.workers.company import assert_same_bits
-from tests.workers.test_families import random_texts
+from tests.workers.packing import random_texts
 from workers.models import decoder, experts, layers, linear
 
 torch.set_num_threads(1)

@@ -57,16 +57,21 @@ def failure(answers: dict[int, Result], op_id: int) -> FailureReason:
     return failed.reason
 
 
-def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker()
+def fail_with_two(worker: Worker, patch: pytest.MonkeyPatch) -> None:
+    """Steps in which operation 2 is."""
     execute = worker._execute
 
-    def fail_with_two(chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:
+    def fail(chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:
         if any(chunk.forward.op_id == 2 for chunk in chunks) or 2 in decodes.column(OP_ID):
             raise RuntimeError("planted")
         return execute(chunks, decodes)
 
-    monkeypatch.setattr(worker, "_execute", fail_with_two)
+    patch.setattr(worker, "_execute", fail)
+
+
+def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    fail_with_two(worker, monkeypatch)
     found = worker.answers(*map(forward, (1, 2, 3)))
     assert isinstance(found[1], Forward) and isinstance(found[3], Forward)
     assert failure(found, 2) is FailureReason.FAULT
@@ -77,14 +82,7 @@ def test_only_the_cause_of_a_failed_step_of_decodes_fails(monkeypatch: pytest.Mo
     workers = Worker(), Worker()
     for worker in workers:
         worker.answers(*[prompt(op_id, sequence) for op_id, sequence in ((11, 1), (12, 2), (13, 3))])
-    execute = workers[0]._execute
-
-    def fail_with_two(chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:
-        if any(chunk.forward.op_id == 2 for chunk in chunks) or 2 in decodes.column(OP_ID):
-            raise RuntimeError("planted")
-        return execute(chunks, decodes)
-
-    monkeypatch.setattr(workers[0], "_execute", fail_with_two)
+    fail_with_two(workers[0], monkeypatch)
     asked = [Forward(op_id, op_id, 3, [op_id], kind=Kind.DECODE, caller=5) for op_id in (1, 2, 3)]
     found, expected = (worker.answers(*asked) for worker in workers)
     assert failure(found, 2) is FailureReason.FAULT

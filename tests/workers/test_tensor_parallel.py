@@ -18,16 +18,13 @@ from tests.families import FEW, MODELS, by_turns, settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import float32_losses, hf_model, load_decoder, make_family_model
 from tests.workers.company import assert_same_bits
-from tests.workers.packing import HandPacker, poison, rows_in_chunks, rows_of_trees
+from tests.workers.packing import new_packer, poisoned_pages, random_texts, rows_in_chunks, rows_of_trees
 from tests.workers.rank_threads import split_model
-from workers.kv.tensors import KvTensors
 from workers.models.errors import UnsupportedError
 from workers.models.lora import LoraPair, LoraWeights
-from workers.models.model import new_pages
 
 torch.set_num_threads(1)
 
-PAGES = 60
 Rows = dict[tuple[int, int], torch.Tensor]
 
 
@@ -36,23 +33,6 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A model's name and its directory."""
     directory = tmp_path_factory.mktemp("model")
     return request.param, make_family_model(directory, *settings_of(request.param), seed=7)
-
-
-def pages_of(model: Any) -> KvTensors:
-    kv = new_pages(model, PAGES)
-    poison(kv)
-    return kv
-
-
-def random_texts(*lengths: int) -> list[list[int]]:
-    dice = random.Random(2)
-    return [[dice.randrange(97) for _ in range(length)] for length in lengths]
-
-
-def packer() -> HandPacker:
-    pages = list(range(PAGES))
-    random.Random(1).shuffle(pages)
-    return HandPacker(16, pages)
 
 
 def assert_close(directory: Path, text: list[int], found: Rows, expected: Rows) -> None:
@@ -69,11 +49,11 @@ def test_as_in_one_process(made: tuple[str, Path], ranks: int) -> None:
     With 4 ranks each key-value head is on two of them; the vocabulary of 97 is a multiple of neither.
     """
     name, directory = made
-    texts = random_texts(1, 33, 104)
+    texts = random_texts(2, (1, 33, 104))
     alone, split = load_decoder(directory, pack=True), split_model(directory, ranks)
     layers = alone.config.num_hidden_layers
     expected, found = (
-        rows_in_chunks(model, texts, pages_of(model), packer(), random.Random(name), layers)
+        rows_in_chunks(model, texts, poisoned_pages(model), new_packer(1), random.Random(name), layers)
         for model in (alone, split)
     )
     for text, ours, theirs in zip(texts, found, expected, strict=True):
@@ -83,9 +63,9 @@ def test_as_in_one_process(made: tuple[str, Path], ranks: int) -> None:
 @pytest.mark.parametrize("made", ["llama with biases", "olmo2", "mixtral"], indirect=True)
 def test_without_compiled_kernels(made: tuple[str, Path]) -> None:
     _, directory = made
-    (text,) = texts = random_texts(50)
+    (text,) = texts = random_texts(2, (50,))
     expected, found = (
-        rows_in_chunks(model, texts, pages_of(model), packer(), random.Random(4))
+        rows_in_chunks(model, texts, poisoned_pages(model), new_packer(1), random.Random(4))
         for model in (load_decoder(directory), split_model(directory, 2, pack=False))
     )
     assert_close(directory, text, found[0], expected[0])
@@ -104,7 +84,7 @@ def test_without_compiled_kernels(made: tuple[str, Path]) -> None:
 def test_token_trees(made: tuple[str, Path]) -> None:
     _, directory = made
     expected, found = (
-        rows_of_trees(model, pages_of(model), packer())
+        rows_of_trees(model, poisoned_pages(model), new_packer(1))
         for model in (load_decoder(directory, pack=True), split_model(directory, 2))
     )
     for (path, theirs), (same, ours) in zip(expected, found, strict=True):
@@ -118,7 +98,7 @@ def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: s
     """With 4 ranks too: their terms are added in one order."""
     need_compiled()
     name, directory = made
-    assert_same_bits(split_model(directory, 4, dtype), random_texts(1, 40, 90), name)
+    assert_same_bits(split_model(directory, 4, dtype), random_texts(2, (1, 40, 90)), name)
 
 
 @pytest.mark.parametrize(("made", "ranks"), by_turns(MODELS, [2, 4], FEW), indirect=["made"])
@@ -133,9 +113,11 @@ def test_adapters(made: tuple[str, Path], ranks: int) -> None:
     alone.set_lora(1, alone.pack_lora(weights))
     split.allocate_lora(2, 8)
     split.set_lora(1, weights)
-    texts = random_texts(17, 33)
+    texts = random_texts(2, (17, 33))
     expected, found = (
-        rows_in_chunks(model, texts, pages_of(model), packer(), random.Random(5), lora_slots=[1, -1])
+        rows_in_chunks(
+            model, texts, poisoned_pages(model), new_packer(1), random.Random(5), lora_slots=[1, -1]
+        )
         for model in (alone, split)
     )
     for text, ours, theirs in zip(texts, found, expected, strict=True):
