@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import grpc
+import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -11,6 +14,13 @@ from grpc_status import rpc_status
 def reason_of(error: Any) -> str:
     """The reason of a call's error; empty: it has none."""
     return info_of(error).reason
+
+
+def refused(call: Callable[[], object]) -> str:
+    """Makes a call that fails; the reason."""
+    with pytest.raises(grpc.RpcError) as error:
+        call()
+    return reason_of(error.value)
 
 
 def info_of(error: Any) -> error_details_pb2.ErrorInfo:

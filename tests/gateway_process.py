@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import BinaryIO
 
 import psutil
-from quire.v1 import executor_pb2
+from quire.v1 import admin_pb2_grpc, executor_pb2, runner_pb2_grpc
 
 from benchmarks import checkout, gateway_process
 from tests.forks import GATEWAYS, WORKERS, Forked, fork_server
@@ -57,6 +57,21 @@ class GatewayProcess(gateway_process.GatewayProcess):
         if not self._forks:
             return super()._command(root, *arguments)
         return [sys.executable, *_FORKED, fork_server(*WORKERS), *arguments]
+
+    @property
+    def runner(self) -> runner_pb2_grpc.ModelRunnerServiceStub:
+        assert self.channel is not None
+        return runner_pb2_grpc.ModelRunnerServiceStub(self.channel)
+
+    @property
+    def admin(self) -> admin_pb2_grpc.AdminServiceStub:
+        assert self.channel is not None
+        return admin_pb2_grpc.AdminServiceStub(self.channel)
+
+    def kill(self) -> None:
+        """The gateway alone: workers may outlive it."""
+        self.process.kill()
+        self.process.wait()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Polls. Fails after a minute, with the log."""

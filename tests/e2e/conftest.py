@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from quire.v1 import executor_pb2 as pb
 
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_model
 
 # The references run beside servers and other tests, where more threads wait for one another.
 torch.set_num_threads(1)
+
+NewCache = Callable[[Sequence[int]], str]
 
 
 @pytest.fixture
@@ -44,6 +47,21 @@ def tiny_gateway(tiny_model: Path) -> Iterator[GatewayProcess]:
     flags = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
     with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
         yield gateway
+
+
+@pytest.fixture
+def new_cache(tiny_gateway: GatewayProcess) -> Iterator[NewCache]:
+    """Makes caches of prompts. They are released: others look whether the gateway's pools are empty."""
+    made = []
+
+    def make(prompt: Sequence[int]) -> str:
+        answer = tiny_gateway.stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=30)
+        made.append(answer.kv_cache.cache_id)
+        return made[-1]
+
+    yield make
+    for cache_id in made:
+        tiny_gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=30)
 
 
 @pytest.fixture(scope="session")

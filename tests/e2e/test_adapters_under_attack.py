@@ -16,8 +16,9 @@ import pytest
 from quire.v1 import admin_pb2
 
 from tests.adapter_factory import make_adapter
-from tests.e2e.test_adapters import FLAGS, PATIENCE_S, STEPS, Adapted, Text, admin, ids, load, refused, unload
+from tests.e2e.test_adapters import FLAGS, PATIENCE_S, STEPS, Adapted, Text, ids, load, unload
 from tests.e2e.test_replace_weights import replace
+from tests.error_details import refused
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, hf_greedy, make_model
 
@@ -84,7 +85,7 @@ def test_odd_files_are_refused_and_not_left_open(adapted: Adapted, home: Path) -
     (home / "adapter_config.json").mkdir()
     nameless = admin_pb2.LoadAdapterRequest(adapter_id="a", file=admin_pb2.AdapterFile(data=b"x"))
     with GatewayProcess(model=str(adapted.model), flags=FLAGS) as gateway:
-        call = admin(gateway).LoadAdapter
+        call = gateway.admin.LoadAdapter
         before = psutil.Process(gateway.process.pid).num_fds()
         for _ in range(20):
             assert refused(lambda: load(gateway, "a", home)) == "BAD_ADAPTER"
@@ -101,7 +102,7 @@ def test_cancelled_loads_leave_no_file(adapted: Adapted, home: Path) -> None:
     with GatewayProcess(model=str(model), flags=[*FLAGS, "--data-dir", str(home / "data")]) as gateway:
         for _ in range(60):
             request = admin_pb2.LoadAdapterRequest(adapter_id="a", source=str(large))
-            call = admin(gateway).LoadAdapter.future(iter([request]), timeout=PATIENCE_S)
+            call = gateway.admin.LoadAdapter.future(iter([request]), timeout=PATIENCE_S)
             # A load takes some 100 ms.
             time.sleep(rng.random() * 0.06)
             call.cancel()
@@ -119,8 +120,7 @@ def test_another_gateway_knows_the_directory_of_adapters(adapted: Adapted, home:
     with GatewayProcess(model=str(adapted.model), flags=flags) as gateway:
         kept = Text(gateway, "one")
         kept.decode(2)
-        gateway.process.kill()
-        gateway.process.wait()
+        gateway.kill()
     with GatewayProcess(model=str(adapted.model), flags=flags) as gateway:
         kept.gateway = gateway
         assert kept.finish() == adapted.tokens[1]
@@ -129,8 +129,7 @@ def test_another_gateway_knows_the_directory_of_adapters(adapted: Adapted, home:
             text = Text(gateway, name)
             assert text.finish() == tokens
             text.release()
-        gateway.process.kill()
-        gateway.process.wait()
+        gateway.kill()
     (directory / "one").rename(directory / "other")
     (directory / "two").rename(directory / "one")
     (directory / "other").rename(directory / "two")

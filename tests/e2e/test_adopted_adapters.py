@@ -9,7 +9,7 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from tests.e2e.test_adapters import PATIENCE_S, Adapted, Text, ids, load, texts_of_versions
-from tests.e2e.test_adoption import Home, crash, home
+from tests.e2e.test_adoption import Home, home
 from tests.gateway_process import GatewayProcess
 
 __all__ = ["home"]
@@ -45,7 +45,7 @@ def test_caches_of_adapters_continue_after_an_adoption(home: Home, adapted: Adap
         texts = texts_of_versions(first, adapted)
         known = {one.version: (one.loads, one.resident) for one in metrics(first)}
         assert len(known) == 3 and reads(first) > 0
-        crash(first)
+        first.kill()
     with start(home, adapted.model) as second:
         assert home.note_workers(second) == before
         assert list(ids(second)) == ["a"]

@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire import Client, PermissionDenied, QuireError, SessionEnded, Unauthenticated
 from quire.v1 import executor_pb2, executor_pb2_grpc
+from safetensors.torch import save
 
 from benchmarks.checkout import ROOT, environment
 from service.auth.tokens import Role, new_token
@@ -83,6 +84,8 @@ def test_who_is_not_known_or_may_not(guarded: Guarded) -> None:
         nobody.prefill([1])
     with guarded.client("alice") as alice, pytest.raises(PermissionDenied, match="ROLE_MISSING"):
         alice.status()
+    with guarded.client("alice") as alice, pytest.raises(PermissionDenied, match="ROLE_MISSING"):
+        alice.upload_weights([save({})])
     with guarded.client("ops") as ops, pytest.raises(PermissionDenied, match="ROLE_MISSING"):
         ops.prefill([1])
     with guarded.client("nobody") as nobody, nobody.session() as session:

@@ -19,19 +19,14 @@ import psutil
 import pytest
 from google.protobuf import duration_pb2
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import runner_pb2, runner_pb2_grpc, types_pb2
+from quire.v1 import runner_pb2, types_pb2
 
-from tests.error_details import reason_of, status_reason
+from tests.error_details import refused, status_reason
 from tests.gateway_process import GatewayProcess
 
 PATIENCE_S = 60
 VOCAB = 97
 Samples = dict[tuple[str, int], list[runner_pb2.SampleChunk]]
-
-
-def runner(gateway: GatewayProcess) -> runner_pb2_grpc.ModelRunnerServiceStub:
-    assert gateway.channel is not None
-    return runner_pb2_grpc.ModelRunnerServiceStub(gateway.channel)
 
 
 def item(item_id: str, prompt: Sequence[int], max_tokens: int, **settings: object) -> runner_pb2.ExecuteItem:
@@ -63,7 +58,7 @@ def tokens(chunks: Sequence[runner_pb2.SampleChunk]) -> list[int]:
 
 def execute(gateway: GatewayProcess, *items: runner_pb2.ExecuteItem) -> Samples:
     request = runner_pb2.ExecuteRequest(items=items)
-    return gather(runner(gateway).Execute(request, timeout=PATIENCE_S))
+    return gather(gateway.runner.Execute(request, timeout=PATIENCE_S))
 
 
 def driven(
@@ -209,15 +204,13 @@ def test_batches_that_are_wrong_are_refused(
     shipped_gateway: GatewayProcess, reason: str, fields: dict[str, Any]
 ) -> None:
     request = runner_pb2.ExecuteRequest(**{"items": [item("a", [1], 1)], **fields})
-    with pytest.raises(grpc.RpcError) as raised:
-        list(runner(shipped_gateway).Execute(request, timeout=PATIENCE_S))
-    assert reason_of(raised.value) == reason
+    assert refused(lambda: list(shipped_gateway.runner.Execute(request, timeout=PATIENCE_S))) == reason
 
 
 def test_a_client_who_goes_leaves_nothing(tiny_gateway: GatewayProcess) -> None:
     before = tiny_gateway.status().caches
     many = [item(str(n), [n, 1, 2], 400, n=2) for n in range(8)]
-    call = runner(tiny_gateway).Execute(runner_pb2.ExecuteRequest(items=many), timeout=PATIENCE_S)
+    call = tiny_gateway.runner.Execute(runner_pb2.ExecuteRequest(items=many), timeout=PATIENCE_S)
     for _ in zip(range(5), call, strict=False):
         pass
     call.cancel()
@@ -242,7 +235,7 @@ def kept(request_id: str, *items: runner_pb2.ExecuteItem) -> runner_pb2.ExecuteR
 def end(gateway: GatewayProcess, request: runner_pb2.ExecuteRequest) -> None:
     """Nothing is kept of it: others look whether the gateway's pools are empty."""
     cancel = runner_pb2.CancelExecutionRequest(request_id=request.request_id)
-    assert runner(gateway).CancelExecution(cancel, timeout=PATIENCE_S).cancelled
+    assert gateway.runner.CancelExecution(cancel, timeout=PATIENCE_S).cancelled
 
 
 def read_into(seen: Samples, call: Iterable[runner_pb2.ExecuteResponse]) -> None:
@@ -273,7 +266,7 @@ def go_on(
     again = resumed(request, seen)
     found = {key: tokens(chunks) for key, chunks in seen.items()}
     started = None
-    for response in runner(gateway).Execute(again, timeout=PATIENCE_S):
+    for response in gateway.runner.Execute(again, timeout=PATIENCE_S):
         started = started or response.started
         for chunk in response.chunks:
             own = found.setdefault((chunk.item_id, chunk.sample), [])
@@ -296,37 +289,36 @@ def long_items() -> list[runner_pb2.ExecuteItem]:
 def test_a_client_who_comes_again_goes_on_where_he_was(tiny_gateway: GatewayProcess) -> None:
     whole = {key: tokens(chunks) for key, chunks in execute(tiny_gateway, *long_items()).items()}
     request = kept("again", *long_items())
-    call = runner(tiny_gateway).Execute(request, timeout=PATIENCE_S)
+    call = tiny_gateway.runner.Execute(request, timeout=PATIENCE_S)
     seen = read_some(call, 10)
     call.cancel()
     assert go_on(tiny_gateway, request, seen) == whole
     # Also when all of it has ended.
     assert go_on(tiny_gateway, request, {}) == whole
     other = kept("again", *long_items()[:1])
-    with pytest.raises(grpc.RpcError) as raised:
-        list(runner(tiny_gateway).Execute(other, timeout=PATIENCE_S))
-    assert reason_of(raised.value) == "REQUEST_ID_REUSED"
+    reused = refused(lambda: list(tiny_gateway.runner.Execute(other, timeout=PATIENCE_S)))
+    assert reused == "REQUEST_ID_REUSED"
     end(tiny_gateway, request)
 
 
 def test_what_is_kept_can_be_ended(tiny_gateway: GatewayProcess) -> None:
     before = tiny_gateway.status().caches
     request = kept("not wanted", *long_items())
-    call = runner(tiny_gateway).Execute(request, timeout=PATIENCE_S)
+    call = tiny_gateway.runner.Execute(request, timeout=PATIENCE_S)
     seen = read_some(call, 10)
     cancel = runner_pb2.CancelExecutionRequest(request_id="not wanted")
-    assert runner(tiny_gateway).CancelExecution(cancel, timeout=PATIENCE_S).cancelled
+    assert tiny_gateway.runner.CancelExecution(cancel, timeout=PATIENCE_S).cancelled
     # Who reads is told the end of what has not ended.
     read_into(seen, call)
     assert {chunks[-1].finish_reason for chunks in seen.values()} == {runner_pb2.FINISH_REASON_CANCELLED}
-    assert not runner(tiny_gateway).CancelExecution(cancel, timeout=PATIENCE_S).cancelled
+    assert not tiny_gateway.runner.CancelExecution(cancel, timeout=PATIENCE_S).cancelled
     tiny_gateway.wait_until(lambda: tiny_gateway.status().caches == before)
 
 
 def test_what_is_kept_and_was_read_to_its_end_holds_no_cache(tiny_gateway: GatewayProcess) -> None:
     before = tiny_gateway.status().caches
     request = kept("read", *long_items())
-    whole = gather(runner(tiny_gateway).Execute(request, timeout=PATIENCE_S))
+    whole = gather(tiny_gateway.runner.Execute(request, timeout=PATIENCE_S))
     tiny_gateway.wait_until(lambda: tiny_gateway.status().caches == before)
     # It can be read again all the same.
     assert go_on(tiny_gateway, request, {}) == {key: tokens(chunks) for key, chunks in whole.items()}
@@ -347,7 +339,7 @@ def test_an_execution_goes_on_after_kills_and_an_orderly_restart(
         for is_killed in (True, False):
             with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
                 workers |= gateway.worker_processes()
-                call = runner(gateway).Execute(resumed(request, seen), timeout=PATIENCE_S)
+                call = gateway.runner.Execute(resumed(request, seen), timeout=PATIENCE_S)
                 read_into(seen, itertools.islice(call, 10))
                 if is_killed:
                     next(iter(workers)).send_signal(signal.SIGKILL)
@@ -417,19 +409,18 @@ def test_a_budget_outlives_a_killed_server_and_the_file_can_raise_it(
     def ask(gateway: GatewayProcess) -> str:
         asked = runner_pb2.ExecuteItem(item_id="a", text="hello", max_tokens=10)
         request = runner_pb2.ExecuteRequest(runtime="there", items=[asked])
-        *_, last = runner(gateway).Execute(request, timeout=PATIENCE_S)
+        *_, last = gateway.runner.Execute(request, timeout=PATIENCE_S)
         return status_reason(last.chunks[-1].error) if last.chunks[-1].HasField("error") else ""
 
     write(15)
     flags = ["--runtimes", str(path), "--data-dir", str(tmp_path / "data")]
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         assert [ask(gateway), ask(gateway)] == ["", "BUDGET_EXCEEDED"]
-        gateway.process.kill()
-        gateway.process.wait()
+        gateway.kill()
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         assert ask(gateway) == "BUDGET_EXCEEDED"
         write(25)
         cause = runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
         rebuild = runner_pb2.RebuildSessionRequest(cause=cause)
-        assert runner(gateway).RebuildSession(rebuild, timeout=PATIENCE_S).rebuilt == 1
+        assert gateway.runner.RebuildSession(rebuild, timeout=PATIENCE_S).rebuilt == 1
         assert [ask(gateway), ask(gateway)] == ["", "BUDGET_EXCEEDED"]

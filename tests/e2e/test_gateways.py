@@ -6,13 +6,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
-from quire.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc
+from quire.v1 import admin_pb2, executor_pb2, executor_pb2_grpc
 
 from tests.e2e.several_gateways import SeveralGateways, retrying
+from tests.error_details import refused
 
 Stub = executor_pb2_grpc.ModelExecutorServiceStub
 TOKENS = [1, 2, 3]
@@ -31,12 +30,6 @@ def stubs(server: SeveralGateways) -> list[Stub]:
 
 def new_cache(stub: Stub, tokens: list[int] = TOKENS) -> str:
     return stub.Prefill(executor_pb2.PrefillRequest(token_ids=tokens), timeout=30).kv_cache.cache_id
-
-
-def reason_of(error: grpc.RpcError) -> str:
-    info = error_details_pb2.ErrorInfo()
-    rpc_status.from_call(error).details[0].Unpack(info)  # type: ignore[arg-type]
-    return info.reason
 
 
 def test_each_gateway_answers_for_the_caches_of_both(stubs: list[Stub]) -> None:
@@ -89,13 +82,10 @@ def test_a_session_over_both_keeps_the_order_of_each_cache(stubs: list[Stub]) ->
 def test_what_is_all_or_nothing_is_refused_over_both(stubs: list[Stub]) -> None:
     caches = [new_cache(stub) for stub in stubs]
     forks = [executor_pb2.ForkSource(cache_id=cache, count=1) for cache in caches]
-    with pytest.raises(grpc.RpcError) as refused:
-        stubs[0].ForkCaches(executor_pb2.ForkCachesRequest(forks=forks))
-    assert reason_of(refused.value) == "SEVERAL_SHARDS"
+    step = executor_pb2.ForkCachesRequest(forks=forks)
+    assert refused(lambda: stubs[0].ForkCaches(step)) == "SEVERAL_SHARDS"
     beam = executor_pb2.ForkCacheRequest(cache_id=caches[0], count=1, release=[caches[1]])
-    with pytest.raises(grpc.RpcError) as refused:
-        stubs[1].ForkCache(beam)
-    assert reason_of(refused.value) == "SEVERAL_SHARDS"
+    assert refused(lambda: stubs[1].ForkCache(beam)) == "SEVERAL_SHARDS"
 
 
 def test_all_caches_are_listed_whoever_is_asked(stubs: list[Stub]) -> None:
@@ -111,10 +101,8 @@ def test_all_caches_are_listed_whoever_is_asked(stubs: list[Stub]) -> None:
 
 
 def test_changes_of_one_gateway_are_refused(server: SeveralGateways) -> None:
-    admin = admin_pb2_grpc.AdminServiceStub(server.connect())
-    with pytest.raises(grpc.RpcError) as refused:
-        admin.UnloadAdapter(admin_pb2.UnloadAdapterRequest(adapter_id="a"))
-    assert reason_of(refused.value) == "SEVERAL_GATEWAYS"
+    unload = admin_pb2.UnloadAdapterRequest(adapter_id="a")
+    assert refused(lambda: server.admin.UnloadAdapter(unload)) == "SEVERAL_GATEWAYS"
 
 
 class Caller:

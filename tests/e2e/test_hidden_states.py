@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -12,6 +11,7 @@ from quire.errors import from_rpc_error
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
+from tests.e2e.conftest import NewCache
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_states
 
@@ -28,18 +28,8 @@ def hidden(*layers: int, dtype: int = types_pb2.DATA_TYPE_UNSPECIFIED) -> types_
 
 
 @pytest.fixture
-def cache(tiny_gateway: GatewayProcess) -> Iterator[str]:
-    """A cache that holds PROMPT. Others look whether the gateway's pools are empty."""
-    yield from filled(tiny_gateway)
-
-
-other = pytest.fixture(lambda tiny_gateway: (yield from filled(tiny_gateway)), name="other")
-
-
-def filled(gateway: GatewayProcess) -> Iterator[str]:
-    cache_id = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=TIMEOUT_S).kv_cache.cache_id
-    yield cache_id
-    gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
+def cache(new_cache: NewCache) -> str:
+    return new_cache(PROMPT)
 
 
 def values(tensor: types_pb2.Tensor) -> torch.Tensor:
@@ -65,8 +55,9 @@ def assert_is(
 
 
 def test_only_who_asks_in_a_batch_is_told(
-    tiny_gateway: GatewayProcess, tiny_model: Path, cache: str, other: str
+    tiny_gateway: GatewayProcess, tiny_model: Path, cache: str, new_cache: NewCache
 ) -> None:
+    other = new_cache(PROMPT)
     items = [
         pb.DecodeRequest(cache_id=cache, token_id=1, output=hidden(2, 0, 2)),
         pb.DecodeRequest(cache_id=other, token_id=2),

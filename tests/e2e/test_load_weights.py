@@ -15,9 +15,9 @@ import psutil
 import pytest
 from google.protobuf import duration_pb2
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import runner_pb2, runner_pb2_grpc
+from quire.v1 import runner_pb2
 
-from tests.error_details import reason_of
+from tests.error_details import reason_of, refused
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, hf_greedy, make_model
 
@@ -52,21 +52,10 @@ def serve(model: Model, home: Path | None = None, *flags: str, grace_s: str = "0
     return GatewayProcess(model=str(model.directory), workers=1, flags=[*FLAGS, *place, *flags])
 
 
-def runner(gateway: GatewayProcess) -> runner_pb2_grpc.ModelRunnerServiceStub:
-    assert gateway.channel is not None
-    return runner_pb2_grpc.ModelRunnerServiceStub(gateway.channel)
-
-
 def load(gateway: GatewayProcess, source: Path | str, drain_s: int | None = None) -> Any:
     drain = None if drain_s is None else duration_pb2.Duration(seconds=drain_s)
     request = runner_pb2.LoadWeightsRequest(source=str(source), drain=drain)
-    return runner(gateway).LoadWeights(request, timeout=PATIENCE_S)
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(grpc.RpcError) as error:
-        call()
-    return reason_of(error.value)
+    return gateway.runner.LoadWeights(request, timeout=PATIENCE_S)
 
 
 def prefill(gateway: GatewayProcess, request_id: str = "") -> pb.PrefillResponse:
@@ -81,14 +70,9 @@ def decode(gateway: GatewayProcess, cache_id: str, token_id: int) -> pb.DecodeRe
 def served(gateway: GatewayProcess) -> str:
     """What describes the model that is served agrees with what is served. Its name."""
     model = gateway.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=PATIENCE_S).model
-    runtime = runner(gateway).GetRuntime(runner_pb2.GetRuntimeRequest(), timeout=PATIENCE_S)
+    runtime = gateway.runner.GetRuntime(runner_pb2.GetRuntimeRequest(), timeout=PATIENCE_S)
     assert (runtime.runtime.fingerprint, runtime.runtime.model_id) == (model.fingerprint, model.model_id)
     return model.model_id
-
-
-def crash(gateway: GatewayProcess) -> None:
-    gateway.process.kill()
-    gateway.process.wait()
 
 
 def pids(gateway: GatewayProcess) -> set[int]:
@@ -163,7 +147,7 @@ def test_what_cannot_be_served_changes_nothing(first: Model, second: Model, tmp_
         assert pids(gateway) == workers
         assert served(gateway) == first.directory.name
         rebuild = runner_pb2.RebuildSessionRequest(cause=runner_pb2.REBUILD_CAUSE_CUDA_CONTEXT_POISONED)
-        assert runner(gateway).RebuildSession(rebuild, timeout=PATIENCE_S).rebuilt == 1
+        assert gateway.runner.RebuildSession(rebuild, timeout=PATIENCE_S).rebuilt == 1
         assert not pids(gateway) & workers
         went_on = decode(gateway, old.kv_cache.cache_id, first.tokens[1])
         assert went_on.output.token_id == first.tokens[2]
@@ -227,7 +211,7 @@ def test_a_gateway_that_is_killed_is_followed_by_one_that_knows(
         loading = load(gateway, second.directory)
         gateway.wait_until(lambda: len(pids(gateway)) == 2 and 0 not in pids(gateway))
         everybody += [psutil.Process(pid) for pid in pids(gateway)]
-        crash(gateway)
+        gateway.kill()
         assert loading.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN)
     with serve(first, home, grace_s="60") as gateway:
         assert pids(gateway) == before, "whoever served is adopted"
@@ -240,7 +224,7 @@ def test_a_gateway_that_is_killed_is_followed_by_one_that_knows(
         assert decode(gateway, cache, first.tokens[1]).output.token_id == first.tokens[2]
         everybody += [psutil.Process(pid) for pid in pids(gateway)]
         after = pids(gateway) - before
-        crash(gateway)
+        gateway.kill()
     with serve(first, home, grace_s="60") as gateway:
         # With the old settings: what was loaded since is served on, and the drain is over.
         assert pids(gateway) == after and served(gateway) == second.directory.name

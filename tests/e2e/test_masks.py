@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import runner_pb2, runner_pb2_grpc, types_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 from tests.gateway_process import GatewayProcess
 from tests.masks import forms
@@ -79,9 +79,7 @@ def test_each_item_has_its_own_mask(tiny_gateway: GatewayProcess, caches: list[s
     for tokens in choices:
         assert len(set(tokens)) == 1 and tokens[0] in allowed
     texts: dict[str, list[int]] = {}
-    assert tiny_gateway.channel is not None
-    runner = runner_pb2_grpc.ModelRunnerServiceStub(tiny_gateway.channel)
-    for response in runner.Execute(executed, timeout=TIMEOUT_S):
+    for response in tiny_gateway.runner.Execute(executed, timeout=TIMEOUT_S):
         for chunk in response.chunks:
             texts.setdefault(chunk.item_id, []).extend(chunk.token_ids)
     assert len(texts) == 4 and all(text == texts["0"] and set(text) <= allowed for text in texts.values())

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import runner_pb2, runner_pb2_grpc
+from quire.v1 import runner_pb2
 
 from tests.gateway_process import GatewayProcess
 
@@ -132,12 +132,10 @@ def test_counts_are_what_callers_did(gateway: GatewayProcess) -> None:
 
 
 def test_executions_are_timed(gateway: GatewayProcess) -> None:
-    port, channel = Scraped(gateway), gateway.channel
+    port = Scraped(gateway)
     before = port.samples()
     item = runner_pb2.ExecuteItem(item_id="one", text="12+34=", max_tokens=3)
-    assert channel is not None
-    stub = runner_pb2_grpc.ModelRunnerServiceStub(channel)
-    assert list(stub.Execute(runner_pb2.ExecuteRequest(items=[item])))
+    assert list(gateway.runner.Execute(runner_pb2.ExecuteRequest(items=[item])))
     after = port.samples()
     timed = "quire_e2e_request_latency_seconds_count"
     assert value(after, timed, runtime="local") == value(before, timed, runtime="local") + 1

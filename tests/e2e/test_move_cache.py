@@ -7,14 +7,13 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import pytest
-from quire.v1 import admin_pb2, admin_pb2_grpc
+from quire.v1 import admin_pb2
 from quire.v1 import executor_pb2 as pb
 
 from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from tests.e2e.unharmed import release_all
-from tests.error_details import reason_of
+from tests.error_details import refused
 from tests.gateway_process import GatewayProcess
 
 # Far more than any operation takes.
@@ -50,8 +49,7 @@ class Text:
 
     def move(self, worker_id: str) -> admin_pb2.MoveCacheResponse:
         request = admin_pb2.MoveCacheRequest(cache_id=self.handle.cache_id, worker_id=worker_id)
-        assert self.gateway.channel is not None
-        return admin_pb2_grpc.AdminServiceStub(self.gateway.channel).MoveCache(request, timeout=TIMEOUT_S)
+        return self.gateway.admin.MoveCache(request, timeout=TIMEOUT_S)
 
 
 @pytest.fixture(scope="module", params=[WEIGHTLESS_MODEL, SHIPPED_MODEL])
@@ -99,13 +97,9 @@ def test_to_where_it_is_nothing_moves(gateway: GatewayProcess) -> None:
 
 def test_what_is_unknown_is_refused(gateway: GatewayProcess) -> None:
     text = Text(gateway)
-    with pytest.raises(grpc.RpcError) as refused:
-        text.move("worker-7")
-    assert reason_of(refused.value) == "NO_WORKER"
+    assert refused(lambda: text.move("worker-7")) == "NO_WORKER"
     text.handle.cache_id = "never-existed"
-    with pytest.raises(grpc.RpcError) as refused:
-        text.move(text.elsewhere)
-    assert reason_of(refused.value) == "CACHE_NOT_FOUND"
+    assert refused(lambda: text.move(text.elsewhere)) == "CACHE_NOT_FOUND"
 
 
 @pytest.mark.parametrize("dies", ["source", "target"])
@@ -130,9 +124,7 @@ def test_a_worker_that_dies_in_a_move_changes_nothing(
             moved = moving.result()
             assert (moved.copied_tokens, moved.replayed_tokens > 0) == (0, True)
         else:
-            with pytest.raises(grpc.RpcError) as refused:
-                moving.result()
-            assert reason_of(refused.value) == "NO_WORKER"
+            assert refused(moving.result) == "NO_WORKER"
     text.decode(STEPS - 3)
     assert text.tokens == expected
     assert text.handle.worker_id == (target if dies == "source" else before)

@@ -10,44 +10,16 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
+from tests.e2e.test_remote_workers import TIMEOUT_S, Text
 from tests.gateway_process import GatewayProcess
 from tests.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
-# Far more than any operation takes.
-TIMEOUT_S = 60
-PROMPT = [1, 2, 3]
 # This model's most probable token is always the last one.
 DRAWN = types_pb2.OutputOptions(sampling=types_pb2.SamplingParams(temperature=20, seed=7))
-
-
-class Caller:
-    """A text on the gateway, compared with an undisturbed run."""
-
-    def __init__(self, gateway: GatewayProcess, expected: list[int] | None = None) -> None:
-        answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT, output=DRAWN), timeout=TIMEOUT_S)
-        self.cache_id, self.length = answer.kv_cache.cache_id, answer.kv_cache.seq_len
-        self.tokens = [answer.output.token_id]
-        self.expected = expected
-        self.replayed = 0
-
-    def decode(self, gateway: GatewayProcess, count: int = 3) -> None:
-        for _ in range(count):
-            # A position that is not the length is refused.
-            request = pb.DecodeRequest(
-                cache_id=self.cache_id, token_id=self.tokens[-1], position=self.length, output=DRAWN
-            )
-            answer = gateway.stub.Decode(request, timeout=TIMEOUT_S, wait_for_ready=True)
-            self.length += 1
-            assert answer.kv_cache.seq_len == self.length
-            self.replayed += answer.replayed_tokens
-            self.tokens.append(answer.output.token_id)
-        if self.expected is not None:
-            assert self.tokens == self.expected[: len(self.tokens)]
 
 
 class Shared:
@@ -77,7 +49,7 @@ def shared() -> Iterator[Shared]:
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
     with GatewayProcess(model="paged-attention", workers=1, flags=["--kv-pages", "256"]) as gateway:
-        caller = Caller(gateway)
+        caller = Text(gateway, output=DRAWN)
         caller.decode(gateway, 30)
         assert len(set(caller.tokens)) > 10
         return caller.tokens
@@ -132,7 +104,7 @@ def test_nodes_join_and_are_drained(shared: Shared, tmp_path: Path, expected: li
         assert {worker.node for worker in before} == {first, second}
         (child,) = before[0].process.children()
         assert child.environ()["QUIRE_TEST_OF_RAY"] == "given"
-        callers = [Caller(gateway, expected) for _ in range(4)]
+        callers = [Text(gateway, expected, DRAWN) for _ in range(4)]
         for caller in callers:
             caller.decode(gateway)
         held = {pool.worker_id: pool.pool.sequences for pool in gateway.pools()}
@@ -160,7 +132,7 @@ def test_lost_driver_and_lost_node(shared: Shared, tmp_path: Path, expected: lis
     cluster = shared.with_nodes(2)
     nodes = set(cluster.nodes)
     with serve(cluster, tmp_path, workers=2) as gateway:
-        callers = [Caller(gateway, expected) for _ in range(4)]
+        callers = [Text(gateway, expected, DRAWN) for _ in range(4)]
         for caller in callers:
             caller.decode(gateway)
         (driver,) = psutil.Process(gateway.process.pid).children()
@@ -194,10 +166,9 @@ def test_lost_gateway_and_lost_head(shared: Shared, tmp_path: Path, expected: li
     """The next gateway finds the workers by Ray, with their KV. Without Ray they go on."""
     cluster = shared.with_nodes(1)
     with serve(cluster, tmp_path, workers=1) as gateway:
-        caller = Caller(gateway, expected)
+        caller = Text(gateway, expected, DRAWN)
         caller.decode(gateway)
-        gateway.process.kill()
-        gateway.process.wait()
+        gateway.kill()
         (worker,) = placed(gateway)
     with serve(cluster, tmp_path, workers=1) as gateway:
         caller.decode(gateway)

@@ -12,10 +12,11 @@ from typing import Any
 import grpc
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import runner_pb2, runner_pb2_grpc, types_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 from tests.adapter_factory import make_adapter, merge
-from tests.e2e.test_adapters import Text, load, refused, unload
+from tests.e2e.test_adapters import Text, load, unload
+from tests.error_details import refused
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_greedy
 
@@ -33,9 +34,7 @@ def serve(model: Path, *flags: str, workers: int = 1) -> GatewayProcess:
 def replace(gateway: GatewayProcess, source: Path, previous_caches: Any = RECOMPUTE) -> str:
     """Returns the fingerprint of what is served afterwards."""
     request = runner_pb2.LoadWeightsRequest(source=str(source), mode=REPLACE, previous_caches=previous_caches)
-    assert gateway.channel is not None
-    runner = runner_pb2_grpc.ModelRunnerServiceStub(gateway.channel)
-    *_, last = runner.LoadWeights(request, timeout=PATIENCE_S)
+    *_, last = gateway.runner.LoadWeights(request, timeout=PATIENCE_S)
     assert last.phase == runner_pb2.LOAD_WEIGHTS_PHASE_SERVING
     return last.fingerprint
 
@@ -132,8 +131,7 @@ def test_kills_after_a_replacement_bring_the_new_weights_back(models: list[Path]
         for worker in gateway.status().workers:
             os.kill(worker.pid, signal.SIGKILL)
         texts[0].decode(2)
-        gateway.process.kill()
-        gateway.process.wait()
+        gateway.kill()
     with serve(models[0], *flags, workers=2) as gateway:
         for text in texts:
             text.gateway = gateway

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Self
 
 import grpc
@@ -13,6 +13,7 @@ from google.protobuf import duration_pb2
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
+from tests.e2e.unharmed import release_all
 from tests.error_details import reason_of, status_info, status_reason
 from tests.gateway_process import GatewayProcess
 
@@ -303,29 +304,16 @@ def test_a_cancelled_session_undoes_its_calls(gateway: GatewayProcess) -> None:
             lane.send(pb.SessionCall(tag=tag, prefill=pb.PrefillRequest(token_ids=[tag] * 300)))
         next(lane.call)
         lane.call.cancel()
-    wait_until(lambda: gateway.status().operations_in_flight == 0)
+    gateway.wait_until(lambda: gateway.status().operations_in_flight == 0)
     release_all(gateway)
     gateway.assert_pools_are_whole()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it never happened")
-
-
-def release_all(gateway: GatewayProcess) -> None:
-    for handle in gateway.stub.ListCaches(pb.ListCachesRequest(page_size=1000)).kv_caches:
-        gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id))
 
 
 def test_draining_ends_sessions_after_their_answers() -> None:
     flags = ["--kv-pages", "2048", "--max-batch-tokens", "16"]
     with GatewayProcess(model="paged-attention", flags=flags) as gateway, Lane(gateway) as lane:
         lane.send(pb.SessionCall(tag=1, prefill=pb.PrefillRequest(token_ids=[i % 1000 for i in range(8000)])))
-        wait_until(lambda: gateway.status().operations_in_flight > 0)
+        gateway.wait_until(lambda: gateway.status().operations_in_flight > 0)
         gateway.process.terminate()
         assert lane.take(1)[1].prefill.kv_cache.seq_len == 8000
         error = end_of(lane)

@@ -27,7 +27,6 @@ from tests.e2e.test_execute import (
     read_into,
     read_some,
     resumed,
-    runner,
     tokens,
 )
 from tests.e2e.test_metrics import Scraped, value
@@ -176,7 +175,7 @@ def test_a_kept_execution_of_a_dead_gateway_is_generated_again_by_another(tmp_pa
             drawn = types_pb2.SamplingParams(temperature=1.0, seed=5)
             items = [item("a", PROMPT, 100, sampling=drawn), item("b", [1, 2], 90)]
             request = kept(model, *items)
-            call = runner(killed).Execute(request, timeout=PATIENCE_S)
+            call = killed.runner.Execute(request, timeout=PATIENCE_S)
             seen = read_some(call, 5)
             killed.process.send_signal(signal.SIGKILL)
             with contextlib.suppress(grpc.RpcError):
@@ -187,7 +186,7 @@ def test_a_kept_execution_of_a_dead_gateway_is_generated_again_by_another(tmp_pa
                 whole = {key: tokens(chunks) for key, chunks in execute(other, *items).items()}
                 assert go_on(other, request, seen) == whole
                 return
-            again = read_some(runner(other).Execute(resumed(request, seen), timeout=PATIENCE_S), 100)
+            again = read_some(other.runner.Execute(resumed(request, seen), timeout=PATIENCE_S), 100)
             for chunks in again.values():
                 assert status_reason(chunks[-1].error) == "EXECUTION_LOST" and not tokens(chunks)
 

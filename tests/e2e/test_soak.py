@@ -14,6 +14,7 @@ import pytest
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc
 
+from tests.e2e.unharmed import release_all
 from tests.gateway_process import GatewayProcess
 
 WARM_UP_CALLS = 800
@@ -114,20 +115,14 @@ async def make_calls(address: str, calls: int, seed: int) -> int:
         return sum(caller.cancelled for caller in callers)
 
 
-def release_everything(gateway: GatewayProcess) -> None:
-    """A Prefill cancelled when its answer was on its way leaves a cache to its lease; nobody holds it."""
-    caches = gateway.stub.ListCaches(pb.ListCachesRequest(page_size=1000), timeout=30).kv_caches
-    for handle in caches:
-        gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=30)
-
-
 @pytest.mark.parametrize("calls", [CALLS, pytest.param(THOROUGH_CALLS, marks=pytest.mark.thorough)])
 def test_many_calls_with_cancels_leave_nothing_behind(gateway: GatewayProcess, calls: int) -> None:
     asyncio.run(make_calls(gateway.address, WARM_UP_CALLS, seed=1))
-    release_everything(gateway)
+    # A Prefill cancelled when its answer was on its way leaves a cache to its lease; nobody holds it.
+    release_all(gateway)
     before = Footprint.of(gateway)
     cancelled = asyncio.run(make_calls(gateway.address, calls, seed=2))
-    release_everything(gateway)
+    release_all(gateway)
     gateway.assert_pools_are_whole()
     after = Footprint.of(gateway)
 

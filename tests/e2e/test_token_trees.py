@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
+from tests.e2e.conftest import NewCache
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_greedy, hf_logits
 from tests.token_trees import Tree, random_tree
@@ -21,22 +22,6 @@ VOCAB = 97
 TIMEOUT_S = 30
 GREEDY, SAMPLED = types_pb2.VERIFY_ACCEPT_GREEDY, types_pb2.VERIFY_ACCEPT_SAMPLED
 SPECULATIVE = types_pb2.VERIFY_ACCEPT_SPECULATIVE
-NewCache = Callable[[Sequence[int]], str]
-
-
-@pytest.fixture
-def new_cache(tiny_gateway: GatewayProcess) -> Iterator[NewCache]:
-    """Makes caches of prompts, with seed 0 of draws. Others look whether the gateway's pools are empty."""
-    made = []
-
-    def make(prompt: Sequence[int]) -> str:
-        answer = tiny_gateway.stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=TIMEOUT_S)
-        made.append(answer.kv_cache.cache_id)
-        return made[-1]
-
-    yield make
-    for cache_id in made:
-        tiny_gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
 
 
 def verify(gateway: GatewayProcess, cache_id: str, tree: Tree, **fields: Any) -> pb.ForwardVerifyResponse:

@@ -14,7 +14,7 @@ from unittest import mock
 import grpc
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import runner_pb2, runner_pb2_grpc
+from quire.v1 import runner_pb2
 
 from tests.collector import Collector
 from tests.gateway_process import GatewayProcess
@@ -97,10 +97,8 @@ def test_a_session_is_one_span(gateway: GatewayProcess, collector: Collector) ->
 
 
 def test_an_execution_says_its_model_and_its_tokens(gateway: GatewayProcess, collector: Collector) -> None:
-    assert gateway.channel is not None
-    stub = runner_pb2_grpc.ModelRunnerServiceStub(gateway.channel)
     item = runner_pb2.ExecuteItem(item_id="SECRETITEM", text="12+34=", max_tokens=3, n=2)
-    responses = list(stub.Execute(runner_pb2.ExecuteRequest(items=[item])))
+    responses = list(gateway.runner.Execute(runner_pb2.ExecuteRequest(items=[item])))
     usages = [chunk.usage for one in responses for chunk in one.chunks if chunk.HasField("usage")]
     (one,) = collector.wait_for(1, "/Execute")
     model = gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.model_id
@@ -136,8 +134,7 @@ def test_a_trace_goes_on_at_a_provider(gateway: GatewayProcess, collector: Colle
         mock.patch.dict(os.environ, {"OTEL_BSP_SCHEDULE_DELAY": "50"}),
         GatewayProcess(model="paged-attention", flags=flags) as asking,
     ):
-        assert asking.channel is not None
-        execute = runner_pb2_grpc.ModelRunnerServiceStub(asking.channel).Execute
+        execute = asking.runner.Execute
         chunks = [c for one in execute(request, metadata=in_trace(trace_id, "r-1")) for c in one.chunks]
         assert "".join(chunk.text for chunk in chunks) == "46"
         (outer,) = collector.wait_for(1, "/Execute", trace_id)

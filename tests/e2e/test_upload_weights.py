@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from quire import Aborted, AsyncClient, Client, InvalidRequest, PermissionDenied
-from quire.v1 import runner_pb2, runner_pb2_grpc
+from quire import Aborted, AsyncClient, Client, InvalidRequest
+from quire.v1 import runner_pb2
 from safetensors import safe_open
 from safetensors.torch import save
 
-from tests.e2e.test_adapters import Text, refused
-from tests.e2e.test_auth import Guarded
+from tests.e2e.test_adapters import Text
 from tests.e2e.test_load_weights import load
 from tests.e2e.test_replace_weights import described, replace, serve
+from tests.error_details import refused
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_greedy
 
@@ -58,9 +58,7 @@ def file(name: str, data: bytes, *, size: int | None = None, part: int = 100_000
 
 
 def send(gateway: GatewayProcess, messages: Iterable[Part]) -> str:
-    assert gateway.channel is not None
-    runner = runner_pb2_grpc.ModelRunnerServiceStub(gateway.channel)
-    return runner.UploadWeights(iter(messages), timeout=PATIENCE_S).source
+    return gateway.runner.UploadWeights(iter(messages), timeout=PATIENCE_S).source
 
 
 def kept(home: Path) -> list[str]:
@@ -162,8 +160,7 @@ def test_kills_bring_them_back(models: list[Path], home: Path) -> None:
         text.decode(2)
         waiting = upload(gateway, shards(models[2]))
         assert sorted(kept(home)) == sorted([source, waiting])
-        gateway.process.kill()
-        gateway.process.wait()
+        gateway.kill()
     with serve(models[0], *at_home(home), workers=2) as gateway:
         assert kept(home) == [source], "what nobody has loaded does not outlive the server"
         text.gateway = gateway
@@ -228,22 +225,19 @@ def test_what_is_refused_leaves_nothing(models: list[Path], served: tuple[Gatewa
 def test_one_at_a_time_and_the_latest_is_kept(models: list[Path], home: Path) -> None:
     data = (models[1] / MODEL).read_bytes()
     with serve(models[0], *at_home(home), "--message-timeout-s", "1") as gateway:
-        assert gateway.channel is not None
-        runner = runner_pb2_grpc.ModelRunnerServiceStub(gateway.channel)
-
         ended = threading.Event()
 
         def stalling() -> Iterator[Part]:
             yield Part(name=MODEL, size_bytes=len(data), data=data[:100])
             ended.wait(PATIENCE_S)
 
-        stalled = runner.UploadWeights.future(stalling(), timeout=PATIENCE_S)
+        stalled = gateway.runner.UploadWeights.future(stalling(), timeout=PATIENCE_S)
         gateway.wait_until(lambda: len(kept(home)) == 1)
         assert refused(lambda: send(gateway, file(MODEL, data))) == "LOADING"
         assert refused(stalled.result) == "MESSAGE_TIMEOUT"
         assert kept(home) == []
         first = upload(gateway, shards(models[1]))
-        cancelled = runner.UploadWeights.future(stalling(), timeout=PATIENCE_S)
+        cancelled = gateway.runner.UploadWeights.future(stalling(), timeout=PATIENCE_S)
         gateway.wait_until(lambda: len(kept(home)) == 2)
         cancelled.cancel()
         gateway.wait_until(lambda: kept(home) == [first])
@@ -279,15 +273,5 @@ def test_the_asyncio_client(models: list[Path], served: tuple[GatewayProcess, Pa
     assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
 
 
-def test_only_operators_upload(tmp_path: Path) -> None:
-    with (
-        Guarded(tmp_path) as gateway,
-        gateway.client("alice") as alice,
-        pytest.raises(PermissionDenied, match="ROLE_MISSING"),
-    ):
-        alice.upload_weights([save({})])
-
-
-def test_a_model_without_weights_takes_none() -> None:
-    with GatewayProcess(model="paged-attention", flags=["--kv-pages", "64"]) as gateway:
-        assert refused(lambda: send(gateway, file(MODEL, save({})))) == "LOAD_FAILED"
+def test_a_model_without_weights_takes_none(weightless_gateway: GatewayProcess) -> None:
+    assert refused(lambda: send(weightless_gateway, file(MODEL, save({})))) == "LOAD_FAILED"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
+from tests.e2e.conftest import NewCache
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_greedy, hf_logits
 
@@ -20,12 +20,8 @@ TIMEOUT_S = 30
 
 
 @pytest.fixture
-def cache(tiny_gateway: GatewayProcess) -> Iterator[str]:
-    """A cache that holds PROMPT. Others look whether the gateway's pools are empty."""
-    request = pb.PrefillRequest(token_ids=PROMPT)
-    cache_id = tiny_gateway.stub.Prefill(request, timeout=TIMEOUT_S).kv_cache.cache_id
-    yield cache_id
-    tiny_gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
+def cache(new_cache: NewCache) -> str:
+    return new_cache(PROMPT)
 
 
 def certain(token_id: int) -> types_pb2.VerifyRow:
