@@ -126,28 +126,6 @@ def test_other_experts_give_other_numbers(client: quire.Client, model: Path) -> 
         assert cache.output.logprob == pytest.approx(plain.outputs[-1].logprob, abs=ERROR)
 
 
-def test_only_who_asks_in_a_batch_is_told(client: quire.Client, model: Path) -> None:
-    texts = [text_of(4, 20), text_of(5, 3)]
-    prompts = [quire.PrefillItem(texts[0], output=EXPERTS), quire.PrefillItem(texts[1])]
-    first, second = quire.checked(client.batch_prefill(prompts))
-    with first, second:
-        assert np.array_equal(ids_of([first.output], client), library_experts(model, texts[0])[-1:])
-        assert not second.output.experts
-        answers = quire.checked(client.batch_decode([(first, 1), (second, 2)], output=EXPERTS))
-        expected = [library_experts(model, [*texts[0], 1])[-1], library_experts(model, [*texts[1], 2])[-1]]
-        assert np.array_equal(ids_of(answers, client), np.stack(expected))
-
-
-def test_each_draft_of_a_tree_has_those_of_its_path(client: quire.Client, model: Path) -> None:
-    prompt = text_of(6, 18)
-    with client.prefill(prompt) as cache:
-        accept = quire.VERIFY_ACCEPT_SAMPLED
-        verified = cache.verify([5, 6, 7, 8], parents=[0, 0, 1], accept=accept, output=EXPERTS)
-        paths = [[5], [5, 6], [5, 7], [5, 6, 8]]
-        expected = np.stack([library_experts(model, prompt + path)[-1] for path in paths])
-        assert np.array_equal(ids_of(list(verified.outputs), client), expected)
-
-
 @pytest.mark.parametrize(
     ("data", "start", "field"),
     [

@@ -42,12 +42,6 @@ def test_the_shipped_model_adds(shipped_gateway: GatewayProcess) -> None:
     shipped_gateway.assert_pools_are_whole()
 
 
-def test_status_is_a_table_of_workers(shipped_gateway: GatewayProcess) -> None:
-    command = quire_command.command("status", "--target", shipped_gateway.address)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "worker-0" in done.stdout and "worker-1" in done.stdout
-
-
 def test_the_gateway_is_small(shipped_gateway: GatewayProcess) -> None:
     assert shipped_gateway.status().memory_bytes < MAX_GATEWAY_BYTES
     assert psutil.Process(shipped_gateway.process.pid).memory_info().rss < MAX_GATEWAY_BYTES
@@ -78,17 +72,10 @@ def test_a_unix_socket_stays_the_first_servers(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("socket*"))
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--dtype", "float8"], "dtype"),
-        (["--model", "/nowhere"], "model"),
-    ],
-)
-def test_a_bad_setting_is_refused_at_start(flags: list[str], said: str) -> None:
-    done = serve_until_it_ends("--listen", "127.0.0.1:0", *flags)
+def test_a_bad_setting_is_refused_at_start() -> None:
+    done = serve_until_it_ends("--listen", "127.0.0.1:0", "--dtype", "float8")
     assert done.returncode == 2
-    assert said in done.stderr and "Traceback" not in done.stderr
+    assert "dtype" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_pool_that_does_not_fit_ends_the_server() -> None:
