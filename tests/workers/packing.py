@@ -90,12 +90,16 @@ class HandPacker:
         )
 
 
-def poisoned_pages(model: Any, pages: int = PAGES) -> KvTensors:
-    """Pages full of NaN: what no token was written to must not reach a result."""
-    kv = new_pages(model, pages)
+def poison(kv: KvTensors) -> None:
+    """Fill all pages with NaN: what no token was written to must not reach a result."""
     for layer in range(kv.num_layers):
-        for half in kv.layer(layer):
-            half.data.fill_(float("nan"))
+        for pages in kv.layer(layer):
+            pages.data.fill_(float("nan"))
+
+
+def poisoned_pages(model: Any, pages: int = PAGES) -> KvTensors:
+    kv = new_pages(model, pages)
+    poison(kv)
     return kv
 
 
