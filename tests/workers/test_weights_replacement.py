@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.model_factory import TinyModel, make_model
-from workers.executors.llm import LlmExecutor, LoraLimits
+from workers.executors.llm import LlmExecutor
+from workers.executors.memory import LoraLimits
 from workers.executors.replacement import WeightsReplacement
 from workers.models.model import ModelDescription
 from workers.operations import Failed, ReplacementRead, WeightsRead
