@@ -76,11 +76,12 @@ class FakeProvider:
         replying = asyncio.ensure_future(reply(writer))
         leaving = asyncio.ensure_future(reader.read(1))
         await asyncio.wait([replying, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not replying.done():
+        leaving.cancel()
+        # Whichever of the two was the first to notice it.
+        if not replying.done() or isinstance(replying.exception(), ConnectionError):
             self.left.set()
             replying.cancel()
             return False
-        leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         await writer.drain()
         return replying.result()
