@@ -83,7 +83,7 @@ class NothingAllowedError(SamplingError, ValueError):
 
 @dataclass(slots=True)
 class SamplingRow:
-    """How the token of one row is chosen. Not modified; if it were frozen it would take five times as long.
+    """How the token of one row is chosen. Not modified; to make frozen ones takes five times as long.
 
     Attributes:
         spec: None is greedy.

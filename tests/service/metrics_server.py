@@ -11,6 +11,7 @@ from typing import Any
 
 from service.config import Config
 from service.gateway import Gateway
+from service.metrics.exporter import Exporter
 from service.shards.one_host import Membership
 
 
@@ -22,8 +23,8 @@ class Answer:
 
 
 class MetricsServer:
-    def __init__(self, gateway: Gateway, port: int) -> None:
-        self.gateway = gateway
+    def __init__(self, gateway: Gateway, exporter: Exporter, port: int) -> None:
+        self.gateway, self.exporter = gateway, exporter
         self.port = port
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -56,12 +57,13 @@ async def serving(
 ) -> AsyncIterator[MetricsServer]:
     defaults = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "model": "paged-attention"}
     gateway = Gateway(Config(**(defaults | settings), data_dir=str(tmp_path)), member=member)
-    assert gateway.exporter is not None
-    port = gateway.exporter.bind()
-    running = asyncio.create_task(gateway.exporter.run())
+    exporter = gateway.exporter
+    assert exporter is not None
+    port = exporter.bind()
+    running = asyncio.create_task(exporter.run())
     await asyncio.sleep(0)
     try:
-        yield MetricsServer(gateway, port)
+        yield MetricsServer(gateway, exporter, port)
     finally:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):

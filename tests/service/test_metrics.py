@@ -188,7 +188,7 @@ async def test_metrics_and_the_log_of_slow_calls_learn_of_commits(tmp_path: Path
         committed = asyncio.get_running_loop().create_future()
         server.gateway.core.journal.commit((), committed.set_result)
         assert await committed
-        assert server.gateway.exporter.figures.commits.summary()["count"] == 1  # type: ignore[union-attr]
+        assert server.exporter.figures.commits.summary()["count"] == 1
         assert server.gateway.state.call_log._commit_s > 0
 
 
@@ -203,7 +203,7 @@ async def test_a_server_without_workers_shows_its_families(tmp_path: Path) -> No
 
 
 async def scraped(server: MetricsServer) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    server.gateway.exporter._texts.clear()  # type: ignore[union-attr]
+    server.exporter._texts.clear()
     families = text_string_to_metric_families((await server.get("/metrics")).body)
     return {(one.name, frozenset(one.labels.items())): one.value for of in families for one in of.samples}
 
@@ -267,7 +267,7 @@ async def test_a_worker_without_adapters_has_none(tmp_path: Path) -> None:
 async def test_a_first_internal_error_is_a_difference(tmp_path: Path) -> None:
     """rate() sees no first value of a series."""
     async with serving(tmp_path) as server:
-        calls = server.gateway.exporter.figures.calls  # type: ignore[union-attr]
+        calls = server.exporter.figures.calls
         labels = "unary", "quire.v1.ModelExecutorService", "Decode"
         calls.started[labels], calls.handled[*labels, "OK"] = 2, 1
         samples = await scraped(server)

@@ -36,8 +36,7 @@ TARGET_LABELS = {"job", "instance", "le"}
 async def known(tmp_path: Path) -> Known:
     """All metrics by the names that Prometheus stores, with their types and labels."""
     async with serving(tmp_path) as server:
-        assert server.gateway.exporter is not None
-        families = [*server.gateway.exporter.registry.collect()]
+        families = [*server.exporter.registry.collect()]
     return {
         family.name + ("_total" if family.type == "counter" else ""): (
             family.type,
@@ -146,7 +145,7 @@ def test_alerts_have_an_entry_in_the_runbook() -> None:
 async def test_reasons_of_alerts_are_shown_before_they_occur(tmp_path: Path) -> None:
     """increase() does not see the first value of a series."""
     async with serving(tmp_path) as server:
-        families = {one.name: one for one in server.gateway.exporter.registry.collect()}  # type: ignore[union-attr]
+        families = {one.name: one for one in server.exporter.registry.collect()}
     shown = {one.labels["reason"]: one.value for one in families["quire_appends_failed"].samples}
     assert not any(shown.values())
     named = [name for rule in alerts() for name in re.findall(r'reason=~"([^"]*)"', rule["expr"])]

@@ -96,7 +96,7 @@ class DecodeBuffers:
         self._next_tokens: bytes | None = None
         self._next_positions = b""
         self._tables = torch.zeros(0, 0, dtype=torch.int32)  # [N, P]
-        # What determines how the tokens are chosen.
+        # The settings of the rows as they were given.
         self._given: list[Sampling | None] = []  # [N]
         # The rows that are drawn, and the stream of each.
         self._drawn = np.zeros(0, np.int64)
@@ -198,8 +198,8 @@ class DecodeBuffers:
     def _use_settings(self, rows: Sequence[SamplingRow]) -> bool:
         """Set how the tokens of these rows are chosen, on the host. Returns whether nothing has changed."""
         given = [row.spec for row in rows]
-        masked = [index for index, row in enumerate(rows) if row.mask is not None]
-        if not masked and not self.is_adjusted and given == self._given:
+        is_masked = any([row.mask is not None for row in rows])  # noqa: C419 - faster
+        if not is_masked and not self.is_adjusted and given == self._given:
             return True
         adjusted = list(map(changes_logits, rows))
         self._given, self.is_adjusted = given, any(adjusted)
