@@ -34,6 +34,7 @@ from workers.operations import Command, Forward, Kind, OutputSpec, Result, Sampl
 from workers.runners.base import StepResult
 from workers.runners.cuda_graph import Capture, CudaGraphRunner
 from workers.runners.decode_buffers import DecodeBuffers
+from workers.runners.device_queue import DeviceQueue
 from workers.sampling import SamplingRow
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
@@ -55,9 +56,20 @@ OUTPUTS: Mapping[str, Callable[[int], OutputSpec]] = {
 class ReplayedRunner(CudaGraphRunner):
     """The runner of CUDA graphs, with its buffers on the host. A replay launches nothing."""
 
-    def __init__(self, kv: Any, max_rows: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        kv: Any,
+        max_rows: int,
+        max_tokens: int,
+        queue: DeviceQueue | None = None,
+        replay: Callable[[], None] = lambda: None,
+        *,
+        can_launch: bool = True,
+    ) -> None:
+        """`replay` takes the place of that of a graph; `can_launch`: see `Runner`."""
         model: Any = SimpleNamespace(has_hidden_states=False, max_lora_slots=0)
-        super().__init__(model, kv, max_rows=max_rows, max_seq_len=max_tokens)
+        super().__init__(model, kv, max_rows=max_rows, max_seq_len=max_tokens, queue=queue)
+        self._replay_of_graph, self._may_launch = replay, can_launch
         generator = torch.Generator().manual_seed(0)
         self._table = torch.randn(max_rows, _VOCABULARY, generator=generator)
         self._tokens = self._table.argmax(-1)
@@ -70,14 +82,21 @@ class ReplayedRunner(CudaGraphRunner):
             return super().step(inputs, rows, capture)
         return StepResult(self._table[: len(rows)], self._tokens[: len(rows)])
 
+    @property
+    def can_launch(self) -> bool:
+        """See `Runner.can_launch`."""
+        return self._may_launch
+
     def _capture_one(self, capture: Capture, buffers: DecodeBuffers, bucket: int, *, lora: bool) -> Any:
         del capture, bucket, lora
         buffers.chosen.copy_(self._tokens)
-        return SimpleNamespace(replay=_nothing, replay_cut=_nothing, logits=[self._table], experts=[])
+        replays = {"replay": self._replay_of_graph, "replay_cut": lambda: None}
+        return SimpleNamespace(**replays, logits=[self._table], experts=[])
 
 
-def _nothing() -> None:
-    """Takes the place of a replay."""
+def weightless_kv() -> Any:
+    """Pages without memory."""
+    return SimpleNamespace(page_size=_PAGE_TOKENS, device=torch.device("cpu"), copy_pages=lambda _: None)
 
 
 class Host:
@@ -89,9 +108,7 @@ class Host:
         self._outputs = {sequence: output(sequence) for sequence in range(1, rows + 1)}
         self._runs_ahead = runs_ahead
         pages = rows * (context // _PAGE_TOKENS + 64)
-        kv: Any = SimpleNamespace(
-            page_size=_PAGE_TOKENS, device=torch.device("cpu"), copy_pages=lambda _: None
-        )
+        kv = weightless_kv()
         runner = ReplayedRunner(kv, rows, 2 * context)
         engine = Engine(KvTable(pages, _PAGE_TOKENS), kv, runner)
         self._results: list[Result | DecodesDone] = []
@@ -201,15 +218,16 @@ def _calls(host: Host) -> int:
     return count
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
+    """Of a comma-separated list."""
     return [int(part) for part in text.split(",")]
 
 
 def main() -> None:
     """Runs the command line and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=_numbers, default=[1, 8, 64, 256], metavar="N,...")
-    parser.add_argument("--contexts", type=_numbers, default=[1024, 8192, 32768], metavar="TOKENS,...")
+    parser.add_argument("--rows", type=numbers, default=[1, 8, 64, 256], metavar="N,...")
+    parser.add_argument("--contexts", type=numbers, default=[1024, 8192, 32768], metavar="TOKENS,...")
     parser.add_argument("--outputs", nargs="+", choices=OUTPUTS, default=[*OUTPUTS])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--max-tokens", type=int, default=1 << 21, help="skip what needs more tokens in all")

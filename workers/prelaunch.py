@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workers.decodes import (
+    ARRIVAL,
     ARRIVED_NS,
     BATCH_ITEMS,
     CHOSEN,
@@ -154,12 +155,56 @@ class Prelauncher:
                     self._scheduler.add(forward)
         return [sequence for sequence in sequences if sequence not in self.queued]
 
-    def _following(self, decodes: Decodes, done: DecodesDone) -> Decodes:
-        """The next decodes of these sequences, with the tokens that were chosen."""
+    def following(self, decodes: Decodes) -> Decodes | None:
+        """The next decodes of sequences whose decodes run, all of which were requested.
+
+        Their tokens are not known yet. None: not for all of them a next one is to be prelaunched.
+        """
+        wanted = decodes.columns[PRELAUNCH] != 0
+        if self.prelaunch_unrequested:
+            repeats = [self._repeats.get(sequence, 0) for sequence in decodes.sequences]
+            wanted |= np.array(repeats) >= _REPEATS_BEFORE_PRELAUNCH
+        wanted &= decodes.columns[POSITION] + 1 < self._max_seq_tokens
+        return self._following(decodes) if all(wanted.tolist()) else None
+
+    def launched(self, following: Decodes) -> None:
+        """Expect requests for decodes that run already. The ones before them are answered now."""
+        self._forget_expected(following.sequences)
+        self._expect(following)
+        self.queued.update(zip(following.sequences, following.column(OP_ID), strict=True))
+
+    def consume_running(self, running: Decodes, requests: Decodes) -> bool:
+        """Let prelaunched decodes that run become those of requests.
+
+        False, without an effect: not all of these are among them, and as they were expected.
+        """
+        sequences = requests.sequences
+        if list(map(self.expected.get, sequences)) != list(_requests(requests)):
+            return False
+        places = dict(zip(running.sequences, range(running.size), strict=True))
+        at = [places.get(sequence, -1) for sequence in sequences if sequence in self.queued]
+        if len(at) < requests.size or -1 in at or len(set(at)) < len(at):
+            return False
+        columns = requests.columns.copy()
+        columns[ARRIVED_NS], columns[ARRIVAL] = 0, running.columns[ARRIVAL, at]
+        running.columns[:, at] = columns
+        for sequence in sequences:
+            del self.queued[sequence]
+        if self.prelaunch_unrequested:
+            self._count_repeats(sequences)
+        return True
+
+    def _count_repeats(self, sequences: Sequence[int]) -> None:
+        for sequence in sequences:
+            self._repeats[sequence] = self._repeats.get(sequence, 0) + 1
+
+    def _following(self, decodes: Decodes, done: DecodesDone | None = None) -> Decodes:
+        """The next decodes of these sequences, with the tokens that were chosen, if they are known."""
         columns = decodes.columns.copy()
         columns[OP_ID] = self._new_ids(decodes.size)
         columns[POSITION] += 1
-        columns[TOKEN] = done.columns[CHOSEN]
+        if done is not None:
+            columns[TOKEN] = done.columns[CHOSEN]
         columns[PRELAUNCH] = columns[ARRIVED_NS] = 0
         columns[DEADLINE] = NEVER
         return Decodes(columns, decodes.outputs)
@@ -238,9 +283,8 @@ class Prelauncher:
         sequences, requests = decodes.sequences, list(_requests(decodes))
         known = list(map(self.expected.get, sequences))
         if self.prelaunch_unrequested:
-            for sequence, one, request in zip(sequences, known, requests, strict=True):
-                if one == request:
-                    self._repeats[sequence] = self._repeats.get(sequence, 0) + 1
+            zipped = zip(sequences, known, requests, strict=True)
+            self._count_repeats([sequence for sequence, one, request in zipped if one == request])
         if known != requests:
             zipped = zip(sequences, known, requests, strict=True)
             self.drop([sequence for sequence, one, request in zipped if one and one != request])
@@ -273,7 +317,7 @@ class Prelauncher:
         if not is_same or expected != (op.position, op.token_ids[0], op.output, op.prompt_len):
             self.drop([op.sequence])
             return False
-        self._repeats[op.sequence] = self._repeats.get(op.sequence, 0) + 1
+        self._count_repeats([op.sequence])
         ready = self.ready.pop(op.sequence, None)
         if ready is None:
             self._cancel([op.sequence])

@@ -328,6 +328,18 @@ class Scheduler:
         items = self.max_batch_items - bool(share)
         return plain + len(short.queue) <= items and plain + short.cost <= min(tokens, rows)
 
+    @property
+    def has_others(self) -> bool:
+        """Whether there are forwards that are not in `running`."""
+        return bool(self._forwards or self._waiting.op_ids)
+
+    def run_next(self, decodes: Decodes) -> None:
+        """Note that a step of plain decodes was launched beside `next_batch`: it is the running one now."""
+        self._steps += 1
+        self.running, self._running_costs = decodes, costs_of(decodes)
+        self._limits.record_decodes(self._running_costs)
+        self._short.dispatch_all(self._running_costs)
+
     def finish_decodes(self) -> None:
         """Note that the plain decodes of the step have run."""
         self.running = NO_DECODES

@@ -5,6 +5,9 @@ batches. Between two steps the loop takes all commands that have arrived, so tha
 run together. Results are emitted after each step, and before it those that are complete already. A cancelled
 or failed operation is rolled back before the next step.
 
+On a GPU a step of plain decodes is *in flight* between two rounds. While it runs, requests are taken. As soon
+as all of its decodes are requested, the next step is launched, before its results are read (ADR 43).
+
 Protobuf, sockets and the event loop are in `server.py`.
 """
 
@@ -14,6 +17,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,7 +28,7 @@ from workers.adapters.table import AdapterTable
 from workers.adoption import keep_confirmed, report_sequences
 from workers.coalescing import CoalescingWindow
 from workers.decodes import NO_DECODES, OP_ID, Decodes, DecodesDone
-from workers.executors.engine import Engine
+from workers.executors.engine import Engine, StepInFlight
 from workers.executors.errors import KvMissing, NoTrees
 from workers.executors.replacement import WeightsReplacement
 from workers.kv.page_pool import OutOfPages
@@ -63,6 +67,8 @@ Emit = Callable[[Sequence[Result | DecodesDone]], None]
 
 # Cost of the extra samples drawn between two steps, as `draw_extra_samples` counts it: a few milliseconds.
 _DRAW_BUDGET = 1 << 21
+# How often it is asked whether the step in flight is done.
+_POLL_S = 0.0002
 # At most so many forwards draw samples in turns: each takes several times the memory of its row of logits.
 _MAX_DRAWING = 16
 
@@ -103,6 +109,8 @@ class StepLoop:
         # Sequences that the running step has answered, whose callers may soon send the next token.
         self._answered: list[int] = []
         self._window = CoalescingWindow()
+        self._in_flight: StepInFlight | None = None
+        self._began_ns = 0
         self._prelauncher = Prelauncher(
             engine, scheduler, max_seq_tokens, prelaunch_unrequested=prelaunch_unrequested
         )
@@ -148,16 +156,16 @@ class StepLoop:
             self.flush()
             self.step()
             self.flush()
+        if self._in_flight is not None:
+            self._finish_in_flight()
+            self.flush()
 
     def take(self) -> None:
         """Takes all commands that have arrived. Waits for one if there is nothing to run.
 
         If there is, it may wait for requests that are about to arrive; see `CoalescingWindow`.
         """
-        is_checking = self._integrity_check is not None or self._next_checked_for
-        has_adapters = self._adapters is not None and self._adapters.has_work
-        is_busy = len(self._scheduler) or self._drawing or is_checking or has_adapters
-        taken = None if is_busy else self._wait()
+        taken = None if self._has_work else self._wait()
         while True:
             commands, arrived_ns = taken or ((), 0)
             for command in commands:
@@ -169,7 +177,7 @@ class StepLoop:
                 else:
                     self._take_other(command)
             wait_ns = 0
-            if self._scheduler.may_delay_step:
+            if self._in_flight is None and self._scheduler.may_delay_step:
                 wait_ns = self._window.remaining_ns(time.monotonic_ns(), len(self._scheduler))
             try:
                 taken = self._inbox.get(timeout=wait_ns / 1e9) if wait_ns else self._inbox.get_nowait()
@@ -180,14 +188,30 @@ class StepLoop:
             if self._is_stopping:
                 return
 
+    @property
+    def _has_work(self) -> bool:
+        """Whether there is anything to run but the step in flight."""
+        is_checking = self._integrity_check is not None or self._next_checked_for
+        has_adapters = self._adapters is not None and self._adapters.has_work
+        return bool(self._scheduler.has_others or self._drawing or is_checking or has_adapters)
+
     def _wait(self) -> _Arrived | None:
-        """Waits for commands. Returns them and when they arrived, or None to end the loop."""
+        """Waits for commands. Returns them and when they arrived, or None: it stops, or has to go on."""
+        if self._in_flight is not None:
+            return self._wait_for_requests(self._in_flight)
         if self._prelauncher.ready:
             try:
                 return self._inbox.get(timeout=HOLD_TIMEOUT_S)
             except queue.Empty:
                 self._prelauncher.drop_all()
         return self._inbox.get()
+
+    def _wait_for_requests(self, step: StepInFlight) -> _Arrived | None:
+        """Waits for commands until the step in flight is done, or nothing of it waits to be requested."""
+        while any(step.decodes.prelaunched.tolist()) and not step.launched.is_done():
+            with suppress(queue.Empty):
+                return self._inbox.get(timeout=_POLL_S)
+        return None
 
     def _drop_forwards(self) -> None:
         """Drops all earlier forwards, which get no answer."""
@@ -203,6 +227,10 @@ class StepLoop:
     def _take_decodes(self, decodes: Decodes, arrived_ns: int) -> None:
         sequences = decodes.sequences
         self._window.requests_arrived(sequences, arrived_ns)
+        if self._in_flight is not None and not set(self._in_flight.decodes.sequences).isdisjoint(sequences):
+            if self._prelauncher.consume_running(self._in_flight.decodes, decodes):
+                return
+            self._finish_in_flight()
         if self._prelauncher.expected and len(set(sequences)) == len(sequences):
             done, found = self._prelauncher.consume(decodes)
             if done is not None:
@@ -214,6 +242,8 @@ class StepLoop:
 
     def _queue(self, forward: Forward) -> None:
         prelauncher = self._prelauncher
+        if self._in_flight is not None and forward.sequence in self._in_flight.decodes.sequences:
+            self._finish_in_flight()
         try:
             if forward.adapter:
                 self._adapter_table.count(forward)
@@ -226,6 +256,8 @@ class StepLoop:
 
     def _take_other(self, command: Command | _Internal) -> None:
         """Takes what is no forward. An error ends the worker, if it may have left something half done."""
+        if self._in_flight is not None:
+            self._finish_in_flight()
         match command:
             case Reset():
                 self._reset(command)
@@ -374,29 +406,84 @@ class StepLoop:
         self._results += [IntegrityReport(op_id, intact) for op_id in self._checked_for]
 
     def step(self) -> None:
-        """Runs one forward over the chunks that the scheduler picks, and a slice of an integrity check."""
+        """Runs one forward over the chunks that the scheduler picks, and a slice of an integrity check.
+
+        Or goes on with the step in flight.
+        """
+        if self._in_flight is not None:
+            self._continue(self._in_flight)
+            return
         if self._integrity_check is not None or self._next_checked_for:
             self._continue_check()
         if self._adapters is not None and (len(self._adapters) or self._adapters.has_work):
             self._advance_adapters(self._adapters)
         self._prelauncher.next_step()
-        began_ns = time.monotonic_ns()
-        for forward in self._scheduler.expire(began_ns):
+        for forward in self._scheduler.expire(time.monotonic_ns()):
             self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
         chunks = self._scheduler.next_batch(self._begin, self._prelauncher.begin)
         decodes = self._scheduler.running
         if chunks or decodes.size:
-            began_ns = time.monotonic_ns()
+            self._began_ns = time.monotonic_ns()
             self._run(chunks, decodes)
         if self._drawing:
             self._draw_samples()
         now_ns = time.monotonic_ns()
-        if chunks or decodes.size:
-            self._scheduler.record_step(chunks, now_ns - began_ns)
-            self._window.step_done(self._answered, now_ns, now_ns - began_ns)
-            self._answered = []
+        if (chunks or decodes.size) and self._in_flight is None:
+            self._step_done(chunks, now_ns)
         if self._prelauncher.ready:
             self._prelauncher.drop_expired(now_ns)
+
+    def _step_done(self, chunks: Sequence[Chunk], now_ns: int) -> None:
+        took_ns, self._began_ns = now_ns - self._began_ns, now_ns
+        self._scheduler.record_step(chunks, took_ns)
+        self._window.step_done(self._answered, now_ns, took_ns)
+        self._answered = []
+
+    def _continue(self, step: StepInFlight) -> None:
+        """Answers the step in flight, and before that launches the next one if nothing else is to be run.
+
+        Does nothing while it runs and requests for it may come, since these can be answered with it.
+        """
+        following = None
+        if not self._has_work:
+            if not any(step.decodes.prelaunched.tolist()):
+                following = self._launch_next(step)
+            elif not step.launched.is_done():
+                return
+        self._finish_in_flight(following)
+
+    def _launch_next(self, step: StepInFlight) -> StepInFlight | None:
+        decodes = self._prelauncher.following(step.decodes)
+        try:
+            return None if decodes is None else self._engine.launch_next(step, decodes)
+        except DeviceLostError:
+            raise
+        except Exception:
+            _log.exception("a step could not be launched before the last one was done")
+            return None
+
+    def _finish_in_flight(self, following: StepInFlight | None = None) -> None:
+        """Waits for the step in flight, and answers it. `following`: the step that was launched after it."""
+        step, self._in_flight = self._in_flight, None
+        assert step is not None
+        try:
+            done = self._engine.finish(step, following)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            self._run_alone([], step.decodes, error)
+            self._step_done((), time.monotonic_ns())
+            return
+        self._in_flight = following
+        if following is None:
+            self._finish_decodes(step.decodes, done)
+        else:
+            self._engine.count_decodes(done)
+            self._results.append(done)
+            self._prelauncher.launched(following.decodes)
+        self._step_done((), time.monotonic_ns())
+        if following is not None:
+            self._scheduler.run_next(following.decodes)
 
     def _begin(self, forward: Forward) -> bool:
         """Prepares a forward for its first step, and answers it if that fails. See `scheduler.Begin`."""
@@ -432,28 +519,36 @@ class StepLoop:
             self._results.append(failure)
 
     def _run(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> None:
-        """Runs all together. If that fails, runs each alone, so that only the failing ones fail."""
+        """Runs or launches all together. If that fails, runs each alone: only the failing ones fail then."""
         try:
+            if not chunks:
+                self._in_flight = self._engine.launch(decodes)
+                if self._in_flight is not None:
+                    return
             done = self._engine.execute(chunks, decodes)
         except DeviceLostError:
             # The device is unusable: the process ends, and the gateway starts another one.
             raise
         except Exception as error:
-            if decodes.size:
-                alone = self._engine.as_chunks(decodes)
-                self._scheduler.queue_begun([chunk.forward for chunk in alone])
-                chunks = [*alone, *chunks]
-            if len(chunks) == 1:
-                self._fail_running(chunks[0].forward, error)
-                return
-            _log.warning("a step failed; its items are run one by one", error=repr(error))
-            for chunk in chunks:
-                self._run([chunk])
+            self._run_alone(chunks, decodes, error)
             return
         if decodes.size:
             self._finish_decodes(decodes, done)
         if chunks:
             self._finish_chunks(chunks)
+
+    def _run_alone(self, chunks: Sequence[Chunk], decodes: Decodes, error: Exception) -> None:
+        """Runs each alone, after running all together has failed."""
+        if decodes.size:
+            alone = self._engine.as_chunks(decodes)
+            self._scheduler.queue_begun([chunk.forward for chunk in alone])
+            chunks = [*alone, *chunks]
+        if len(chunks) == 1:
+            self._fail_running(chunks[0].forward, error)
+            return
+        _log.warning("a step failed; its items are run one by one", error=repr(error))
+        for chunk in chunks:
+            self._run([chunk])
 
     def _finish_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Answers the forwards of a step that have run to their end."""

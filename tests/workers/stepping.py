@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from tests.workers.late_runner import LateRunner
 from workers.adapters.table import AdapterTable
 from workers.decodes import BATCH_ITEMS, CHOSEN, COMPUTE_NS, NO_DECODES, OP_ID, QUEUE_NS, Decodes, DecodesDone
 from workers.executors.engine import Engine
@@ -49,6 +50,11 @@ class Worker:
         )
         self._execute = self.engine.execute
         self.engine.execute = self._note  # type: ignore[method-assign]
+
+    def compute_late(self) -> LateRunner:
+        """Steps of plain decodes are in flight from now on."""
+        self.engine.runner = late = LateRunner(self.engine.runner)
+        return late
 
     def _note(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> DecodesDone:
         self.steps.append([*decodes.sequences, *(chunk.forward.sequence for chunk in chunks)])

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import pytest
 
 from tests.workers import stepping
-from tests.workers.test_plain_decodes import Callers, answers
+from tests.workers.late_runner import LateStep
+from tests.workers.test_plain_decodes import OUTPUTS, Callers, answers
 from workers import prelaunch, step_loop
-from workers.decodes import Decodes
+from workers.decodes import OP_ID, Decodes, DecodesDone
 from workers.operations import (
     Chunk,
     Command,
+    Done,
     Failed,
     FailureReason,
     Fork,
@@ -25,6 +27,7 @@ from workers.operations import (
     Result,
     Truncate,
 )
+from workers.runners.base import DeviceLostError
 
 PAGES = 64
 MAX_SEQ_TOKENS = 200
@@ -247,3 +250,111 @@ def test_answers_are_the_same_with_and_without_prelaunch(seed: int) -> None:
             workers[0].round()
     workers[0].loop._prelauncher.drop_all()
     assert workers[0].tokens() == workers[1].tokens()
+
+
+class SteadyCallers(Callers):
+    """Most of the time all sequences go on with the chosen tokens. `stray`: how often they do anything."""
+
+    def __init__(self, seed: int, stray: float) -> None:
+        super().__init__(seed, ahead=True)
+        self._stray = stray
+
+    def ask(self) -> list[Command]:
+        if not self._known or self._random.random() < self._stray:
+            return super().ask()
+        return [
+            Forward(
+                self._next_id(),
+                sequence,
+                length,
+                [token],
+                output=OUTPUTS[sequence % 2],
+                kind=Kind.DECODE,
+                caller=sequence % 3,
+                prompt_len=1,
+                prelaunch=True,
+            )
+            for sequence, (length, token) in self._known.items()
+        ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("stray", [0.1, 0.5])
+def test_answers_are_the_same_with_steps_that_are_launched_ahead(seed: int, stray: float) -> None:
+    callers, dice = SteadyCallers(seed, stray), random.Random(seed)
+    workers = Worker(pages=120), Worker(max_seq_tokens=0, pages=120)
+    late = workers[0].compute_late()
+    late.fails = lambda: dice.random() < 0.05
+    for _ in range(60):
+        asked = callers.ask()
+        # A step can be requested by several messages.
+        parts = [asked] if dice.random() < 0.6 else [asked[::2], asked[1::2]]
+        found: dict[int, Result] = {}
+        while len(found) < len(asked):
+            for result in workers[0].round(*(parts.pop(0) if parts else ())):
+                assert result.op_id > 0  # type: ignore[union-attr]
+                found[result.op_id] = result  # type: ignore[union-attr]
+        assert answers(found) == answers(workers[1].answers(*asked))
+        callers.took(asked, found)
+        if dice.random() < 0.2:
+            workers[0].round()
+    workers[0].loop.submit([Release(10**6, [])])
+    workers[0].loop.take()
+    workers[0].loop._prelauncher.drop_all()
+    assert workers[0].tokens() == workers[1].tokens()
+    assert late.launched_ahead > 5 or stray > 0.1
+
+
+def test_a_step_is_launched_before_the_last_one_is_read() -> None:
+    worker = Worker()
+    token = chosen(worker.answers(prefill(1, 7))[1])
+    late = worker.compute_late()
+    # Its decode is prelaunched: it runs when it is requested, and the next one is launched before its answer.
+    assert worker.round() == []
+    for turn in range(3):
+        assert late.launched_ahead == turn
+        (done,) = worker.round(decode(2 + turn, 7, 5 + turn, token))
+        token = chosen(done)
+        assert worker.lengths() == {7: 6 + turn} and late.last is not None
+    # It computes the next token; another one is asked for.
+    (failed,) = worker.round(Truncate(8, 7, 4))
+    assert worker.lengths() == {7: 4} and failed == Done(8)
+
+
+def test_no_step_is_launched_ahead_without_pages() -> None:
+    worker = Worker(pages=1)
+    token = chosen(worker.answers(prefill(1, 7, count=15))[1])
+    late = worker.compute_late()
+    failed = worker.answers(decode(2, 7, 15, token))[2], worker.answers(decode(3, 7, 16, 1))[3]
+    assert isinstance(failed[0], Forward) and isinstance(failed[1], Failed)
+    assert failed[1].reason is FailureReason.KV_EXHAUSTED and late.launched_ahead == 0
+
+
+def test_a_loop_that_stops_answers_what_is_in_flight() -> None:
+    worker = Worker()
+    token = chosen(worker.answers(prefill(1, 7), prefill(2, 8))[1])
+    worker.compute_late()
+    worker.round()
+    worker.loop.submit([Decodes.of([decode(3, 7, 5, token)])])
+    worker.loop.stop()
+    worker.loop.take()
+    worker.loop.run()
+    (done,) = worker._results
+    assert isinstance(done, DecodesDone) and done.columns[OP_ID].tolist() == [3]
+
+
+@pytest.mark.parametrize("at", ["launch_next", "chosen"])
+def test_a_lost_device_ends_the_loop_while_a_step_is_in_flight(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    worker = Worker()
+    token = chosen(worker.answers(prefill(1, 7))[1])
+    worker.compute_late()
+    worker.round()
+
+    def lose(*_: object) -> None:
+        raise DeviceLostError("planted")
+
+    monkeypatch.setattr(LateStep, at, lose)
+    with pytest.raises(DeviceLostError):
+        worker.round(decode(2, 7, 5, token))

@@ -5,6 +5,9 @@
     complete(forward)    truncate to the accepted tokens, release temporary sequences
     roll_back(forward)   restore the sequence to its state before the forward
 
+On a GPU a step of plain decodes can be launched and finished separately, with the next one launched in
+between (`launch`, `launch_next`, `finish`).
+
 The caller chooses the sequence numbers. Not thread-safe: one thread owns an engine, but any thread may call
 `usage` and `status`. `base` has the API for callers in the same process.
 """
@@ -14,6 +17,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -46,9 +51,17 @@ from workers.models.capture import RowCapture
 from workers.operations import Accept, Chunk, Forward, Kind, OutputSpec, RowOutput
 from workers.prefix_wait import PrefixWaits
 from workers.row_outputs import TokenScores, add_experts, add_hidden, build_outputs, score_tokens
-from workers.runners.base import Runner, StepResult, raise_if_lost
-from workers.sampling import SamplingRow
+from workers.runners.base import LaunchedStep, Runner, StepResult, raise_if_lost
+from workers.sampling import BadLogitsError, SamplingRow
 from workers.token_trees import kept_path
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A step of plain decodes that was launched, and whose results are not read yet."""
+
+    decodes: Decodes
+    launched: LaunchedStep
 
 
 class Engine:
@@ -153,17 +166,88 @@ class Engine:
         caller may run the step again, or roll back what has begun.
         """
         tokens = decodes.size + (sum([chunk.count for chunk in chunks]) if chunks else 0)
-        began_ns = time.monotonic_ns()
-        self._step_number += 1
-        self._step_tokens = tokens
-        self._step_began_ns = began_ns
+        self._step_begins(tokens)
         try:
             done = self._execute(chunks, decodes)
+            self._note_time()
+            return done
         finally:
             self._step_began_ns = 0
-        ns_per_token = (time.monotonic_ns() - began_ns) / tokens
+
+    def _step_begins(self, tokens: int) -> None:
+        self._step_number += 1
+        self._step_tokens = tokens
+        self._step_began_ns = time.monotonic_ns()
+
+    def _note_time(self) -> None:
+        ns_per_token = (time.monotonic_ns() - self._step_began_ns) / self._step_tokens
         self._ns_per_token = min(self._ns_per_token or ns_per_token, ns_per_token)
+
+    def launch(self, decodes: Decodes) -> StepInFlight | None:
+        """Launches a step of plain decodes that have begun, without waiting for it. Then it must be finished.
+
+        None, without an effect: `execute` has to run it, as on a CPU, or where more is wanted than tokens.
+        """
+        if not self.runner.can_launch or not all(map(_may_be_launched, decodes.kinds)):
+            return None
+        launched = self._launched(decodes, None)
+        if launched is None:
+            return None
+        self._step_begins(decodes.size)
+        return StepInFlight(decodes, launched)
+
+    def launch_next(self, step: StepInFlight, decodes: Decodes) -> StepInFlight | None:
+        """Launches the step after one that is not finished: of the same sequences, one token further.
+
+        Their tokens may be unknown yet. None, without an effect: there are no pages for all of them.
+        """
+        decodes.rows, begun = self._kv_table.reserve_next(
+            decodes.sequences, decodes.columns[POSITION], ahead=1
+        )
+        if not all(begun.tolist()):
+            return None
+        launched = self._launched(decodes, step.launched)
+        return None if launched is None else StepInFlight(decodes, launched)
+
+    def _launched(self, decodes: Decodes, before: LaunchedStep | None) -> LaunchedStep | None:
+        inputs = pack((), self.kv.page_size, decodes, self._kv_table.page_tables(decodes.rows))
+        try:
+            if before is not None:
+                return before.launch_next(inputs)
+            return self.runner.launch(inputs, sampling_rows((), decodes))
+        except Exception as error:
+            raise_if_lost(error)
+            raise
+
+    def finish(self, step: StepInFlight, following: StepInFlight | None = None) -> DecodesDone:
+        """Waits for a launched step, and commits its tokens. `following`: the one launched after it.
+
+        Raises BadLogitsError if rows have no token. Then nothing has been appended, and `following` is
+        over: its tokens are not kept.
+        """
+        try:
+            chosen = step.launched.chosen().numpy()
+            self._note_time()
+        except Exception as error:
+            raise_if_lost(error)
+            if following is not None:
+                with suppress(BadLogitsError):
+                    following.launched.chosen()
+            raise
+        finally:
+            self._step_began_ns = 0
+        done = self._append_decodes(step.decodes, chosen, None, step.decodes.size)
+        self._count_step(step.decodes.size)
+        if following is not None:
+            following.decodes.columns[TOKEN] = done.columns[CHOSEN]
+            following.decodes.started_ns = time.monotonic_ns()
+            self._step_begins(following.decodes.size)
         return done
+
+    def _count_step(self, items: int) -> None:
+        self._counts.steps += 1
+        self._counts.batch_items += items
+        self._counts.step_tokens += self._step_tokens
 
     def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:
         items, tables = decodes.size + len(chunks), self._kv_table.page_tables(decodes.rows)
@@ -205,9 +289,7 @@ class Engine:
                 forward.add_scores(indexes, found.logprobs, found.is_argmax)
             forward.draws = draws.get(forward)
             first = last
-        self._counts.steps += 1
-        self._counts.batch_items += decodes.size + len(chunks)
-        self._counts.step_tokens += self._step_tokens
+        self._count_step(decodes.size + len(chunks))
         return done
 
     def _append_decodes(
@@ -450,6 +532,12 @@ class Engine:
         if known is None:
             raise KvMissing(f"sequence {sequence} is not known")
         return known
+
+
+def _may_be_launched(output: OutputSpec) -> bool:
+    """Whether nothing but tokens is wanted, chosen from the logits as they are."""
+    sampling = output.sampling
+    return output.is_token_only and not (sampling is not None and sampling.changes_logits)
 
 
 def _without_failed(

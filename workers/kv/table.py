@@ -218,31 +218,33 @@ class KvTable:
         return copies
 
     def reserve_next(
-        self, keys: Sequence[int], positions: Rows, allowed: NDArray[np.bool_] | None = None
+        self, keys: Sequence[int], positions: Rows, allowed: NDArray[np.bool_] | None = None, ahead: int = 0
     ) -> tuple[Rows, NDArray[np.bool_]]:
         """Reserve a slot for one token of each of these sequences, at the position after its last one.
+
+        `ahead`: at the position that is so many further, where the slots before it are reserved already.
 
         Returns their rows, and for which it was done. It has no effect on a sequence that is not `allowed`,
         not known, has another length, needs a copy of a page, or finds no page: `reserve` is for these.
         """
         columns, known = self._columns, self._row_of
         rows = np.array([known.get(key, NO_ROW) for key in keys])
-        done = columns.lengths[rows] == positions
+        done = columns.lengths[rows] + ahead == positions
         if allowed is not None:
             done &= allowed
         ready = done & (positions < columns.writable[rows])
         if not all(ready.tolist()):
             for item in (done & ~ready).nonzero()[0].tolist():
-                done[item] = self._reserve_one(self._in_row[rows.item(item)])
+                done[item] = self._reserve_one(self._in_row[rows.item(item)], ahead)
         return rows, done
 
-    def _reserve_one(self, seq: KvSequence) -> bool:
-        page, offset = divmod(len(seq), self.page_size)
+    def _reserve_one(self, seq: KvSequence, ahead: int) -> bool:
+        page, offset = divmod(len(seq) + ahead, self.page_size)
         if offset and not self._pool.is_private(seq.pages[page]):
             return False
         if page == len(seq.pages) and not self._pool.available:
             return False
-        self.reserve(seq, 1)
+        self.reserve(seq, ahead + 1)
         return True
 
     def page_tables(self, rows: Rows) -> NDArray[np.int32]:

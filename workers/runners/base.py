@@ -36,6 +36,31 @@ class StepResult:
     failed: Mapping[int, SamplingError] = field(default_factory=dict)
 
 
+class LaunchedStep(Protocol):
+    """A step that was launched, and whose tokens are not read yet."""
+
+    def is_done(self) -> bool:
+        """Whether `chosen` would not wait."""
+
+    def chosen(self) -> torch.Tensor:
+        """Waits for the tokens: [R] int64 on the host, valid until two further steps are launched.
+
+        Raises:
+            BadLogitsError: It has computed unusable logits for some rows.
+            DeviceLostError: The device has failed.
+        """
+
+    def launch_next(self, inputs: ForwardInputs) -> LaunchedStep:
+        """Launches the step that follows, before this one is done. At most one, and nothing else before it.
+
+        Args:
+            inputs: Of the same rows, one token further. Their tokens, which are not known yet, are not read.
+
+        Raises:
+            DeviceLostError: The device has failed.
+        """
+
+
 class Runner(Protocol):
     """Runs forwards on one device."""
 
@@ -45,6 +70,10 @@ class Runner(Protocol):
     @property
     def name(self) -> str:
         """How decodes run: "eager" or "cuda_graph"."""
+
+    @property
+    def can_launch(self) -> bool:
+        """Whether `launch` may return a step."""
 
     def step(
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None
@@ -59,6 +88,12 @@ class Runner(Protocol):
         Raises:
             BadLogitsError: A graph has computed unusable logits for some rows.
             DeviceLostError: The device has failed.
+        """
+
+    def launch(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> LaunchedStep | None:
+        """Launches a step of single tokens without waiting for it. None, without an effect: it cannot.
+
+        The settings of `rows` must not change logits: no mask, bias or penalties.
         """
 
 

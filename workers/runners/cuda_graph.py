@@ -9,6 +9,9 @@ first decode: for each size one, and if the model has slots for adapters, one th
 replay. Each is followed by a short one that only batches with top_k, top_p or min_p replay. Other steps
 (prefills, mixed batches, verifies, larger batches, captured hidden states, given experts) run eagerly with
 the same kernels. So do decodes, more slowly, if a capture fails.
+
+Of decodes whose callers continue with the chosen tokens, the next step can be launched while one runs
+(`launch`): so the device does not wait for the host between them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.model import Model
 from workers.runners.base import DeviceLostError, StepResult, device_errors
-from workers.runners.decode_buffers import DecodeBuffers
+from workers.runners.decode_buffers import DecodeBuffers, StepTokens
+from workers.runners.device_queue import DeviceQueue
 from workers.runners.eager import EagerRunner, choose_tokens
 from workers.sampling import SamplingRow
 
@@ -49,8 +53,8 @@ class _Graph:
 
     Attributes:
         replay: Launches it.
-        replay_cut: Chooses the tokens once more, with top_k, top_p and min_p. For batches to which they
-            matter, after `replay`.
+        replay_cut: Chooses the tokens once more, with top_k, top_p and min_p, also those that the next step
+            continues with. For batches to which they matter, after `replay`.
         logits: One tensor, the logits [bucket, vocab] that it computes.
         experts: For each layer with experts, the ids of those of each row [bucket, E] int64. They are where
             the router writes them, so that they cost nothing if nobody wants them.
@@ -60,6 +64,43 @@ class _Graph:
     replay_cut: Callable[[], None]
     logits: list[torch.Tensor]
     experts: list[torch.Tensor]
+
+
+class GraphStep:
+    """A decode step that was launched; see `LaunchedStep`."""
+
+    def __init__(self, graph: _Graph, buffers: DecodeBuffers, inputs: ForwardInputs, rows: int) -> None:
+        """Launch it. The buffers are loaded."""
+        self._graph, self._buffers, self._inputs, self._rows = graph, buffers, inputs, rows
+        self._is_last = True
+        buffers.queue.launch(graph.replay)
+        if buffers.is_cut and not buffers.is_adjusted:
+            buffers.queue.launch(graph.replay_cut)
+        self._tokens: StepTokens = buffers.fetch(rows)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[R, vocab], until the next step is launched."""
+        return self._graph.logits[0][: self._rows]
+
+    def is_done(self) -> bool:
+        """See `LaunchedStep`."""
+        return self._tokens.have_arrived()
+
+    def chosen(self) -> torch.Tensor:
+        """See `LaunchedStep`."""
+        with device_errors():
+            chosen = self._tokens.read()
+            if self._is_last:
+                self._buffers.advanced(self._inputs, chosen)
+            return chosen
+
+    def launch_next(self, inputs: ForwardInputs) -> GraphStep:
+        """See `LaunchedStep`."""
+        with device_errors(), torch.inference_mode():
+            self._is_last = False
+            self._buffers.load_next(inputs)
+            return GraphStep(self._graph, self._buffers, inputs, self._rows)
 
 
 class CaptureError(Exception):
@@ -74,7 +115,14 @@ class CudaGraphRunner:
     """
 
     def __init__(
-        self, model: Model, kv: KvTensors, *, max_rows: int, max_seq_len: int, capture: Capture | None = None
+        self,
+        model: Model,
+        kv: KvTensors,
+        *,
+        max_rows: int,
+        max_seq_len: int,
+        capture: Capture | None = None,
+        queue: DeviceQueue | None = None,
     ) -> None:
         """Prepare to capture.
 
@@ -83,7 +131,7 @@ class CudaGraphRunner:
             kv: The pages.
             max_rows: The most rows of a captured decode step; see `buckets_up_to`.
             max_seq_len: The longest sequence, in tokens.
-            capture: Replaces CUDA graphs in tests without a GPU.
+            capture, queue: Replace CUDA graphs, and the device's queue, in tests without a GPU.
         """
         self._model, self._kv = model, kv
         self._eager = EagerRunner(model, kv)
@@ -93,6 +141,7 @@ class CudaGraphRunner:
         self._max_rows, self._max_pages = self._buckets[-1], max_pages
         self.name = "cuda_graph"
         self._capture: Capture | None = capture or _CudaCapture(kv.device)  # None after the first use
+        self._queue = queue
         self._buffers: DecodeBuffers | None = None
         # By bucket, and whether adapters are applied.
         self._graphs: dict[tuple[int, bool], _Graph] = {}
@@ -103,14 +152,34 @@ class CudaGraphRunner:
     ) -> StepResult:
         """See `Runner.step`."""
         with device_errors(), torch.inference_mode():
-            if (capture is None or not capture.rows) and self._is_decode(inputs, rows):
-                if self._capture is not None:
-                    self._capture_all(self._capture)
-                bucket = next(size for size in self._buckets if size >= len(rows))
-                graph = self._graphs.get((bucket, inputs.lora_slots is not None))
-                if graph is not None and self._buffers is not None:
-                    return self._replay(graph, self._buffers, inputs, rows, capture)
-            return self._eager.step(inputs, rows, capture)
+            graph = None if capture is not None and capture.rows else self._graph_for(inputs, rows)
+            if graph is None or self._buffers is None:
+                return self._eager.step(inputs, rows, capture)
+            return self._replay(graph, self._buffers, inputs, rows, capture)
+
+    def launch(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> GraphStep | None:
+        """See `Runner.launch`."""
+        with device_errors(), torch.inference_mode():
+            graph = self._graph_for(inputs, rows)
+            if graph is None or self._buffers is None:
+                return None
+            self._buffers.load(inputs, rows)
+            self._last = graph
+            return GraphStep(graph, self._buffers, inputs, len(rows))
+
+    @property
+    def can_launch(self) -> bool:
+        """See `Runner.can_launch`."""
+        return self.name != EagerRunner.name
+
+    def _graph_for(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> _Graph | None:
+        """The graph that computes this step. None: there is none."""
+        if not self._is_decode(inputs, rows):
+            return None
+        if self._capture is not None:
+            self._capture_all(self._capture)
+        bucket = next(size for size in self._buckets if size >= len(rows))
+        return self._graphs.get((bucket, inputs.lora_slots is not None))
 
     def _is_decode(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
         """Whether every item appends one token and wants its row, and there is a bucket for that."""
@@ -131,27 +200,19 @@ class CudaGraphRunner:
         rows: Sequence[SamplingRow],
         capture: RowCapture | None,
     ) -> StepResult:
-        count = len(rows)
         buffers.load(inputs, rows)
         self._last = graph
-        graph.replay()
-        if buffers.is_cut and not buffers.is_adjusted:
-            graph.replay_cut()
-        logits = graph.logits[0][:count]
-        chosen = buffers.read(count)
+        step = GraphStep(graph, buffers, inputs, len(rows))
+        chosen = step.chosen()
         if capture is not None and graph.experts:
-            index = torch.tensor(capture.expert_rows, device=logits.device)  # [K]
+            index = torch.tensor(capture.expert_rows, device=step.logits.device)  # [K]
             capture.experts = [*torch.stack(graph.experts).index_select(1, index)]
         if buffers.is_adjusted:
             # The graph has chosen greedily for rows with masks, bias or penalties. They are applied now to
             # its logits, and the tokens in the device's buffers are wrong.
             buffers.invalidate()
-            return choose_tokens(logits, rows)
-        if buffers.is_cut:
-            buffers.invalidate()  # `replay` has left there the tokens that it has chosen
-        else:
-            buffers.advanced(inputs, chosen)
-        return StepResult(logits, chosen)
+            return choose_tokens(step.logits, rows)
+        return StepResult(step.logits, chosen)
 
     def replay_last(self, steps: int) -> None:
         """Repeat the last decode step, each time with the tokens chosen before.
@@ -187,7 +248,7 @@ class CudaGraphRunner:
 
     def _captured(self, capture: Capture) -> tuple[DecodeBuffers, dict[tuple[int, bool], _Graph]]:
         """Graphs of each bucket. The largest is first, so that the others fit into its memory."""
-        buffers = DecodeBuffers(self._max_rows, self._max_pages, self._kv.device)
+        buffers = DecodeBuffers(self._max_rows, self._max_pages, self._kv.device, self._queue)
         kinds = (True, False) if self._model.max_lora_slots else (False,)
         return buffers, {
             (bucket, lora): self._capture_one(capture, buffers, bucket, lora=lora)
@@ -235,10 +296,13 @@ class CudaGraphRunner:
 
 def _choose_cut(buffers: DecodeBuffers, logits: torch.Tensor) -> None:
     """Choose tokens for logits [bucket, vocab] of the buffers' first rows, with top_k, top_p and min_p."""
-    for first in range(0, len(logits), ROWS_AT_ONCE):
-        rows = slice(first, min(first + ROWS_AT_ONCE, len(logits)))
+    bucket = len(logits)
+    for first in range(0, bucket, ROWS_AT_ONCE):
+        rows = slice(first, min(first + ROWS_AT_ONCE, bucket))
         settings = buffers.settings(rows)
         choose_adjusted(logits[rows].float(), settings, buffers.chosen[rows], buffers.best[rows])
+    # `advance` has left those there that were chosen before.
+    buffers.inputs(bucket, lora=False).token_ids.copy_(buffers.chosen[:bucket])
 
 
 class _CudaCapture:

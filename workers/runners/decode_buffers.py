@@ -2,7 +2,8 @@
 
 The first rows are the batch. The others, up to the bucket, are padded: context 0, slots -1. In each step the
 device advances each row by the chosen token (`kernels.cuda.advance`). If the next batch is exactly that, as
-while callers append the chosen tokens and need no new pages, no data is sent to the device.
+while callers append the chosen tokens and need no new pages, no data is sent to the device. So a step can be
+launched while the one before it runs, whose tokens the host does not know yet (`load_next`).
 
 Dimension letters: B rows of the largest bucket; N rows of a batch; P pages of the longest sequence.
 """
@@ -20,6 +21,7 @@ from workers.counter_rng import mix64, mix_keys
 from workers.device_sampling import changes_logits, limits
 from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.operations import Sampling
+from workers.runners.device_queue import DeviceQueue
 from workers.sampling import BadLogitsError, SamplingRow
 
 Column = TypeVar("Column")
@@ -52,7 +54,21 @@ def _columns_in(memory: torch.Tensor, rows: int) -> _Columns[torch.Tensor]:
 # What a padded row has; its key does not matter.
 _PADDING = _Columns[float](0, 0, -1, 0, 0.0, 1.0, 0.0, 0, 0, -1)
 _COLUMN_BYTES = 68
+_TOKEN_BYTES = 8  # the first column
 _RESULT_BYTES = 12
+
+
+class _Staging:
+    """Host memory of one step: what is sent to the device, and its results."""
+
+    def __init__(self, max_rows: int, max_pages: int, queue: DeviceQueue, *, pinned: bool) -> None:
+        self.columns = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8, pin_memory=pinned)
+        self.tables = torch.empty(max_rows * max_pages, dtype=torch.int32, pin_memory=pinned)
+        self.results = torch.zeros(_RESULT_BYTES * max_rows, dtype=torch.uint8, pin_memory=pinned)
+        self.chosen, best = _results_in(self.results, max_rows)
+        self.best: NDArray[np.float32] = best.numpy()
+        # Behind the transfer of the results.
+        self.arrived = queue.event()
 
 
 class DecodeBuffers:
@@ -65,25 +81,29 @@ class DecodeBuffers:
         is_adjusted: Whether a mask, bias or penalties change the logits of one.
     """
 
-    def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
-        """Allocate for buckets of up to `max_rows`, and page tables of up to `max_pages`."""
-        self._device = device
+    def __init__(
+        self, max_rows: int, max_pages: int, device: torch.device, queue: DeviceQueue | None = None
+    ) -> None:
+        """Allocate for buckets of up to `max_rows`, and page tables of up to `max_pages`.
+
+        `queue`: that of the device, or of a test.
+        """
+        self.queue = queue or DeviceQueue(device)
         pinned = device.type == "cuda"  # without that the host would wait for each transfer
-        self._host_memory = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8, pin_memory=pinned)
+        # Two steps can be on their way.
+        staging = [_Staging(max_rows, max_pages, self.queue, pinned=pinned) for _ in range(2)]
+        self._staging, self._other_staging = staging
+        self._host_memory = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8)
         self._memory = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8, device=device)
         # Arrays, since an assignment to a tensor takes several times as long.
         self._host = _Columns(*(column.numpy() for column in _columns_in(self._host_memory, max_rows)))
         self._columns = _columns_in(self._memory, max_rows)
         self._page_tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)  # [B, P]
-        self._table_staging = torch.empty(max_rows * max_pages, dtype=torch.int32, pin_memory=pinned)
         self._row_numbers = torch.arange(max_rows + 1, device=device)  # [B + 1]
         self._query_starts = self._row_numbers.to(torch.int32)
         # The results of a step, in one transfer.
         self._results = torch.zeros(_RESULT_BYTES * max_rows, dtype=torch.uint8, device=device)
-        self._host_results = torch.zeros(_RESULT_BYTES * max_rows, dtype=torch.uint8, pin_memory=pinned)
         self.chosen, self.best = _results_in(self._results, max_rows)
-        self._host_chosen, host_best = _results_in(self._host_results, max_rows)
-        self._host_best: NDArray[np.float32] = host_best.numpy()
         self.clear()
 
     def clear(self) -> None:
@@ -153,38 +173,47 @@ class DecodeBuffers:
             return False
         self.invalidate()  # until this step has run
         self._pad_from(count)
-        host = self._host
-        host.token_ids[:count] = token_ids
-        host.positions[:count] = positions
-        host.slots[:count] = inputs.slots.numpy()
-        host.context_lens[:count] = inputs.attention.context_lens.numpy()
-        host.lora_slots[:count] = -1 if lora_slots is None else lora_slots
-        if len(self._drawn):
-            # A draw depends on the position of the chosen token.
-            host.keys[self._drawn] = mix_keys(self._streams, positions[self._drawn] + 1).view(np.int64)
-        self._memory.copy_(self._host_memory, non_blocking=True)
+        self._host.token_ids[:count] = token_ids
+        self._host.lora_slots[:count] = -1 if lora_slots is None else lora_slots
+        self._set_places(inputs)
+        self._send_columns()
         if not same_tables:
             self._send_tables(tables)
         self._lora_slots = lora_slots
         return True
 
-    def read(self, count: int) -> torch.Tensor:
-        """Wait for the step, and read its tokens.
+    def load_next(self, inputs: ForwardInputs) -> None:
+        """Load the step after the one that runs: the same rows, with the tokens that are chosen for them.
 
-        Returns:
-            [N] int64 on the host, the tokens chosen for the first `count` rows; overwritten by the next call.
-
-        Raises:
-            BadLogitsError: Rows with NaN or +infinity, or nothing but -infinity.
+        `inputs`: as for `load`; their tokens are not read.
         """
-        self._host_results.copy_(self._results, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        usable = np.isfinite(self._host_best[:count])
-        if not all(usable.tolist()):
-            self.invalidate()
-            raise BadLogitsError((~usable).nonzero()[0].tolist())
-        return self._host_chosen[:count]
+        tables = inputs.attention.page_tables
+        same_tables = _are_same(tables, self._tables)
+        self.invalidate()
+        if same_tables and not len(self._drawn):
+            return
+        self._set_places(inputs)
+        self._send_columns(_TOKEN_BYTES * len(self._host.token_ids))
+        if not same_tables:
+            self._send_tables(tables)
+
+    def _set_places(self, inputs: ForwardInputs) -> None:
+        """Set what follows from the positions of the rows, on the host."""
+        host, positions = self._host, inputs.positions.numpy()
+        count = len(positions)
+        host.positions[:count] = positions
+        host.slots[:count] = inputs.slots.numpy()
+        host.context_lens[:count] = inputs.attention.context_lens.numpy()
+        if len(self._drawn):
+            # A draw depends on the position of the chosen token.
+            host.keys[self._drawn] = mix_keys(self._streams, positions[self._drawn] + 1).view(np.int64)
+
+    def fetch(self, count: int) -> StepTokens:
+        """The tokens that the launched step chooses for the first `count` rows, on their way to the host."""
+        staging, self._staging, self._other_staging = self._staging, self._other_staging, self._staging
+        self.queue.launch(lambda: staging.results.copy_(self._results, non_blocking=True))
+        staging.arrived.record()
+        return StepTokens(staging, count)
 
     def advanced(self, inputs: ForwardInputs, chosen: torch.Tensor) -> None:
         """Note that the step with these inputs has run, and that the buffers contain these tokens now."""
@@ -221,12 +250,48 @@ class DecodeBuffers:
                 column[count : self._rows] = value
         self._rows = count
 
+    def _send_columns(self, first: int = 0) -> None:
+        """Send the columns, from this byte on."""
+        staged = self._staging.columns
+        staged.copy_(self._host_memory)
+        self.queue.launch(lambda: self._memory[first:].copy_(staged[first:], non_blocking=True))
+
     def _send_tables(self, tables: torch.Tensor) -> None:
-        staged = self._table_staging[: tables.numel()].view(tables.shape)
-        staged.copy_(tables)
         rows, pages = tables.shape
-        self._page_tables[:rows, :pages].copy_(staged.to(self._device, non_blocking=True))
+        staged = self._staging.tables[: tables.numel()].view(tables.shape)
+        staged.copy_(tables)
+        device = self._page_tables.device
+        self.queue.launch(
+            lambda: self._page_tables[:rows, :pages].copy_(staged.to(device, non_blocking=True))
+        )
         self._tables = tables
+
+
+class StepTokens:
+    """The tokens of a step that was launched. Valid until two further steps are."""
+
+    def __init__(self, staging: _Staging, count: int) -> None:
+        self._staging = staging
+        self._count = count
+
+    def have_arrived(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._staging.arrived.query()
+
+    def read(self) -> torch.Tensor:
+        """Wait for them.
+
+        Returns:
+            [N] int64 on the host.
+
+        Raises:
+            BadLogitsError: Rows with NaN or +infinity, or nothing but -infinity.
+        """
+        self._staging.arrived.synchronize()
+        usable = np.isfinite(self._staging.best[: self._count])
+        if not all(usable.tolist()):
+            raise BadLogitsError((~usable).nonzero()[0].tolist())
+        return self._staging.chosen[: self._count]
 
 
 def _results_in(memory: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ class EagerRunner:
     """A runner that launches each operation separately."""
 
     name = "eager"
+    can_launch = False
 
     def __init__(self, model: Model, kv: KvTensors) -> None:
         self._model = model
@@ -42,6 +43,9 @@ class EagerRunner:
         if not logits.is_cuda:
             logits = logits.float()  # numpy has no bfloat16; converted once for all that follows
         return choose_tokens(logits, rows)
+
+    def launch(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> None:
+        """See `Runner.launch`: it cannot."""
 
 
 def choose_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> StepResult:

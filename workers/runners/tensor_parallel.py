@@ -132,6 +132,8 @@ class RankGroup:
 class LeadingRunner:
     """Rank 0's runner."""
 
+    can_launch = False
+
     def __init__(self, runner: Runner, group: RankGroup) -> None:
         """Lead with `runner`."""
         self.inner = runner
@@ -160,6 +162,9 @@ class LeadingRunner:
             raise
         except Exception as error:
             raise DeviceLostError(f"a step failed on rank 0, so the group has to end: {error!r}") from error
+
+    def launch(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> None:
+        """See `Runner.launch`: it cannot, as the other ranks would have to."""
 
 
 class RankedLora:

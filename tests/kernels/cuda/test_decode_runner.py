@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,14 +22,16 @@ from workers.models.capture import RowCapture
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.operations import Sampling, TokenMask
-from workers.runners.base import DeviceLostError
+from workers.runners.base import DeviceLostError, LaunchedStep
 from workers.runners.cuda_graph import Capture, CudaGraphRunner, buckets_up_to
 from workers.runners.decode_buffers import DecodeBuffers
+from workers.runners.device_queue import DeviceQueue
 from workers.runners.eager import EagerRunner
 from workers.sampling import BadLogitsError, SamplingRow
 
 PAGES = 120
 VOCAB = 97
+CUT = Sampling(temperature=2.0, top_k=2, top_p=0.9, seed=7)
 SETTINGS = {
     "model_type": "qwen3",
     "vocab_size": VOCAB,
@@ -90,15 +93,53 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
+class LateQueue(DeviceQueue):
+    """Does nothing before an event is waited for."""
+
+    def __init__(self) -> None:
+        self.launched: list[Callable[[], object]] = []
+        self.done = 0
+
+    def launch(self, run: Callable[[], object]) -> None:
+        self.launched.append(run)
+
+    def event(self) -> LateEvent:
+        return LateEvent(self)
+
+
+class LateEvent:
+    def __init__(self, queue: LateQueue) -> None:
+        self._queue, self._place = queue, 0
+
+    def record(self) -> None:
+        self._place = len(self._queue.launched)
+
+    def query(self) -> bool:
+        return self._queue.done >= self._place
+
+    def synchronize(self) -> None:
+        with torch.inference_mode():
+            while not self.query():
+                self._queue.launched[self._queue.done]()
+                self._queue.done += 1
+
+
 class Twins:
     """The same sequences in two pools: one for each runner."""
 
     def __init__(
-        self, decoder: Decoder, device: str, max_rows: int = 6, capture: Capture | None = None
+        self,
+        decoder: Decoder,
+        device: str,
+        max_rows: int = 6,
+        capture: Capture | None = None,
+        queue: DeviceQueue | None = None,
     ) -> None:
         capture = capture or (repeat_launches if device == "cpu" else None)
         kvs = make_kv(device), make_kv(device)
-        self.graph = CudaGraphRunner(decoder, kvs[0], max_rows=max_rows, max_seq_len=256, capture=capture)
+        self.graph = CudaGraphRunner(
+            decoder, kvs[0], max_rows=max_rows, max_seq_len=256, capture=capture, queue=queue
+        )
         self.eager = EagerRunner(decoder, kvs[1])
         self.packer = HandPacker(16, range(1, PAGES))
 
@@ -208,6 +249,36 @@ def test_top_k_top_p_and_min_p_are_part_of_the_graph(
         rows = [SamplingRow(specs[at], position=sequences[at].length + 1) for at in picked]
         items = [Item(sequences[at], [tokens[at]]) for at in picked]
         tokens |= zip(picked, twins.step(items, rows), strict=True)
+
+
+def test_steps_are_launched_before_the_tokens_of_the_last_one_are_read(decoder: Decoder, device: str) -> None:
+    """Rows that are greedy, drawn and cut; pages that end at different steps; and then as ever."""
+    dice = random.Random(0)
+    twins = Twins(decoder, device, queue=LateQueue() if device == "cpu" else None)
+    drawn = Sampling(temperature=1.2, seed=3)
+    for specs in ([None, None, None], [drawn, None], [CUT, None, drawn]):
+        sequences = [HandSequence() for _ in specs]
+        for sequence in sequences:
+            twins.step([Item(sequence, [dice.randrange(VOCAB)] * dice.randint(9, 16))])
+        tokens = [dice.randrange(VOCAB) for _ in specs]
+        step: LaunchedStep | None = None
+        for _ in range(7):
+            inputs = twins.packer.pack([Item(each, [0]) for each in sequences])
+            known = dataclasses.replace(inputs, token_ids=torch.tensor(tokens))
+            rows = [
+                SamplingRow(spec, position=each.length) for spec, each in zip(specs, sequences, strict=True)
+            ]
+            step = step or twins.graph.launch(known, rows)
+            assert step is not None
+            ahead = [HandSequence(each.pages, each.length) for each in sequences]
+            following = step.launch_next(twins.packer.pack([Item(each, [0]) for each in ahead]))
+            assert device != "cpu" or not step.is_done()
+            tokens = step.chosen().tolist()
+            assert tokens == twins.eager.step(known, rows).chosen.tolist()
+            step = following
+        assert step is not None and len(step.chosen()) == len(specs)
+        tokens = twins.step([Item(each, [token]) for each, token in zip(sequences, tokens, strict=True)])
+        twins.step([Item(each, [token]) for each, token in zip(sequences, tokens, strict=True)])
 
 
 def test_a_step_ahead_uses_the_tokens_on_the_device(decoder: Decoder, device: str) -> None:
