@@ -28,6 +28,8 @@ WORKER_LAYERS = (
         "coalescing",
         "waiting_decodes",
         "prelaunch",
+        "steps_in_flight",
+        "integrity_checks",
         "prefix_wait",
         "distribution",
         "extra_samples",

@@ -20,7 +20,7 @@ DIGEST_BYTES = 16
 
 def report_sequences(engine: Engine, stream: int) -> HeldSequences:
     """List the sequences for a new stream. Releases those beyond MAX_HELD_SEQUENCES."""
-    held = [(sequence.key, len(sequence)) for sequence in engine.sequences]
+    held = [(sequence.key, len(sequence)) for sequence in engine.kv_table]
     for number, _ in held[MAX_HELD_SEQUENCES:]:
         engine.release(number)
     return HeldSequences(stream, held[:MAX_HELD_SEQUENCES])
@@ -30,7 +30,7 @@ def keep_confirmed(engine: Engine, command: Adopt) -> Adopted:
     """Truncate each claimed sequence to the claimed length, and release all others."""
     claims = {claim.sequence: claim for claim in command.claims}
     kept = []
-    for sequence in list(engine.sequences):
+    for sequence in list(engine.kv_table):
         claim = claims.get(sequence.key)
         if claim is not None and len(sequence) >= claim.length:
             engine.truncate(sequence.key, claim.length)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from workers.given_experts import ONE_BYTE_EXPERTS
+from workers.models.capture import RowCapture
 from workers.operations import LogitsFormat, OutputSpec, RowOutput
 from workers.sampling import BadLogitsError, best_k
 
@@ -107,7 +108,16 @@ def score_tokens(logits: Tensor, targets: Tensor) -> TokenScores:
     return TokenScores(scores, is_argmax)
 
 
-def add_hidden(
+def add_captured(
+    outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], capture: RowCapture, num_experts: int
+) -> None:
+    """Add what was captured of the model, which has so many experts in a layer, to the outputs."""
+    _add_hidden(outputs, specs, capture.found)
+    if capture.expert_rows:
+        _add_experts(outputs, specs, capture.experts, num_experts)
+
+
+def _add_hidden(
     outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], found: Mapping[int, Tensor]
 ) -> None:
     """Set the hidden states that specs request.
@@ -130,7 +140,7 @@ def add_hidden(
             output.hidden_format = spec.hidden.number_format
 
 
-def add_experts(
+def _add_experts(
     outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], found: Sequence[Tensor], num_experts: int
 ) -> None:
     """Set the experts that specs request.

@@ -241,7 +241,7 @@ class WorkerServer:
         try:
             if message.WhichOneof("command") == "decodes":
                 decodes, others = wire.to_decodes(message.decodes, *self._sizes[:2])
-                if len(decodes):
+                if decodes.size:
                     commands.append(decodes)
                 for other in others:
                     self._take(other, commands)
@@ -275,7 +275,7 @@ class WorkerServer:
             message.events.append(events.popleft())
             size += event_bytes
         if self._executor is not None:
-            message.pages_available = self._executor.engine.pages_available
+            message.pages_available = self._executor.engine.kv_table.pages_available
         return message
 
     def _on_loaded(self, executor: ModelExecutor, scheduler: Scheduler, step_loop: StepLoop) -> None:

@@ -5,10 +5,8 @@ batches. Between two steps the loop takes all commands that have arrived, so tha
 run together. Results are emitted after each step, and before it those that are complete already. A cancelled
 or failed operation is rolled back before the next step.
 
-On a GPU a step of plain decodes is *in flight* between two rounds. While it runs, requests are taken. As soon
-as all of its decodes are requested, the next step is launched, before its results are read (ADR 43).
-
-Protobuf, sockets and the event loop are in `server.py`.
+On a GPU the loop does not wait for a step of plain decodes: see `steps_in_flight`. Protobuf, sockets and the
+event loop are in `server.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,9 +26,10 @@ from workers.adapters.table import AdapterTable
 from workers.adoption import keep_confirmed, report_sequences
 from workers.coalescing import CoalescingWindow
 from workers.decodes import NO_DECODES, OP_ID, Decodes, DecodesDone
-from workers.executors.engine import Engine, StepInFlight
+from workers.executors.engine import Engine
 from workers.executors.errors import KvMissing, NoTrees
 from workers.executors.replacement import WeightsReplacement
+from workers.integrity_checks import IntegrityChecks
 from workers.kv.page_pool import OutOfPages
 from workers.kv_copies import export_kv, import_kv
 from workers.kv_messages import ExportKv, ImportKv
@@ -60,6 +59,7 @@ from workers.operations import (
 from workers.prelaunch import HOLD_TIMEOUT_S, Prelauncher
 from workers.runners.base import DeviceLostError
 from workers.scheduler import Scheduler
+from workers.steps_in_flight import StepsInFlight
 
 _log = structlog.get_logger(__name__)
 
@@ -109,11 +109,20 @@ class StepLoop:
         # Sequences that the running step has answered, whose callers may soon send the next token.
         self._answered: list[int] = []
         self._window = CoalescingWindow()
-        self._in_flight: StepInFlight | None = None
-        self._began_ns = 0
         self._prelauncher = Prelauncher(
             engine, scheduler, max_seq_tokens, prelaunch_unrequested=prelaunch_unrequested
         )
+        self._in_flight = StepsInFlight(
+            engine,
+            scheduler,
+            self._prelauncher,
+            on_answered=self._answered_in_flight,
+            on_done=self._finish_decodes,
+            on_failed=lambda decodes, error: self._run_alone([], decodes, error),
+            on_end=self._step_done,
+        )
+        # When the running step has begun.
+        self._began_ns = 0
         self._adapters = adapters
         if adapters is not None:
             adapters.report_to(lambda read: self.submit([read]))
@@ -124,10 +133,7 @@ class StepLoop:
         self._is_stopping = False
         # Forwards that have run, and have extra samples left to draw.
         self._drawing: deque[Forward] = deque()
-        # The running integrity check, the commands it answers, and those for the next check.
-        self._integrity_check: Iterator[None] | None = None
-        self._checked_for: list[int] = []
-        self._next_checked_for: list[int] = []
+        self._integrity_checks = IntegrityChecks(engine)
 
     # Called by other threads.
 
@@ -156,9 +162,8 @@ class StepLoop:
             self.flush()
             self.step()
             self.flush()
-        if self._in_flight is not None:
-            self._finish_in_flight()
-            self.flush()
+        self._in_flight.finish()
+        self.flush()
 
     def take(self) -> None:
         """Takes all commands that have arrived. Waits for one if there is nothing to run.
@@ -177,7 +182,7 @@ class StepLoop:
                 else:
                     self._take_other(command)
             wait_ns = 0
-            if self._in_flight is None and self._scheduler.may_delay_step:
+            if self._in_flight.step is None and self._scheduler.may_delay_step:
                 wait_ns = self._window.remaining_ns(time.monotonic_ns(), len(self._scheduler))
             try:
                 taken = self._inbox.get(timeout=wait_ns / 1e9) if wait_ns else self._inbox.get_nowait()
@@ -191,27 +196,24 @@ class StepLoop:
     @property
     def _has_work(self) -> bool:
         """Whether there is anything to run but the step in flight."""
-        is_checking = self._integrity_check is not None or self._next_checked_for
         has_adapters = self._adapters is not None and self._adapters.has_work
-        return bool(self._scheduler.has_others or self._drawing or is_checking or has_adapters)
+        return bool(
+            self._scheduler.has_others or self._drawing or self._integrity_checks.has_work or has_adapters
+        )
 
     def _wait(self) -> _Arrived | None:
         """Waits for commands. Returns them and when they arrived, or None: it stops, or has to go on."""
-        if self._in_flight is not None:
-            return self._wait_for_requests(self._in_flight)
+        if self._in_flight.step is not None:
+            while self._in_flight.waits_for_requests:
+                with suppress(queue.Empty):
+                    return self._inbox.get(timeout=_POLL_S)
+            return None
         if self._prelauncher.ready:
             try:
                 return self._inbox.get(timeout=HOLD_TIMEOUT_S)
             except queue.Empty:
                 self._prelauncher.drop_all()
         return self._inbox.get()
-
-    def _wait_for_requests(self, step: StepInFlight) -> _Arrived | None:
-        """Waits for commands until the step in flight is done, or nothing of it waits to be requested."""
-        while any(step.decodes.prelaunched.tolist()) and not step.launched.is_done():
-            with suppress(queue.Empty):
-                return self._inbox.get(timeout=_POLL_S)
-        return None
 
     def _drop_forwards(self) -> None:
         """Drops all earlier forwards, which get no answer."""
@@ -227,10 +229,8 @@ class StepLoop:
     def _take_decodes(self, decodes: Decodes, arrived_ns: int) -> None:
         sequences = decodes.sequences
         self._window.requests_arrived(sequences, arrived_ns)
-        if self._in_flight is not None and not set(self._in_flight.decodes.sequences).isdisjoint(sequences):
-            if self._prelauncher.consume_running(self._in_flight.decodes, decodes):
-                return
-            self._finish_in_flight()
+        if self._in_flight.step is not None and self._in_flight.consume(decodes):
+            return
         if self._prelauncher.expected and len(set(sequences)) == len(sequences):
             done, found = self._prelauncher.consume(decodes)
             if done is not None:
@@ -242,8 +242,7 @@ class StepLoop:
 
     def _queue(self, forward: Forward) -> None:
         prelauncher = self._prelauncher
-        if self._in_flight is not None and forward.sequence in self._in_flight.decodes.sequences:
-            self._finish_in_flight()
+        self._in_flight.finish_for([forward.sequence])
         try:
             if forward.adapter:
                 self._adapter_table.count(forward)
@@ -256,15 +255,15 @@ class StepLoop:
 
     def _take_other(self, command: Command | _Internal) -> None:
         """Takes what is no forward. An error ends the worker, if it may have left something half done."""
-        if self._in_flight is not None:
-            self._finish_in_flight()
+        self._in_flight.finish()
         match command:
             case Reset():
                 self._reset(command)
             case AdapterRead():
                 self._adapter_table.read(command)
             case ReplacementRead():
-                self._take_weights(command)
+                assert self._replacement is not None
+                self._results += self._replacement.was_read(command)
             case ReplaceWeights(step=ReplaceStep.APPLY):
                 self._apply_weights()
             case _:
@@ -280,8 +279,10 @@ class StepLoop:
                 self._results.append(Done(command.op_id))
             case Abort():
                 self._abort(command)
+            case CheckIntegrity(check_pages=True):
+                self._integrity_checks.request(command.op_id)
             case CheckIntegrity():
-                self._request_check(command)
+                self._results.append(IntegrityReport(command.op_id, intact=None))
             case Adopt():
                 self._prelauncher.drop_all()
                 self._results.append(keep_confirmed(self._engine, command))
@@ -296,8 +297,7 @@ class StepLoop:
 
     def _reset(self, command: Reset) -> None:
         self._drop_forwards()
-        # An iterator that is dropped unregisters itself from the table.
-        self._integrity_check, self._checked_for, self._next_checked_for = None, [], []
+        self._integrity_checks.clear()
         if self._adapters is not None:
             self._adapters.clear()
         if self._replacement is not None:
@@ -312,12 +312,6 @@ class StepLoop:
             self._replacement.read(command.op_id, command.directory)
         else:
             self._replacement.discard()
-
-    def _take_weights(self, read: ReplacementRead) -> None:
-        assert self._replacement is not None
-        answer = self._replacement.was_read(read)
-        if answer is not None:
-            self._results.append(answer)
 
     def _apply_weights(self) -> None:
         """Puts other weights into place. After an error they may be mixed."""
@@ -378,43 +372,16 @@ class StepLoop:
             self._drawing.remove(forward)
             self._engine.roll_back(forward)
 
-    def _request_check(self, command: CheckIntegrity) -> None:
-        if command.check_pages:
-            self._next_checked_for.append(command.op_id)
-        else:
-            self._results.append(IntegrityReport(command.op_id, intact=None))
-
-    def _continue_check(self) -> None:
-        """Checks one more slice of the pool, and answers after the last one.
-
-        Checking a whole pool takes long, so it is done in slices between steps. Commands that arrive
-        meanwhile share the next check.
-        """
-        if self._integrity_check is None:
-            self._checked_for, self._next_checked_for = self._next_checked_for, []
-            self._integrity_check = self._engine.check_integrity_in_slices()
-        intact = True
-        try:
-            next(self._integrity_check)
-            return
-        except StopIteration:
-            pass
-        except Exception:
-            _log.exception("the integrity check of the KV pool failed")
-            intact = False
-        self._integrity_check = None
-        self._results += [IntegrityReport(op_id, intact) for op_id in self._checked_for]
-
     def step(self) -> None:
         """Runs one forward over the chunks that the scheduler picks, and a slice of an integrity check.
 
         Or goes on with the step in flight.
         """
-        if self._in_flight is not None:
-            self._continue(self._in_flight)
+        if self._in_flight.step is not None:
+            self._in_flight.go_on(has_others=self._has_work)
             return
-        if self._integrity_check is not None or self._next_checked_for:
-            self._continue_check()
+        if self._integrity_checks.has_work:
+            self._results += self._integrity_checks.advance()
         if self._adapters is not None and (len(self._adapters) or self._adapters.has_work):
             self._advance_adapters(self._adapters)
         self._prelauncher.next_step()
@@ -428,62 +395,21 @@ class StepLoop:
         if self._drawing:
             self._draw_samples()
         now_ns = time.monotonic_ns()
-        if (chunks or decodes.size) and self._in_flight is None:
-            self._step_done(chunks, now_ns)
+        if (chunks or decodes.size) and self._in_flight.step is None:
+            self._step_done(chunks)
         if self._prelauncher.ready:
             self._prelauncher.drop_expired(now_ns)
 
-    def _step_done(self, chunks: Sequence[Chunk], now_ns: int) -> None:
+    def _step_done(self, chunks: Sequence[Chunk] = ()) -> None:
+        now_ns = time.monotonic_ns()
         took_ns, self._began_ns = now_ns - self._began_ns, now_ns
         self._scheduler.record_step(chunks, took_ns)
         self._window.step_done(self._answered, now_ns, took_ns)
         self._answered = []
 
-    def _continue(self, step: StepInFlight) -> None:
-        """Answers the step in flight, and before that launches the next one if nothing else is to be run.
-
-        Does nothing while it runs and requests for it may come, since these can be answered with it.
-        """
-        following = None
-        if not self._has_work:
-            if not any(step.decodes.prelaunched.tolist()):
-                following = self._launch_next(step)
-            elif not step.launched.is_done():
-                return
-        self._finish_in_flight(following)
-
-    def _launch_next(self, step: StepInFlight) -> StepInFlight | None:
-        decodes = self._prelauncher.following(step.decodes)
-        try:
-            return None if decodes is None else self._engine.launch_next(step, decodes)
-        except DeviceLostError:
-            raise
-        except Exception:
-            _log.exception("a step could not be launched before the last one was done")
-            return None
-
-    def _finish_in_flight(self, following: StepInFlight | None = None) -> None:
-        """Waits for the step in flight, and answers it. `following`: the step that was launched after it."""
-        step, self._in_flight = self._in_flight, None
-        assert step is not None
-        try:
-            done = self._engine.finish(step, following)
-        except DeviceLostError:
-            raise
-        except Exception as error:
-            self._run_alone([], step.decodes, error)
-            self._step_done((), time.monotonic_ns())
-            return
-        self._in_flight = following
-        if following is None:
-            self._finish_decodes(step.decodes, done)
-        else:
-            self._engine.count_decodes(done)
-            self._results.append(done)
-            self._prelauncher.launched(following.decodes)
-        self._step_done((), time.monotonic_ns())
-        if following is not None:
-            self._scheduler.run_next(following.decodes)
+    def _answered_in_flight(self, done: DecodesDone) -> None:
+        self._engine.count_decodes(done)
+        self._results.append(done)
 
     def _begin(self, forward: Forward) -> bool:
         """Prepares a forward for its first step, and answers it if that fails. See `scheduler.Begin`."""
@@ -521,10 +447,8 @@ class StepLoop:
     def _run(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> None:
         """Runs or launches all together. If that fails, runs each alone: only the failing ones fail then."""
         try:
-            if not chunks:
-                self._in_flight = self._engine.launch(decodes)
-                if self._in_flight is not None:
-                    return
+            if not chunks and self._engine.runner.can_launch and self._in_flight.launch(decodes):
+                return
             done = self._engine.execute(chunks, decodes)
         except DeviceLostError:
             # The device is unusable: the process ends, and the gateway starts another one.

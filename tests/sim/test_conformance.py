@@ -88,14 +88,14 @@ class RealWorker:
             self._loop.take()
             self._loop.step()
             self._loop.flush()
-        self.engine.check_integrity()
+        self.engine.kv_table.check_integrity()
         results, self.results[:] = list(self.results), []
         assert all(isinstance(result, Forward | Done | Failed) for result in results)
         return [worker_wire.to_event(result) for result in results]  # type: ignore[arg-type]
 
     def held(self) -> dict[int, list[int]]:
         """The tokens of every sequence."""
-        return {sequence.key: list(sequence.token_ids) for sequence in self.engine._kv_table}
+        return {sequence.key: list(sequence.token_ids) for sequence in self.engine.kv_table}
 
     def _note_begin(self, forward: Forward) -> None:
         self.begun.append(forward.op_id)
@@ -153,7 +153,7 @@ class Pair:
             self.round([])
         numbers = tuple(self.model.sequences)
         self.round([effects.ReleaseSequences(self._number(), numbers)])
-        usage = self.real.engine.usage()
+        usage = self.real.engine.kv_table.usage()
         assert usage.sequences == usage.pages_referenced == 0 and not self.model.sequences
 
     # One round of both.

@@ -145,7 +145,7 @@ class Worker(stepping.Worker):
         elif self.loop.operations_in_flight and not self.threads:
             self.breaches.append("the loop sleeps, and nothing will wake what waits")
         assert not self.breaches, self.breaches[0]
-        self.engine.check_integrity()
+        self.engine.kv_table.check_integrity()
         results = [one for result in self._results for one in self._received(result)]
         self._results.clear()
         return results

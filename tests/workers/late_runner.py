@@ -33,6 +33,7 @@ class LateStep:
         if self._result is None:
             if self._before is not None:
                 self._inputs = dataclasses.replace(self._inputs, token_ids=self._before.computed().chosen)
+            self._runner.computed += 1
             self._result = self._runner.inner.step(self._inputs, self._rows)
             if len(self._rows) > 1 and self._runner.fails():
                 row = len(self._rows) - 1
@@ -68,6 +69,8 @@ class LateRunner:
         self.fails: Callable[[], bool] = lambda: False
         # How many steps were launched before the one before them was read.
         self.launched_ahead = 0
+        # How many launched steps were computed.
+        self.computed = 0
 
     def step(
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None

@@ -70,7 +70,7 @@ class Worker:
             self.loop.flush()
             self.loop.step()
             self.loop.flush()
-        self.engine.check_integrity()
+        self.engine.kv_table.check_integrity()
         results, self._results[:] = list(self._results), []
         return [one for result in results for one in self._received(result)]
 
@@ -118,7 +118,7 @@ class Worker:
         return found
 
     def lengths(self) -> dict[int, int]:
-        return {sequence.key: len(sequence) for sequence in self.engine.sequences}
+        return {sequence.key: len(sequence) for sequence in self.engine.kv_table}
 
     def tokens(self) -> dict[int, list[int]]:
-        return {sequence.key: list(sequence.token_ids) for sequence in self.engine.sequences}
+        return {sequence.key: list(sequence.token_ids) for sequence in self.engine.kv_table}

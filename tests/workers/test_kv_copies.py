@@ -71,7 +71,7 @@ def imported(worker: Worker, pages: KvPages, tokens: Sequence[int] = PROMPT, sal
 
 def kv_of(engine: Engine, sequence: int) -> list[torch.Tensor]:
     """The keys and values of the tokens of a sequence, in plain order."""
-    known = next(each for each in engine.sequences if each.key == sequence)
+    known = next(each for each in engine.kv_table if each.key == sequence)
     pages = torch.tensor(list(known.pages))
     found = []
     for index in range(engine.kv.num_layers):
@@ -145,10 +145,10 @@ def test_the_message_loses_nothing() -> None:
 def test_other_pages_are_refused_and_leave_nothing(changed: dict[str, Any]) -> None:
     pages = dataclasses.replace(exported(filled(weightless, salt=b"salt"), salt=b"salt"), **changed)
     target = Worker(weightless())
-    before = target.engine.usage()
+    before = target.engine.kv_table.usage()
     answer = target.answers(ImportKv(10, 7, PROMPT, b"salt", pages))[10]
     assert isinstance(answer, Failed) and answer.reason is FailureReason.FAULT
-    assert target.engine.usage() == before and not target.lengths()
+    assert target.engine.kv_table.usage() == before and not target.lengths()
 
 
 def test_other_tokens_are_refused() -> None:
@@ -188,14 +188,14 @@ def test_without_room_nothing_changes() -> None:
     assert isinstance(answer, Failed) and answer.reason is FailureReason.KV_EXHAUSTED
     assert target.lengths() == {7: 2 * PAGE}
     target.answers(Release(11, (7,)))
-    assert target.engine.pages_available == 3
+    assert target.engine.kv_table.pages_available == 3
 
 
 def test_pages_that_are_there_are_shared() -> None:
     target = filled(weightless)
-    before = target.engine.pages_available
+    before = target.engine.kv_table.pages_available
     assert imported(target, exported(filled(weightless))) == Done(10)
-    assert before - target.engine.pages_available == 1, "only the last page, which is not full"
+    assert before - target.engine.kv_table.pages_available == 1, "only the last page, which is not full"
 
 
 def test_what_is_exported_stays() -> None:

@@ -147,7 +147,7 @@ def compare(seed: int, *, ahead: bool = False, limits: tuple[int, int, int] = (6
     for worker in workers:
         worker.loop._prelauncher.drop_all()
     assert workers[0].tokens() == workers[1].tokens()
-    pages = [worker.engine.usage().pages_referenced for worker in workers]
+    pages = [worker.engine.kv_table.usage().pages_referenced for worker in workers]
     assert pages[0] == pages[1]
     return forwards - queued
 

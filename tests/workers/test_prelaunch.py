@@ -124,7 +124,7 @@ def test_requests_get_the_pages_of_ready_prelaunched_forwards() -> None:
     # 16 tokens fill a page: the prelaunched forward needs another one.
     worker.answers(prefill(1, 1, count=16))
     worker.round()
-    assert worker.engine.pages_available == 2
+    assert worker.engine.kv_table.pages_available == 2
     assert isinstance(worker.answers(prefill(2, 100, count=48, told=False))[2], Forward)
     assert worker.lengths() == {1: 16, 100: 48}
 
@@ -315,19 +315,48 @@ def test_a_step_is_launched_before_the_last_one_is_read() -> None:
         assert late.launched_ahead == turn
         (done,) = worker.round(decode(2 + turn, 7, 5 + turn, token))
         token = chosen(done)
-        assert worker.lengths() == {7: 6 + turn} and late.last is not None
+        assert worker.lengths() == {7: 6 + turn} and late.computed == 1 + turn, "nothing twice"
     # It computes the next token; another one is asked for.
     (failed,) = worker.round(Truncate(8, 7, 4))
     assert worker.lengths() == {7: 4} and failed == Done(8)
 
 
-def test_no_step_is_launched_ahead_without_pages() -> None:
-    worker = Worker(pages=1)
-    token = chosen(worker.answers(prefill(1, 7, count=15))[1])
+def test_a_step_in_flight_answers_one_of_two_equal_requests() -> None:
+    worker = Worker()
+    token = chosen(worker.answers(prefill(1, 7))[1])
+    worker.compute_late()
+    worker.round()
+    first, second = decode(2, 7, 5, token), decode(3, 7, 5, token)
+    worker.loop.submit([Decodes.of([first])])
+    worker.loop.take()
+    worker._asked[2] = first
+    found = worker.answers(second)
+    assert found.keys() == {2, 3} and chosen(found[2]) == chosen(found[3])
+    assert worker.lengths() == {7: 6}
+
+
+def test_no_step_is_launched_ahead_that_not_all_have_pages_for() -> None:
+    """Of three pages one is left, and the second sequence needs none."""
+    worker = Worker(pages=3)
+    answered = worker.answers(prefill(1, 7, count=15), prefill(2, 50, count=20))
     late = worker.compute_late()
-    failed = worker.answers(decode(2, 7, 15, token))[2], worker.answers(decode(3, 7, 16, 1))[3]
-    assert isinstance(failed[0], Forward) and isinstance(failed[1], Failed)
-    assert failed[1].reason is FailureReason.KV_EXHAUSTED and late.launched_ahead == 0
+    tokens = [chosen(answered[1]), chosen(answered[2])]
+    both = decode(3, 7, 15, tokens[0]), decode(4, 50, 20, tokens[1])
+    worker.round()
+    answered = worker.answers(*both)
+    assert late.launched_ahead == 0 and late.computed > 0
+    failed = worker.answers(decode(5, 7, 16, chosen(answered[3])))[5]
+    assert isinstance(failed, Failed) and failed.reason is FailureReason.KV_EXHAUSTED
+
+
+def test_no_step_is_launched_ahead_beyond_the_longest_sequence() -> None:
+    worker = Worker(max_seq_tokens=7)
+    token = chosen(worker.answers(prefill(1, 7))[1])
+    late = worker.compute_late()
+    for turn in range(2):
+        worker.round()
+        token = chosen(worker.answers(decode(2 + turn, 7, 5 + turn, token))[2 + turn])
+    assert late.launched_ahead == 1 and not worker.loop.operations_in_flight
 
 
 def test_a_loop_that_stops_answers_what_is_in_flight() -> None:

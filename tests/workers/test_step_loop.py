@@ -292,9 +292,9 @@ def test_an_integrity_check_does_not_delay_steps(monkeypatch: pytest.MonkeyPatch
 def test_an_integrity_check_in_slices_finds_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integrity, "PAGES_PER_SLICE", 2)
     worker, results = Worker(PagedAttentionExecutor.create(kv_pages=16).engine), list[Result]()
-    monkeypatch.setattr(worker.engine, "check_integrity", lambda: None)
+    monkeypatch.setattr(worker.engine.kv_table, "check_integrity", lambda: None)
     results += worker.round(forward(1), CheckIntegrity(2, check_pages=True))
-    worker.engine._kv_table._pool._refcounts[9] += 1
+    worker.engine.kv_table._pool._refcounts[9] += 1
     while len(results) < 3:
         results += worker.round(*([CheckIntegrity(3, check_pages=True)] if len(results) == 2 else []))
         worker.loop.step()

@@ -125,13 +125,13 @@ async def test_what_the_next_gateway_knows_is_kept_and_the_rest_dropped(bench: B
     adopt(second, (1, texts[1][:30]), (2, other), (3, [*texts[3], 1]), (99, [1]))
     answer = await second.next("adopted")
     assert answer.op_id == 7 and list(answer.adopted.kept) == [1]
-    assert {s.key: list(s.token_ids) for s in bench.executor.engine.sequences} == {1: texts[1][:30]}
+    assert {s.key: list(s.token_ids) for s in bench.executor.engine.kv_table} == {1: texts[1][:30]}
     forward = worker_pb2.ForwardCommand(
         sequence=1, position=30, token_ids=[9], options=LAST_ROW, kind="OPERATION_KIND_DECODE"
     )
     second.ask(op_id=8, forward=forward)
     assert (await second.next("forward")).op_id == 8
-    bench.executor.engine.check_integrity()
+    bench.executor.engine.kv_table.check_integrity()
 
 
 async def test_nothing_of_one_stream_is_said_on_the_next(
@@ -188,7 +188,7 @@ async def test_nothing_of_one_stream_is_said_on_the_next(
         (6, "snapshot"),
         (11, "forward"),
     ]
-    assert {s.key: len(s) for s in bench.executor.engine.sequences} == {1: 3, 20: 1, 30: 1, 40: 1}
+    assert {s.key: len(s) for s in bench.executor.engine.kv_table} == {1: 3, 20: 1, 30: 1, 40: 1}
 
 
 async def test_a_worker_beyond_the_bound_gives_up_the_rest(
@@ -201,7 +201,7 @@ async def test_a_worker_beyond_the_bound_gives_up_the_rest(
     monkeypatch.setattr(adoption, "MAX_HELD_SEQUENCES", 3)
     second = bench.connect()
     assert await holdings(second) == {1: 3, 2: 3, 3: 3}
-    assert len(list(bench.executor.engine.sequences)) == 3
+    assert len(list(bench.executor.engine.kv_table)) == 3
 
 
 async def test_it_lives_for_the_grace_without_a_stream_and_no_longer(bench: Bench) -> None:

@@ -48,7 +48,7 @@ def row_of(executor: ModelExecutor, sequence: int, token: int) -> torch.Tensor:
 
 def assert_holds(executor: ModelExecutor, model: Path, sequence: int, tokens: list[int]) -> None:
     """A sequence has these tokens, and what follows it is what follows them where they are computed anew."""
-    known = next(one for one in executor.engine.sequences if one.key == sequence)
+    known = next(one for one in executor.engine.kv_table if one.key == sequence)
     assert list(known.token_ids) == tokens
     other = LlmExecutor.load(model, kv_pages=64, self_check=False)
     other.prefill(1, tokens)

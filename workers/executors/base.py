@@ -210,7 +210,7 @@ class ModelExecutor:
 
     def cache_metrics_snapshot(self) -> PoolUsage:
         """How the pages are used."""
-        return self.engine.usage()
+        return self.engine.kv_table.usage()
 
     def lora_metrics_snapshot(self) -> Sequence[LoraAdapterMetrics]:
         """The use of adapters."""
@@ -218,7 +218,7 @@ class ModelExecutor:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if pool and sequences disagree."""
-        self.engine.check_integrity()
+        self.engine.kv_table.check_integrity()
 
     # Internals.
 

@@ -6,7 +6,7 @@
     roll_back(forward)   restore the sequence to its state before the forward
 
 On a GPU a step of plain decodes can be launched and finished separately, with the next one launched in
-between (`launch`, `launch_next`, `finish`).
+between (`launch`, `finish`).
 
 The caller chooses the sequence numbers. Not thread-safe: one thread owns an engine, but any thread may call
 `usage` and `status`. `base` has the API for callers in the same process.
@@ -14,11 +14,10 @@ The caller chooses the sequence numbers. Not thread-safe: one thread owns an eng
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -45,12 +44,12 @@ from workers.executors.errors import ExecutorError, KvMissing, NoTrees
 from workers.executors.info import ExecutorStatus, StepCounts
 from workers.extra_samples import draw_extra_samples
 from workers.kv.sequence import KvSequence
-from workers.kv.table import KvTable, PoolUsage
+from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.operations import Accept, Chunk, Forward, Kind, OutputSpec, RowOutput
 from workers.prefix_wait import PrefixWaits
-from workers.row_outputs import TokenScores, add_experts, add_hidden, build_outputs, score_tokens
+from workers.row_outputs import TokenScores, add_captured, build_outputs, score_tokens
 from workers.runners.base import LaunchedStep, Runner, StepResult, raise_if_lost
 from workers.sampling import BadLogitsError, SamplingRow
 from workers.token_trees import kept_path
@@ -83,7 +82,7 @@ class Engine:
         self.batch_invariant = batch_invariant
         self.runner = runner
         self._num_experts = num_experts
-        self._kv_table = kv_table
+        self.kv_table = kv_table
         # Which forwards wait for pages that others are computing.
         self.prefix_waits = PrefixWaits(kv_table)
         self._counts = StepCounts()
@@ -102,7 +101,7 @@ class Engine:
         """
         if forward.parents and not self.takes_trees:
             raise NoTrees("the model supports no token trees")
-        table, position = self._kv_table, forward.position
+        table, position = self.kv_table, forward.position
         sequence = table.get(forward.sequence)
         if sequence is None and position == 0:
             sequence = table.create(forward.sequence, forward.salt)
@@ -137,7 +136,7 @@ class Engine:
         Returns which of those that are `allowed` have begun. It has no effect on the others.
         """
         decodes.started_ns = time.monotonic_ns()
-        decodes.rows, begun = self._kv_table.reserve_next(
+        decodes.rows, begun = self.kv_table.reserve_next(
             decodes.sequences, decodes.columns[POSITION], allowed
         )
         return begun
@@ -154,7 +153,7 @@ class Engine:
         try:
             self.kv.copy_pages(copies)
         except Exception as error:
-            self._kv_table.take_back(sequence, copies)
+            self.kv_table.take_back(sequence, copies)
             raise_if_lost(error)
             raise
 
@@ -169,55 +168,54 @@ class Engine:
         self._step_begins(tokens)
         try:
             done = self._execute(chunks, decodes)
-            self._note_time()
-            return done
-        finally:
-            self._step_began_ns = 0
+        except Exception:
+            self._step_ends(0)
+            raise
+        self._step_ends(decodes.size + len(chunks))
+        return done
 
     def _step_begins(self, tokens: int) -> None:
         self._step_number += 1
         self._step_tokens = tokens
         self._step_began_ns = time.monotonic_ns()
 
-    def _note_time(self) -> None:
-        ns_per_token = (time.monotonic_ns() - self._step_began_ns) / self._step_tokens
-        self._ns_per_token = min(self._ns_per_token or ns_per_token, ns_per_token)
+    def _step_ends(self, items: int) -> None:
+        """Counts a step of so many items. 0: it has failed."""
+        if items:
+            ns_per_token = (time.monotonic_ns() - self._step_began_ns) / self._step_tokens
+            self._ns_per_token = min(self._ns_per_token or ns_per_token, ns_per_token)
+            self._counts.steps += 1
+            self._counts.batch_items += items
+            self._counts.step_tokens += self._step_tokens
+        self._step_began_ns = 0
 
-    def launch(self, decodes: Decodes) -> StepInFlight | None:
-        """Launches a step of plain decodes that have begun, without waiting for it. Then it must be finished.
+    def launch(self, decodes: Decodes, after: StepInFlight | None = None) -> StepInFlight | None:
+        """Launches a step of plain decodes, without waiting for it. It must be finished then.
 
-        None, without an effect: `execute` has to run it, as on a CPU, or where more is wanted than tokens.
+        after: The step in flight. The new one is of the same sequences, one token further, which may be
+            unknown yet. None: the decodes have begun.
+
+        None, without an effect: not all of them have pages, or more than tokens is wanted.
         """
-        if not self.runner.can_launch or not all(map(_may_be_launched, decodes.kinds)):
+        if after is not None:
+            places = decodes.sequences, decodes.columns[POSITION]
+            decodes.rows, begun = self.kv_table.reserve_next(*places, ahead=1)
+            if not all(begun.tolist()):
+                return None
+        elif not all(map(_may_be_launched, decodes.kinds)):
             return None
-        launched = self._launched(decodes, None)
+        inputs = pack((), self.kv.page_size, decodes, self.kv_table.page_tables(decodes.rows))
+        try:
+            if after is not None:
+                return StepInFlight(decodes, after.launched.launch_next(inputs))
+            launched = self.runner.launch(inputs, sampling_rows((), decodes))
+        except Exception as error:
+            raise_if_lost(error)
+            raise
         if launched is None:
             return None
         self._step_begins(decodes.size)
         return StepInFlight(decodes, launched)
-
-    def launch_next(self, step: StepInFlight, decodes: Decodes) -> StepInFlight | None:
-        """Launches the step after one that is not finished: of the same sequences, one token further.
-
-        Their tokens may be unknown yet. None, without an effect: there are no pages for all of them.
-        """
-        decodes.rows, begun = self._kv_table.reserve_next(
-            decodes.sequences, decodes.columns[POSITION], ahead=1
-        )
-        if not all(begun.tolist()):
-            return None
-        launched = self._launched(decodes, step.launched)
-        return None if launched is None else StepInFlight(decodes, launched)
-
-    def _launched(self, decodes: Decodes, before: LaunchedStep | None) -> LaunchedStep | None:
-        inputs = pack((), self.kv.page_size, decodes, self._kv_table.page_tables(decodes.rows))
-        try:
-            if before is not None:
-                return before.launch_next(inputs)
-            return self.runner.launch(inputs, sampling_rows((), decodes))
-        except Exception as error:
-            raise_if_lost(error)
-            raise
 
     def finish(self, step: StepInFlight, following: StepInFlight | None = None) -> DecodesDone:
         """Waits for a launched step, and commits its tokens. `following`: the one launched after it.
@@ -225,32 +223,26 @@ class Engine:
         Raises BadLogitsError if rows have no token. Then nothing has been appended, and `following` is
         over: its tokens are not kept.
         """
+        items = step.decodes.size
         try:
             chosen = step.launched.chosen().numpy()
-            self._note_time()
         except Exception as error:
+            self._step_ends(0)
             raise_if_lost(error)
             if following is not None:
                 with suppress(BadLogitsError):
                     following.launched.chosen()
             raise
-        finally:
-            self._step_began_ns = 0
-        done = self._append_decodes(step.decodes, chosen, None, step.decodes.size)
-        self._count_step(step.decodes.size)
+        self._step_ends(items)
+        done = self._append_decodes(step.decodes, chosen, None, items)
         if following is not None:
             following.decodes.columns[TOKEN] = done.columns[CHOSEN]
             following.decodes.started_ns = time.monotonic_ns()
-            self._step_begins(following.decodes.size)
+            self._step_begins(items)
         return done
 
-    def _count_step(self, items: int) -> None:
-        self._counts.steps += 1
-        self._counts.batch_items += items
-        self._counts.step_tokens += self._step_tokens
-
     def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:
-        items, tables = decodes.size + len(chunks), self._kv_table.page_tables(decodes.rows)
+        items, tables = decodes.size + len(chunks), self.kv_table.page_tables(decodes.rows)
         inputs = pack(chunks, self.kv.page_size, decodes, tables)
         try:
             rows = sampling_rows(chunks, decodes)
@@ -267,7 +259,7 @@ class Engine:
                 chosen = apply_drafts(result.logits, chosen, rows)
                 outputs = build_outputs(result.logits, chosen, specs)
                 if capture is not None:
-                    _add_captured(outputs, specs, capture, self._num_experts)
+                    add_captured(outputs, specs, capture, self._num_experts)
                 tokens = [output.token_id for output in outputs]
                 for row, logprob in sampled_logprobs(result.logits, tokens, rows, specs).items():
                     outputs[row].sampled_logprob = logprob
@@ -289,7 +281,6 @@ class Engine:
                 forward.add_scores(indexes, found.logprobs, found.is_argmax)
             forward.draws = draws.get(forward)
             first = last
-        self._count_step(decodes.size + len(chunks))
         return done
 
     def _append_decodes(
@@ -298,7 +289,7 @@ class Engine:
         """Commits the tokens of plain decodes, whose rows are the first ones of the step."""
         columns, done = decodes.columns, np.empty((DONE_WIDTH, decodes.size), np.int64)
         if decodes.size:
-            self._kv_table.append_next(decodes.rows, columns[POSITION], columns[TOKEN])
+            self.kv_table.append_next(decodes.rows, columns[POSITION], columns[TOKEN])
             done[OP_ID] = columns[OP_ID]
             done[CHOSEN] = chosen
             # Nobody waits for those that have not arrived yet: theirs is 0.
@@ -314,10 +305,10 @@ class Engine:
         """Commits the tokens of a chunk, and adds its outputs."""
         forward = chunk.forward
         if not forward.parents:
-            self._kv_table.append(forward.kv, chunk.token_ids)
+            self.kv_table.append(forward.kv, chunk.token_ids)
         elif chunk.is_last:
             forward.kept_path = paths[forward]
-            self._kv_table.append(forward.kv, [forward.token_ids[i] for i in forward.kept_path])
+            self.kv_table.append(forward.kv, [forward.token_ids[i] for i in forward.kept_path])
         forward.computed += chunk.count
         forward.steps += 1
         forward.batch_items = items
@@ -340,7 +331,7 @@ class Engine:
                 if forward.accept is not Accept.ALL:
                     path = kept_path(forward.token_ids, forward.parents, chosen)
                 paths[forward] = path
-                slot, start = self._kv_table.slot, forward.position
+                slot, start = self.kv_table.slot, forward.position
                 moves += [
                     (slot(forward.kv, start + index), slot(forward.kv, start + target))
                     for target, index in enumerate(path)
@@ -368,7 +359,8 @@ class Engine:
 
     def count_decodes(self, done: DecodesDone) -> None:
         """Counts plain decodes that were requested and are complete."""
-        self._counts.add_operation(Kind.DECODE, sum(done.columns[COMPUTE_NS].tolist()), len(done))
+        times_ns = done.columns[COMPUTE_NS].tolist()
+        self._counts.add_operation(Kind.DECODE, sum(times_ns), len(times_ns))
 
     def count(self, forward: Forward) -> None:
         """Counts a forward that was requested and is complete."""
@@ -384,9 +376,9 @@ class Engine:
         else:
             kept = len(forward.token_ids) if forward.accept is Accept.ALL else 1 + _accepted_drafts(forward)
         if kept < len(forward.token_ids):
-            self._kv_table.truncate(forward.kv, forward.position + kept)
+            self.kv_table.truncate(forward.kv, forward.position + kept)
         if forward.ephemeral:
-            self._kv_table.release(forward.sequence)
+            self.kv_table.release(forward.sequence)
         forward.kept = kept
         forward.compute_ns = time.monotonic_ns() - forward.started_ns
         if forward.arrived_ns:
@@ -400,113 +392,56 @@ class Engine:
 
     def undo(self, sequence: int, length: int) -> None:
         """Cuts a sequence to what it was, if it is there and longer."""
-        known = self._kv_table.get(sequence)
+        known = self.kv_table.get(sequence)
         if known is not None and len(known) >= length:
-            self._kv_table.truncate(known, length)
+            self.kv_table.truncate(known, length)
 
     def _restore(self, forward: Forward) -> None:
         if forward.ephemeral or forward.position == 0:
             # Before position 0 the sequence was unknown or empty, which is the same.
-            self._kv_table.release(forward.sequence)
+            self.kv_table.release(forward.sequence)
         else:
             self.undo(forward.sequence, forward.position)
 
-    @property
-    def sequences(self) -> Iterable[KvSequence]:
-        """All sequences. Valid until the engine's next operation."""
-        return self._kv_table
-
-    def tokens_of(self, sequence: int) -> NDArray[np.uint32]:
-        """A copy of the tokens of a sequence. Empty if it is not known."""
-        known = self._kv_table.get(sequence)
-        return np.array([], np.uint32) if known is None else known.token_ids.as_array()
-
     def length(self, sequence: int) -> int | None:
         """The length of a sequence in tokens. None if it is not known."""
-        known = self._kv_table.get(sequence)
+        known = self.kv_table.get(sequence)
         return None if known is None else len(known)
 
     def fork(self, sequence: int, children: Sequence[int]) -> None:
         """Makes sequences that share the pages of another. Raises KvMissing or ExecutorError."""
         parent = self._known(sequence)
-        if len(set(children)) < len(children) or any(map(self._kv_table.get, children)):
+        if len(set(children)) < len(children) or any(map(self.kv_table.get, children)):
             raise ExecutorError(f"children {list(children)} of {sequence}")
-        self._kv_table.fork(parent, children)
-
-    def read_kv(self, sequence: int, first: int, end: int) -> tuple[KvSequence, bytes, bytes]:
-        """The KV of tokens of a sequence as whole pages; returns the sequence, its salt, and their bytes.
-
-        `first` is a multiple of the page size. Raises KvMissing or ExecutorError.
-        """
-        known, size = self._known(sequence), self.kv.page_size
-        if len(known) < end:
-            raise KvMissing(f"{len(known)} tokens of {end}")
-        if first % size or first >= end:
-            raise ExecutorError(f"tokens from {first} to {end} are not whole pages of {size}")
-        data = self.kv.read_pages(known.pages[first // size : -(-end // size)])
-        return known, self._kv_table.salt_of(known), data
-
-    def append_kv(self, sequence: int, salt: bytes, token_ids: Sequence[int], data: bytes) -> None:
-        """Appends tokens whose KV is given as whole pages. Creates an unknown sequence.
-
-        Pages that are there already are shared. Raises OutOfPages, or ValueError for data of another size or
-        a sequence that ends within a page; then nothing has changed.
-        """
-        table, size = self._kv_table, self.kv.page_size
-        known = table.get(sequence)
-        if known is None:
-            known = table.create(sequence, salt)
-        before = len(known)
-        if before % size:
-            raise ValueError(f"sequence {sequence}: {before} tokens are not whole pages of {size}")
-        try:
-            reused = table.match_prefix(known, token_ids, len(token_ids))
-            table.reserve(known, len(token_ids) - reused)
-            self.kv.write_pages(known.pages[len(known) // size :], data, reused // size)
-            table.append(known, token_ids[reused:])
-        except Exception as error:
-            table.truncate(known, before)
-            if not before:
-                table.release(sequence)
-            raise_if_lost(error)
-            raise
+        self.kv_table.fork(parent, children)
 
     def truncate(self, sequence: int, new_len: int) -> None:
         """Truncates a sequence and frees its pages. Raises KvMissing or ExecutorError."""
         known = self._known(sequence)
         if not 0 <= new_len <= len(known):
             raise ExecutorError(f"{len(known)} tokens cannot be truncated to {new_len}")
-        self._kv_table.truncate(known, new_len)
+        self.kv_table.truncate(known, new_len)
 
     def release(self, sequence: int) -> bool:
         """Removes a sequence. False if it was not known."""
-        return self._kv_table.release(sequence)
+        return self.kv_table.release(sequence)
 
     def forget_sequences(self) -> None:
         """Removes all sequences, and lets no later one share their pages: the weights will be others."""
         self.release_all()
-        self._kv_table.forget_prefixes()
+        self.kv_table.forget_prefixes()
 
     def release_all(self) -> None:
         """Removes all sequences."""
-        for sequence in list(self._kv_table):
-            self._kv_table.release(sequence.key)
-
-    @property
-    def pages_available(self) -> int:
-        """Pages that are free or cached. Any thread may call it."""
-        return self._kv_table.pages_available
-
-    def usage(self) -> PoolUsage:
-        """The use of the pages. Any thread may call it."""
-        return self._kv_table.usage()
+        for sequence in list(self.kv_table):
+            self.kv_table.release(sequence.key)
 
     def status(self) -> ExecutorStatus:
         """The running step, and the counts since the start. Any thread may call it."""
         began_ns, device = self._step_began_ns, self.kv.device
         on_gpu = device.type == "cuda"
         return ExecutorStatus(
-            counts=dataclasses.replace(self._counts),
+            counts=replace(self._counts),
             step_age_ns=time.monotonic_ns() - began_ns if began_ns else 0,
             step_number=self._step_number,
             step_expected_ns=int(self._step_tokens * self._ns_per_token) if began_ns else 0,
@@ -517,18 +452,10 @@ class Engine:
     def reset_counts(self) -> None:
         """Sets all counts to zero, after the warm-up."""
         self._counts = StepCounts()
-        self._kv_table.reset_counts()
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError if pool and sequences disagree."""
-        self._kv_table.check_integrity()
-
-    def check_integrity_in_slices(self) -> Iterator[None]:
-        """As `check_integrity`, in slices. The engine may be used between two of them."""
-        return self._kv_table.check_integrity_in_slices()
+        self.kv_table.reset_counts()
 
     def _known(self, sequence: int) -> KvSequence:
-        known = self._kv_table.get(sequence)
+        known = self.kv_table.get(sequence)
         if known is None:
             raise KvMissing(f"sequence {sequence} is not known")
         return known
@@ -571,15 +498,6 @@ def _without_failed(
         [rows[row] for row in kept],
         [specs[row] for row in kept if specs],
     )
-
-
-def _add_captured(
-    outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], capture: RowCapture, num_experts: int
-) -> None:
-    """Adds what was captured to the outputs."""
-    add_hidden(outputs, specs, capture.found)
-    if capture.expert_rows:
-        add_experts(outputs, specs, capture.experts, num_experts)
 
 
 def _scores(chunks: Sequence[Chunk], logits: torch.Tensor) -> dict[Forward, tuple[list[int], TokenScores]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -67,18 +67,18 @@ class WeightsReplacement(Generic[_Weights]):
                 outcome = error
         self.submit(ReplacementRead(op_id, outcome))
 
-    def was_read(self, read: ReplacementRead) -> WeightsRead | Failed | None:
-        """Takes what was read. Returns the answer; None if nobody wants it any more."""
+    def was_read(self, read: ReplacementRead) -> Sequence[WeightsRead | Failed]:
+        """Takes what was read. Returns the answer; none if nobody wants it any more."""
         if read.op_id != self._wanted:
-            return None
+            return ()
         if isinstance(read.outcome, Exception):
             self.discard()
             known = isinstance(read.outcome, ModelError | MemoryError | OSError)
             why = str(read.outcome) if known else repr(read.outcome)
-            return Failed(read.op_id, FailureReason.WEIGHTS, why)
+            return (Failed(read.op_id, FailureReason.WEIGHTS, why),)
         self._ready = read.outcome  # type: ignore[assignment]  # what `_read` returns
         assert self._ready is not None
-        return WeightsRead(read.op_id, self._ready[1])
+        return (WeightsRead(read.op_id, self._ready[1]),)
 
     def apply(self) -> None:
         """Puts what was read into place. Raises RuntimeError if there is nothing."""

@@ -1,0 +1,115 @@
+"""Steps of plain decodes on a GPU, of which the next one is launched before the last one's results are read.
+
+So the device does not wait for the host between two steps (ADR 43). A step is *in flight* from its launch
+until its results are read. Meanwhile the step loop takes commands. Requests for decodes that were
+prelaunched, and run, are answered with the step. When all of its decodes are requested, and the next ones are
+to be prelaunched, these are launched: the device has their tokens already. Anything else waits until the step
+in flight is finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import structlog
+
+from workers.decodes import Decodes, DecodesDone
+from workers.executors.engine import Engine, StepInFlight
+from workers.prelaunch import Prelauncher
+from workers.runners.base import DeviceLostError
+from workers.scheduler import Scheduler
+
+_log = structlog.get_logger(__name__)
+
+
+class StepsInFlight:
+    """Owner of the step in flight. Its decodes are `Scheduler.running`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: Scheduler,
+        prelauncher: Prelauncher,
+        *,
+        on_answered: Callable[[DecodesDone], None],
+        on_done: Callable[[Decodes, DecodesDone], None],
+        on_failed: Callable[[Decodes, Exception], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        """Take what happens to a step that ends.
+
+        on_answered: It is followed by another, and all of its decodes were requested.
+        on_done, on_failed: It is not followed.
+        on_end: After each of these.
+        """
+        self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
+        self._on_answered, self._on_done, self._on_failed = on_answered, on_done, on_failed
+        self._on_end = on_end
+        self.step: StepInFlight | None = None
+
+    def launch(self, decodes: Decodes) -> bool:
+        """Launch the decodes that the scheduler has chosen. False: they have to be executed."""
+        self.step = self._engine.launch(decodes)
+        return self.step is not None
+
+    @property
+    def waits_for_requests(self) -> bool:
+        """Whether it runs, and not all of it is requested."""
+        step = self.step
+        return step is not None and any(step.decodes.prelaunched.tolist()) and not step.launched.is_done()
+
+    def consume(self, requests: Decodes) -> bool:
+        """Answer requests with the step in flight. False: they are queued, and it may be finished then."""
+        if self.step is None or set(self.step.decodes.sequences).isdisjoint(requests.sequences):
+            return False
+        if self._prelauncher.consume_running(self.step.decodes, requests):
+            return True
+        self.finish()
+        return False
+
+    def finish_for(self, sequences: Iterable[int]) -> None:
+        """Finish the step in flight if it has one of these sequences."""
+        if self.step is not None and not set(self.step.decodes.sequences).isdisjoint(sequences):
+            self.finish()
+
+    def go_on(self, *, has_others: bool) -> None:
+        """Finish the step in flight, after launching the next one unless there are others to be run."""
+        if self.step is None or (not has_others and self.waits_for_requests):
+            return
+        following = None
+        if not has_others and not any(self.step.decodes.prelaunched.tolist()):
+            following = self._launch_next(self.step)
+        self.finish(following)
+
+    def _launch_next(self, step: StepInFlight) -> StepInFlight | None:
+        decodes = self._prelauncher.following(step.decodes)
+        try:
+            return None if decodes is None else self._engine.launch(decodes, after=step)
+        except DeviceLostError:
+            raise
+        except Exception:
+            _log.exception("a step could not be launched before the last one was done")
+            return None
+
+    def finish(self, following: StepInFlight | None = None) -> None:
+        """Wait for the step in flight, if there is one. `following`: the one that was launched after it."""
+        step, self.step = self.step, None
+        if step is None:
+            return
+        try:
+            done = self._engine.finish(step, following)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            self._on_failed(step.decodes, error)
+            self._on_end()
+            return
+        if following is None:
+            self._on_done(step.decodes, done)
+            self._on_end()
+            return
+        self.step = following
+        self._on_answered(done)
+        self._on_end()
+        self._prelauncher.launched(following.decodes)
+        self._scheduler.run_next(following.decodes)
