@@ -23,7 +23,8 @@ The echo server answers with the gateway's own bytes, and parses nothing.
 """
 _ALWAYS_ON_GPU = """
 Kernels are timed with a cold cache, by the device's clock. The roof is a large copy and a bfloat16 product.
-A decode step has the host in its loop, or is fed by the device itself: their ratio is the host's share.
+A decode step has the host in its loop, is launched ahead, or is fed by the device itself: the ratios are the
+host's share.
 transformers runs with a static cache: as a graph captured around it, eagerly, and compiled.
 """
 

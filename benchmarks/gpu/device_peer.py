@@ -1,8 +1,9 @@
 """Quire on a GPU: single kernels, and models with the executor and its graph runner.
 
-A decode step is measured in two ways. With the host in the loop it is a call of `batch_decode`: pages,
-packing, launch, reading the tokens. Device-fed, the graph is replayed on the tokens that it chose itself:
-what the device alone needs. What lies between is the host's.
+A decode step is measured in three ways. With the host in the loop it is a call of `batch_decode`: pages,
+packing, launch, reading the tokens. Launched ahead, the same is done for the next step before the tokens are
+read, as the step loop does. Device-fed, the graph is replayed on the tokens that it chose itself: what the
+device alone needs. What lies between is the host's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from benchmarks.gpu.kernels import PAGE_SIZE, KernelBench
 from benchmarks.gpu.model import Bench, make_bench
 from benchmarks.gpu.profile import profiled
 from benchmarks.gpu.requests import serve
-from workers.operations import GREEDY
+from workers.decodes import POSITION, Decodes
+from workers.operations import GREEDY, Forward, Kind
 
 # A turn stays within the page that its first step starts, because the graph's page tables have no more.
 _STEPS = PAGE_SIZE - 1
@@ -89,6 +91,32 @@ class DevicePeer(Peer):
             ns = timed_steps(step, _STEPS)
         for key in range(batch):
             executor.truncate_kv(key, self._context_tokens)
+        return Sample(ns, batch)
+
+    def decode_ahead(self, batch: int) -> Sample:
+        """As `decode`, with each step launched before the tokens of the last one are read."""
+        assert self._bench is not None
+        engine, position = self._bench.executor.engine, self._context_tokens
+        decodes = Decodes.of(
+            [Forward(key + 1, key, position, [key], kind=Kind.DECODE) for key in range(batch)]
+        )
+        assert all(engine.begin_decodes(decodes))
+        step = engine.launch(decodes)
+
+        def advance() -> None:
+            nonlocal step
+            assert step is not None
+            columns = step.decodes.columns.copy()
+            columns[POSITION] += 1
+            following = engine.launch(Decodes(columns, step.decodes.outputs), after=step)
+            engine.finish(step, following)
+            step = following
+
+        ns = timed_steps(advance, _STEPS)
+        assert step is not None
+        engine.finish(step)
+        for key in range(batch):
+            self._bench.executor.truncate_kv(key, self._context_tokens)
         return Sample(ns, batch)
 
     def profile(self, batch: int) -> Sample:

@@ -122,8 +122,10 @@ def _model(sizes: Sizes, shape: Shape) -> Workload:
         fed = replace(
             host, label=f"{host.label}, device-fed", arguments={"batch": batch, "fed": True}, goal=None
         )
-        entries += [host, fed]
-        comparisons.append(Comparison(host.label, fed.label, _HOST_GOAL))
+        ahead = replace(host, label=f"{host.label}, launched ahead", method="decode_ahead", goal=None)
+        entries += [host, ahead, fed]
+        comparisons.append(Comparison(host.label, fed.label))
+        comparisons.append(Comparison(ahead.label, fed.label, _HOST_GOAL))
     for tokens in sizes.prefill_tokens:
         goal = _PREFILL_GOAL if tokens >= _PREFILL_GOAL_TOKENS else None
         flops, arguments = shape.prefill_flops(1, tokens), {"tokens": tokens}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -32,6 +33,13 @@ PAGES = sized(20_000, 40)
 BATCHES = sized((1, 2, 3, 7, 8, 13, 24, 30, 33, 64, 100, 200, 256), (1, 3))
 # Prefill attention, and variants of the others that go by the shape of a batch.
 MOST_PREFILL_VARIANTS = 8
+SPECS = (
+    None,
+    Sampling(temperature=0.7, seed=5),
+    Sampling(temperature=1.3, seed=2**63),
+    Sampling(temperature=0.9, top_p=0.8, seed=6),
+    Sampling(temperature=1.1, top_k=20, min_p=0.01, seed=7),
+)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -55,14 +63,7 @@ def random_tokens(dice: random.Random, count: int) -> list[int]:
 
 
 def random_rows(dice: random.Random, sequences: list[HandSequence]) -> list[SamplingRow]:
-    specs = (
-        None,
-        Sampling(temperature=0.7, seed=5),
-        Sampling(temperature=1.3, seed=2**63),
-        Sampling(temperature=0.9, top_p=0.8, seed=6),
-        Sampling(temperature=1.1, top_k=20, min_p=0.01, seed=7),
-    )
-    return [SamplingRow(dice.choice(specs), position=sequence.length + 1) for sequence in sequences]
+    return [SamplingRow(dice.choice(SPECS), position=sequence.length + 1) for sequence in sequences]
 
 
 def test_a_replay_gives_the_bits_of_its_launches(decoder: Decoder) -> None:
@@ -86,6 +87,36 @@ def test_a_replay_gives_the_bits_of_its_launches(decoder: Decoder) -> None:
         for sequence in sequences:
             packer.free_pages += sequence.pages
     assert replayed.name == "cuda_graph", "the graphs could not be captured"
+
+
+@of_one_kind
+def test_steps_launched_ahead_choose_the_same_tokens(decoder: Decoder) -> None:
+    """As many as a text has, each of them before the tokens of the last one are read."""
+    dice, packer = random.Random(5), HandPacker(16, range(1, PAGES))
+    ahead, waiting = (make_runner(decoder, launched=False) for _ in range(2))
+    for batch in BATCHES:
+        sequences = [HandSequence() for _ in range(batch)]
+        for sequence in sequences:
+            inputs = packer.pack([Item(sequence, random_tokens(dice, dice.randint(1, sized(300, 20))), ())])
+            for runner in (ahead, waiting):
+                runner.step(inputs, [])
+        specs = [dice.choice(SPECS) for _ in sequences]
+        tokens = random_tokens(dice, batch)
+        inputs = packer.pack([Item(s, [token]) for s, token in zip(sequences, tokens, strict=True)])
+        rows = [SamplingRow(spec, position=s.length) for s, spec in zip(sequences, specs, strict=True)]
+        step = ahead.launch(inputs, rows)
+        for _ in range(sized(60, 3)):
+            assert step is not None
+            theirs = waiting.step(inputs, rows).chosen.tolist()
+            inputs = packer.pack([Item(s, [token]) for s, token in zip(sequences, theirs, strict=True)])
+            unknown = dataclasses.replace(inputs, token_ids=torch.full_like(inputs.token_ids, -1))
+            following = step.launch_next(unknown)
+            assert step.chosen().tolist() == theirs
+            step = following
+            rows = [dataclasses.replace(row, position=row.position + 1) for row in rows]
+        assert step is not None and len(step.chosen()) == batch
+        for sequence in sequences:
+            packer.free_pages += sequence.pages
 
 
 @pytest.fixture
