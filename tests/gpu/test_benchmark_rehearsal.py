@@ -57,7 +57,11 @@ def test_every_row_has_figures(tmp_path: Path) -> None:
     assert of_kernels["kernels"] > 10 and "gaps us" in of_kernels and "other kernels us" in of_kernels
     more = result["workloads"][4]["figures"][0]["more"]
     assert more["output tokens"] >= 9 and more["decode steps"] > 0
-    assert "decode, batch 2, launched ahead" in text and "decode, batch 2, device-fed" in text and "transformers, graph, batch 2" in text
+    assert (
+        "decode, batch 2, launched ahead" in text
+        and "decode, batch 2, device-fed" in text
+        and "transformers, graph, batch 2" in text
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -104,14 +104,17 @@ def test_steps_launched_ahead_choose_the_same_tokens(decoder: Decoder) -> None:
         tokens = random_tokens(dice, batch)
         inputs = packer.pack([Item(s, [token]) for s, token in zip(sequences, tokens, strict=True)])
         rows = [SamplingRow(spec, position=s.length) for s, spec in zip(sequences, specs, strict=True)]
-        step = ahead.launch(inputs, rows)
+        step = ahead.launch(inputs, rows, keeps_logits=True)
         for _ in range(sized(60, 3)):
             assert step is not None
-            theirs = waiting.step(inputs, rows).chosen.tolist()
-            inputs = packer.pack([Item(s, [token]) for s, token in zip(sequences, theirs, strict=True)])
+            theirs = waiting.step(inputs, rows)
+            tokens = theirs.chosen.tolist()
+            inputs = packer.pack([Item(s, [token]) for s, token in zip(sequences, tokens, strict=True)])
             unknown = dataclasses.replace(inputs, token_ids=torch.full_like(inputs.token_ids, -1))
             following = step.launch_next(unknown)
-            assert step.chosen().tolist() == theirs
+            assert step.chosen().tolist() == tokens
+            with step.logits() as logits:
+                assert torch.equal(logits, theirs.logits)
             step = following
             rows = [dataclasses.replace(row, position=row.position + 1) for row in rows]
         assert step is not None and len(step.chosen()) == batch

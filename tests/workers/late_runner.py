@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -17,8 +18,15 @@ class LateStep:
     """Computed when its tokens are read, or its next step's. Seems to be done when it is asked once more."""
 
     def __init__(
-        self, runner: LateRunner, inputs: ForwardInputs, rows: Sequence[SamplingRow], before: LateStep | None
+        self,
+        runner: LateRunner,
+        inputs: ForwardInputs,
+        rows: Sequence[SamplingRow],
+        before: LateStep | None,
+        *,
+        keeps_logits: bool,
     ) -> None:
+        self._keeps_logits = keeps_logits
         self._runner, self._rows, self._before = runner, rows, before
         # The host may change its memory after a launch.
         self._inputs = dataclasses.replace(inputs, token_ids=inputs.token_ids.clone())
@@ -46,6 +54,10 @@ class LateStep:
             raise BadLogitsError(list(result.failed))
         return result.chosen
 
+    def logits(self) -> AbstractContextManager[torch.Tensor]:
+        assert not self._is_followed or self._keeps_logits, "the next step overwrites them"
+        return nullcontext(self.computed().logits)
+
     def launch_next(self, inputs: ForwardInputs) -> LateStep:
         assert not self._is_followed and self._runner.last is self, "something else was launched"
         self._is_followed = True
@@ -53,7 +65,7 @@ class LateStep:
         # A device knows these only.
         unknown = dataclasses.replace(inputs, token_ids=torch.full_like(inputs.token_ids, -1))
         self._runner.launched_ahead += 1
-        self._runner.last = LateStep(self._runner, unknown, rows, self)
+        self._runner.last = LateStep(self._runner, unknown, rows, self, keeps_logits=self._keeps_logits)
         return self._runner.last
 
 
@@ -80,8 +92,10 @@ class LateRunner:
         self.last = None
         return self.inner.step(inputs, rows, capture)
 
-    def launch(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> LateStep:
+    def launch(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], *, keeps_logits: bool = False
+    ) -> LateStep:
         if self.last is not None:
             self.last.computed()
-        self.last = LateStep(self, inputs, rows, None)
+        self.last = LateStep(self, inputs, rows, None, keeps_logits=keeps_logits)
         return self.last

@@ -268,7 +268,7 @@ class SteadyCallers(Callers):
                 sequence,
                 length,
                 [token],
-                output=OUTPUTS[sequence % 2],
+                output=OUTPUTS[(0, 1, 3)[sequence % 3]],
                 kind=Kind.DECODE,
                 caller=sequence % 3,
                 prompt_len=1,

@@ -195,20 +195,21 @@ class Engine:
         after: The step in flight. The new one is of the same sequences, one token further, which may be
             unknown yet. None: the decodes have begun.
 
-        None, without an effect: not all of them have pages, or more than tokens is wanted.
+        None, without an effect: not all of them have pages, or the runner cannot.
         """
         if after is not None:
             places = decodes.sequences, decodes.columns[POSITION]
             decodes.rows, begun = self.kv_table.reserve_next(*places, ahead=1)
             if not all(begun.tolist()):
                 return None
-        elif not all(map(_may_be_launched, decodes.kinds)):
+        elif any(spec.sampling is not None and spec.sampling.changes_logits for spec in decodes.kinds):
             return None
         inputs = pack((), self.kv.page_size, decodes, self.kv_table.page_tables(decodes.rows))
         try:
             if after is not None:
                 return StepInFlight(decodes, after.launched.launch_next(inputs))
-            launched = self.runner.launch(inputs, sampling_rows((), decodes))
+            keeps_logits = not all(spec.is_token_only for spec in decodes.kinds)
+            launched = self.runner.launch(inputs, sampling_rows((), decodes), keeps_logits=keeps_logits)
         except Exception as error:
             raise_if_lost(error)
             raise
@@ -220,12 +221,16 @@ class Engine:
     def finish(self, step: StepInFlight, following: StepInFlight | None = None) -> DecodesDone:
         """Waits for a launched step, and commits its tokens. `following`: the one launched after it.
 
-        Raises BadLogitsError if rows have no token. Then nothing has been appended, and `following` is
-        over: its tokens are not kept.
+        Raises BadLogitsError if rows have no token. After any error nothing has been appended, and
+        `following` is over: its tokens are not kept.
         """
-        items = step.decodes.size
+        items, outputs = step.decodes.size, None
         try:
-            chosen = step.launched.chosen().numpy()
+            chosen = step.launched.chosen()
+            if not all(spec.is_token_only for spec in step.decodes.kinds):
+                with step.launched.logits() as logits:
+                    rows = sampling_rows((), step.decodes)
+                    outputs = _row_outputs(logits, chosen, rows, step.decodes.outputs)
         except Exception as error:
             self._step_ends(0)
             raise_if_lost(error)
@@ -234,7 +239,7 @@ class Engine:
                     following.launched.chosen()
             raise
         self._step_ends(items)
-        done = self._append_decodes(step.decodes, chosen, None, items)
+        done = self._append_decodes(step.decodes, chosen.numpy(), outputs, items)
         if following is not None:
             following.decodes.columns[TOKEN] = done.columns[CHOSEN]
             following.decodes.started_ns = time.monotonic_ns()
@@ -257,12 +262,9 @@ class Engine:
             first, chosen, outputs = decodes.size, result.chosen, list[RowOutput]()
             if specs:
                 chosen = apply_drafts(result.logits, chosen, rows)
-                outputs = build_outputs(result.logits, chosen, specs)
+                outputs = _row_outputs(result.logits, chosen, rows, specs)
                 if capture is not None:
                     add_captured(outputs, specs, capture, self._num_experts)
-                tokens = [output.token_id for output in outputs]
-                for row, logprob in sampled_logprobs(result.logits, tokens, rows, specs).items():
-                    outputs[row].sampled_logprob = logprob
             scores = _scores(chunks, result.logits[first:]) if chunks else {}
             draws = _draws(chunks, result.logits[first:], rows[first:]) if chunks else {}
             # The last operation that may fail: it overwrites KV that a second attempt would need.
@@ -461,10 +463,15 @@ class Engine:
         return known
 
 
-def _may_be_launched(output: OutputSpec) -> bool:
-    """Whether nothing but tokens is wanted, chosen from the logits as they are."""
-    sampling = output.sampling
-    return output.is_token_only and not (sampling is not None and sampling.changes_logits)
+def _row_outputs(
+    logits: torch.Tensor, chosen: torch.Tensor, rows: Sequence[SamplingRow], specs: Sequence[OutputSpec]
+) -> list[RowOutput]:
+    """What the specs request of each row, without what is captured of the model."""
+    outputs = build_outputs(logits, chosen, specs)
+    tokens = [output.token_id for output in outputs]
+    for row, logprob in sampled_logprobs(logits, tokens, rows, specs).items():
+        outputs[row].sampled_logprob = logprob
+    return outputs
 
 
 def _without_failed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,6 +50,9 @@ class LaunchedStep(Protocol):
             DeviceLostError: The device has failed.
         """
 
+    def logits(self) -> AbstractContextManager[torch.Tensor]:
+        """Those of the step, after `chosen`: [R, vocab] on the device. To be read within the context."""
+
     def launch_next(self, inputs: ForwardInputs) -> LaunchedStep:
         """Launches the step that follows, before this one is done. At most one, and nothing else before it.
 
@@ -90,8 +93,13 @@ class Runner(Protocol):
             DeviceLostError: The device has failed.
         """
 
-    def launch(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> LaunchedStep | None:
+    def launch(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], *, keeps_logits: bool = False
+    ) -> LaunchedStep | None:
         """Launches a step of single tokens without waiting for it. None, without an effect: it cannot.
+
+        keeps_logits: Whether its logits, and those of the steps after it, can be read after the next step
+            was launched.
 
         The settings of `rows` must not change logits: no mask, bias or penalties.
         """

@@ -17,8 +17,8 @@ Of decodes whose callers continue with the chosen tokens, the next step can be l
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,22 +66,42 @@ class _Graph:
     experts: list[torch.Tensor]
 
 
+class KeptLogits:
+    """The logits of a step whose next one is launched, which overwrites those of the graph."""
+
+    def __init__(self, logits: torch.Tensor, queue: DeviceQueue) -> None:
+        """Allocate memory for logits [B, vocab] like these."""
+        self._memory, self._queue = torch.empty_like(logits), queue
+        self.copied = queue.event()
+
+    def keep(self, graph: _Graph, rows: int) -> torch.Tensor:
+        """A copy of a graph's logits [R, vocab], R <= B, valid until the next one. The last one was read."""
+        kept = self._memory[:rows]
+        self._queue.launch(lambda: kept.copy_(graph.logits[0][:rows]))
+        self.copied.record()
+        return kept
+
+
 class GraphStep:
     """A decode step that was launched; see `LaunchedStep`."""
 
-    def __init__(self, graph: _Graph, buffers: DecodeBuffers, inputs: ForwardInputs, rows: int) -> None:
-        """Launch it. The buffers are loaded."""
+    def __init__(
+        self,
+        graph: _Graph,
+        buffers: DecodeBuffers,
+        inputs: ForwardInputs,
+        rows: int,
+        kept: KeptLogits | None = None,
+    ) -> None:
+        """Launch it. The buffers are loaded. `kept`: where its logits are kept, if they are wanted."""
         self._graph, self._buffers, self._inputs, self._rows = graph, buffers, inputs, rows
+        self._kept = kept
+        self._copied_logits: torch.Tensor | None = None
         self._is_last = True
         buffers.queue.launch(graph.replay)
         if buffers.is_cut and not buffers.is_adjusted:
             buffers.queue.launch(graph.replay_cut)
         self._tokens: StepTokens = buffers.fetch(rows)
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """[R, vocab], until the next step is launched."""
-        return self._graph.logits[0][: self._rows]
 
     def is_done(self) -> bool:
         """See `LaunchedStep`."""
@@ -95,12 +115,29 @@ class GraphStep:
                 self._buffers.advanced(self._inputs, chosen)
             return chosen
 
+    @property
+    def own_logits(self) -> torch.Tensor:
+        """[R, vocab], until the next step is launched."""
+        return self._graph.logits[0][: self._rows]
+
+    @contextmanager
+    def logits(self) -> Iterator[torch.Tensor]:
+        """See `LaunchedStep`."""
+        if self._kept is None or self._copied_logits is None:
+            assert self._is_last, "they were not kept"
+            yield self.own_logits
+            return
+        with self._buffers.queue.beside(self._kept.copied):
+            yield self._copied_logits
+
     def launch_next(self, inputs: ForwardInputs) -> GraphStep:
         """See `LaunchedStep`."""
         with device_errors(), torch.inference_mode():
             self._is_last = False
+            if self._kept is not None:
+                self._copied_logits = self._kept.keep(self._graph, self._rows)
             self._buffers.load_next(inputs)
-            return GraphStep(self._graph, self._buffers, inputs, self._rows)
+            return GraphStep(self._graph, self._buffers, inputs, self._rows, self._kept)
 
 
 class CaptureError(Exception):
@@ -143,6 +180,7 @@ class CudaGraphRunner:
         self._capture: Capture | None = capture or _CudaCapture(kv.device)  # None after the first use
         self._queue = queue
         self._buffers: DecodeBuffers | None = None
+        self._kept_logits: KeptLogits | None = None
         # By bucket, and whether adapters are applied.
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._last: _Graph | None = None
@@ -157,7 +195,9 @@ class CudaGraphRunner:
                 return self._eager.step(inputs, rows, capture)
             return self._replay(graph, self._buffers, inputs, rows, capture)
 
-    def launch(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> GraphStep | None:
+    def launch(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], *, keeps_logits: bool = False
+    ) -> GraphStep | None:
         """See `Runner.launch`."""
         with device_errors(), torch.inference_mode():
             graph = self._graph_for(inputs, rows)
@@ -165,7 +205,8 @@ class CudaGraphRunner:
                 return None
             self._buffers.load(inputs, rows)
             self._last = graph
-            return GraphStep(graph, self._buffers, inputs, len(rows))
+            kept = self._kept_logits if keeps_logits else None
+            return GraphStep(graph, self._buffers, inputs, len(rows), kept)
 
     @property
     def can_launch(self) -> bool:
@@ -205,14 +246,14 @@ class CudaGraphRunner:
         step = GraphStep(graph, buffers, inputs, len(rows))
         chosen = step.chosen()
         if capture is not None and graph.experts:
-            index = torch.tensor(capture.expert_rows, device=step.logits.device)  # [K]
+            index = torch.tensor(capture.expert_rows, device=step.own_logits.device)  # [K]
             capture.experts = [*torch.stack(graph.experts).index_select(1, index)]
         if buffers.is_adjusted:
             # The graph has chosen greedily for rows with masks, bias or penalties. They are applied now to
             # its logits, and the tokens in the device's buffers are wrong.
             buffers.invalidate()
-            return choose_tokens(step.logits, rows)
-        return StepResult(step.logits, chosen)
+            return choose_tokens(step.own_logits, rows)
+        return StepResult(step.own_logits, chosen)
 
     def replay_last(self, steps: int) -> None:
         """Repeat the last decode step, each time with the tokens chosen before.
@@ -235,6 +276,8 @@ class CudaGraphRunner:
         try:
             with device_errors():
                 self._buffers, self._graphs = self._captured(capture)
+                largest = self._graphs[self._max_rows, False].logits[0]
+                self._kept_logits = KeptLogits(largest, self._buffers.queue)
             return
         except DeviceLostError:
             raise

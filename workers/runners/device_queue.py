@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +27,7 @@ class DeviceQueue:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
+        self._beside: Any = None
 
     def launch(self, run: Callable[[], object]) -> None:
         """Launch work, which does not wait for the device. Nobody changes the host memory that it reads."""
@@ -37,6 +39,21 @@ class DeviceQueue:
             event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             return event
         return _Done()
+
+    @contextmanager
+    def beside(self, event: Event) -> Iterator[None]:
+        """Launch what follows beside the queue, as soon as everything before the event is done.
+
+        It is done at the end of the context: whoever launches it waits for its results.
+        """
+        if not self._is_cuda:
+            event.synchronize()
+            yield
+            return
+        self._beside = self._beside or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._beside.wait_event(event)
+        with torch.cuda.stream(self._beside):
+            yield
 
 
 class _Done:

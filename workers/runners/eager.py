@@ -44,7 +44,9 @@ class EagerRunner:
             logits = logits.float()  # numpy has no bfloat16; converted once for all that follows
         return choose_tokens(logits, rows)
 
-    def launch(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> None:
+    def launch(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], *, keeps_logits: bool = False
+    ) -> None:
         """See `Runner.launch`: it cannot."""
 
 

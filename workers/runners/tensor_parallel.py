@@ -163,7 +163,9 @@ class LeadingRunner:
         except Exception as error:
             raise DeviceLostError(f"a step failed on rank 0, so the group has to end: {error!r}") from error
 
-    def launch(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> None:
+    def launch(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], *, keeps_logits: bool = False
+    ) -> None:
         """See `Runner.launch`: it cannot, as the other ranks would have to."""
 
 

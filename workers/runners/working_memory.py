@@ -57,9 +57,11 @@ def measure_working_bytes(
 def graph_bytes(max_rows: int, vocab_size: int, element_size: int, *, with_lora: bool) -> int:
     """The memory of the CUDA graphs: each bucket's keeps its own logits; with adapters there are two.
 
-    All share what top_k, top_p and min_p take: a float32 copy of some rows, and their candidates.
+    Those of one step are kept while the next one runs. All share what top_k, top_p and min_p take: a float32
+    copy of some rows, and their candidates.
     """
-    rows = (2 if with_lora else 1) * sum(buckets_up_to(max_rows))
+    buckets = buckets_up_to(max_rows)
+    rows = (2 if with_lora else 1) * sum(buckets) + buckets[-1]
     return (rows * element_size + 2 * 4 * min(max_rows, ROWS_AT_ONCE)) * vocab_size
 
 

@@ -97,6 +97,7 @@ class LateQueue(DeviceQueue):
     """Does nothing before an event is waited for."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.launched: list[Callable[[], object]] = []
         self.done = 0
 
@@ -268,13 +269,16 @@ def test_steps_are_launched_before_the_tokens_of_the_last_one_are_read(decoder: 
             rows = [
                 SamplingRow(spec, position=each.length) for spec, each in zip(specs, sequences, strict=True)
             ]
-            step = step or twins.graph.launch(known, rows)
+            step = step or twins.graph.launch(known, rows, keeps_logits=True)
             assert step is not None
             ahead = [HandSequence(each.pages, each.length) for each in sequences]
             following = step.launch_next(twins.packer.pack([Item(each, [0]) for each in ahead]))
             assert device != "cpu" or not step.is_done()
             tokens = step.chosen().tolist()
-            assert tokens == twins.eager.step(known, rows).chosen.tolist()
+            theirs = twins.eager.step(known, rows)
+            assert tokens == theirs.chosen.tolist()
+            with step.logits() as logits:
+                torch.testing.assert_close(logits, theirs.logits, rtol=1e-4, atol=1e-4)
             step = following
         assert step is not None and len(step.chosen()) == len(specs)
         tokens = twins.step([Item(each, [token]) for each, token in zip(sequences, tokens, strict=True)])
