@@ -105,7 +105,8 @@ class GraphStep:
 
     def is_done(self) -> bool:
         """See `LaunchedStep`."""
-        return self._tokens.have_arrived()
+        with device_errors():
+            return self._tokens.have_arrived()
 
     def chosen(self) -> torch.Tensor:
         """See `LaunchedStep`."""
