@@ -171,27 +171,37 @@ class StepLoop:
         If there is, it may wait for requests that are about to arrive; see `CoalescingWindow`.
         """
         taken = None if self._has_work else self._wait()
+        decodes: list[Decodes] = []
         while True:
             commands, arrived_ns = taken or ((), 0)
             for command in commands:
                 if isinstance(command, Decodes):
-                    self._take_decodes(command, arrived_ns)
-                elif isinstance(command, Forward):
+                    # Those of several messages are taken together: each message would cost as much as all.
+                    self._window.requests_arrived(command.sequences, arrived_ns)
+                    decodes.append(command)
+                    continue
+                if decodes:
+                    self._take_decodes(Decodes.joined(decodes))
+                    decodes = []
+                if isinstance(command, Forward):
                     self._window.requests_arrived((command.sequence,), arrived_ns)
                     self._queue(command)
                 else:
                     self._take_other(command)
+            if not self._inbox.empty():
+                taken = self._inbox.get()
+                continue
+            if decodes:
+                self._take_decodes(Decodes.joined(decodes))
+                decodes = []
             wait_ns = 0
             if self._in_flight.step is None and self._scheduler.may_delay_step:
                 wait_ns = self._window.remaining_ns(time.monotonic_ns(), len(self._scheduler))
-            try:
-                taken = self._inbox.get(timeout=wait_ns / 1e9) if wait_ns else self._inbox.get_nowait()
-            except queue.Empty:
-                if not wait_ns:
-                    return
-                taken = None
-            if self._is_stopping:
+            if not wait_ns or self._is_stopping:
                 return
+            taken = None
+            with suppress(queue.Empty):
+                taken = self._inbox.get(timeout=wait_ns / 1e9)
 
     @property
     def _has_work(self) -> bool:
@@ -226,11 +236,12 @@ class StepLoop:
         if self._adapters is not None:
             self._adapters.drop_forwards()
 
-    def _take_decodes(self, decodes: Decodes, arrived_ns: int) -> None:
+    def _take_decodes(self, decodes: Decodes) -> None:
+        if self._in_flight.step is not None:
+            decodes = self._in_flight.consume(decodes)
+            if not decodes.size:
+                return
         sequences = decodes.sequences
-        self._window.requests_arrived(sequences, arrived_ns)
-        if self._in_flight.step is not None and self._in_flight.consume(decodes):
-            return
         if self._prelauncher.expected and len(set(sequences)) == len(sequences):
             done, found = self._prelauncher.consume(decodes)
             if done is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import structlog
 
 from workers.decodes import Decodes, DecodesDone
@@ -58,14 +59,18 @@ class StepsInFlight:
         step = self.step
         return step is not None and any(step.decodes.prelaunched.tolist()) and not step.launched.is_done()
 
-    def consume(self, requests: Decodes) -> bool:
-        """Answer requests with the step in flight. False: they are queued, and it may be finished then."""
-        if self.step is None or set(self.step.decodes.sequences).isdisjoint(requests.sequences):
-            return False
-        if self._prelauncher.consume_running(self.step.decodes, requests):
-            return True
+    def consume(self, requests: Decodes) -> Decodes:
+        """Answer requests with the step in flight. Returns the others, none of a sequence that is in it."""
+        if self.step is None:
+            return requests
+        running = set(self.step.decodes.sequences)
+        found = np.array([sequence in running for sequence in requests.sequences])
+        if not any(found.tolist()):
+            return requests
+        if self._prelauncher.consume_running(self.step.decodes, requests.take(found)):
+            return requests.take(~found)
         self.finish()
-        return False
+        return requests
 
     def finish_for(self, sequences: Iterable[int]) -> None:
         """Finish the step in flight if it has one of these sequences."""

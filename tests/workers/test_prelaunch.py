@@ -305,6 +305,21 @@ def test_answers_are_the_same_with_steps_that_are_launched_ahead(seed: int, stra
     assert late.launched_ahead > 5 or stray > 0.1
 
 
+def test_requests_of_several_messages_are_answered_together(worker: Worker) -> None:
+    """A message costs as much for one as for all, and while a step runs each caller's is one of its own."""
+    answered = worker.answers(prefill(1, 7), prefill(2, 50), prefill(3, 90))
+    worker.round()
+    for number, sequence in ((1, 7), (2, 50)):
+        asked = decode(10 + number, sequence, 5, chosen(answered[number]))
+        worker.loop.submit([Decodes.of([asked])])
+    worker.loop.submit([Truncate(20, 90, 3), Decodes.of([decode(21, 90, 3, 1)])])
+    worker.loop.take()
+    worker.loop.flush()
+    first, second = worker._results
+    assert isinstance(first, DecodesDone) and first.columns[OP_ID].tolist() == [11, 12]
+    assert second == Done(20)
+
+
 def test_a_step_is_launched_before_the_last_one_is_read() -> None:
     worker = Worker()
     token = chosen(worker.answers(prefill(1, 7))[1])
