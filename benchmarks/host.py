@@ -4,9 +4,9 @@ The step loop, scheduler, page accounting, packing and the runner of CUDA graphs
 there: a replay launches nothing, and its logits are ready. So this is the time in which a GPU waits for
 Python, or has to be kept busy meanwhile. Decodes of one token, all in each step. Options of the outputs:
 greedy tokens, tokens drawn with top_p and a seed for each sequence, and log-probabilities. With run-ahead,
-next forwards are computed before they are requested. Prints JSON: milliseconds of CPU a step (the median
-over the steps, and the least, which a busy machine disturbs less) and Python calls per row, which no clock
-disturbs.
+the next step is launched before the requests for it, and before the last one's results are read. Prints JSON:
+milliseconds of CPU a step (the median over the steps, and the least, which a busy machine disturbs less) and
+Python calls per row, which no clock disturbs.
 """
 
 from __future__ import annotations
@@ -170,10 +170,6 @@ class Host:
             count -= sum([len(one) if isinstance(one, DecodesDone) else 1 for one in self._results])
             answered += self._results
             self._results.clear()
-        if self._runs_ahead and self._loop.operations_in_flight:
-            # The next ones are computed before they are requested.
-            self._loop.take()
-            self._loop.step()
         return answered
 
 

@@ -130,17 +130,12 @@ class Prelauncher:
     def prelaunch_decodes(self, decodes: Decodes, done: DecodesDone) -> Collection[int]:
         """As `prelaunch_next`, for plain decodes. Returns the sequences for which none is queued."""
         sequences = decodes.sequences
-        wanted = decodes.columns[PRELAUNCH] != 0
-        if not (self.expected or self.prelaunch_unrequested or any(wanted.tolist())):
+        if not (self.expected or self.prelaunch_unrequested or any(decodes.column(PRELAUNCH))):
             return sequences
         self._forget_expected(sequences)
+        wanted = is_queued = self._followed(decodes)
         if self.prelaunch_unrequested:
-            repeats = [self._repeats.get(sequence, 0) for sequence in sequences]
-            is_queued = wanted | (np.array(repeats) >= _REPEATS_BEFORE_PRELAUNCH)
-            wanted[:] = True
-        else:
-            is_queued = wanted
-        wanted &= decodes.columns[POSITION] + 1 < self._max_seq_tokens
+            wanted = decodes.columns[POSITION] + 1 < self._max_seq_tokens
         for sequence in decodes.take(~wanted).sequences if self._repeats else ():
             self._repeats.pop(sequence, None)
         following = self._following(decodes, done).take(wanted)
@@ -160,12 +155,16 @@ class Prelauncher:
 
         Their tokens are not known yet. None: not for all of them a next one is to be prelaunched.
         """
+        return self._following(decodes) if all(self._followed(decodes).tolist()) else None
+
+    def _followed(self, decodes: Decodes) -> Mask:
+        """Which have a next one that is prelaunched: as the caller wants it, or after enough repeats."""
         wanted = decodes.columns[PRELAUNCH] != 0
         if self.prelaunch_unrequested:
             repeats = [self._repeats.get(sequence, 0) for sequence in decodes.sequences]
             wanted |= np.array(repeats) >= _REPEATS_BEFORE_PRELAUNCH
-        wanted &= decodes.columns[POSITION] + 1 < self._max_seq_tokens
-        return self._following(decodes) if all(wanted.tolist()) else None
+        followed: Mask = wanted & (decodes.columns[POSITION] + 1 < self._max_seq_tokens)
+        return followed
 
     def launched(self, following: Decodes) -> None:
         """Expect requests for decodes that run already. The ones before them are answered now."""
