@@ -162,16 +162,17 @@ class DecodeBuffers:
         same_tables = _are_same(tables, self._tables)
         lora_slots = None if inputs.lora_slots is None else inputs.lora_slots.tolist()
         token_ids, positions = inputs.token_ids.numpy(), inputs.positions.numpy()
+        next_tokens = self._next_tokens
+        self.invalidate()  # until this step has run
         if (
             same_tables
             and same_settings
             and not len(self._drawn)
             and lora_slots == self._lora_slots
-            and token_ids.tobytes() == self._next_tokens
+            and token_ids.tobytes() == next_tokens
             and positions.tobytes() == self._next_positions
         ):
             return False
-        self.invalidate()  # until this step has run
         self._pad_from(count)
         self._host.token_ids[:count] = token_ids
         self._host.lora_slots[:count] = -1 if lora_slots is None else lora_slots

@@ -320,6 +320,25 @@ def test_unusable_logits_name_their_rows(decoder: Decoder, device: str) -> None:
         twins.step([Item(kept, [1])])
 
 
+def test_a_step_with_unusable_logits_is_sent_again_when_it_is_repeated(
+    decoder: Decoder, device: str, sent: list[bool]
+) -> None:
+    """The device has advanced its buffers, though nothing was sent for that step either."""
+    twins = Twins(decoder, device)
+    sequence = HandSequence()
+    twins.step([Item(sequence, [5, 6])])
+    (token,) = twins.step([Item(sequence, [1])])
+    data = twins.graph._kv.layer(0)[1].data
+    before = data.clone()
+    data[sequence.pages[0], 0] = torch.nan
+    with pytest.raises(BadLogitsError):
+        twins.graph.step(twins.packer.pack([Item(sequence, [token])]), [SamplingRow()])
+    data.copy_(before)
+    sequence.length -= 1
+    twins.step([Item(sequence, [token])])
+    assert sent == [True, False, True]
+
+
 def test_larger_batches_and_longer_sequences_run_eagerly(
     decoder: Decoder, device: str, sent: list[bool]
 ) -> None:
