@@ -34,6 +34,7 @@ from workers.decodes import (
     DEADLINE,
     DONE_WIDTH,
     NEVER,
+    NO_DECODES,
     OP_ID,
     POSITION,
     PRELAUNCH,
@@ -127,8 +128,13 @@ class Prelauncher:
             self._scheduler.add(prelaunched)
         return True
 
-    def prelaunch_decodes(self, decodes: Decodes, done: DecodesDone) -> Collection[int]:
-        """As `prelaunch_next`, for plain decodes. Returns the sequences for which none is queued."""
+    def prelaunch_decodes(
+        self, decodes: Decodes, done: DecodesDone, launched: Decodes = NO_DECODES
+    ) -> Collection[int]:
+        """As `prelaunch_next`, for plain decodes. Returns the sequences for which none is queued.
+
+        `launched`: those of `following`, if they run already.
+        """
         sequences = decodes.sequences
         if not (self.expected or self.prelaunch_unrequested or any(decodes.column(PRELAUNCH))):
             return sequences
@@ -140,22 +146,23 @@ class Prelauncher:
             self._repeats.pop(sequence, None)
         following = self._following(decodes, done).take(wanted)
         self._expect(following)
-        queued = following.take(is_queued[wanted])
-        room = max(0, self._scheduler.max_batch_items - len(self._scheduler))
-        queued = queued.take(np.arange(len(queued)) < room)
-        if len(queued):
-            self.queued.update(zip(queued.sequences, queued.column(OP_ID), strict=True))
-            if not self._scheduler.add_decodes(queued):
+        queued = launched
+        if not launched.size:
+            queued = following.take(is_queued[wanted])
+            room = max(0, self._scheduler.max_batch_items - len(self._scheduler))
+            queued = queued.take(np.arange(len(queued)) < room)
+            if len(queued) and not self._scheduler.add_decodes(queued):
                 for forward in queued.forwards():
                     self._scheduler.add(forward)
+        self.queued.update(zip(queued.sequences, queued.column(OP_ID), strict=True))
         return [sequence for sequence in sequences if sequence not in self.queued]
 
-    def following(self, decodes: Decodes) -> Decodes | None:
-        """The next decodes of sequences whose decodes run, all of which were requested.
+    def following(self, decodes: Decodes) -> Decodes:
+        """The next decodes, where they are prelaunched, of sequences whose decodes run and were requested.
 
-        Their tokens are not known yet. None: not for all of them a next one is to be prelaunched.
+        Their tokens are not known yet.
         """
-        return self._following(decodes) if all(self._followed(decodes).tolist()) else None
+        return self._following(decodes).take(self._followed(decodes))
 
     def _followed(self, decodes: Decodes) -> Mask:
         """Which have a next one that is prelaunched: as the caller wants it, or after enough repeats."""
@@ -165,12 +172,6 @@ class Prelauncher:
             wanted |= np.array(repeats) >= _REPEATS_BEFORE_PRELAUNCH
         followed: Mask = wanted & (decodes.columns[POSITION] + 1 < self._max_seq_tokens)
         return followed
-
-    def launched(self, following: Decodes) -> None:
-        """Expect requests for decodes that run already. The ones before them are answered now."""
-        self._forget_expected(following.sequences)
-        self._expect(following)
-        self.queued.update(zip(following.sequences, following.column(OP_ID), strict=True))
 
     def consume_running(self, running: Decodes, requests: Decodes) -> bool:
         """Let prelaunched decodes that run become those of requests.

@@ -116,7 +116,6 @@ class StepLoop:
             engine,
             scheduler,
             self._prelauncher,
-            on_answered=self._answered_in_flight,
             on_done=self._finish_decodes,
             on_failed=lambda decodes, error: self._run_alone([], decodes, error),
             on_end=self._step_done,
@@ -355,10 +354,10 @@ class StepLoop:
         if not (may_follow and prelauncher.prelaunch_next(forward)) and not forward.ephemeral:
             self._answered.append(forward.sequence)
 
-    def _answer_decodes(self, decodes: Decodes, done: DecodesDone) -> None:
-        """As `_answer`, for plain decodes."""
+    def _answer_decodes(self, decodes: Decodes, done: DecodesDone, launched: Decodes = NO_DECODES) -> None:
+        """As `_answer`, for plain decodes. `launched`: the next ones that run already."""
         self._results.append(done)
-        self._answered += self._prelauncher.prelaunch_decodes(decodes, done)
+        self._answered += self._prelauncher.prelaunch_decodes(decodes, done, launched)
 
     def _change(self, command: Fork | Truncate | Release) -> None:
         self._prelauncher.drop(command.sequences if isinstance(command, Release) else (command.sequence,))
@@ -417,10 +416,6 @@ class StepLoop:
         self._scheduler.record_step(chunks, took_ns)
         self._window.step_done(self._answered, now_ns, took_ns)
         self._answered = []
-
-    def _answered_in_flight(self, done: DecodesDone) -> None:
-        self._engine.count_decodes(done)
-        self._results.append(done)
 
     def _begin(self, forward: Forward) -> bool:
         """Prepares a forward for its first step, and answers it if that fails. See `scheduler.Begin`."""
@@ -503,8 +498,8 @@ class StepLoop:
                 self._engine.complete(forward)
                 self._answer(forward)
 
-    def _finish_decodes(self, decodes: Decodes, done: DecodesDone) -> None:
-        """Answers the plain decodes of a step that has run."""
+    def _finish_decodes(self, decodes: Decodes, done: DecodesDone, launched: Decodes = NO_DECODES) -> None:
+        """Answers the plain decodes of a step that has run. `launched`: see `_answer_decodes`."""
         self._scheduler.finish_decodes()
         if decodes.failures:
             for index, error in decodes.failures.items():
@@ -519,7 +514,7 @@ class StepLoop:
             decodes, done = decodes.take(~prelaunched), done.take(~prelaunched)
         if decodes.size:
             self._engine.count_decodes(done)
-            self._answer_decodes(decodes, done)
+            self._answer_decodes(decodes, done, launched)
 
     def _fail_running(self, forward: Forward, error: Exception) -> None:
         """Rolls back and answers a forward that has failed."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import structlog
 
-from workers.decodes import Decodes, DecodesDone
+from workers.decodes import NO_DECODES, Decodes, DecodesDone
 from workers.executors.engine import Engine, StepInFlight
 from workers.prelaunch import Prelauncher
 from workers.runners.base import DeviceLostError
@@ -32,20 +32,17 @@ class StepsInFlight:
         scheduler: Scheduler,
         prelauncher: Prelauncher,
         *,
-        on_answered: Callable[[DecodesDone], None],
-        on_done: Callable[[Decodes, DecodesDone], None],
+        on_done: Callable[[Decodes, DecodesDone, Decodes], None],
         on_failed: Callable[[Decodes, Exception], None],
         on_end: Callable[[], None],
     ) -> None:
         """Take what happens to a step that ends.
 
-        on_answered: It is followed by another, and all of its decodes were requested.
-        on_done, on_failed: It is not followed.
-        on_end: After each of these.
+        on_done: Called with the next decodes that run already.
+        on_end: Called after `on_done` or `on_failed`.
         """
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
-        self._on_answered, self._on_done, self._on_failed = on_answered, on_done, on_failed
-        self._on_end = on_end
+        self._on_done, self._on_failed, self._on_end = on_done, on_failed, on_end
         self.step: StepInFlight | None = None
 
     def launch(self, decodes: Decodes) -> bool:
@@ -89,7 +86,7 @@ class StepsInFlight:
     def _launch_next(self, step: StepInFlight) -> StepInFlight | None:
         decodes = self._prelauncher.following(step.decodes)
         try:
-            return None if decodes is None else self._engine.launch(decodes, after=step)
+            return self._engine.launch(decodes, after=step) if decodes.size else None
         except DeviceLostError:
             raise
         except Exception:
@@ -109,12 +106,8 @@ class StepsInFlight:
             self._on_failed(step.decodes, error)
             self._on_end()
             return
-        if following is None:
-            self._on_done(step.decodes, done)
-            self._on_end()
-            return
         self.step = following
-        self._on_answered(done)
+        self._on_done(step.decodes, done, NO_DECODES if following is None else following.decodes)
         self._on_end()
-        self._prelauncher.launched(following.decodes)
-        self._scheduler.run_next(following.decodes)
+        if following is not None:
+            self._scheduler.run_next(following.decodes)

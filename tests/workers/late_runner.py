@@ -10,7 +10,7 @@ import torch
 
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
-from workers.runners.base import Runner, StepResult
+from workers.runners.base import Runner, SomeRows, StepResult
 from workers.sampling import BadLogitsError, SamplingRow
 
 
@@ -25,8 +25,9 @@ class LateStep:
         before: LateStep | None,
         *,
         keeps_logits: bool,
+        some: SomeRows | None = None,
     ) -> None:
-        self._keeps_logits = keeps_logits
+        self._keeps_logits, self._some = keeps_logits, some
         self._runner, self._rows, self._before = runner, rows, before
         # The host may change its memory after a launch.
         self._inputs = dataclasses.replace(inputs, token_ids=inputs.token_ids.clone())
@@ -40,7 +41,9 @@ class LateStep:
     def computed(self) -> StepResult:
         if self._result is None:
             if self._before is not None:
-                self._inputs = dataclasses.replace(self._inputs, token_ids=self._before.computed().chosen)
+                chosen = self._before.computed().chosen
+                tokens = chosen if self._some is None else chosen[torch.from_numpy(self._some.places)]
+                self._inputs = dataclasses.replace(self._inputs, token_ids=tokens)
             self._runner.computed += 1
             self._result = self._runner.inner.step(self._inputs, self._rows)
             if len(self._rows) > 1 and self._runner.fails():
@@ -58,14 +61,19 @@ class LateStep:
         assert not self._is_followed or self._keeps_logits, "the next step overwrites them"
         return nullcontext(self.computed().logits)
 
-    def launch_next(self, inputs: ForwardInputs) -> LateStep:
+    def launch_next(self, inputs: ForwardInputs, some: SomeRows | None = None) -> LateStep:
         assert not self._is_followed and self._runner.last is self, "something else was launched"
         self._is_followed = True
         rows = [dataclasses.replace(row, position=row.position + 1) for row in self._rows]
+        if some is not None:
+            rows = list(some.rows)
+            self._runner.shrunk += 1
         # A device knows these only.
         unknown = dataclasses.replace(inputs, token_ids=torch.full_like(inputs.token_ids, -1))
         self._runner.launched_ahead += 1
-        self._runner.last = LateStep(self._runner, unknown, rows, self, keeps_logits=self._keeps_logits)
+        self._runner.last = LateStep(
+            self._runner, unknown, rows, self, keeps_logits=self._keeps_logits, some=some
+        )
         return self._runner.last
 
 
@@ -81,6 +89,8 @@ class LateRunner:
         self.fails: Callable[[], bool] = lambda: False
         # How many steps were launched before the one before them was read.
         self.launched_ahead = 0
+        # Of these, how many had fewer rows.
+        self.shrunk = 0
         # How many launched steps were computed.
         self.computed = 0
 

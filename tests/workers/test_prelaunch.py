@@ -272,7 +272,7 @@ class SteadyCallers(Callers):
                 kind=Kind.DECODE,
                 caller=sequence % 3,
                 prompt_len=1,
-                prelaunch=True,
+                prelaunch=self._random.random() < 0.85,
             )
             for sequence, (length, token) in self._known.items()
         ]
@@ -283,6 +283,8 @@ class SteadyCallers(Callers):
 def test_answers_are_the_same_with_steps_that_are_launched_ahead(seed: int, stray: float) -> None:
     callers, dice = SteadyCallers(seed, stray), random.Random(seed)
     workers = Worker(pages=120), Worker(max_seq_tokens=0, pages=120)
+    # Or those whose callers want it: of them some texts end in each step.
+    only_steady = workers[0].loop._prelauncher.prelaunch_unrequested = seed % 2 == 0
     late = workers[0].compute_late()
     late.fails = lambda: dice.random() < 0.05
     for _ in range(60):
@@ -302,7 +304,7 @@ def test_answers_are_the_same_with_steps_that_are_launched_ahead(seed: int, stra
     workers[0].loop.take()
     workers[0].loop._prelauncher.drop_all()
     assert workers[0].tokens() == workers[1].tokens()
-    assert late.launched_ahead > 5 or stray > 0.1
+    assert (late.launched_ahead > 5 and (late.shrunk or only_steady)) or stray > 0.1
 
 
 def test_requests_of_several_messages_are_answered_together(worker: Worker) -> None:

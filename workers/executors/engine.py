@@ -47,10 +47,11 @@ from workers.kv.sequence import KvSequence
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
+from workers.models.inputs import ForwardInputs
 from workers.operations import Accept, Chunk, Forward, Kind, OutputSpec, RowOutput
 from workers.prefix_wait import PrefixWaits
 from workers.row_outputs import TokenScores, add_captured, build_outputs, score_tokens
-from workers.runners.base import LaunchedStep, Runner, StepResult, raise_if_lost
+from workers.runners.base import LaunchedStep, Runner, SomeRows, StepResult, raise_if_lost
 from workers.sampling import BadLogitsError, SamplingRow
 from workers.token_trees import kept_path
 
@@ -61,6 +62,8 @@ class StepInFlight:
 
     decodes: Decodes
     launched: LaunchedStep
+    # [N] where its sequences are in the step before it, which was in flight. None: in the same places.
+    places: NDArray[np.int64] | None = None
 
 
 class Engine:
@@ -192,8 +195,8 @@ class Engine:
     def launch(self, decodes: Decodes, after: StepInFlight | None = None) -> StepInFlight | None:
         """Launches a step of plain decodes, without waiting for it. It must be finished then.
 
-        after: The step in flight. The new one is of the same sequences, one token further, which may be
-            unknown yet. None: the decodes have begun.
+        after: The step in flight. The new one is of the same sequences or some of them, in their order, one
+            token further, which may be unknown yet. None: the decodes have begun.
 
         None, without an effect: not all of them have pages, or the runner cannot.
         """
@@ -207,7 +210,7 @@ class Engine:
         inputs = pack((), self.kv.page_size, decodes, self.kv_table.page_tables(decodes.rows))
         try:
             if after is not None:
-                return StepInFlight(decodes, after.launched.launch_next(inputs))
+                return self._launched_after(after, decodes, inputs)
             keeps_logits = not all(spec.is_token_only for spec in decodes.kinds)
             launched = self.runner.launch(inputs, sampling_rows((), decodes), keeps_logits=keeps_logits)
         except Exception as error:
@@ -217,6 +220,14 @@ class Engine:
             return None
         self._step_begins(decodes.size)
         return StepInFlight(decodes, launched)
+
+    def _launched_after(self, step: StepInFlight, decodes: Decodes, inputs: ForwardInputs) -> StepInFlight:
+        if decodes.size == step.decodes.size:
+            return StepInFlight(decodes, step.launched.launch_next(inputs))
+        index = {sequence: place for place, sequence in enumerate(step.decodes.sequences)}
+        places = np.array([index[sequence] for sequence in decodes.sequences])
+        some = SomeRows(places, sampling_rows((), decodes))
+        return StepInFlight(decodes, step.launched.launch_next(inputs, some), places)
 
     def finish(self, step: StepInFlight, following: StepInFlight | None = None) -> DecodesDone:
         """Waits for a launched step, and commits its tokens. `following`: the one launched after it.
@@ -241,9 +252,10 @@ class Engine:
         self._step_ends(items)
         done = self._append_decodes(step.decodes, chosen.numpy(), outputs, items)
         if following is not None:
-            following.decodes.columns[TOKEN] = done.columns[CHOSEN]
+            places = slice(None) if following.places is None else following.places
+            following.decodes.columns[TOKEN] = done.columns[CHOSEN, places]
             following.decodes.started_ns = time.monotonic_ns()
-            self._step_begins(items)
+            self._step_begins(following.decodes.size)
         return done
 
     def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
@@ -36,6 +38,18 @@ class StepResult:
     failed: Mapping[int, SamplingError] = field(default_factory=dict)
 
 
+class SomeRows(NamedTuple):
+    """The rows of a step that the next one has, too.
+
+    Attributes:
+        places: [R] int64, which they are, in their order.
+        rows: How their next tokens are chosen.
+    """
+
+    places: NDArray[np.int64]
+    rows: Sequence[SamplingRow]
+
+
 class LaunchedStep(Protocol):
     """A step that was launched, and whose tokens are not read yet."""
 
@@ -53,11 +67,12 @@ class LaunchedStep(Protocol):
     def logits(self) -> AbstractContextManager[torch.Tensor]:
         """Those of the step, after `chosen`: [R, vocab] on the device. To be read within the context."""
 
-    def launch_next(self, inputs: ForwardInputs) -> LaunchedStep:
+    def launch_next(self, inputs: ForwardInputs, some: SomeRows | None = None) -> LaunchedStep:
         """Launches the step that follows, before this one is done. At most one, and nothing else before it.
 
         Args:
             inputs: Of the same rows, one token further. Their tokens, which are not known yet, are not read.
+            some: The rows that go on. None: all do.
 
         Raises:
             DeviceLostError: The device has failed.

@@ -17,7 +17,7 @@ Of decodes whose callers continue with the chosen tokens, the next step can be l
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.model import Model
-from workers.runners.base import DeviceLostError, StepResult, device_errors
+from workers.runners.base import DeviceLostError, SomeRows, StepResult, device_errors
 from workers.runners.decode_buffers import DecodeBuffers, StepTokens
 from workers.runners.device_queue import DeviceQueue
 from workers.runners.eager import EagerRunner, choose_tokens
@@ -82,20 +82,32 @@ class KeptLogits:
         return kept
 
 
+class _Captured:
+    """The graphs, and the memory that they share."""
+
+    def __init__(self, buffers: DecodeBuffers, graphs: Mapping[tuple[int, bool], _Graph]) -> None:
+        """`graphs`: by bucket, and whether adapters are applied."""
+        self.buffers = buffers
+        self._graphs = graphs
+        self._buckets = sorted({bucket for bucket, _ in graphs})
+        self.kept_logits = KeptLogits(graphs[self._buckets[-1], False].logits[0], buffers.queue)
+
+    def graph(self, rows: int, *, lora: bool = False) -> _Graph:
+        """The smallest for so many rows, of which there is one."""
+        bucket = next(size for size in self._buckets if size >= rows)
+        return self._graphs[bucket, lora]
+
+
 class GraphStep:
     """A decode step that was launched; see `LaunchedStep`."""
 
     def __init__(
-        self,
-        graph: _Graph,
-        buffers: DecodeBuffers,
-        inputs: ForwardInputs,
-        rows: int,
-        kept: KeptLogits | None = None,
+        self, captured: _Captured, graph: _Graph, inputs: ForwardInputs, rows: int, *, keeps_logits: bool
     ) -> None:
-        """Launch it. The buffers are loaded. `kept`: where its logits are kept, if they are wanted."""
-        self._graph, self._buffers, self._inputs, self._rows = graph, buffers, inputs, rows
-        self._kept = kept
+        """Launch it. The buffers are loaded."""
+        self._captured, self._graph, self._inputs, self._rows = captured, graph, inputs, rows
+        self._buffers = buffers = captured.buffers
+        self._keeps_logits = keeps_logits
         self._copied_logits: torch.Tensor | None = None
         self._is_last = True
         buffers.queue.launch(graph.replay)
@@ -121,24 +133,31 @@ class GraphStep:
         """[R, vocab], until the next step is launched."""
         return self._graph.logits[0][: self._rows]
 
+    @property
+    def experts(self) -> list[torch.Tensor]:
+        """See `_Graph`."""
+        return self._graph.experts
+
     @contextmanager
     def logits(self) -> Iterator[torch.Tensor]:
         """See `LaunchedStep`."""
-        if self._kept is None or self._copied_logits is None:
+        if self._copied_logits is None:
             assert self._is_last, "they were not kept"
             yield self.own_logits
             return
-        with self._buffers.queue.beside(self._kept.copied):
+        with self._buffers.queue.beside(self._captured.kept_logits.copied):
             yield self._copied_logits
 
-    def launch_next(self, inputs: ForwardInputs) -> GraphStep:
+    def launch_next(self, inputs: ForwardInputs, some: SomeRows | None = None) -> GraphStep:
         """See `LaunchedStep`."""
         with device_errors(), torch.inference_mode():
             self._is_last = False
-            if self._kept is not None:
-                self._copied_logits = self._kept.keep(self._graph, self._rows)
-            self._buffers.load_next(inputs)
-            return GraphStep(self._graph, self._buffers, inputs, self._rows, self._kept)
+            if self._keeps_logits:
+                self._copied_logits = self._captured.kept_logits.keep(self._graph, self._rows)
+            self._buffers.load_next(inputs, some)
+            rows = len(inputs.positions)
+            graph = self._captured.graph(rows)
+            return GraphStep(self._captured, graph, inputs, rows, keeps_logits=self._keeps_logits)
 
 
 class CaptureError(Exception):
@@ -180,10 +199,7 @@ class CudaGraphRunner:
         self.name = "cuda_graph"
         self._capture: Capture | None = capture or _CudaCapture(kv.device)  # None after the first use
         self._queue = queue
-        self._buffers: DecodeBuffers | None = None
-        self._kept_logits: KeptLogits | None = None
-        # By bucket, and whether adapters are applied.
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._captured: _Captured | None = None
         self._last: _Graph | None = None
 
     def step(
@@ -191,37 +207,46 @@ class CudaGraphRunner:
     ) -> StepResult:
         """See `Runner.step`."""
         with device_errors(), torch.inference_mode():
-            graph = None if capture is not None and capture.rows else self._graph_for(inputs, rows)
-            if graph is None or self._buffers is None:
+            captured = None if capture is not None and capture.rows else self._captured_for(inputs, rows)
+            if captured is None:
                 return self._eager.step(inputs, rows, capture)
-            return self._replay(graph, self._buffers, inputs, rows, capture)
+            step = self._launched(captured, inputs, rows)
+            return self._result(captured.buffers, step, rows, capture)
 
     def launch(
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], *, keeps_logits: bool = False
     ) -> GraphStep | None:
         """See `Runner.launch`."""
         with device_errors(), torch.inference_mode():
-            graph = self._graph_for(inputs, rows)
-            if graph is None or self._buffers is None:
+            captured = self._captured_for(inputs, rows)
+            if captured is None:
                 return None
-            self._buffers.load(inputs, rows)
-            self._last = graph
-            kept = self._kept_logits if keeps_logits else None
-            return GraphStep(graph, self._buffers, inputs, len(rows), kept)
+            return self._launched(captured, inputs, rows, keeps_logits=keeps_logits)
 
     @property
     def can_launch(self) -> bool:
         """See `Runner.can_launch`."""
         return self.name != EagerRunner.name
 
-    def _graph_for(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> _Graph | None:
-        """The graph that computes this step. None: there is none."""
+    def _captured_for(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> _Captured | None:
+        """The graphs, if one of them computes this step."""
         if not self._is_decode(inputs, rows):
             return None
         if self._capture is not None:
             self._capture_all(self._capture)
-        bucket = next(size for size in self._buckets if size >= len(rows))
-        return self._graphs.get((bucket, inputs.lora_slots is not None))
+        return self._captured
+
+    def _launched(
+        self,
+        captured: _Captured,
+        inputs: ForwardInputs,
+        rows: Sequence[SamplingRow],
+        *,
+        keeps_logits: bool = False,
+    ) -> GraphStep:
+        captured.buffers.load(inputs, rows)
+        self._last = graph = captured.graph(len(rows), lora=inputs.lora_slots is not None)
+        return GraphStep(captured, graph, inputs, len(rows), keeps_logits=keeps_logits)
 
     def _is_decode(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
         """Whether every item appends one token and wants its row, and there is a bucket for that."""
@@ -234,21 +259,17 @@ class CudaGraphRunner:
             and inputs.attention.page_tables.shape[1] <= self._max_pages
         )
 
-    def _replay(
+    def _result(
         self,
-        graph: _Graph,
         buffers: DecodeBuffers,
-        inputs: ForwardInputs,
+        step: GraphStep,
         rows: Sequence[SamplingRow],
         capture: RowCapture | None,
     ) -> StepResult:
-        buffers.load(inputs, rows)
-        self._last = graph
-        step = GraphStep(graph, buffers, inputs, len(rows))
         chosen = step.chosen()
-        if capture is not None and graph.experts:
+        if capture is not None and step.experts:
             index = torch.tensor(capture.expert_rows, device=step.own_logits.device)  # [K]
-            capture.experts = [*torch.stack(graph.experts).index_select(1, index)]
+            capture.experts = [*torch.stack(step.experts).index_select(1, index)]
         if buffers.is_adjusted:
             # The graph has chosen greedily for rows with masks, bias or penalties. They are applied now to
             # its logits, and the tokens in the device's buffers are wrong.
@@ -262,10 +283,10 @@ class CudaGraphRunner:
         Measures the time of the device alone. Does not wait for the device or return tokens. The page tables
         of the step before must include pages for the new tokens.
         """
-        assert self._buffers is not None and self._last is not None, "no decode step was replayed"
+        assert self._captured is not None and self._last is not None, "no decode step was replayed"
         for _ in range(steps):
             self._last.replay()
-        self._buffers.invalidate()
+        self._captured.buffers.invalidate()
 
     def _capture_all(self, capture: Capture) -> None:
         """Capture the graphs. After a failure it is not tried again, since it would fail in every step.
@@ -276,9 +297,7 @@ class CudaGraphRunner:
         self._capture = None
         try:
             with device_errors():
-                self._buffers, self._graphs = self._captured(capture)
-                largest = self._graphs[self._max_rows, False].logits[0]
-                self._kept_logits = KeptLogits(largest, self._buffers.queue)
+                self._captured = self._capture_graphs(capture)
             return
         except DeviceLostError:
             raise
@@ -290,15 +309,16 @@ class CudaGraphRunner:
         self.name = EagerRunner.name
         _warn("CUDA graphs could not be captured: decodes are launched one kernel at a time", reason)
 
-    def _captured(self, capture: Capture) -> tuple[DecodeBuffers, dict[tuple[int, bool], _Graph]]:
+    def _capture_graphs(self, capture: Capture) -> _Captured:
         """Graphs of each bucket. The largest is first, so that the others fit into its memory."""
         buffers = DecodeBuffers(self._max_rows, self._max_pages, self._kv.device, self._queue)
         kinds = (True, False) if self._model.max_lora_slots else (False,)
-        return buffers, {
+        graphs = {
             (bucket, lora): self._capture_one(capture, buffers, bucket, lora=lora)
             for bucket in reversed(self._buckets)
             for lora in kinds
         }
+        return _Captured(buffers, graphs)
 
     def _capture_one(self, capture: Capture, buffers: DecodeBuffers, bucket: int, *, lora: bool) -> _Graph:
         # All rows are padded during warm-up and capture: no page is read or written.

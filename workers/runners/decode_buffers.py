@@ -21,6 +21,7 @@ from workers.counter_rng import mix64, mix_keys
 from workers.device_sampling import changes_logits, limits
 from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.operations import Sampling
+from workers.runners.base import SomeRows
 from workers.runners.device_queue import DeviceQueue
 from workers.sampling import BadLogitsError, SamplingRow
 
@@ -183,20 +184,32 @@ class DecodeBuffers:
         self._lora_slots = lora_slots
         return True
 
-    def load_next(self, inputs: ForwardInputs) -> None:
-        """Load the step after the one that runs: the same rows, with the tokens that are chosen for them.
+    def load_next(self, inputs: ForwardInputs, some: SomeRows | None) -> None:
+        """Load the step after the one that runs: its rows, or some of them, with the tokens chosen for them.
 
         `inputs`: as for `load`; their tokens are not read.
         """
         tables = inputs.attention.page_tables
         same_tables = _are_same(tables, self._tables)
         self.invalidate()
-        if same_tables and not len(self._drawn):
-            return
-        self._set_places(inputs)
-        self._send_columns(_TOKEN_BYTES * len(self._host.token_ids))
+        if some is not None:
+            self._load_some(inputs, some)
+        elif not same_tables or len(self._drawn):
+            self._set_places(inputs)
+            self._send_columns(_TOKEN_BYTES * len(self._host.token_ids))
         if not same_tables:
             self._send_tables(tables)
+
+    def _load_some(self, inputs: ForwardInputs, some: SomeRows) -> None:
+        count = len(some.rows)
+        self._use_settings(some.rows)
+        self._pad_from(count)
+        self._set_places(inputs)
+        # Where the device finds their tokens.
+        self._host.token_ids[:count] = some.places
+        self._send_columns()
+        token_ids = self._columns.token_ids[:count]
+        self.queue.launch(lambda: token_ids.copy_(self.chosen.index_select(0, token_ids)))
 
     def _set_places(self, inputs: ForwardInputs) -> None:
         """Set what follows from the positions of the rows, on the host."""

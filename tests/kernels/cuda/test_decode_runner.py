@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ from workers.models.capture import RowCapture
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.operations import Sampling, TokenMask
-from workers.runners.base import DeviceLostError, LaunchedStep
+from workers.runners.base import DeviceLostError, LaunchedStep, SomeRows
 from workers.runners.cuda_graph import Capture, CudaGraphRunner, buckets_up_to
 from workers.runners.decode_buffers import DecodeBuffers
 from workers.runners.device_queue import DeviceQueue
@@ -252,33 +253,47 @@ def test_top_k_top_p_and_min_p_are_part_of_the_graph(
         tokens |= zip(picked, twins.step(items, rows), strict=True)
 
 
+def rows_of(
+    specs: Sequence[Sampling | None], sequences: Sequence[HandSequence], ahead: int = 0
+) -> list[SamplingRow]:
+    """Of packed sequences, or of what follows them."""
+    both = zip(specs, sequences, strict=True)
+    return [SamplingRow(spec, position=each.length + ahead) for spec, each in both]
+
+
 def test_steps_are_launched_before_the_tokens_of_the_last_one_are_read(decoder: Decoder, device: str) -> None:
     """Rows that are greedy, drawn and cut; pages that end at different steps; and then as ever."""
     dice = random.Random(0)
     twins = Twins(decoder, device, queue=LateQueue() if device == "cpu" else None)
     drawn = Sampling(temperature=1.2, seed=3)
-    for specs in ([None, None, None], [drawn, None], [CUT, None, drawn]):
+    for specs_of_batch in ([None, None, None], [drawn, None], [CUT, None, drawn]):
+        specs = specs_of_batch
         sequences = [HandSequence() for _ in specs]
         for sequence in sequences:
             twins.step([Item(sequence, [dice.randrange(VOCAB)] * dice.randint(9, 16))])
         tokens = [dice.randrange(VOCAB) for _ in specs]
         step: LaunchedStep | None = None
-        for _ in range(7):
+        for turn in range(7):
             inputs = twins.packer.pack([Item(each, [0]) for each in sequences])
             known = dataclasses.replace(inputs, token_ids=torch.tensor(tokens))
-            rows = [
-                SamplingRow(spec, position=each.length) for spec, each in zip(specs, sequences, strict=True)
-            ]
+            rows = rows_of(specs, sequences)
             step = step or twins.graph.launch(known, rows, keeps_logits=True)
             assert step is not None
+            theirs = twins.eager.step(known, rows)
+            some = None
+            if turn == 3 and len(sequences) > 1:
+                # A text ends, and the others go on.
+                places = [at for at in range(len(sequences)) if at != 1]
+                sequences, specs = [sequences[at] for at in places], [specs[at] for at in places]
+                some = SomeRows(np.array(places), rows_of(specs, sequences, 1))
             ahead = [HandSequence(each.pages, each.length) for each in sequences]
-            following = step.launch_next(twins.packer.pack([Item(each, [0]) for each in ahead]))
+            following = step.launch_next(twins.packer.pack([Item(each, [0]) for each in ahead]), some)
             assert device != "cpu" or not step.is_done()
             tokens = step.chosen().tolist()
-            theirs = twins.eager.step(known, rows)
             assert tokens == theirs.chosen.tolist()
             with step.logits() as logits:
                 torch.testing.assert_close(logits, theirs.logits, rtol=1e-4, atol=1e-4)
+            tokens = tokens if some is None else [tokens[at] for at in some.places]
             step = following
         assert step is not None and len(step.chosen()) == len(specs)
         tokens = twins.step([Item(each, [token]) for each, token in zip(sequences, tokens, strict=True)])
