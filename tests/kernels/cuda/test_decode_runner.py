@@ -266,7 +266,7 @@ def test_steps_are_launched_before_the_tokens_of_the_last_one_are_read(decoder: 
     dice = random.Random(0)
     twins = Twins(decoder, device, queue=LateQueue() if device == "cpu" else None)
     drawn = Sampling(temperature=1.2, seed=3)
-    for specs_of_batch in ([None, None, None], [drawn, None], [CUT, None, drawn]):
+    for specs_of_batch in ([None] * 4, [drawn, None], [CUT, None, drawn]):
         specs = specs_of_batch
         sequences = [HandSequence() for _ in specs]
         for sequence in sequences:
@@ -298,6 +298,8 @@ def test_steps_are_launched_before_the_tokens_of_the_last_one_are_read(decoder: 
         assert step is not None and len(step.chosen()) == len(specs)
         tokens = twins.step([Item(each, [token]) for each, token in zip(sequences, tokens, strict=True)])
         twins.step([Item(each, [token]) for each, token in zip(sequences, tokens, strict=True)])
+        kvs = [runner._kv.layer(1)[0].data for runner in (twins.graph, twins.eager)]
+        torch.testing.assert_close(*kvs, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def test_a_step_ahead_uses_the_tokens_on_the_device(decoder: Decoder, device: str) -> None:
