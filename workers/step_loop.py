@@ -252,7 +252,7 @@ class StepLoop:
 
     def _queue(self, forward: Forward) -> None:
         prelauncher = self._prelauncher
-        self._in_flight.finish_for([forward.sequence])
+        self._in_flight.finish_for(forward.sequence)
         try:
             if forward.adapter:
                 self._adapter_table.count(forward)

@@ -9,7 +9,7 @@ in flight is finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import structlog
@@ -69,9 +69,9 @@ class StepsInFlight:
         self.finish()
         return requests
 
-    def finish_for(self, sequences: Iterable[int]) -> None:
-        """Finish the step in flight if it has one of these sequences."""
-        if self.step is not None and not set(self.step.decodes.sequences).isdisjoint(sequences):
+    def finish_for(self, sequence: int) -> None:
+        """Finish the step in flight if it has this sequence."""
+        if self.step is not None and sequence in self.step.decodes.sequences:
             self.finish()
 
     def go_on(self, *, has_others: bool) -> None:
