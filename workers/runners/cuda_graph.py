@@ -35,6 +35,8 @@ from workers.runners.device_queue import DeviceQueue
 from workers.runners.eager import EagerRunner, choose_tokens
 from workers.sampling import SamplingRow
 
+_log = logging.getLogger(__name__)
+
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 # Captures the launches of a function, and returns a function that repeats them.
@@ -307,7 +309,7 @@ class CudaGraphRunner:
         if self._kv.device.type == "cuda":
             torch.cuda.empty_cache()
         self.name = EagerRunner.name
-        _warn("CUDA graphs could not be captured: decodes are launched one kernel at a time", reason)
+        _log.warning("CUDA graphs were not captured, so each kernel of a decode is launched: %s", reason)
 
     def _capture_graphs(self, capture: Capture) -> _Captured:
         """Graphs of each bucket. The largest is first, so that the others fit into its memory."""
@@ -434,13 +436,3 @@ class _CudaCapture:
 
 def _first_line(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
-def _warn(event: str, reason: str) -> None:
-    """Log, also on machines without structlog."""
-    try:
-        import structlog  # noqa: PLC0415
-    except ImportError:
-        logging.getLogger(__name__).warning("%s: %s", event, reason)
-    else:
-        structlog.get_logger(__name__).warning(event, reason=reason)

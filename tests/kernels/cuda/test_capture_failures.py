@@ -6,8 +6,6 @@ What a failed capture leaves of the real device is tested in tests/gpu; here it 
 from __future__ import annotations
 
 import contextlib
-import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,18 +47,10 @@ class FailingCapture:
         return replay
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Where structlog is not installed, so that this runs anywhere."""
-    monkeypatch.setitem(sys.modules, "structlog", None)
-    caplog.set_level(logging.WARNING)
-    return caplog
-
-
 @pytest.mark.parametrize("succeed", [0, 1, BUCKETS - 1])
 @pytest.mark.parametrize("error", [RuntimeError("planted\nat length"), OUT_OF_MEMORY], ids=["any", "memory"])
 def test_decodes_run_eagerly_after_a_failed_capture(
-    decoder: Decoder, device: str, error: Exception, succeed: int, log: pytest.LogCaptureFixture
+    decoder: Decoder, device: str, error: Exception, succeed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     capture = FailingCapture(error, succeed)
     twins = Twins(decoder, device, MAX_ROWS, capture)
@@ -74,7 +64,7 @@ def test_decodes_run_eagerly_after_a_failed_capture(
         tokens = twins.step([Item(s, [token]) for s, token in zip(sequences, tokens, strict=True)], rows)
     assert capture.calls == succeed + 1, "a capture that failed was tried again"
     assert twins.graph.name == "eager"
-    (record,) = log.records
+    (record,) = caplog.records
     reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     assert record.levelname == "WARNING" and record.getMessage().endswith(f": {reason}")
 
@@ -86,7 +76,7 @@ def test_a_device_that_is_lost_while_capturing_stays_lost(decoder: Decoder, devi
         twins.graph.step(twins.packer.pack([Item(HandSequence(), [1])]), [SamplingRow()])
 
 
-def test_nothing_of_the_graphs_is_kept(decoder: Decoder, device: str, log: pytest.LogCaptureFixture) -> None:
+def test_nothing_of_the_graphs_is_kept(decoder: Decoder, device: str) -> None:
     twins = Twins(decoder, device, MAX_ROWS, FailingCapture(OUT_OF_MEMORY, 2))
     twins.step([Item(HandSequence(), [1])])
     assert twins.graph._captured is None
@@ -101,15 +91,6 @@ def test_the_executor_tells_what_runs(tmp_path: Path) -> None:
     assert executor.capabilities().runner == "cuda_graph"
     executor.warmup()
     assert executor.capabilities().runner == "eager"
-
-
-def test_a_worker_logs_it_as_everything_else(decoder: Decoder, device: str) -> None:
-    structlog = pytest.importorskip("structlog")
-    twins = Twins(decoder, device, MAX_ROWS, FailingCapture(RuntimeError("planted"), 0))
-    with structlog.testing.capture_logs() as logs:
-        for _ in range(2):
-            twins.step([Item(HandSequence(), [1])])
-    assert [(line["log_level"], line["reason"]) for line in logs] == [("warning", "RuntimeError: planted")]
 
 
 class NotingDevice:
