@@ -388,7 +388,9 @@ class StepLoop:
         Or goes on with the step in flight.
         """
         if self._in_flight.step is not None:
-            self._in_flight.go_on(has_others=self._has_work)
+            # Forwards that wait for an adapter run no step, but may expire.
+            self._in_flight.go_on(has_others=self._has_work or bool(self._adapters))
+            self._prelauncher.drop_expired(time.monotonic_ns())
             return
         if self._integrity_checks.has_work:
             self._results += self._integrity_checks.advance()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from tests.workers import stepping
 from tests.workers.late_runner import LateStep
+from tests.workers.test_adapter_table import FakeModel
 from tests.workers.test_plain_decodes import OUTPUTS, Callers, answers
 from workers import prelaunch, step_loop
+from workers.adapters.table import AdapterTable
 from workers.decodes import OP_ID, Decodes, DecodesDone
 from workers.operations import (
+    AdapterSource,
+    ChangeAdapters,
     Chunk,
     Command,
     Done,
@@ -233,6 +237,21 @@ def test_an_unrequested_result_is_dropped_while_other_commands_arrive(
     assert worker.lengths() == {7: 5}
 
 
+def test_an_unrequested_result_is_dropped_while_others_are_launched_ahead(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = worker.answers(prefill(1, 7), prefill(2, 8))
+    late = worker.compute_late()
+    worker.round()
+    tokens = {3: chosen(answered[2])}
+    for op_id in (3, 4):
+        tokens |= {op_id + 1: chosen(worker.answers(decode(op_id, 8, op_id + 2, tokens[op_id]))[op_id])}
+    assert late.launched_ahead == 1 and worker.lengths() == {7: 6, 8: 7}
+    monkeypatch.setattr(prelaunch, "HOLD_TIMEOUT_S", 0.0)
+    worker.answers(decode(5, 8, 7, tokens[5]))
+    assert late.launched_ahead == 2 and worker.lengths() == {7: 5, 8: 8}
+
+
 @pytest.mark.parametrize(
     "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(10, 40))]
 )
@@ -387,6 +406,18 @@ def test_a_loop_that_stops_answers_what_is_in_flight() -> None:
     worker.loop.run()
     (done,) = worker._results
     assert isinstance(done, DecodesDone) and done.columns[OP_ID].tolist() == [3]
+
+
+def test_forwards_that_wait_for_an_adapter_expire_while_others_are_launched_ahead() -> None:
+    threads: list[Callable[[], None]] = []
+    adapters = AdapterTable[str](FakeModel(1), lambda _: pytest.fail("not read"), 1000, threads.append)
+    worker = stepping.Worker(max_seq_tokens=MAX_SEQ_TOKENS, adapters=adapters)
+    token = chosen(worker.answers(ChangeAdapters(1, [AdapterSource(3, "")]), prefill(2, 7))[2])
+    worker.compute_late()
+    assert worker.round(Forward(3, 8, 0, [1], adapter=3, deadline_ns=1 << 62)) == []
+    adapters._waiting[0].deadline_ns = 1
+    results = worker.round(decode(4, 7, 5, token)) + worker.round()
+    assert Failed(3, FailureReason.TIMEOUT) in results
 
 
 @pytest.mark.parametrize("at", ["launch_next", "chosen"])
