@@ -12,12 +12,15 @@ from tests.workers import stepping
 from tests.workers.late_runner import LateStep
 from tests.workers.test_adapter_table import FakeModel
 from tests.workers.test_plain_decodes import OUTPUTS, Callers, answers
-from workers import prelaunch, step_loop
+from workers import extra_samples, prelaunch, step_loop
 from workers.adapters.table import AdapterTable
 from workers.decodes import OP_ID, Decodes, DecodesDone
+from workers.kv import integrity
+from workers.models.inputs import ForwardInputs
 from workers.operations import (
     AdapterSource,
     ChangeAdapters,
+    CheckIntegrity,
     Chunk,
     Command,
     Done,
@@ -26,9 +29,11 @@ from workers.operations import (
     Fork,
     Forward,
     Kind,
+    OutputSpec,
     Release,
     Reset,
     Result,
+    Sampling,
     Truncate,
 )
 from workers.runners.base import DeviceLostError
@@ -357,18 +362,40 @@ def test_a_step_is_launched_before_the_last_one_is_read() -> None:
     assert worker.lengths() == {7: 4} and failed == Done(8)
 
 
-def test_a_step_in_flight_answers_one_of_two_equal_requests() -> None:
-    worker = Worker()
+def test_steps_of_steady_callers_are_launched_ahead_without_the_flag(worker: Worker) -> None:
+    token = chosen(worker.answers(prefill(1, 7))[1])
+    late = worker.compute_late()
+    ahead = []
+    for turn in range(5):
+        worker.round()
+        token = chosen(worker.answers(decode(2 + turn, 7, 5 + turn, token, told=False))[2 + turn])
+        ahead.append(late.launched_ahead)
+    assert ahead == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_step_in_flight_answers_one_of_two_equal_requests(worker: Worker, together: bool) -> None:
     token = chosen(worker.answers(prefill(1, 7))[1])
     worker.compute_late()
     worker.round()
-    first, second = decode(2, 7, 5, token), decode(3, 7, 5, token)
-    worker.loop.submit([Decodes.of([first])])
-    worker.loop.take()
-    worker._asked[2] = first
-    found = worker.answers(second)
+    asked = [decode(2, 7, 5, token), decode(3, 7, 5, token)]
+    if not together:
+        worker._asked[2] = asked.pop(0)
+        worker.loop.submit([Decodes.of([worker._asked[2]])])
+        worker.loop.take()
+    found = worker.answers(*asked)
     assert found.keys() == {2, 3} and chosen(found[2]) == chosen(found[3])
     assert worker.lengths() == {7: 6}
+
+
+@pytest.mark.parametrize("output", [OUTPUTS[3], OutputSpec(sampling=Sampling(logit_bias={3: 9.0}))])
+def test_steps_of_which_more_than_tokens_is_wanted_are_not_launched(
+    worker: Worker, output: OutputSpec
+) -> None:
+    token = chosen(worker.answers(prefill(1, 7))[1])
+    late = worker.compute_late()
+    worker.answers(dataclasses.replace(decode(2, 7, 5, token), output=output))
+    assert late.computed == 0
 
 
 def test_no_step_is_launched_ahead_that_not_all_have_pages_for() -> None:
@@ -389,8 +416,8 @@ def test_no_step_is_launched_ahead_beyond_the_longest_sequence() -> None:
     worker = Worker(max_seq_tokens=7)
     token = chosen(worker.answers(prefill(1, 7))[1])
     late = worker.compute_late()
+    worker.round()
     for turn in range(2):
-        worker.round()
         token = chosen(worker.answers(decode(2 + turn, 7, 5 + turn, token))[2 + turn])
     assert late.launched_ahead == 1 and not worker.loop.operations_in_flight
 
@@ -418,6 +445,65 @@ def test_forwards_that_wait_for_an_adapter_expire_while_others_are_launched_ahea
     adapters._waiting[0].deadline_ns = 1
     results = worker.round(decode(4, 7, 5, token)) + worker.round()
     assert Failed(3, FailureReason.TIMEOUT) in results
+
+
+def test_steps_that_are_launched_ahead_count_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, recorded = Worker(), list[object]()
+    token = chosen(worker.answers(prefill(1, 7))[1])
+    late = worker.compute_late()
+    monkeypatch.setattr(worker.loop._scheduler, "record_step", lambda *step: recorded.append(step))
+    worker.round()
+    for turn in range(3):
+        asked = dataclasses.replace(decode(2 + turn, 7, 5 + turn, token), arrived_ns=1)
+        done = worker.answers(asked)[2 + turn]
+        token = chosen(done)
+        assert isinstance(done, Forward) and done.queue_ns == 0 and done.batch_items == 1
+        step, status = worker.loop._in_flight.step, worker.engine.status()
+        assert step is not None and worker.loop._scheduler.running is step.decodes
+        assert status.step_age_ns and status.step_number == 3 + turn
+        assert len(recorded) == turn + 1
+    worker.answers(Release(8, [7]))
+    status = worker.engine.status()
+    assert status.step_age_ns == 0 and len(recorded) == late.computed == 4
+    assert status.counts.steps == 5 and status.counts.decode_operations == 3
+
+
+@pytest.mark.parametrize(
+    "other", [CheckIntegrity(90, check_pages=True), Forward(90, 8, 0, [1], sample_seeds=range(4))]
+)
+def test_other_work_is_done_beside_steps_that_could_be_launched_ahead(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, other: Command
+) -> None:
+    """In four steps or more."""
+    monkeypatch.setattr(integrity, "PAGES_PER_SLICE", 16)
+    for module, name in ((step_loop, "_DRAW_BUDGET"), (extra_samples, "_BATCH_COST")):
+        monkeypatch.setattr(module, name, 1)
+    token = chosen(worker.answers(prefill(1, 7))[1])
+    worker.compute_late()
+    results: list[Result] = worker.round(other)
+    for turn in range(8):
+        results += worker.answers(decode(2 + turn, 7, 5 + turn, token)).values()
+        token = chosen(next(one for one in results if isinstance(one, Forward) and one.op_id == 2 + turn))
+    assert any(one.op_id == 90 for one in results)
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_step_is_answered_though_the_next_one_could_not_be_launched(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, is_launched: bool
+) -> None:
+    token = chosen(worker.answers(prefill(1, 7))[1])
+    worker.compute_late()
+    worker.round()
+    launch_next = LateStep.launch_next
+
+    def fail(step: LateStep, inputs: ForwardInputs) -> LateStep:
+        if is_launched:
+            launch_next(step, inputs)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(LateStep, "launch_next", fail)
+    token = chosen(worker.answers(decode(2, 7, 5, token))[2])
+    assert isinstance(worker.answers(decode(3, 7, 6, token))[3], Forward) and worker.lengths() == {7: 7}
 
 
 @pytest.mark.parametrize("at", ["launch_next", "chosen"])
