@@ -19,8 +19,9 @@ from tests.sim.model_worker import ProtocolError
 from tests.sim.schedules import Kind, ScheduleFailed, run_schedules
 from tests.sim.simulation import Simulation
 
+Planter: TypeAlias = Callable[[pytest.MonkeyPatch], None]
 # A state machine with a bug, or what patches something else.
-Plant: TypeAlias = type[PlantedMachine] | Callable[[pytest.MonkeyPatch], None]
+Plant: TypeAlias = type[PlantedMachine] | Planter
 # What the oracle, model workers and the gateway say of one: not a TypeError, say.
 BROKEN_PROMISES = (AssertionError, ProtocolError, ValueError, QuireError)
 
@@ -33,6 +34,16 @@ def plant(bug: Plant, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(check, lambda *_: None)
     else:
         bug(patch)  # type: ignore[call-arg]
+
+
+def begins_at(seed: int) -> Callable[[Planter], Planter]:
+    """Which schedule is the first to be run with a bug: that saves seconds, and decides nothing."""
+
+    def mark(bug: Planter) -> Planter:
+        bug.first_seed = seed  # type: ignore[attr-defined]
+        return bug
+
+    return mark
 
 
 def is_found(bug: Plant, patch: pytest.MonkeyPatch, schedules: int, kind: Kind = Simulation) -> None:

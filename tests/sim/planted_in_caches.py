@@ -20,7 +20,7 @@ from service.journal.base import OnCommitted
 from tests.sim import disk
 from tests.sim.disk import DiskJournal
 from tests.sim.machine import PlantedMachine
-from tests.sim.planted import everywhere
+from tests.sim.planted import begins_at, everywhere
 from tests.sim.truth import Asked
 from tests.sim.watched import LARGE_BYTES, WatchedDispatcher
 
@@ -185,6 +185,7 @@ class ATreeTakenForItsFirstTokens(PlantedMachine):
         return records
 
 
+@begins_at(292)
 def trees_of_the_same_tokens_taken_for_one(patch: pytest.MonkeyPatch) -> None:
     everywhere(patch, fingerprint, lambda tokens, _=(): fingerprint(tokens))
 
@@ -265,6 +266,7 @@ class ForksAreNotFenced(PlantedMachine):
         return dataclasses.replace(request, sources=sources)
 
 
+@begins_at(167)
 def places_in_a_fork_not_written_down(patch: pytest.MonkeyPatch) -> None:
     def placeless(record: Record) -> Record:
         return dataclasses.replace(record, total=0, first=0) if isinstance(record, CacheForked) else record

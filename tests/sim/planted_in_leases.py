@@ -10,6 +10,7 @@ from service.caches.effects import Claim
 from service.pool.registry import Epochs
 from tests.sim.fake_leases import LeasedProcesses
 from tests.sim.model_worker import ModelWorker
+from tests.sim.planted import begins_at
 
 
 def earlier_leases_are_heard(patch: pytest.MonkeyPatch) -> None:
@@ -24,6 +25,7 @@ def epochs_do_not_rise(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Epochs, "next", again)
 
 
+@begins_at(35)
 def adopted_as_long_as_it_is(patch: pytest.MonkeyPatch) -> None:
     """A worker does not cut what it computed after it was heard last."""
     adopt = ModelWorker.adopt

@@ -9,6 +9,7 @@ import pytest
 from service.journal.postgres_writer import LAST, PostgresWriter
 from service.postgres.errors import DatabaseFailed
 from service.shards import leases
+from tests.sim.planted import begins_at
 from tests.sim.shard_table import ModelDatabase
 
 
@@ -17,6 +18,7 @@ def appends_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ModelDatabase, "is_owner", lambda database, _fence, writer: writer == database.writer)
 
 
+@begins_at(198)
 def lease_longer_than_its_expiry(patch: pytest.MonkeyPatch) -> None:
     """An owner believes in its lease for longer than the table does."""
     patch.setattr(leases, "_OWNERS_PART", 2.0)

@@ -17,7 +17,7 @@ from service.pool.model_versions import ModelVersion
 from service.pool.supervisor import Supervisor
 from tests.sim.fake_pool import FakeLauncher
 from tests.sim.machine import PlantedMachine
-from tests.sim.planted import everywhere
+from tests.sim.planted import begins_at, everywhere
 from tests.sim.watched import WatchedDispatcher
 
 # The pool.
@@ -72,6 +72,7 @@ def who_died_is_not_told_of(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WatchedDispatcher, "worker_lost", lambda *_, **__: None)
 
 
+@begins_at(25)
 def those_taken_back_stay(patch: pytest.MonkeyPatch) -> None:
     stop = Supervisor.stop
 
@@ -82,6 +83,7 @@ def those_taken_back_stay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Supervisor, "stop", of_those_that_served)
 
 
+@begins_at(25)
 def a_dead_worker_is_switched_to(patch: pytest.MonkeyPatch) -> None:
     fail = ModelVersion.fail
 
@@ -126,6 +128,7 @@ def stalled_readers_are_not_cut_off(patch: pytest.MonkeyPatch) -> None:
     _configured(patch, session_stall_s=1e9)
 
 
+@begins_at(21)
 def a_pause_is_the_readers_fault(patch: pytest.MonkeyPatch) -> None:
     async def in_one_go(writing: Awaitable[None], stall_s: float, give_up: Callable[[], None]) -> None:
         is_late = False

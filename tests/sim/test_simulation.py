@@ -16,8 +16,8 @@ from tests.sim.schedules import Kind, quietly, run_schedules, without_addresses
 from tests.sim.shell import ShellSimulation
 from tests.sim.simulation import Simulation
 
-# The rarest of the planted bugs shows in one schedule of 2500, all others within 300.
-SCHEDULES, THOROUGH_SCHEDULES = 3000, 10_000
+# All planted bugs but one show within these; that one shows in one schedule of 2500.
+SCHEDULES, THOROUGH_SCHEDULES = 1200, 10_000
 # A planted bug shows within this many; most within ten.
 CONTROL_SCHEDULES = 3000
 # Without these a passing run would say little.
@@ -128,7 +128,7 @@ def test_a_schedule_can_be_had_again(kind: Kind) -> None:
 def test_a_machine_that_is_only_looked_through_breaks_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     """So what is found of a planted one is its bug."""
     plant(PlantedMachine, monkeypatch)
-    run_schedules(range(200))
+    run_schedules(range(100))
 
 
 @pytest.mark.parametrize(
