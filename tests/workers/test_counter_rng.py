@@ -1,15 +1,13 @@
-"""The counter RNG and draws made with it: published vectors, parity with Triton, statistics of fixed keys."""
+"""The counter RNG and draws made with it: published vectors, statistics of fixed keys.
+
+Parity with Triton: tests/kernels/cuda/test_uniform_cuda.py.
+"""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,52 +66,6 @@ def test_neighbouring_seeds_and_positions_have_keys_of_their_own() -> None:
     assert len(keys) == len(seeds) * len(positions)
     # A seed that is one step of the generator away is another stream, not the same one shifted.
     assert mix_key(0x9E3779B97F4A7C15, 0) != mix_key(0, 1)
-
-
-TRITON_RAND = """
-import json, sys
-import torch, triton, triton.language as tl
-
-@triton.jit
-def draw(ids, out, key, n, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    offsets = tl.load(ids + at, mask=at < n, other=0)
-    tl.store(out + at, tl.rand(key, offsets), mask=at < n)
-
-request = json.load(sys.stdin)
-answer = []
-for key in request["keys"]:
-    for dtype in (torch.int32, torch.int64):
-        ids = torch.tensor(request["ids"], dtype=dtype)
-        out = torch.empty(len(ids))
-        draw[(1,)](ids, out, key, len(ids), BLOCK=triton.next_power_of_2(len(ids)))
-        answer.append(out.view(torch.int32).tolist())
-print(json.dumps(answer))
-"""
-
-
-def test_uniform_equals_triton_rand_bit_by_bit(tmp_path: Path) -> None:
-    # A process of its own: the interpreter is switched on at import. A file of its own: jit reads its source.
-    script = tmp_path / "draw.py"
-    script.write_text(TRITON_RAND)
-    keys = [0, 1, 17, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
-    keys += [mix_key(seed, position) for seed in (0, 2**64 - 1) for position in (0, 131071)]
-    ids = [*range(500), 32767, 65536, 151935, 262143, 2**31 - 1]
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        input=json.dumps({"keys": keys, "ids": ids}),
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    answers = json.loads(result.stdout)
-    assert len(answers) == 2 * len(keys)
-    for index, bits in enumerate(answers):
-        ours = uniform(keys[index // 2], np.array(ids, dtype=np.int64))
-        assert ours.view(np.int32).tolist() == bits, f"key {keys[index // 2]}"
 
 
 def test_numbers_depend_on_the_id_alone_not_on_its_company() -> None:
