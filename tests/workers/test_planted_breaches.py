@@ -29,6 +29,7 @@ torch.set_num_threads(1)
 # A whole text has more rows, chunks beside others have fewer.
 MANY = 64
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+TEXTS = random_texts(6, (1, 90, 200))
 
 Breach = Callable[[pytest.MonkeyPatch], None]
 BREACHES: list[tuple[Breach, torch.dtype]] = []
@@ -198,17 +199,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family_model(tmp_path_factory.mktemp("model"), family, settings, seed=7)
 
 
+@pytest.fixture(scope="module")
+def decoders(model: Path) -> dict[torch.dtype, decoder.Decoder]:
+    """Without a breach, which is asserted."""
+    need_compiled()
+    with pytest.MonkeyPatch.context() as patch:
+        # One by one, so that a breach can be planted in them.
+        patch.setattr(decoder, "compiled", lambda sublayers, *_: list(sublayers))
+        loaded = {dtype: load_decoder(model, dtype, pack=True) for dtype in (FLOAT32, BFLOAT16)}
+    for each in loaded.values():
+        assert_same_bits(each, TEXTS, "none is planted")
+    return loaded
+
+
 @pytest.mark.parametrize(
     ("plant", "dtype"), [pytest.param(*each, id=f"{each[0].__name__}-{each[1]}") for each in BREACHES]
 )
 def test_a_breach_is_found(
-    plant: Breach, dtype: torch.dtype, model: Path, monkeypatch: pytest.MonkeyPatch
+    plant: Breach,
+    dtype: torch.dtype,
+    decoders: dict[torch.dtype, decoder.Decoder],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    need_compiled()
-    # One by one, so that a breach can be planted in them.
-    monkeypatch.setattr(decoder, "compiled", lambda sublayers, *_: list(sublayers))
-    loaded, texts = load_decoder(model, dtype, pack=True), random_texts(6, (1, 90, 200))
-    assert_same_bits(loaded, texts, plant.__name__)
     plant(monkeypatch)
     with pytest.raises(AssertionError, match="position"):
-        assert_same_bits(loaded, texts, plant.__name__)
+        assert_same_bits(decoders[dtype], TEXTS, plant.__name__)
