@@ -79,8 +79,15 @@ def test_a_high_priority_is_a_head_start_and_no_larger_share() -> None:
     assert ahead[0] > 50 and abs(ahead[1]) < 10
 
 
-@pytest.mark.parametrize("others", [2, 64, 257, 1000])
-@pytest.mark.parametrize("first", [NORMAL, HIGH])
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        # Fewer than a step takes, and more.
+        pytest.param(first, others, marks=() if others in always else pytest.mark.thorough)
+        for first, always in ((NORMAL, (2, 257)), (HIGH, (64,)))
+        for others in (2, 64, 257, 1000)
+    ],
+)
 def test_however_many_are_ahead_by_priority_it_is_for_a_bounded_number_of_steps(
     first: Priority, others: int
 ) -> None:
