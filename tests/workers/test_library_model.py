@@ -124,12 +124,10 @@ RUN = """
 # With attention of their own: these run text by text.
 GATHERED = "bloom codegen diffllama falcon gpt_neo gpt_neox_japanese gptj mpt xglm"
 
-# Each has something that others have not: biases of scores, caps, sinks, windows, chunks, latent
-# keys, experts of all kinds, learned positions, one head of keys. What else the others have is the library's.
-ALWAYS = """
-    bloom cohere2 deepseek_v3 falcon gemma2 gpt2 gpt_bigcode gpt_neo gpt_oss jetmoe llama llama4_text
-    modernbert-decoder qwen2_moe
-"""
+# Each has something that others have not: biases of scores, or positions, where texts run one by one;
+# windows, latent keys, caps, learned positions, one head of keys, sinks, experts of attention, and chunks. The
+# rest is the library's.
+ALWAYS = "bloom cohere2 deepseek_v3 gemma2 gpt_bigcode gpt_neo gpt_oss jetmoe llama4_text"
 
 
 def tiny_config(model_type: str, **more: Any) -> PreTrainedConfig:
