@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 
@@ -62,6 +62,8 @@ JSON = st.recursive(
 SETTING_NAMES = st.sampled_from([field.name for field in dataclasses.fields(LoraConfig)]) | st.text()
 
 
+# Values that JSON can have are a lot of work to draw.
+@settings(max_examples=settings.default.max_examples // 3)
 @given(st.dictionaries(SETTING_NAMES, JSON, min_size=1, max_size=3))
 def test_any_settings_are_read_or_refused(good: Path, spare: Path, changes: dict[str, Any]) -> None:
     shutil.copytree(good, spare, dirs_exist_ok=True)

@@ -19,7 +19,7 @@ from workers.token_trees import kept_path
 
 VOCAB = 24
 # The planted biases are found with few. A tenth of a millisecond each.
-FEW_DRAWS, MANY_DRAWS = 8_000, 100_000
+FEW_DRAWS, MORE_DRAWS, MANY_DRAWS = 4_000, 8_000, 100_000
 # A chi-square of so many standard deviations above its mean is no accident: less than 1 in 10**6 for these.
 TOO_MUCH = 6.0
 
@@ -113,12 +113,14 @@ def dense(target: Distribution) -> NDArray[np.float64]:
 
 # Of the same as the few, to find a smaller bias.
 MANY = pytest.mark.thorough
+KINDS = ("far", "near", "same", "top-k", "target cut")
 
 
 @pytest.mark.parametrize(
     ("kind", "draws"),
     [
-        *((kind, FEW_DRAWS) for kind in ("far", "near", "same", "top-k", "target cut")),
+        *((kind, FEW_DRAWS) for kind in KINDS),
+        *(pytest.param(kind, MORE_DRAWS, marks=MANY) for kind in KINDS),
         pytest.param("far", MANY_DRAWS, marks=MANY),
     ],
 )
@@ -167,7 +169,7 @@ def of_siblings(
 
 @pytest.mark.parametrize(
     ("siblings", "draws"),
-    [(3, FEW_DRAWS), pytest.param(2, FEW_DRAWS, marks=MANY), pytest.param(3, MANY_DRAWS, marks=MANY)],
+    [(3, FEW_DRAWS), pytest.param(2, MORE_DRAWS, marks=MANY), pytest.param(3, MANY_DRAWS, marks=MANY)],
 )
 def test_of_several_drafts_tokens_are_distributed_as_the_targets_own(siblings: int, draws: int) -> None:
     """Also where the same one comes twice; and more of them are kept than of one."""

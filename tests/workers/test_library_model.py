@@ -125,8 +125,7 @@ RUN = """
 GATHERED = "bloom codegen diffllama falcon gpt_neo gpt_neox_japanese gptj mpt xglm"
 
 # Each has something that others have not: biases of scores, or positions, where texts run one by one;
-# windows, latent keys, caps, learned positions, one head of keys, sinks, experts of attention, and chunks. The
-# rest is the library's.
+# windows, latent keys, caps, learned positions, one head of keys, sinks, experts of attention, chunks.
 ALWAYS = "bloom cohere2 deepseek_v3 gemma2 gpt_bigcode gpt_neo gpt_oss jetmoe llama4_text"
 
 
