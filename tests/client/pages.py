@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
+import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
+
+import pytest
 
 from benchmarks.checkout import ROOT, environment
 from tests import quire_command
@@ -22,6 +29,21 @@ def run(*command: str, cwd: Path | None = None) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_python(script: Path, *arguments: str) -> str:
+    """What a Python program prints, in this process, which has imported most of what it imports."""
+    printed = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(printed),
+        warnings.catch_warnings(),
+    ):
+        # As in a program.
+        warnings.simplefilter("default")
+        patch.setattr(sys, "argv", [str(script), *arguments])
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
 
 
 def install_command(directory: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from quire import Client
 from quire.v1 import runner_pb2
 
-from tests.client.pages import blocks, run
+from tests.client.pages import blocks, run, run_python
 from tests.gateway_process import ROOT, GatewayProcess
 
 BIN = Path(sys.executable).parent
@@ -48,7 +48,7 @@ class Served(GatewayProcess):
     def printed(self, code: str, directory: Path) -> str:
         script = directory / "copied.py"
         script.write_text(self.replaced(code))
-        return run(sys.executable, str(script))
+        return run_python(script)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from quire.v1 import executor_pb2
 
 from benchmarks import checkout
 from tests import quire_command
-from tests.client.pages import blocks, run
+from tests.client.pages import blocks, run, run_python
 from tests.gateway_process import ROOT, GatewayProcess
 
 PAGES = ("README.md", "docs/tutorial.md", "docs/serving.md")
@@ -71,7 +71,7 @@ def test_the_python_code(address: str, tmp_path: Path) -> None:
     for code in itertools.filterfalse(starts_a_server, all_blocks("python")):
         script = tmp_path / "copied.py"
         script.write_text(code.replace("127.0.0.1:50051", address))
-        printed.append(run(sys.executable, str(script)).strip())
+        printed.append(run_python(script).strip())
     first, text, session, whole, patient = printed
     assert (first, text, patient) == ("46", "46", "3")
     answer, *chunks = whole.splitlines()

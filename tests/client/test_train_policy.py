@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 from quire import Client
 from quire.v1 import executor_pb2
 
+from tests.client.pages import run_python
 from tests.gateway_process import ROOT, GatewayProcess
+
+# Threads of torch that wait for each other spin, and what is computed here is small.
+torch.set_num_threads(1)
 
 RECIPE = ROOT / "clients" / "python" / "examples" / "trainer" / "train_policy.py"
 SHIPPED = ROOT / "workers" / "models" / "adder"
@@ -23,21 +25,8 @@ STEPS, GROUP = 6, 16
 
 def train(gateway: GatewayProcess, *arguments: str) -> list[dict[str, Any]]:
     """The figures of each step."""
-    command = [
-        sys.executable,
-        str(RECIPE),
-        gateway.address,
-        "--steps",
-        str(STEPS),
-        "--group",
-        str(GROUP),
-        *arguments,
-    ]
-    # Threads of torch that wait for each other spin, and what is computed here is small.
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    printed = run_python(RECIPE, gateway.address, "--steps", str(STEPS), "--group", str(GROUP), *arguments)
+    return [json.loads(line) for line in printed.splitlines()]
 
 
 # That adapters are pushed and served is in tests/e2e/test_adapters.py, and their numbers in
