@@ -22,7 +22,7 @@ from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_model
 
 TIMEOUT_S = 60.0
-CONTEXT = 200
+CONTEXT = 120
 VOCAB = 300
 # The model's end token.
 END = 299
@@ -157,7 +157,7 @@ def test_what_ends_a_sample(sampling_client: tinker.SamplingClient) -> None:
     special = tokenizer.library.token_to_id("<end>")
     assert special is not None
     stops: list[tuple[Any, set[int]]] = [
-        (None, {END}), ([7, 8], {END, 7, 8}), ("<end>", {END, special}), (["<end>", "no"], {END, special}),
+        (None, {END}), ([7, 8], {END, 7, 8}), ("<end>", {END, special}),
     ]  # fmt: skip
     for stop, ends in stops:
         cut = sampling_client.sample(INPUT, 16, params(**hot, stop=stop)).result(TIMEOUT_S).sequences
@@ -207,14 +207,14 @@ async def test_calls_of_tasks(service: tinker.ServiceClient) -> None:
 async def test_a_cancelled_sample_leaves_nothing_behind(
     gateway: GatewayProcess, sampling_client: tinker.SamplingClient
 ) -> None:
-    sampled = asyncio.create_task(sampling_client.sample_async(INPUT, 8, params(max_tokens=150, stop=[])))
+    sampled = asyncio.create_task(sampling_client.sample_async(INPUT, 8, params(max_tokens=90, stop=[])))
     while not gateway.status().caches:
         await asyncio.sleep(0.001)
     sampled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await sampled
     with pytest.raises(TimeoutError):
-        await sampling_client.sample(INPUT, 8, params(max_tokens=150, stop=[])).result_async(0)
+        await sampling_client.sample(INPUT, 8, params(max_tokens=90, stop=[])).result_async(0)
 
 
 def test_calls_of_threads(sampling_client: tinker.SamplingClient) -> None:
@@ -227,9 +227,9 @@ def test_calls_of_threads(sampling_client: tinker.SamplingClient) -> None:
 def test_a_broken_stream_changes_no_token(
     gateway: GatewayProcess, service: tinker.ServiceClient, sampling_client: tinker.SamplingClient
 ) -> None:
-    expected = one(sampling_client, max_tokens=150, stop=[])
-    for _ in range(3):
-        future = sampling_client.sample(INPUT, 1, params(max_tokens=150, stop=[]))
+    expected = one(sampling_client, max_tokens=90, stop=[])
+    for _ in range(2):
+        future = sampling_client.sample(INPUT, 1, params(max_tokens=90, stop=[]))
         gateway.wait_until(lambda: gateway.status().caches > 0)
         session = service._connection._session
         assert session is not None

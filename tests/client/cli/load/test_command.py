@@ -19,7 +19,7 @@ from quire.cli.terminal import CommandFailed
 from tests import quire_command
 from tests.gateway_process import GatewayProcess
 
-SHORT = ("--warm-up", "0.2", "--duration", "1")
+SHORT = ("--warm-up", "0.2", "--duration", "0.5")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def load(gateway: GatewayProcess, tmp_path: Path) -> Callable[..., dict[str, Any
     return loaded
 
 
-RATE, CALLERS = ("--rate", "20", "--arrivals", "constant"), ("--callers", "3")
+RATE, CALLERS = ("--rate", "40", "--arrivals", "constant"), ("--callers", "3")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_every_mode_runs_what_was_asked_and_leaves_nothing(
     requests = run["requests"]
     assert requests["done"] == requests["begun"] > 0 and run["errors"] == {}
     if "--rate" in pace:
-        # From 0.2 s on, for a second; of a batch, those that begin with it.
+        # From 0.2 s on, for half a second; of a batch, those that begin with it.
         assert requests["begun"] == 20
     assert run["ttft_ms"]["count"] == run["e2e_ms"]["count"] == requests["done"]
     # Execute may bring several tokens in a message.
@@ -84,15 +84,15 @@ def test_a_sweep_is_a_run_for_each_rate_and_a_page(
 ) -> None:
     page = tmp_path / "page.html"
     lengths = ("--prompt-tokens", "64", "--output-tokens", "3")
-    document = load("--sweep", "5,20", *lengths, "--slo-ttft-ms", "60000", "--report", str(page), *SHORT)
-    assert [run["pace"]["rate"] for run in document["runs"]] == [5, 20]
+    document = load("--sweep", "20,40", *lengths, "--slo-ttft-ms", "60000", "--report", str(page), *SHORT)
+    assert [run["pace"]["rate"] for run in document["runs"]] == [20, 40]
     for run in document["runs"]:
         assert run["goodput"]["share"] == 1
         assert run["tbt_ms"]["count"] == 2 * run["requests"]["done"], "outputs have the length"
         assert not run["server"]["prefix_hit_share"], "prompts are not those of another run"
     assert "requests/s asked" in page.read_text()
     printed = capsys.readouterr()
-    assert "20 requests/s, poisson" in printed.out and "to first token" in printed.out
+    assert "40 requests/s, poisson" in printed.out and "to first token" in printed.out
 
 
 def test_errors_are_counted_by_reason(gateway: GatewayProcess, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_it_with_the_report_of_what_there_is(
     arguments = ("--target", gateway.address, "--out", str(out), "--callers", "2", "--mode", mode, *endless)
     with quire_command.run("load", *arguments) as process:
         gateway.wait_until_in_flight(1)
-        time.sleep(0.5)
+        time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         printed, complaints = process.communicate(timeout=60)
     assert process.returncode == 1 and "Traceback" not in complaints
