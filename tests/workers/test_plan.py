@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +19,10 @@ from tests.model_factory import TinyModel, hf_config, make_model
 from workers.executors.llm import LlmExecutor
 from workers.executors.memory import GPU_LORA_RANK, LoraLimits, StepLimits
 from workers.kv.sizing import KvSizingError
+from workers.models import machine
 from workers.models.model import PAGE_SIZE, page_bytes
 from workers.plan import GPUS, Needs, num_cpu_pages, num_gpu_pages, plan
+from workers.plan import main as answer
 
 LORA = LoraLimits(64, GPU_LORA_RANK, 2 << 30)
 
@@ -138,9 +143,17 @@ def test_a_gpu_is_planned_without_expectations(tmp_path: Path) -> None:
 def test_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a shape of which no weights exist."""
-    # It measures the machine: one core is enough.
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    """With a shape of which no weights exist. It measures no machine: tests/client/test_commands_page.py."""
+
+    def ask(module: str, asked: str, *, timeout_s: float) -> list[dict[str, object]]:
+        monkeypatch.setattr(sys, "argv", [module, asked])
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            assert answer() == 0
+        return [json.loads(printed.getvalue())]
+
+    monkeypatch.setattr("service.cli.plan.ask", ask)
+    monkeypatch.setattr(machine, "read_bytes_per_s", lambda: 1e10)
+    monkeypatch.setattr(machine, "product_flops_per_s", lambda: 1e11)
     shape = dataclasses.replace(SHAPES["qwen3-0.6b"], num_hidden_layers=2)
     model = str(with_shape(tmp_path, shape))
     assert main(["plan", "--model", model, "--context", "100", "--json"]) == 0
