@@ -63,7 +63,7 @@ SETTING_NAMES = st.sampled_from([field.name for field in dataclasses.fields(Lora
 
 
 # Values that JSON can have are a lot of work to draw.
-@settings(max_examples=settings.default.max_examples // 3)
+@settings(max_examples=settings().max_examples // 3)
 @given(st.dictionaries(SETTING_NAMES, JSON, min_size=1, max_size=3))
 def test_any_settings_are_read_or_refused(good: Path, spare: Path, changes: dict[str, Any]) -> None:
     shutil.copytree(good, spare, dirs_exist_ok=True)

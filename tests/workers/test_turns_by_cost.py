@@ -84,7 +84,7 @@ def test_the_share_shrinks_only_while_others_are_there() -> None:
     assert sizes[-10:] == [256] * 10
 
 
-@settings(max_examples=settings.default.max_examples // 5)
+@settings(max_examples=settings().max_examples // 5)
 @given(
     callers=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([1, 2, 7, 16])), min_size=2, max_size=5),
     items=st.integers(2, 12),
@@ -102,7 +102,7 @@ def test_shares_are_even_in_cost(callers: list[tuple[int, int]], items: int) -> 
         assert max(served) - min(served) <= 2 * largest
 
 
-@settings(max_examples=settings.default.max_examples // 5)
+@settings(max_examples=settings().max_examples // 5)
 @given(
     loops=st.lists(
         st.tuples(st.integers(1, 300), st.sampled_from([1, 3, 16, 40, 700])), min_size=1, max_size=5
