@@ -25,14 +25,17 @@ GROUP = 32
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _amx() -> Iterator[None]:
+def _amx(request: pytest.FixtureRequest) -> Iterator[None]:
     need_compiled()
-    native = "amx_tile" in library.cpu_flags()
-    if native:
+    if "amx_tile" in library.cpu_flags():
         with use("amx"):
             yield
-    else:
-        # A whole library takes three times as long to compile.
+        return
+    # A whole library takes three times as long to compile, and one that is optimised almost twice.
+    level = "-O3" if request.config.getoption("--thorough") else "-O1"
+    flags = tuple(level if flag.startswith("-O") else flag for flag in library._FLAGS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_FLAGS", flags)
         with use("emulated-amx", SOURCES):
             yield
 
