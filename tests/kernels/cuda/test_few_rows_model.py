@@ -114,7 +114,7 @@ def test_every_family(name: str, device: str, fused: list[int]) -> None:
     other.fuse_few_rows(FirstTiles(lambda _: 0.0))
     twins, sequences = Twins(plain, other), [HandSequence() for _ in range(3)]
     twins.step(
-        [Item(sequence, range(1, length)) for sequence, length in zip(sequences, (3, 6, 8), strict=True)]
+        [Item(sequence, range(1, length)) for sequence, length in zip(sequences, (2, 3, 4), strict=True)]
     )
     fused.clear()
     twins.step([Item(sequence, [5]) for sequence in sequences])
@@ -142,11 +142,11 @@ def test_places_that_are_faster_as_separate_operations(place: str, device: str) 
         def choose(self, of: few_rows.Place, rows: int) -> Tiles | None:
             return None if of.name == place else super().choose(of, rows)
 
-    plain, other = (random_decoder(SETTINGS | {"num_hidden_layers": 3}, device) for _ in range(2))
+    plain, other = (random_decoder(SETTINGS | {"num_hidden_layers": 2}, device) for _ in range(2))
     plain._before_last_mlp, plain._last_mlp = plain._sublayers()[:-1], plain.layers[-1].mlp
     other.fuse_few_rows(AllBut(lambda _: 0.0))
     twins, sequence = Twins(plain, other), HandSequence()
-    for tokens in ([1, 2, 3], [4], [5, 6]):
+    for tokens in ([1, 2, 3], [4]):
         twins.step([Item(sequence, tokens)])
 
 
