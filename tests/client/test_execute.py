@@ -15,6 +15,7 @@ import pytest
 import quire
 from quire.v1 import runner_pb2
 
+from tests.forks import for_a_soak
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_model
 from tests.soak.server import Server
@@ -216,7 +217,11 @@ async def test_what_is_kept_ends_with_await(gateway: GatewayProcess) -> None:
         assert not await client.cancel_execution(execution.request_id)
 
 
-def test_it_goes_on_by_itself_when_the_server_is_killed_and_starts_again(tmp_path: Path) -> None:
+def test_it_goes_on_by_itself_when_the_server_is_killed_and_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in for_a_soak().items():
+        monkeypatch.setenv(name, value)
     model = make_model(tmp_path / "model", TinyModel())
     server = Server(model, tmp_path, workers=1, flags=[], seed=0)
     server.start()

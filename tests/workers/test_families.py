@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
 from kernels.paged_attention import CUDA_WIDTHS
-from tests.families import MODELS, by_turns, few, seeing_config, settings_of
+from tests.families import MODELS, by_turns, seeing_config, settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import dense
 from tests.model_factory import (
@@ -80,7 +80,7 @@ def test_mixed_batches_of_random_chunks(made: tuple[str, Path]) -> None:
     """Three texts grow by random chunks in shared batches: logits, and hidden states of layers at random."""
     name, directory = made
     decoder, dice = load_decoder(directory, pack=True), random.Random(name)
-    layers, texts = decoder.config.num_hidden_layers, random_texts(2, (1, 33, 104))
+    layers, texts = decoder.config.num_hidden_layers, random_texts(2, (1, 33, 70))
     found = rows_in_chunks(decoder, texts, poisoned_pages(decoder), new_packer(1), dice, layers)
     assert {layer for rows in found for layer, _ in rows} == set(range(-1, layers + 1))
     assert_same(directory, texts, found)
@@ -147,7 +147,15 @@ def test_a_matrix_that_is_off_by_a_thousandth_is_noticed(tmp_path: Path) -> None
             assert_same(directory, [text], found)
 
 
-@pytest.mark.parametrize("made", few(), indirect=True)
+# Experts, caps and windows, and projections in one matrix. How a tree is attended to: the tests of kernels.
+WITH_TREES = ("qwen3_moe with dense layers", "gemma2", "phi3")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [pytest.param(name, marks=() if name in WITH_TREES else pytest.mark.thorough) for name in MODELS],
+    indirect=True,
+)
 def test_each_token_of_a_tree_is_as_on_its_own_path(made: tuple[str, Path]) -> None:
     _, directory = made
     decoder = load_decoder(directory, pack=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.checkout import ROOT, environment
+from tests.forks import WORKERS, Forked, fork_server
 from tests.model_factory import TinyModel, load_decoder, make_model
 from workers.models import checkpoint
 from workers.models.decoder import Decoder
@@ -22,7 +24,6 @@ from workers.models.weights import load_planned, plan_load
 
 torch.set_num_threads(1)
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARDED = TinyModel(max_shard_bytes=60_000)
 
 
@@ -134,24 +135,6 @@ def test_large_weights_and_kv_are_in_memory_that_asks_for_huge_pages(tmp_path: P
         assert "hg" in flags.split()
 
 
-# Prints the peak resident bytes before and after a load, and the bytes of the weights.
-MEASURE = """
-import sys, torch, safetensors
-from kernels.linear import pack_weight
-from workers.models.weights import load_planned, plan_load
-from workers.executors.llm import LlmExecutor
-from workers.models import checkpoint
-torch.set_num_threads(1)
-pack_weight(torch.zeros(64, 64).bfloat16(), in_place=True)  # loads the code
-checkpoint.PART_BYTES = int(sys.argv[2])
-def peak():
-    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
-before = peak()
-_, model = load_planned(plan_load(sys.argv[1]), pack=True)
-print(before, peak(), model.weight_bytes)
-"""
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads VmHWM from /proc")
 def test_peak_memory_of_a_load(tmp_path: Path) -> None:
     """The weights once and a part, not the weights twice."""
@@ -160,15 +143,14 @@ def test_peak_memory_of_a_load(tmp_path: Path) -> None:
         vocab_size=4000, hidden_size=1024, intermediate_size=4096, num_layers=2, dtype="bfloat16"
     )
     make_model(tmp_path, spec)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path), str(part_bytes)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    before, after, weights = map(int, done.stdout.split())
+    command = [sys.executable, "-m", "tests.workers.peak_memory", str(tmp_path), str(part_bytes)]
+    with (tmp_path / "said").open("w+b") as said, Path(os.devnull).open("rb") as nothing:
+        # A process of its own, which has imported what it needs.
+        files = (nothing.fileno(), said.fileno(), said.fileno())
+        child = Forked(fork_server(*WORKERS), command, env=environment(ROOT), cwd=str(ROOT), files=files)
+        assert child.wait(120) == 0
+        said.seek(0)
+        before, after, weights = map(int, said.read().split())
     assert weights > 60 << 20
     # Allocators round up and the interpreter grows a little: 8 MiB. A second copy would be eight times that.
     assert after - before <= weights + part_bytes + (8 << 20)
