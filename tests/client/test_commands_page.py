@@ -24,10 +24,23 @@ PATHS = {"Qwen/Qwen3-0.6B": "model", DATA: "data", "/var/backups/quire": "backup
 SETTINGS_BLOCK, DOCTOR, PLAN, JOURNAL, COMPLETION = range(5)
 
 
+# For the processes that are forked with torch: what measures the machine takes seconds, to be exact.
+INEXACT = """
+import sys
+if "torch" in sys.modules:
+    from workers.models import machine
+    machine._READ_S = machine._PRODUCT_S = 0.1
+    machine._BUFFER_BYTES, machine._PRODUCT_ROWS = 64 << 20, 16
+"""
+
+
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the command, the file of the page, a journal, and a home."""
     install_command(tmp_path)
+    (tmp_path / "inexact").mkdir()
+    (tmp_path / "inexact" / "sitecustomize.py").write_text(INEXACT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "inexact"))
     open_journal(tmp_path / "data").close()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"].hf_config()))
