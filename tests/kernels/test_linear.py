@@ -16,6 +16,14 @@ DTYPES = {torch.bfloat16: 2**-8, torch.float32: 2**-23}
 SHAPES = [(96, 64), (33, 80), (1, 48), (1024, 257), (200, 1030), (17, 1), (96, 32), (64, 16), (40, 31)]
 
 
+# By turns with a bias and without.
+BIASED = [
+    pytest.param(*shape, biased, marks=() if biased == bool(index % 2) else pytest.mark.thorough)
+    for index, shape in enumerate(SHAPES)
+    for biased in (False, True)
+]
+
+
 @pytest.fixture
 def _threads() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -34,8 +42,7 @@ def sum_loss(inputs: int) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 6, 7, 9, 32, 300])
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs", "biased"), BIASED)
 def test_packed_weights_are_as_exact_as_plain_ones(
     rows: int, outputs: int, inputs: int, biased: bool, dtype: torch.dtype
 ) -> None:
