@@ -99,8 +99,10 @@ def test_patterns_on_which_re_takes_for_ever(pattern: str) -> None:
     "pattern",
     ["(?:){65536}" * 40, "(?:(?:(?:(?:|){9999}){9999}){9999}){9999}", "(?=" * 9 + ".*" * 9 + ")*" * 9],
 )
-def test_what_takes_too_long_is_refused(pattern: str) -> None:
-    compiled = Pattern(pattern, Steps())
+# A tenth of the default, and the default: seconds.
+@pytest.mark.parametrize("most", [200_000, pytest.param(2_000_000, marks=pytest.mark.thorough)])
+def test_what_takes_too_long_is_refused(pattern: str, most: int) -> None:
+    compiled = Pattern(pattern, Steps(most))
     with pytest.raises(AdapterError, match="take too long to match: name the modules instead"):
         [compiled.matches_end("a.b" * 20) for _ in range(1000)]
 

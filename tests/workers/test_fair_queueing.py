@@ -74,7 +74,7 @@ def test_a_flood_is_not_starved_by_callers_who_are_always_new() -> None:
     """Eight callers, half of whom fit into a step, and who come back as another one each time."""
     loops, items, steps = 8, 4, 100
     bench = Bench(items)
-    bench.add(FLOOD, 1000)
+    bench.add(FLOOD, 200)
     bench.add(0, loops)
     for _ in range(steps):
         bench.add(0, bench.callers(bench.step())[0])

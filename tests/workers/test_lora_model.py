@@ -21,7 +21,7 @@ from tests.model_factory import (
     make_family_model,
     make_model,
 )
-from tests.workers.company import assert_same_bits
+from tests.workers.company import DIFFERING, assert_same_bits
 from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts, rows_in_chunks
 from workers.models.decoder import Decoder
 from workers.models.embedding_attention import EmbeddingAttention
@@ -121,7 +121,7 @@ def test_a_batch_of_several_adapters_is_as_models_they_are_merged_into(made: Pat
             assert (plain - expected).abs().max() > 1000 * bound, "the adapter makes no difference"
 
 
-@pytest.mark.parametrize(("made", "dtype"), by_turns(MODELS, DTYPES), indirect=["made"])
+@pytest.mark.parametrize(("made", "dtype"), by_turns(MODELS, DTYPES, DIFFERING), indirect=["made"])
 def test_bits_depend_on_nothing_else_in_the_batch(made: Path, dtype: torch.dtype) -> None:
     """Nor on chunks, nor on whether sublayers run one by one."""
     need_compiled()
@@ -131,7 +131,7 @@ def test_bits_depend_on_nothing_else_in_the_batch(made: Path, dtype: torch.dtype
     assert_same_bits(decoder, random_texts(4, LENGTHS), made.name, lora_slots=TEXT_SLOTS)
 
 
-@pytest.mark.parametrize(("made", "dtype"), by_turns(MODELS, DTYPES), indirect=["made"])
+@pytest.mark.parametrize(("made", "dtype"), by_turns(MODELS, DTYPES, DIFFERING), indirect=["made"])
 def test_rows_without_an_adapter_have_the_bits_of_a_step_without(made: Path, dtype: torch.dtype) -> None:
     need_compiled()
     decoder, texts = load(made, dtype), random_texts(5, LENGTHS)

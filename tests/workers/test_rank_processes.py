@@ -143,17 +143,18 @@ def bound_of(directory: Path) -> float:
 
 # Ranks in one process, by which these are split: test_tensor_parallel.py, for more families.
 @pytest.mark.parametrize(
-    ("name", "steps"),
+    ("name", "layers", "steps"),
     [
-        ("mixtral", 30),
+        ("mixtral", 2, 30),
         *(
-            pytest.param(name, 60, marks=pytest.mark.thorough)
+            pytest.param(name, 4, 60, marks=pytest.mark.thorough)
             for name in ("mixtral", "qwen3", "llama with biases", "olmo2", "gemma3")
         ),
     ],
 )
-def test_any_commands(name: str, steps: int, group: RankGroup, tmp_path: Path) -> None:
-    directory = make_family_model(tmp_path, *settings_of(name), seed=7)
+def test_any_commands(name: str, layers: int, steps: int, group: RankGroup, tmp_path: Path) -> None:
+    family, settings = settings_of(name)
+    directory = make_family_model(tmp_path, family, settings | {"num_hidden_layers": layers}, seed=7)
     bound, compared = bound_of(directory), 0
     alone, split = workers_of(directory, group)
     for commands in random_commands(random.Random(name), steps):
