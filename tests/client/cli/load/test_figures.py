@@ -27,6 +27,8 @@ from quire.cli.main import main
 from quire.v1 import executor_pb2, types_pb2
 
 BEGIN_S, END_S = 2.0, 12.0
+# A hundred requests each. With --thorough as many as of others.
+FEW_EXAMPLES = settings(max_examples=16) if settings().max_examples == 50 else settings()
 
 
 def record_of(draws: random.Random, index: int) -> Record:
@@ -51,7 +53,7 @@ def plain_quantile(values: list[float], quantile: float) -> float:
     return below + part * (ordered[math.ceil(place)] - below)
 
 
-@settings(max_examples=settings().max_examples // 3)
+@FEW_EXAMPLES
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 120))
 def test_figures_are_those_of_a_plain_computation(seed: int, count: int) -> None:
     draws = random.Random(seed)
