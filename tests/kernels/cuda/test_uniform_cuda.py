@@ -20,13 +20,15 @@ BLOCK = 512
 def draw_kernel(ids, out, key, n, block: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, block)
     offsets = tl.load(ids + at, mask=at < n, other=0)
-    tl.store(out + at, tl.rand(key, offsets), mask=at < n)
+    tl.store(out + at, tl.rand(tl.load(key), offsets), mask=at < n)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("key", KEYS)
 def test_uniform_equals_triton_rand(key: int, dtype: torch.dtype, device: str) -> None:
     ids, out = torch.tensor(IDS, dtype=dtype, device=device), torch.empty(len(IDS), device=device)
-    draw_kernel[(1,)](ids, out, key, len(IDS), block=BLOCK)
+    # As rows have it: the bits in int64.
+    keys = torch.from_numpy(np.array([key], dtype=np.uint64).view(np.int64)).to(device)
+    draw_kernel[(1,)](ids, out, keys, len(IDS), block=BLOCK)
     ours = uniform(key, np.array(IDS, dtype=np.int64))
     assert out.view(torch.int32).tolist() == ours.view(np.int32).tolist()
