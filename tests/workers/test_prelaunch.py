@@ -396,18 +396,21 @@ def test_steps_with_other_logits_than_those_of_the_graph_are_not_launched(worker
     assert late.computed == 0
 
 
-def test_no_step_is_launched_ahead_that_not_all_have_pages_for() -> None:
-    """Of three pages one is left, and the second sequence needs none."""
-    worker = Worker(pages=3)
+@pytest.mark.parametrize("pages", [3, 4])
+def test_no_step_is_launched_ahead_that_not_all_have_pages_for(pages: int) -> None:
+    """The first sequence needs another page for it, and the second has three quarters of one left."""
+    worker = Worker(pages=pages)
     answered = worker.answers(prefill(1, 7, count=15), prefill(2, 50, count=20))
     late = worker.compute_late()
-    tokens = [chosen(answered[1]), chosen(answered[2])]
-    both = decode(3, 7, 15, tokens[0]), decode(4, 50, 20, tokens[1])
     worker.round()
-    answered = worker.answers(*both)
-    assert late.launched_ahead == 0 and late.computed > 0
-    failed = worker.answers(decode(5, 7, 16, chosen(answered[3])))[5]
-    assert isinstance(failed, Failed) and failed.reason is FailureReason.KV_EXHAUSTED
+    both = decode(3, 7, 15, chosen(answered[1])), decode(4, 50, 20, chosen(answered[2]))
+    asked = [dataclasses.replace(one, prompt_len=one.position) for one in both]
+    answered = worker.answers(*asked)
+    assert late.launched_ahead == pages - 3 and late.computed == 1
+    known = worker.engine.kv_table.get(7)
+    assert known is not None and len(known.pages) == pages - 2
+    last = worker.answers(decode(5, 7, 16, chosen(answered[3])))[5]
+    assert isinstance(last, Failed) == (pages == 3)
 
 
 def test_no_step_is_launched_ahead_beyond_the_longest_sequence() -> None:

@@ -191,7 +191,6 @@ class DecodeBuffers:
         """
         tables = inputs.attention.page_tables
         same_tables = _are_same(tables, self._tables)
-        self.invalidate()
         if some is not None:
             self._load_some(inputs, some)
         elif not same_tables or len(self._drawn):

@@ -337,19 +337,29 @@ def test_unusable_logits_name_their_rows(decoder: Decoder, device: str) -> None:
         twins.step([Item(kept, [1])])
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
 def test_a_step_with_unusable_logits_is_sent_again_when_it_is_repeated(
-    decoder: Decoder, device: str, sent: list[bool]
+    decoder: Decoder, device: str, sent: list[bool], is_ahead: bool
 ) -> None:
     """The device has advanced its buffers, though nothing was sent for that step either."""
     twins = Twins(decoder, device)
-    sequence = HandSequence()
+    sequence, rows = HandSequence(), [SamplingRow()]
     twins.step([Item(sequence, [5, 6])])
     (token,) = twins.step([Item(sequence, [1])])
+    inputs = twins.packer.pack([Item(sequence, [token])])
+    if is_ahead:
+        step = twins.graph.launch(inputs, rows)
+        token = twins.eager.step(inputs, rows).chosen.item()
+        inputs = twins.packer.pack([Item(sequence, [token])])
     data = twins.graph._kv.layer(0)[1].data
     before = data.clone()
     data[sequence.pages[0], 0] = torch.nan
     with pytest.raises(BadLogitsError):
-        twins.graph.step(twins.packer.pack([Item(sequence, [token])]), [SamplingRow()])
+        if is_ahead:
+            following = step.launch_next(inputs)
+            assert step.chosen().tolist() == [token]
+            following.chosen()
+        twins.graph.step(inputs, rows)
     data.copy_(before)
     sequence.length -= 1
     twins.step([Item(sequence, [token])])
