@@ -385,10 +385,9 @@ class StepLoop:
     def step(self) -> None:
         """Runs one forward over the chunks that the scheduler picks, and a slice of an integrity check.
 
-        Or goes on with the step in flight.
+        Or goes on with the step in flight. Forwards that wait for an adapter may expire meanwhile.
         """
         if self._in_flight.step is not None:
-            # Forwards that wait for an adapter run no step, but may expire.
             self._in_flight.go_on(has_others=self._has_work or bool(self._adapters))
             self._prelauncher.drop_expired(time.monotonic_ns())
             return
