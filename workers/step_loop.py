@@ -454,7 +454,9 @@ class StepLoop:
     def _run(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> None:
         """Runs or launches all together. If that fails, runs each alone: only the failing ones fail then."""
         try:
-            if not chunks and self._engine.runner.can_launch and self._in_flight.launch(decodes):
+            # Samples are drawn between two steps.
+            may_launch = self._engine.runner.can_launch and not (chunks or self._drawing)
+            if may_launch and self._in_flight.launch(decodes):
                 return
             done = self._engine.execute(chunks, decodes)
         except DeviceLostError:

@@ -62,6 +62,7 @@ class StepInFlight:
 
     decodes: Decodes
     launched: LaunchedStep
+    launched_ns: int
     # [N] where its sequences are in the step before it, which was in flight. None: in the same places.
     places: NDArray[np.int64] | None = None
 
@@ -168,7 +169,7 @@ class Engine:
         caller may run the step again, or roll back what has begun.
         """
         tokens = decodes.size + (sum([chunk.count for chunk in chunks]) if chunks else 0)
-        self._step_begins(tokens)
+        self._step_begins(tokens, time.monotonic_ns())
         try:
             done = self._execute(chunks, decodes)
         except Exception:
@@ -177,10 +178,10 @@ class Engine:
         self._step_ends(decodes.size + len(chunks))
         return done
 
-    def _step_begins(self, tokens: int) -> None:
+    def _step_begins(self, tokens: int, began_ns: int) -> None:
         self._step_number += 1
         self._step_tokens = tokens
-        self._step_began_ns = time.monotonic_ns()
+        self._step_began_ns = began_ns
 
     def _step_ends(self, items: int) -> None:
         """Counts a step of so many items. 0: it has failed."""
@@ -201,33 +202,31 @@ class Engine:
         None, without an effect: not all of them have pages, or the runner cannot.
         """
         if after is not None:
-            places = decodes.sequences, decodes.columns[POSITION]
-            decodes.rows, begun = self.kv_table.reserve_next(*places, ahead=1)
+            positions = decodes.columns[POSITION]
+            decodes.rows, begun = self.kv_table.reserve_next(decodes.sequences, positions, ahead=1)
             if not all(begun.tolist()):
                 return None
         elif any(spec.sampling is not None and spec.sampling.changes_logits for spec in decodes.kinds):
             return None
         inputs = pack((), self.kv.page_size, decodes, self.kv_table.page_tables(decodes.rows))
+        launched_ns = time.monotonic_ns()
+        launched: LaunchedStep | None
+        places: NDArray[np.int64] | None = None
         try:
             if after is not None:
-                return self._launched_after(after, decodes, inputs)
-            keeps_logits = not all(spec.is_token_only for spec in decodes.kinds)
-            launched = self.runner.launch(inputs, sampling_rows((), decodes), keeps_logits=keeps_logits)
+                launched, places = _launched_after(after, decodes, inputs)
+            else:
+                keeps_logits = not all(spec.is_token_only for spec in decodes.kinds)
+                rows = sampling_rows((), decodes)
+                launched = self.runner.launch(inputs, rows, keeps_logits=keeps_logits)
         except Exception as error:
             raise_if_lost(error)
             raise
         if launched is None:
             return None
-        self._step_begins(decodes.size)
-        return StepInFlight(decodes, launched)
-
-    def _launched_after(self, step: StepInFlight, decodes: Decodes, inputs: ForwardInputs) -> StepInFlight:
-        if decodes.size == step.decodes.size:
-            return StepInFlight(decodes, step.launched.launch_next(inputs))
-        index = {sequence: place for place, sequence in enumerate(step.decodes.sequences)}
-        places = np.array([index[sequence] for sequence in decodes.sequences])
-        some = SomeRows(places, sampling_rows((), decodes))
-        return StepInFlight(decodes, step.launched.launch_next(inputs, some), places)
+        if after is None:
+            self._step_begins(decodes.size, launched_ns)
+        return StepInFlight(decodes, launched, launched_ns, places)
 
     def finish(self, step: StepInFlight, following: StepInFlight | None = None) -> DecodesDone:
         """Waits for a launched step, and commits its tokens. `following`: the one launched after it.
@@ -255,7 +254,8 @@ class Engine:
             places = slice(None) if following.places is None else following.places
             following.decodes.columns[TOKEN] = done.columns[CHOSEN, places]
             following.decodes.started_ns = time.monotonic_ns()
-            self._step_begins(following.decodes.size)
+            # From its launch on, while the one before it ran: rather too long than too short.
+            self._step_begins(following.decodes.size, following.launched_ns)
         return done
 
     def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:
@@ -473,6 +473,17 @@ class Engine:
         if known is None:
             raise KvMissing(f"sequence {sequence} is not known")
         return known
+
+
+def _launched_after(
+    step: StepInFlight, decodes: Decodes, inputs: ForwardInputs
+) -> tuple[LaunchedStep, NDArray[np.int64] | None]:
+    """Launch the next step. Returns it, and the places of its sequences in this one; None: the same."""
+    if decodes.size == step.decodes.size:
+        return step.launched.launch_next(inputs), None
+    index = {sequence: place for place, sequence in enumerate(step.decodes.sequences)}
+    places = np.array([index[sequence] for sequence in decodes.sequences])
+    return step.launched.launch_next(inputs, SomeRows(places, sampling_rows((), decodes))), places
 
 
 def _row_outputs(
