@@ -1,7 +1,7 @@
-"""A Ray cluster of processes on this machine: `python -m tests.ray_cluster`.
+"""A Ray cluster of processes on this machine: `python -m tests.ray_cluster CPUS`, which are the head's.
 
 Says its address, then one line for each line of standard input: `add` (the id of a node with one CPU),
-`kill HEAD-OR-NODE-ID`, `drain NODE-ID`, or the end.
+`stop head`, `kill HEAD-OR-NODE-ID`, `drain NODE-ID`, or the end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,8 @@ _PREEMPTION = 2
 class RayCluster:
     """The process that owns the cluster's. Use as a context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, cpus: int = 0) -> None:
+        """`cpus`: of the head, which is a node as well if it has some."""
         settings = {
             "RAY_USAGE_STATS_ENABLED": "0",
             # By default a node starts a process for work that may come, and another for our actor's settings.
@@ -46,7 +48,7 @@ class RayCluster:
         # Those that are neither lost nor leaving.
         self.nodes: set[str] = set()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ray_cluster"],
+            [sys.executable, "-m", "tests.ray_cluster", str(cpus)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -75,6 +77,11 @@ class RayCluster:
         self.nodes.add(node)
         return node
 
+    def stop_head(self) -> None:
+        """SIGSTOP: what asks it has no answer. Of one that is killed Ray's drivers ask without a pause."""
+        self.has_head = False
+        self._ask("stop head")
+
     def kill(self, node: str = "head") -> None:
         """SIGKILL, as a machine that loses its power."""
         if node == "head":
@@ -99,9 +106,14 @@ class RayCluster:
         return str(json.loads(line))
 
 
+def processes_of(node: Any) -> list[int]:
+    """Those that Ray has started for a node."""
+    return [info.process.pid for infos in node.all_processes.values() for info in infos]
+
+
 def kill(node: Any) -> None:
     """All processes of a node at once, which end one after the other by themselves."""
-    processes = [info.process.pid for infos in node.all_processes.values() for info in infos]
+    processes = processes_of(node)
     children = [child for pid in processes for child in psutil.Process(pid).children(recursive=True)]
     node.kill_all_processes(check_alive=False, allow_graceful=False)
     for child in children:
@@ -136,7 +148,7 @@ def main() -> None:
             "include_log_monitor": False,
         }
         cluster = Cluster()
-        nodes = {"head": cluster.add_node(num_cpus=0, **options)}
+        nodes = {"head": cluster.add_node(num_cpus=int(sys.argv[1]), **options)}
         answer = cluster.address
         try:
             while True:
@@ -146,6 +158,9 @@ def main() -> None:
                         node = cluster.add_node(num_cpus=1, **options)
                         answer = node.node_id
                         nodes[answer] = node
+                    case ["stop", answer]:
+                        for pid in processes_of(nodes[answer]):
+                            os.kill(pid, signal.SIGSTOP)
                     case ["kill", answer]:
                         # What has left Ray's processes is the test's.
                         kill(nodes.pop(answer))

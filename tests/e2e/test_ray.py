@@ -162,21 +162,21 @@ def test_lost_driver_and_lost_node(shared: Shared, tmp_path: Path, expected: lis
     assert not alive
 
 
-def test_lost_gateway_and_lost_head(shared: Shared, tmp_path: Path, expected: list[int]) -> None:
+def test_lost_gateway_and_lost_head(tmp_path: Path, expected: list[int]) -> None:
     """The next gateway finds the workers by Ray, with their KV. Without Ray they go on."""
-    cluster = shared.with_nodes(1)
-    with serve(cluster, tmp_path, workers=1) as gateway:
-        caller = Text(gateway, expected, DRAWN)
-        caller.decode(gateway)
-        gateway.kill()
-        (worker,) = placed(gateway)
-    with serve(cluster, tmp_path, workers=1) as gateway:
-        caller.decode(gateway)
-        assert placed(gateway) == [worker]
-        assert caller.replayed == 0
-        for node in ("head", *cluster.nodes):
-            cluster.kill(node)
-        wait_for(gateway, "Ray is out of reach: workers run on, and none is placed")
-        caller.decode(gateway)
-        assert worker.process.is_running() and caller.replayed == 0
+    with RayCluster(cpus=1) as cluster:
+        with serve(cluster, tmp_path, workers=1) as gateway:
+            caller = Text(gateway, expected, DRAWN)
+            caller.decode(gateway)
+            gateway.kill()
+            (worker,) = placed(gateway)
+        with serve(cluster, tmp_path, workers=1) as gateway:
+            caller.decode(gateway)
+            assert placed(gateway) == [worker]
+            assert caller.replayed == 0
+            cluster.stop_head()
+            wait_for(gateway, "Ray is out of reach: workers run on, and none is placed")
+            cluster.kill()
+            caller.decode(gateway)
+            assert worker.process.is_running() and caller.replayed == 0
     worker.process.wait(TIMEOUT_S)
