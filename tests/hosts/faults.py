@@ -36,13 +36,15 @@ class HostsInjector(Injector):
         self._hosts = hosts
         self._longest_s = longest_s
         by_name = {method.__name__: method for _, method in self._kinds}
-        self._kinds = [
+        of_processes: list[tuple[float, Callable[[], Awaitable[None]]]] = [
             (0.14, by_name["_kill_worker"]),
             (0.08, by_name["_stop_worker"]),
             (0.06, by_name["_pause_worker"]),
             (0.12, by_name["_kill_gateway"]),
             (0.04, by_name["_kill_all"]),
             (0.04, by_name["_pause_gateway"]),
+        ]
+        of_links: list[tuple[float, Callable[[], Awaitable[None]]]] = [
             (0.12, self._cut),
             (0.11, self._cut_to_worker),
             (0.11, self._cut_from_worker),
@@ -51,9 +53,12 @@ class HostsInjector(Injector):
             (0.04, self._slow(1.0)),
             (0.03, self._lose),
         ]
-
-        self._first = [method for _, method in self._kinds]
-        self._rng.shuffle(self._first)
+        self._kinds = [*of_processes, *of_links]
+        # Those of links first.
+        for kinds in (of_processes, of_links):
+            methods = [method for _, method in kinds]
+            self._rng.shuffle(methods)
+            self._first += methods
 
     async def _cut(self) -> None:
         host = self._rng.choice(self._hosts)

@@ -9,9 +9,10 @@ import pytest
 from tests import quire_command
 from tests.hosts.network import missing
 
-# Each kind of fault once, and the first one that the soak makes. Where workers call the gateway, those in
-# which it matters who calls: cuts, and the ends of either side, which are the first of this seed.
-FAULTS, FAULTS_CALLING = 14, 8
+# Everything is killed, and then each fault of links is made once. Those of processes, which --thorough adds,
+# are also in tests/soak/test_short_soak.py and, with such workers, in tests/e2e/test_remote_workers.py.
+FAULTS, THOROUGH_FAULTS = 8, 14
+MORE = ["--callers", "4", "--texts", "2"]
 TIMEOUT_S = 270
 
 
@@ -19,13 +20,17 @@ TIMEOUT_S = 270
 # Workers that call, and a cut between: tests/e2e/test_remote_workers.py.
 @pytest.mark.parametrize(
     ("faults", "flags"),
-    [(FAULTS, []), pytest.param(FAULTS_CALLING, ["--calls"], marks=pytest.mark.thorough)],
+    [
+        (FAULTS, ["--callers", "2", "--texts", "1"]),
+        pytest.param(THOROUGH_FAULTS, MORE, marks=pytest.mark.thorough),
+        pytest.param(THOROUGH_FAULTS, ["--calls", *MORE], marks=pytest.mark.thorough),
+    ],
 )
 def test_each_fault_loses_nothing(faults: int, flags: list[str]) -> None:
     if lacks := missing():
         pytest.skip(f"network namespaces: {lacks}")
     flags = ["--faults", str(faults), "--seed", "5", *flags]
-    flags += ["--callers", "4", "--texts", "2", "--longest-s", "2.5", "--interval-s", "0.1"]
+    flags += ["--longest-s", "2.5", "--interval-s", "0.1"]
     done = quire_command.soak("tests.hosts", *flags, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
