@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.oracle import Oracle
+from tests.gpu.sizes import sized
 from tests.model_factory import make_family_model
 from workers.executors.llm import LlmExecutor
 from workers.executors.memory import StepLimits
@@ -43,6 +44,8 @@ MODELS = {
     },
     "gemma3_text": {"sliding_window": 24, "sliding_window_pattern": 3, "query_pre_attn_scalar": 64},
 }
+# Longer than a window.
+TEXT, GREEDY_TOKENS = sized(120, 48), sized(64, 24)
 WITH_LOGITS = OutputSpec(logits=LogitsFormat.F32)
 # float32 against float32, in another order of summation: the bound of tests/e2e/test_parity_machine.py.
 MAX_RELATIVE_ERROR = 1e-4
@@ -84,7 +87,7 @@ def all_rows(executor: LlmExecutor, text: list[int]) -> torch.Tensor:
 
 
 def test_logits_in_float32(directory: Path, device: torch.device) -> None:
-    text = random_tokens(1, 120)
+    text = random_tokens(1, TEXT)
     expected = Oracle(directory, device).logits(text)
     error = (all_rows(load(directory, device), text) - expected).abs().max() / expected.abs().max()
     assert error < MAX_RELATIVE_ERROR
@@ -95,23 +98,23 @@ def test_bfloat16_errs_no_more_than_transformers(directory: Path, device: torch.
 
     In the middle of the rows: a router between two experts may take another one, which changes a row wholly.
     """
-    text = random_tokens(2, 120)
+    text = random_tokens(2, TEXT)
     exact = Oracle(directory, device).logits(text)
     theirs = (Oracle(directory, device, torch.bfloat16).logits(text) - exact).abs().mean(1)
     ours = (all_rows(load(directory, device, "bfloat16"), text) - exact).abs().mean(1)
     assert ours.median() <= 2 * theirs.median()
 
 
-def test_64_greedy_tokens_are_identical(directory: Path, device: torch.device) -> None:
+def test_greedy_tokens_are_identical(directory: Path, device: torch.device) -> None:
     oracle, executor = Oracle(directory, device), load(directory, device)
     prompts = [random_tokens(3, 5), random_tokens(4, 33), random_tokens(5, 64)]
     outputs = executor.batch_prefill([(key, prompt, GREEDY) for key, prompt in enumerate(prompts)])
     texts = [[output.token_id] for output in outputs]
-    while len(texts[0]) < 64:
+    while len(texts[0]) < GREEDY_TOKENS:
         outputs = executor.batch_decode([(key, text[-1], GREEDY) for key, text in enumerate(texts)])
         for text, output in zip(texts, outputs, strict=True):
             text.append(output.token_id)
-    assert texts == [oracle.greedy(prompt, 64) for prompt in prompts]
+    assert texts == [oracle.greedy(prompt, GREEDY_TOKENS) for prompt in prompts]
     assert len({token for text in texts for token in text}) > 8, "a model that repeats itself proves little"
 
 

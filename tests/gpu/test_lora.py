@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from kernels.cuda.lora import StackedLora
 from kernels.lora import add_lora, row_slots
+from tests.families import by_turns
 from tests.gpu import test_graphs
 from tests.gpu.sizes import random_decoder, sized
 from tests.gpu.test_graphs import BATCHES, CONFIGS, PAGES, make_runner, random_rows, random_tokens
@@ -52,8 +54,14 @@ def adapted(
     return some
 
 
-@pytest.mark.parametrize("max_rank", RANKS)
-@pytest.mark.parametrize("name", PROJECTIONS)
+# A rehearsal of the others would repeat these lines. The kernel: tests/kernels/cuda/test_lora_cuda.py.
+@pytest.mark.parametrize(
+    ("name", "max_rank"),
+    sized(
+        [*itertools.product(PROJECTIONS, RANKS)],
+        by_turns(PROJECTIONS, RANKS[::-1], always=("qkv", "gate_up")),
+    ),
+)
 def test_is_right_and_has_the_same_bits_in_any_batch(name: str, max_rank: int, device: torch.device) -> None:
     """Slots of every rank up to the largest, without some of the parts."""
     inputs, parts = PROJECTIONS[name]
@@ -78,8 +86,10 @@ def test_is_right_and_has_the_same_bits_in_any_batch(name: str, max_rank: int, d
             assert torch.equal(adapted(y, x, table, slots, some), together[some]), f"{len(some)} of {count}"
 
 
-# Windows take the longest to interpret, and test_graphs.py rehearses them.
-@pytest.mark.parametrize("name", sized([*CONFIGS], ["dense", "experts"]))
+# Windows take the longest to interpret, and test_graphs.py rehearses them, and experts.
+@pytest.mark.parametrize(
+    "name", sized([*CONFIGS], ["dense", pytest.param("experts", marks=pytest.mark.thorough)])
+)
 def test_graphs_with_changing_adapters(name: str, device: torch.device, compiled: list[str]) -> None:
     """The bits of their launches, for sequences of any adapters and none, and nothing new is compiled."""
     dice, packer = random.Random(name), HandPacker(16, range(1, PAGES))
