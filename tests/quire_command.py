@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.checkout import ROOT, environment
@@ -18,9 +19,9 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, *_CLIENT, fork_server(*GATEWAYS), sys.executable, *forked]
 
 
-def module(name: str, *arguments: str) -> list[str]:
-    """As `python -m name`, forked from a process that has torch."""
-    return [sys.executable, *_CLIENT, fork_server(*WORKERS), sys.executable, "-m", name, *arguments]
+def module(name: str, *arguments: str, imported: Sequence[str] = WORKERS) -> list[str]:
+    """As `python -m name`, forked from a process that has imported some modules, by default torch."""
+    return [sys.executable, *_CLIENT, fork_server(*imported), sys.executable, "-m", name, *arguments]
 
 
 def soak(name: str, *flags: str, timeout_s: float) -> subprocess.CompletedProcess[str]:

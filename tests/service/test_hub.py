@@ -6,16 +6,15 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from service.cli import hub
+from tests import quire_command
 from tests.hub_server import COMMIT, Hub, serving
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = "org/model"
 FIRST = f"download it first (hf download {MODEL}), or name a directory that holds it"
 # Where nothing listens: who asks all the same is told in an instant.
@@ -58,31 +57,21 @@ def find(tmp_path: Path) -> Find:
 
     Returns where it is, or an empty string; and what was printed.
     """
-    script = """
-import json, sys
-from service.cli.hub import HubError, find_files, find_model
-revision, download, files = json.loads(sys.argv[1])
-try:
-    if files:
-        find_files("org/model", files, download=download)
-    print(find_model("org/model", revision, download=download))
-except HubError as error:
-    print(f"quire: {error}", file=sys.stderr)
-assert not {"torch", "transformers"} & set(sys.modules)
-"""
-
     home = str(tmp_path / "home")
 
     def run(
         *files: str, revision: str | None = None, download: bool = True, **environment: str
     ) -> tuple[str, str]:
-        path = f"{ROOT}{os.pathsep}{ROOT / 'clients' / 'python'}"
         # Not those of whoever runs the tests.
         others = ("HF_", "TRANSFORMERS_", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
         base = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         done = subprocess.run(
-            [sys.executable, "-c", script, json.dumps([revision, download, files])],
-            env=base | {"PYTHONPATH": path, "HF_HOME": home, "HF_ENDPOINT": NOBODY} | environment,
+            quire_command.module(
+                "tests.service.find_model",
+                json.dumps([revision, download, files]),
+                imported=["service.cli.hub"],
+            ),
+            env=base | {"HF_HOME": home, "HF_ENDPOINT": NOBODY} | environment,
             capture_output=True,
             text=True,
             timeout=120,
