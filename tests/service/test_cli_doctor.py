@@ -16,6 +16,7 @@ from service.auth.connections import TooFewDescriptors
 from service.cli import child, doctor, probes
 from service.cli.probes import OK, PROBLEM, SLOW, Finding
 from service.config import Config
+from tests.forks import WORKERS, asked, fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
@@ -39,6 +40,8 @@ def test_it_says_all_of_it_and_no_secret(
 ) -> None:
     for name in ("QUIRE_TOKEN", "HF_TOKEN", "QUIRE_SECRET_TOKEN"):
         monkeypatch.setenv(name, "hunter2")
+    # They import torch; those of other tests do it themselves.
+    monkeypatch.setattr(child, "subprocess", asked(fork_server(*WORKERS)))
     status = main(["doctor", "--json"])
     out = capsys.readouterr().out
     findings = [Finding(**one) for one in json.loads(out)]

@@ -36,7 +36,7 @@ from tests.sim.toy_model import VOCAB, next_token
 END = 3
 # Those of one test.
 SEEDS = pytest.mark.parametrize(
-    "seeds", [range(40), pytest.param(range(40, 160), marks=pytest.mark.thorough)]
+    "seeds", [range(16), pytest.param(range(16, 160), marks=pytest.mark.thorough)]
 )
 
 
