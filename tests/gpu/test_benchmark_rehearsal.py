@@ -86,7 +86,9 @@ def test_a_window_bounds_what_is_read_and_computed() -> None:
     assert gemma.prefill_flops(1, 8192) < everything.prefill_flops(1, 8192)
 
 
+@pytest.mark.thorough
 def test_a_server_is_measured(tmp_path: Path) -> None:
+    """What serves is the gateway with the executor that test_server.py has, too."""
     result, text = rehearse(tmp_path, "--rows", "server")
     figures = result["workloads"][0]["figures"]
     assert [figure["label"] for figure in figures][:2] == ["unary, batch 1", "batch, batch 1"]
