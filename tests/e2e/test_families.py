@@ -17,8 +17,8 @@ from tests.model_factory import make_family_model
 FLAGS = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
 
 
-# With experts, and with windows; tests/workers/test_families.py compares all of them in a worker.
-ALWAYS = ("mixtral", "gemma3")
+# With windows. One with experts: test_same_bits.py; all of them, in a worker: tests/workers/test_families.py.
+ALWAYS = ("gemma3",)
 
 
 @pytest.mark.parametrize(

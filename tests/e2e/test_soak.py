@@ -17,8 +17,8 @@ from quire.v1 import executor_pb2_grpc
 from tests.e2e.unharmed import release_all
 from tests.gateway_process import GatewayProcess
 
-WARM_UP_CALLS = 800
-CALLS = 1_600
+WARM_UP_CALLS = 400
+CALLS = 800
 THOROUGH_CALLS = 9_000
 CANCELLED_SHARE = 0.1
 CONCURRENCY = 24

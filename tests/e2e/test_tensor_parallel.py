@@ -60,11 +60,12 @@ def test_it_reads_the_sum(gateway: GatewayProcess) -> None:
     assert done.stdout.strip() == "46", done.stderr
 
 
-# Of one that is killed, without gateway: `test_a_rank_that_ends_ends_the_group` of the worker.
+# Of those that are killed, without gateway: `test_a_rank_that_ends_ends_the_group`. A worker's process, which
+# rank 0 is: test_worker_faults.py.
 @pytest.mark.parametrize(
     "victim",
     [
-        "rank 0",
+        pytest.param("rank 0", marks=pytest.mark.thorough),
         pytest.param("rank 1", marks=pytest.mark.thorough),
         "rank 1, stopped",
     ],
