@@ -191,7 +191,10 @@ def test_workers_call_the_gateway(pool: Pool, expected: list[int]) -> None:
         gateway.wait_until_ready()
 
 
-@pytest.mark.parametrize("calls", [False, True], ids=["called", "calling"])
+# Of a worker that is called all kinds of cuts: tests/hosts/test_hosts.py.
+@pytest.mark.parametrize(
+    "calls", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["called", "calling"]
+)
 def test_cut_and_healed_network(pool: Pool, expected: list[int], *, calls: bool) -> None:
     """Both sides find half-open connections. What was sent meanwhile arrives late, and changes nothing."""
     address = free_address()

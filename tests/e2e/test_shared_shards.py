@@ -161,8 +161,10 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
             assert text.replayed == 0, "the workers have kept their KV"
 
 
-# That it is told to be lost: tests/service/runtimes/test_kept_run.py.
-@pytest.mark.parametrize("model", ["adder", pytest.param("paged-attention", marks=pytest.mark.thorough)])
+# By the next gateway on the same data: test_execute.py. How another one gets the caches: the test above. All
+# else of it: tests/service/runtimes/test_kept_run.py.
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", ["adder", "paged-attention"])
 def test_a_kept_execution_of_a_dead_gateway_is_generated_again_by_another(tmp_path: Path, model: str) -> None:
     """With the same tokens, or not at all: the weightless model guarantees no bits."""
     with shared_pool(tmp_path) as (_, own):
@@ -191,6 +193,8 @@ def test_a_kept_execution_of_a_dead_gateway_is_generated_again_by_another(tmp_pa
                 assert status_reason(chunks[-1].error) == "EXECUTION_LOST" and not tokens(chunks)
 
 
+# It finds what test_dispatcher.py and test_leases.py of tests/service find, and tests/sim/test_shards.py.
+@pytest.mark.thorough
 def test_a_gateway_that_was_paused_past_its_leases_answers_nothing_any_more(tmp_path: Path) -> None:
     """It goes on with requests that have waited for it, when another one has its shard and its caches."""
     with shared_pool(tmp_path) as (_, own):
