@@ -280,9 +280,9 @@ def go_on(
 def long_items() -> list[runner_pb2.ExecuteItem]:
     drawn = types_pb2.SamplingParams(temperature=1.0, seed=5)
     return [
-        item("greedy", [5, 6, 7], 150),
-        item("drawn", list(range(40)), 150, sampling=drawn),
-        item("many", list(range(20)), 120, n=3, sampling=drawn),
+        item("greedy", [5, 6, 7], 80),
+        item("drawn", list(range(40)), 80, sampling=drawn),
+        item("many", list(range(20)), 60, n=3, sampling=drawn),
     ]
 
 

@@ -135,11 +135,11 @@ def test_a_killed_gateway_comes_back_with_its_caches_and_its_worker(tmp_path: Pa
         places = [(stubs[index % 2], stubs[index // 2 % 2]) for index in range(4)]
         callers = [Caller(stub, [7 * i + 1, i + 2], home) for i, (stub, home) in enumerate(places)]
         was_killed = threading.Event()
-        threads = [threading.Thread(target=one.decode_until, args=(was_killed, 30)) for one in callers]
+        threads = [threading.Thread(target=one.decode_until, args=(was_killed, 15)) for one in callers]
         for thread in threads:
             thread.start()
         victim = next(p for p in server.gateways() if has_open(p, tmp_path / "shards" / "0"))
-        server.wait_until(lambda: all(len(one.tokens) > 20 for one in callers))
+        server.wait_until(lambda: all(len(one.tokens) > 10 for one in callers))
         victim.kill()
         was_killed.set()
         for thread in threads:

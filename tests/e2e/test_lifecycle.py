@@ -116,7 +116,7 @@ def test_draining_finishes_what_has_begun() -> None:
             watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=120)
             assert next(watch).status == SERVING
             # Small steps: long enough to be in flight when the signal comes.
-            prompt = [i % 1000 for i in range(12_000)]
+            prompt = [i % 1000 for i in range(6_000)]
             call = gateway.stub.Prefill.future(pb.PrefillRequest(token_ids=prompt), timeout=100)
             gateway.wait_until_in_flight(1)
             workers = gateway.worker_processes()
@@ -179,12 +179,12 @@ def test_callers_in_threads_share_steps(shipped_gateway: GatewayProcess) -> None
     def loop() -> None:
         answer = shipped_gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2]), timeout=60)
         handle = answer.kv_cache
-        for _ in range(40):
+        for _ in range(20):
             request = pb.DecodeRequest(cache_id=handle.cache_id, token_id=1, position=handle.seq_len)
             handle = shipped_gateway.stub.Decode(request, timeout=60).kv_cache
         shipped_gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=60)
 
-    threads = [threading.Thread(target=loop) for _ in range(12)]
+    threads = [threading.Thread(target=loop) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

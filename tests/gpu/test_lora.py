@@ -105,7 +105,7 @@ def test_graphs_with_changing_adapters(name: str, device: torch.device, compiled
             for runner in (replayed, launched):
                 runner.step(inputs, [])
         tokens = random_tokens(dice, batch)
-        for _ in range(sized(10, 2)):
+        for _ in range(sized(10, 1)):
             decoder.set_lora(dice.randrange(SLOTS), dice.choice([None, *packed]))
             inputs = packer.pack([Item(s, [token]) for s, token in zip(sequences, tokens, strict=True)])
             rows = random_rows(dice, sequences)
