@@ -39,7 +39,8 @@ def main() -> int:
             os.close(file)
         status = int(connection.recv(64))
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status in _PASSED_ON:
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
 

@@ -46,6 +46,8 @@ _ROOM_FOR_COMMAND = "-" * (32 << 10)
 _ARG_START, _ARG_END = 45, 46  # In /proc/PID/stat, after the name.
 # Names the sockets of another process, as JSON, by the modules.
 _GIVEN = "FORK_SERVERS"
+# The socket of the process that has forked this one.
+_FORKED_BY = "FORKED_BY"
 _CLONE_NEWNET = 0x40000000
 
 
@@ -55,9 +57,10 @@ def fork_server(*modules: str) -> str:
     if given := json.loads(os.environ.get(_GIVEN, "{}")).get(",".join(modules)):
         return str(given)
     path = str(Path(tempfile.mkdtemp(prefix="quire-forks-")) / "socket")
-    # In the place of Python for several gateways, so that their workers are forked, too.
+    # In the place of Python for several gateways, so that they are forked, and their workers, too.
     script = Path(path).with_name("python")
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.forks "{path}" "$@"\n')
+    client = f'"{sys.executable}" -I -S "{ROOT / "tests" / "fork_client.py"}" "${_FORKED_BY}"'
+    script.write_text(f'#!/bin/sh\nexec {client} "{sys.executable}" -m tests.forks "{path}" "$@"\n')
     script.chmod(0o700)
     code = "from tests.forks import serve; serve()"
     command = [sys.executable, "-c", code, path, ",".join(modules), _ROOM_FOR_COMMAND]
@@ -172,8 +175,9 @@ def _become(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(cwd)
+    forked_by = sys.argv[1]
     os.environ.clear()
-    os.environ.update(env)
+    os.environ.update({**env, _FORKED_BY: forked_by})
     python, *options, module = command[: command.index("-m") + 2]
     arguments = command[len(options) + 2 :]
     assert python == sys.executable and options in (["-m"], ["-P", "-m"])
@@ -407,6 +411,8 @@ def main() -> int:
     if sys.argv[1] == "-P":
         module = sys.argv[3]
         del sys.argv[1:4]
+        # Imported by what forks.
+        sys.modules.pop(module, None)
         runpy.run_module(module, run_name="__main__")
         return 0
     from quire.cli.main import main as quire

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,9 +36,13 @@ class SeveralGateways(GatewayProcess):
         }
 
     def gateways(self) -> list[psutil.Process]:
-        """Their processes."""
-        children = psutil.Process(self.process.pid).children()
-        return [child for child in children if "service.cli.gateways" in child.cmdline()]
+        """Their processes, forked from one of ours; also those of other servers of this process."""
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "service.cli.gateways" in process.cmdline():
+                    found.append(process)
+        return found
 
     def stubs(self) -> list[executor_pb2_grpc.ModelExecutorServiceStub]:
         """One with a connection to each gateway, by shard. The kernel chooses the gateway of a connection."""
