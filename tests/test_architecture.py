@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.checkout import environment
+from tests import quire_command
+
 ROOT = Path(__file__).resolve().parent.parent
 STUBS = "quire.v1"
 
@@ -267,8 +270,19 @@ def test_only_models_their_kv_random_numbers_and_what_runs_on_a_gpu_use_kernels(
 
 
 def test_a_worker_on_the_cpu_never_loads_triton() -> None:
+    """What tests fork workers from has all of a worker's modules."""
     modules_of_a_cpu_worker = "workers.executors.llm, workers.executors.weightless, workers.step_loop"
-    assert "triton" not in loaded_after(f"import {modules_of_a_cpu_worker}")
+    code = f"import {modules_of_a_cpu_worker}, sys; print('triton' in sys.modules)"
+    done = subprocess.run(
+        quire_command.module("timeit", "-n1", "-r1", code),
+        cwd=ROOT,
+        env=environment(ROOT),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout.startswith("False\n"), done.stdout
 
 
 def test_accounting_is_without_torch() -> None:
