@@ -505,7 +505,7 @@ def length_of_all(directory: Path) -> int:
 
 def test_durable_commits_survive_a_kill(tmp_path: Path) -> None:
     rng, length = random.Random(3), 0
-    for _ in range(4):
+    for _ in range(2):
         process = child(tmp_path)
         assert process.stdout is not None
         reported = [process.stdout.readline() for _ in range(rng.randint(200, 900))]

@@ -203,7 +203,7 @@ async def test_a_cancelled_or_closed_encoding_ends(served: ServedModel) -> None:
 async def test_tenants_take_turns_however_many_texts_one_sends(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_encoder, "MAX_CPU_S", 0.5)
+    monkeypatch.setattr(bounded_encoder, "MAX_CPU_S", 0.25)
     served.serve(hostile("(a+)+c"))
     await served.encode("b")
     ended = []
