@@ -74,11 +74,12 @@ class GatewayProcess(gateway_process.GatewayProcess):
         self.process.wait()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Polls. Fails after a minute, with the log."""
-        give_up_s = time.monotonic() + _PATIENCE_S
+        """Polls, more seldom after a while. Fails after a minute, with the log."""
+        give_up_s, pause_s = time.monotonic() + _PATIENCE_S, 0.01
         while not condition():
             assert time.monotonic() < give_up_s, f"it never happened:\n{self.log()}"
-            time.sleep(0.01)
+            time.sleep(pause_s)
+            pause_s = min(1.05 * pause_s, 0.1)
 
     def worker_processes(self) -> set[psutil.Process]:
         """Those of its workers that run. One that is being replaced has no process, or one that is gone."""
