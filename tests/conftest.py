@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import signal
@@ -74,11 +75,33 @@ def _own_draws(request: pytest.FixtureRequest) -> None:
             getattr(sys.modules[library], name)(seed)
 
 
+# By the fixture that all tests of a run share.
+_SHARED: dict[str, GatewayProcess] = {}
+
+
+@contextlib.contextmanager
+def shared(fixture: str, gateway: GatewayProcess) -> Iterator[GatewayProcess]:
+    """Starts a gateway, which rests while tests run that do without: idle it takes a fortieth of a core."""
+    with gateway:
+        _SHARED[fixture] = gateway
+        yield gateway
+        gateway.process.send_signal(signal.SIGCONT)
+        del _SHARED[fixture]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """See `shared`."""
+    for fixture, gateway in _SHARED.items():
+        is_used = fixture in getattr(item, "fixturenames", ())
+        gateway.process.send_signal(signal.SIGCONT if is_used else signal.SIGSTOP)
+
+
 @pytest.fixture(scope="session")
 def shipped_gateway() -> Iterator[GatewayProcess]:
     """Serves the shipped model. A test leaves no caches behind."""
     # Not imported on a machine for the GPU suite.
     from tests.gateway_process import GatewayProcess
 
-    with GatewayProcess(model="adder", workers=2) as gateway:
+    with shared("shipped_gateway", GatewayProcess(model="adder", workers=2)) as gateway:
         yield gateway

@@ -10,6 +10,7 @@ import pytest
 import torch
 from quire.v1 import executor_pb2 as pb
 
+from tests.conftest import shared
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_model
 
@@ -45,7 +46,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_gateway(tiny_model: Path) -> Iterator[GatewayProcess]:
     """Serves the tiny model in float32, in small steps so that prompts run in chunks."""
     flags = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
-    with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
+    with shared("tiny_gateway", GatewayProcess(model=str(tiny_model), workers=2, flags=flags)) as gateway:
         yield gateway
 
 
@@ -68,5 +69,6 @@ def new_cache(tiny_gateway: GatewayProcess) -> Iterator[NewCache]:
 def weightless_gateway() -> Iterator[GatewayProcess]:
     """Serves the weightless executor from small pools, so that they can be exhausted."""
     flags = ["--kv-pages", "64", "--max-request-bytes", "262144", "--max-response-bytes", "524288"]
-    with GatewayProcess(model="paged-attention", workers=2, flags=flags) as gateway:
+    served = GatewayProcess(model="paged-attention", workers=2, flags=flags)
+    with shared("weightless_gateway", served) as gateway:
         yield gateway
