@@ -28,6 +28,8 @@ _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.01
 # See `PostgresServer._empty`.
 _MADE: list[Path] = []
+# Not that of a test, which goes with it.
+_TEMPORARY = tempfile.gettempdir()
 
 
 def programs() -> Path | None:
@@ -76,7 +78,7 @@ class PostgresServer:
     def _empty(self) -> Path:
         """A database without anything, for copies: initdb takes a second."""
         if not _MADE:
-            directory = Path(tempfile.mkdtemp(prefix="quire-postgres-"))
+            directory = Path(tempfile.mkdtemp(prefix="quire-postgres-", dir=_TEMPORARY))
             atexit.register(shutil.rmtree, directory)
             directory.chmod(0o755)
             data = directory / "data"
