@@ -97,6 +97,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         gateway.process.send_signal(signal.SIGCONT if is_used else signal.SIGSTOP)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Fixtures of a module, which end with its last test, may use one that this test does without."""
+    if nextitem is None or nextitem.path != item.path:
+        for gateway in _SHARED.values():
+            gateway.process.send_signal(signal.SIGCONT)
+
+
 @pytest.fixture(scope="session")
 def shipped_gateway() -> Iterator[GatewayProcess]:
     """Serves the shipped model. A test leaves no caches behind."""
