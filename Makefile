@@ -108,10 +108,11 @@ cluster: $(SERVING) kernels ## Serve with two workers as if they were on other h
 	done; \
 	$(BIN)/quire serve --pool build/pool --workers-at 127.0.0.1:50061,127.0.0.1:50062 $(ARGS)
 
-# A process for each core, up to four (one with ARGS="-n 0"); who has nothing left takes from another. The variable,
-# which images set, would have hundreds of processes compile what they import.
+# A process more than there are cores, since tests of several servers wait for them, and four at most (one with
+# ARGS="-n 0"); who has nothing left takes from another. The variable, which images set, would have hundreds of
+# processes compile what they import.
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist worksteal $(ARGS)
 
 # In an environment of its own, with the Triton that this torch needs. Compiled kernels, and records of what Triton compiles
 # and which mutations are found, are not of a torch.
