@@ -21,14 +21,10 @@ import numpy as np
 import torch
 
 from benchmarks import machine
-from benchmarks.host import OUTPUTS, ReplayedRunner, numbers, weightless_kv
-from workers.decodes import CHOSEN, OP_ID, POSITION, PRELAUNCH, TOKEN, Decodes, DecodesDone
-from workers.executors.engine import Engine
-from workers.kv.table import KvTable
-from workers.operations import Forward, Kind, Result
+from benchmarks.host import OUTPUTS, Host, ReplayedRunner, numbers
+from workers.decodes import CHOSEN, OP_ID, POSITION, TOKEN, Decodes, DecodesDone
+from workers.operations import Result
 from workers.runners.device_queue import DeviceQueue
-from workers.scheduler import Scheduler
-from workers.step_loop import StepLoop
 
 _CONTEXT = 1024
 _SETTLING_STEPS = 20
@@ -85,7 +81,9 @@ class TimedEvent:
 class Callers:
     """They append the chosen tokens. All requests of a step are one message."""
 
-    def __init__(self, requests: Decodes, round_trip_s: float, submit: Callable[[Sequence[Decodes]], None]):
+    def __init__(
+        self, requests: Decodes, round_trip_s: float, submit: Callable[[Sequence[Decodes]], None]
+    ) -> None:
         self._requests, self._round_trip_s, self._submit = requests, round_trip_s, submit
         self._answers: queue.SimpleQueue[tuple[float, DecodesDone] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -123,41 +121,22 @@ def measure(
 ) -> dict[str, Any]:
     """One line: the median time for which the device waits before a step."""
     device = TimedDevice(device_ms / 1e3)
-    max_tokens = _CONTEXT + 2 * (steps + _SETTLING_STEPS)
-    kv = weightless_kv()
-    runner = ReplayedRunner(kv, rows, max_tokens, device, device.replay, can_launch=ahead)
-    engine = Engine(KvTable(rows * (max_tokens // kv.page_size + 1), kv.page_size), kv, runner)
-    emitted: list[Result | DecodesDone] = []
-    loop = StepLoop(
-        engine, Scheduler(8192, rows, rows), emitted.extend, max_tokens, prelaunch_unrequested=True
-    )
-    prompts = [
-        Forward(number, number, 0, [(number * 7919 + at) % 32_000 for at in range(_CONTEXT)])
-        for number in range(1, rows + 1)
-    ]
-    loop.submit(prompts)
-    while len(emitted) < rows:
-        loop.take()
-        loop.step()
-        loop.flush()
-    first = [
-        Forward(one.op_id, one.op_id, _CONTEXT, [one.outputs[-1].token_id], output=OUTPUTS[output](one.op_id))
-        for one in emitted
-        if isinstance(one, Forward)
-    ]
-    for one in first:
-        one.kind, one.caller, one.prelaunch = Kind.DECODE, one.op_id, True
-    requests = Decodes.of(first)
-    callers = Callers(requests, round_trip_ms / 1e3, loop.submit)
-    loop._emit = callers.answered  # noqa: SLF001 - those of the prompts went elsewhere
-    assert requests.columns[PRELAUNCH].all()
+    runner = ReplayedRunner(rows, 2 * _CONTEXT, device, device.replay, can_launch=ahead)
+    host = Host(rows, _CONTEXT, OUTPUTS[output], runs_ahead=True, runner=runner)
+    callers = Callers(host.requests(), round_trip_ms / 1e3, host.loop.submit)
+
+    def flush() -> None:
+        host.loop.flush()
+        callers.answered(host.results)
+        host.results.clear()
+
     device.idle_s.clear()
     callers.start()
     while len(device.idle_s) < _SETTLING_STEPS + steps:
-        loop.take()
-        loop.flush()
-        loop.step()
-        loop.flush()
+        host.loop.take()
+        flush()
+        host.loop.step()
+        flush()
     callers.stop()
     idle_ms = [1e3 * idle_s for idle_s in device.idle_s[_SETTLING_STEPS:]]
     return {
@@ -178,7 +157,7 @@ def main() -> None:
     parser.add_argument("--outputs", nargs="+", choices=("greedy", "drawn"), default=["greedy", "drawn"])
     parser.add_argument("--device-ms", type=float, default=8.0, help="an 8B model at 64 rows on an H200")
     parser.add_argument("--round-trip-ms", type=float, default=2.0)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200, help="1000 at most")
     options = parser.parse_args()
     torch.set_num_threads(1)
     before = machine.times_s()

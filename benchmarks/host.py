@@ -58,7 +58,6 @@ class ReplayedRunner(CudaGraphRunner):
 
     def __init__(
         self,
-        kv: Any,
         max_rows: int,
         max_tokens: int,
         queue: DeviceQueue | None = None,
@@ -68,7 +67,7 @@ class ReplayedRunner(CudaGraphRunner):
     ) -> None:
         """`replay` takes the place of that of a graph; `can_launch`: see `Runner`."""
         model: Any = SimpleNamespace(has_hidden_states=False, max_lora_slots=0)
-        super().__init__(model, kv, max_rows=max_rows, max_seq_len=max_tokens, queue=queue)
+        super().__init__(model, weightless_kv(), max_rows=max_rows, max_seq_len=max_tokens, queue=queue)
         self._replay_of_graph, self._may_launch = replay, can_launch
         generator = torch.Generator().manual_seed(0)
         self._table = torch.randn(max_rows, _VOCABULARY, generator=generator)
@@ -103,20 +102,25 @@ class Host:
     """A step loop with sequences of one length, and their callers."""
 
     def __init__(
-        self, rows: int, context: int, output: Callable[[int], OutputSpec], *, runs_ahead: bool
+        self,
+        rows: int,
+        context: int,
+        output: Callable[[int], OutputSpec],
+        *,
+        runs_ahead: bool,
+        runner: ReplayedRunner | None = None,
     ) -> None:
         self._outputs = {sequence: output(sequence) for sequence in range(1, rows + 1)}
         self._runs_ahead = runs_ahead
         pages = rows * (context // _PAGE_TOKENS + 64)
-        kv = weightless_kv()
-        runner = ReplayedRunner(kv, rows, 2 * context)
-        engine = Engine(KvTable(pages, _PAGE_TOKENS), kv, runner)
-        self._results: list[Result | DecodesDone] = []
+        runner = runner or ReplayedRunner(rows, 2 * context)
+        engine = Engine(KvTable(pages, _PAGE_TOKENS), weightless_kv(), runner)
+        self.results: list[Result | DecodesDone] = []
         limits = (max(_PREFILL_TOKENS, rows), rows, rows)
-        self._loop = StepLoop(
+        self.loop = StepLoop(
             engine,
             Scheduler(*limits),
-            self._results.extend,
+            self.results.extend,
             2 * context if runs_ahead else 0,
             prelaunch_unrequested=runs_ahead,
         )
@@ -160,16 +164,16 @@ class Host:
                 self._tokens[op_id] = token
 
     def _run(self, command: Command | Decodes, count: int) -> list[Result | DecodesDone]:
-        self._loop.submit([command])
+        self.loop.submit([command])
         answered: list[Result | DecodesDone] = []
         while count > 0:
-            self._loop.take()
-            self._loop.flush()
-            self._loop.step()
-            self._loop.flush()
-            count -= sum([len(one) if isinstance(one, DecodesDone) else 1 for one in self._results])
-            answered += self._results
-            self._results.clear()
+            self.loop.take()
+            self.loop.flush()
+            self.loop.step()
+            self.loop.flush()
+            count -= sum([len(one) if isinstance(one, DecodesDone) else 1 for one in self.results])
+            answered += self.results
+            self.results.clear()
         return answered
 
 

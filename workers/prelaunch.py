@@ -133,7 +133,7 @@ class Prelauncher:
     ) -> Collection[int]:
         """As `prelaunch_next`, for plain decodes. Returns the sequences for which none is queued.
 
-        `launched`: those of `following`, if they run already.
+        `launched`: those of `next_decodes`, if they run already.
         """
         sequences = decodes.sequences
         if not (self.expected or self.prelaunch_unrequested or any(decodes.column(PRELAUNCH))):
@@ -157,7 +157,7 @@ class Prelauncher:
         self.queued.update(zip(queued.sequences, queued.column(OP_ID), strict=True))
         return [sequence for sequence in sequences if sequence not in self.queued]
 
-    def following(self, decodes: Decodes) -> Decodes:
+    def next_decodes(self, decodes: Decodes) -> Decodes:
         """The next decodes, where they are prelaunched, of sequences whose decodes run and were requested.
 
         Their tokens are not known yet.

@@ -388,7 +388,7 @@ class StepLoop:
         Or goes on with the step in flight. Forwards that wait for an adapter may expire meanwhile.
         """
         if self._in_flight.step is not None:
-            self._in_flight.go_on(has_others=self._has_work or bool(self._adapters))
+            self._in_flight.advance(has_others=self._has_work or bool(self._adapters))
             self._prelauncher.drop_expired(time.monotonic_ns())
             return
         if self._integrity_checks.has_work:

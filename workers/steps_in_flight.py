@@ -74,7 +74,7 @@ class StepsInFlight:
         if self.step is not None and sequence in self.step.decodes.sequences:
             self.finish()
 
-    def go_on(self, *, has_others: bool) -> None:
+    def advance(self, *, has_others: bool) -> None:
         """Finish the step in flight, after launching the next one unless there are others to be run."""
         if self.step is None or (not has_others and self.waits_for_requests):
             return
@@ -84,7 +84,7 @@ class StepsInFlight:
         self.finish(following)
 
     def _launch_next(self, step: StepInFlight) -> StepInFlight | None:
-        decodes = self._prelauncher.following(step.decodes)
+        decodes = self._prelauncher.next_decodes(step.decodes)
         try:
             return self._engine.launch(decodes, after=step) if decodes.size else None
         except DeviceLostError:

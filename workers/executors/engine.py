@@ -8,8 +8,8 @@
 On a GPU a step of plain decodes can be launched and finished separately, with the next one launched in
 between (`launch`, `finish`).
 
-The caller chooses the sequence numbers. Not thread-safe: one thread owns an engine, but any thread may call
-`usage` and `status`. `base` has the API for callers in the same process.
+The caller chooses the sequence numbers. Not thread-safe: one thread owns an engine. Any may call `status`,
+and `usage` and `pages_available` of its table. `base` has the API for callers in the same process.
 """
 
 from __future__ import annotations
