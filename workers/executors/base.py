@@ -201,8 +201,8 @@ class ModelExecutor:
         return self._capabilities.supports_native_unified_decode
 
     def kv_capacity(self) -> int:
-        """The tokens of all sequences together that fit the pool."""
-        return self.engine.kv.num_pages * self.engine.kv.page_size
+        """The maximum length of a sequence in tokens, as in `capabilities`."""
+        return self._capabilities.kv_capacity_tokens
 
     def status(self) -> ExecutorStatus:
         """The running step, and the counts since the start."""
