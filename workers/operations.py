@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 class Kind(enum.Enum):
     """The kind of a forward. Each kind is counted separately.
 
-    Prefills are limited beside decodes and verifies. A scoring returns its tokens' log-probabilities.
+    Prefills are limited beside decodes and verifies. A scoring returns its tokens' log-probabilities. A
+    replay computes lost KV of a cache again.
     """
 
     PREFILL = enum.auto()
     DECODE = enum.auto()
     VERIFY = enum.auto()
     SCORE = enum.auto()
+    REPLAY = enum.auto()
 
 
 class Priority(enum.Enum):

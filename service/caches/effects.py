@@ -46,8 +46,11 @@ class Attempt:
     # It has to begin within this time. None: no limit.
     timeout_s: float | None = None
 
-    # Not sent. It replays tokens of the cache.
+    # It replays tokens of the cache.
     replays: bool = False
+
+    # Not sent.
+
     # Counted in the worker's pages_queued.
     pages: int = 0
     # The first segment of the cache that it replays. Caches that share it wait for its pages.

@@ -114,7 +114,8 @@ def write_command(command: effects.Command, message: worker_pb2.WorkerCommand) -
     body.token_ids.extend(append.token_ids)
     body.options = append.options
     body.default_seed = command.seed
-    body.kind = _KINDS[append.kind]  # type: ignore[assignment]  # an enum to the stubs
+    kind = worker_pb2.OPERATION_KIND_REPLAY if command.replays else _KINDS[append.kind]
+    body.kind = kind  # type: ignore[assignment]  # an enum to the stubs
     body.caller = command.caller
     body.prompt_len = command.prompt_len
     body.priority = _PRIORITIES[append.priority]  # type: ignore[assignment]

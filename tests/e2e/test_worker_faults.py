@@ -198,6 +198,18 @@ def test_all_workers_are_killed(gateway: GatewayProcess) -> None:
     again = gateway.stub.Prefill(creation, timeout=ANSWER_TIMEOUT_S)
     assert (again.kv_cache.cache_id, again.output) == (made.kv_cache.cache_id, made.output)
 
+    def counts() -> tuple[int, int, int]:
+        """Of the new workers together: prefills, decodes and replays."""
+        all_counts = [worker.counts for worker in gateway.status().workers]
+        kinds = ("prefill", "decode", "replay")
+        prefills, decodes, replays = (
+            sum(getattr(each, f"{kind}_operations") for each in all_counts) for kind in kinds
+        )
+        return prefills, decodes, replays
+
+    gateway.wait_until(lambda: counts()[1] >= len(TOKENS))
+    assert counts() == (1, len(TOKENS), 1), "what was computed again is no prefill"
+
 
 def test_a_worker_that_hangs_is_replaced(impatient: GatewayProcess) -> None:
     gateway = impatient

@@ -80,6 +80,30 @@ async def test_snapshots_are_answered_while_a_step_holds_the_interpreter(
     worker.stop(5)
 
 
+async def test_a_replay_is_not_counted_as_a_prefill() -> None:
+    executor = PagedAttentionExecutor.create(kv_pages=8)
+    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16))
+    gateway = Gateway()
+    stream = asyncio.create_task(gateway.connect(worker))
+    worker.start()
+    await gateway.next("ready")
+    for kind in ("PREFILL", "REPLAY"):
+        forward = worker_pb2.ForwardCommand(
+            sequence=1, token_ids=[1, 2, 3], options=LAST_ROW, kind=f"OPERATION_KIND_{kind}"
+        )
+        gateway.ask(op_id=1, forward=forward)
+        await gateway.next("forward")
+    gateway.ask(op_id=2, snapshot=worker_pb2.SnapshotCommand(ordered=True))
+    while (event := await gateway.next("snapshot")).op_id != 2:
+        pass
+    counts, pool = event.snapshot.counts, event.snapshot.pool
+    assert (counts.prefill_operations, counts.replay_operations) == (1, 1)
+    assert min(counts.prefill_ns, counts.replay_ns) > 0
+    assert pool.prefix_query_tokens == 3, "nobody has asked for the tokens of a replay"
+    stream.cancel()
+    worker.stop(5)
+
+
 @pytest.mark.parametrize(
     ("cut_bytes", "options"),
     [(0, []), (8, [LAST_ROW]), (4, [LAST_ROW]), (0, [b"\xff\xff"]), (72, [LAST_ROW])],

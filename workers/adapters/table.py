@@ -28,6 +28,7 @@ from workers.operations import (
     Failed,
     FailureReason,
     Forward,
+    Kind,
 )
 
 _log = logging.getLogger(__name__)
@@ -104,11 +105,12 @@ class AdapterTable(Generic[_Weights]):
             self._want(known)
 
     def count(self, forward: Forward) -> None:
-        """Counts a forward as a use of its adapter."""
+        """Counts a forward as a use of its adapter. A replay is one that nobody has requested."""
         known = self._known.get(forward.adapter)
         if known is not None:
-            known.operations += 1
-            known.tokens += len(forward.token_ids)
+            if forward.kind is not Kind.REPLAY:
+                known.operations += 1
+                known.tokens += len(forward.token_ids)
             if known.slot >= 0:
                 self._resident.used(known)
 
@@ -214,7 +216,8 @@ class AdapterTable(Generic[_Weights]):
 
     def metrics(self) -> Sequence[LoraAdapterMetrics]:
         """The use of the adapters that were used. Any thread may call it."""
-        return [known.metrics() for known in list(self._known.values()) if known.loads or known.operations]
+        every = list(self._known.values())
+        return [known.metrics() for known in every if known.loads or known.operations or known.waiting]
 
     # Reading.
 

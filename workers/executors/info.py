@@ -45,6 +45,8 @@ class StepCounts:
     decode_ns: int = 0
     verify_ns: int = 0
     score_ns: int = 0
+    replay_operations: int = 0
+    replay_ns: int = 0
     steps: int = 0
     step_tokens: int = 0
     batch_items: int = 0
@@ -64,6 +66,9 @@ class StepCounts:
             case Kind.SCORE:
                 self.score_operations += 1
                 self.score_ns += took_ns
+            case Kind.REPLAY:
+                self.replay_operations += 1
+                self.replay_ns += took_ns
 
 
 @dataclass(frozen=True, slots=True)

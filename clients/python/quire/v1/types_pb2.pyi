@@ -364,7 +364,7 @@ class PoolUsage(_message.Message):
     def __init__(self, sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_referenced: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ...) -> None: ...
 
 class StepCounts(_message.Message):
-    __slots__ = ("prefill_operations", "prefill_ns", "decode_operations", "decode_ns", "verify_operations", "verify_ns", "score_operations", "score_ns", "steps", "step_tokens", "batch_items")
+    __slots__ = ("prefill_operations", "prefill_ns", "decode_operations", "decode_ns", "verify_operations", "verify_ns", "score_operations", "score_ns", "steps", "step_tokens", "batch_items", "replay_operations", "replay_ns")
     PREFILL_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
     DECODE_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +376,8 @@ class StepCounts(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    REPLAY_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    REPLAY_NS_FIELD_NUMBER: _ClassVar[int]
     prefill_operations: int
     prefill_ns: int
     decode_operations: int
@@ -387,7 +389,9 @@ class StepCounts(_message.Message):
     steps: int
     step_tokens: int
     batch_items: int
-    def __init__(self, prefill_operations: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_operations: _Optional[int] = ..., decode_ns: _Optional[int] = ..., verify_operations: _Optional[int] = ..., verify_ns: _Optional[int] = ..., score_operations: _Optional[int] = ..., score_ns: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ...) -> None: ...
+    replay_operations: int
+    replay_ns: int
+    def __init__(self, prefill_operations: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_operations: _Optional[int] = ..., decode_ns: _Optional[int] = ..., verify_operations: _Optional[int] = ..., verify_ns: _Optional[int] = ..., score_operations: _Optional[int] = ..., score_ns: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ..., replay_operations: _Optional[int] = ..., replay_ns: _Optional[int] = ...) -> None: ...
 
 class LoraAdapterMetrics(_message.Message):
     __slots__ = ("adapter_id", "rank", "sequences", "operations", "tokens", "version", "resident", "size_bytes", "loads", "evictions", "waiting")

@@ -16,6 +16,7 @@ class OperationKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OPERATION_KIND_DECODE: _ClassVar[OperationKind]
     OPERATION_KIND_VERIFY: _ClassVar[OperationKind]
     OPERATION_KIND_SCORE: _ClassVar[OperationKind]
+    OPERATION_KIND_REPLAY: _ClassVar[OperationKind]
 
 class WorkerErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -32,6 +33,7 @@ OPERATION_KIND_PREFILL: OperationKind
 OPERATION_KIND_DECODE: OperationKind
 OPERATION_KIND_VERIFY: OperationKind
 OPERATION_KIND_SCORE: OperationKind
+OPERATION_KIND_REPLAY: OperationKind
 WORKER_ERROR_REASON_UNSPECIFIED: WorkerErrorReason
 WORKER_ERROR_REASON_KV_MISSING: WorkerErrorReason
 WORKER_ERROR_REASON_KV_EXHAUSTED: WorkerErrorReason

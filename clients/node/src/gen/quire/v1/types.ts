@@ -465,6 +465,9 @@ export interface StepCounts {
   stepTokens: bigint;
   /** Items in these steps: batch_items / steps is the mean batch size. */
   batchItems: bigint;
+  /** Lost KV of caches that was computed again. No other kind counts these. */
+  replayOperations: bigint;
+  replayNs: bigint;
 }
 
 /** Usage of one version of a LoRA adapter on one worker. Counts are since the start of the worker. */
@@ -474,7 +477,7 @@ export interface LoraAdapterMetrics {
   rank: number;
   /** Caches of this adapter whose KV is on the worker. */
   sequences: number;
-  /** Appends, and the tokens that were computed for them. */
+  /** Appends, and the tokens that were computed for them. Replays are not counted. */
   operations: bigint;
   tokens: bigint;
   /** Numbers the versions of all adapters of a server. */
@@ -3102,6 +3105,8 @@ function createBaseStepCounts(): StepCounts {
     steps: 0n,
     stepTokens: 0n,
     batchItems: 0n,
+    replayOperations: 0n,
+    replayNs: 0n,
   };
 }
 
@@ -3172,6 +3177,18 @@ export const StepCounts: MessageFns<StepCounts> = {
         throw new globalThis.Error("value provided for field message.batchItems of type uint64 too large");
       }
       writer.uint32(88).uint64(message.batchItems);
+    }
+    if (message.replayOperations !== 0n) {
+      if (BigInt.asUintN(64, message.replayOperations) !== message.replayOperations) {
+        throw new globalThis.Error("value provided for field message.replayOperations of type uint64 too large");
+      }
+      writer.uint32(96).uint64(message.replayOperations);
+    }
+    if (message.replayNs !== 0n) {
+      if (BigInt.asUintN(64, message.replayNs) !== message.replayNs) {
+        throw new globalThis.Error("value provided for field message.replayNs of type uint64 too large");
+      }
+      writer.uint32(104).uint64(message.replayNs);
     }
     return writer;
   },
@@ -3277,6 +3294,22 @@ export const StepCounts: MessageFns<StepCounts> = {
             message.batchItems = reader.uint64() as bigint;
             continue;
           }
+          case 12: {
+            if (tag !== 96) {
+              break;
+            }
+
+            message.replayOperations = reader.uint64() as bigint;
+            continue;
+          }
+          case 13: {
+            if (tag !== 104) {
+              break;
+            }
+
+            message.replayNs = reader.uint64() as bigint;
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -3317,6 +3350,10 @@ export const StepCounts: MessageFns<StepCounts> = {
     message.batchItems = (object.batchItems !== undefined && object.batchItems !== null)
       ? BigInt(object.batchItems)
       : 0n;
+    message.replayOperations = (object.replayOperations !== undefined && object.replayOperations !== null)
+      ? BigInt(object.replayOperations)
+      : 0n;
+    message.replayNs = (object.replayNs !== undefined && object.replayNs !== null) ? BigInt(object.replayNs) : 0n;
     return message;
   },
 };
