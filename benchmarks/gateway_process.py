@@ -20,8 +20,9 @@ _START_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 40.0
 _POLL_S = 0.02
 _MESSAGE_BYTES = 128 << 20
-# A separate connection for each channel, and large messages.
+# A separate connection for each channel, large messages, and no proxy of the environment.
 CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MESSAGE_BYTES),

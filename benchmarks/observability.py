@@ -43,6 +43,8 @@ from benchmarks.weights import make_model
 _SCRAPE_INTERVAL_CPU_S = 1.0
 _POLL_S = 0.02
 _TIMEOUT_S = 10.0
+# Without a proxy of the environment.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def cpu_s(pid: int) -> float:
@@ -76,7 +78,7 @@ def _free_address() -> str:
 
 
 def _scrape(address: str) -> None:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=_TIMEOUT_S) as answer:
+    with _DIRECT.open(f"http://{address}/metrics", timeout=_TIMEOUT_S) as answer:
         answer.read()
 
 

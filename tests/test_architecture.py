@@ -72,6 +72,7 @@ SERVICE_ROOMS = {
     "service.setting_rules": ("service.model_names",),
     "service.config": ("service.model_names",),
     "service.config_sources": ("service.config", "service.model_names"),
+    "service.outbound": (),
     "service.printable": (),
     "service.memory": (),
     "service.running_clock": (),
@@ -115,8 +116,8 @@ SERVICE_ROOMS = {
     "service.runtimes": (
         "service.api", "service.caches.requests", "service.caches.tenants", "service.completion",
         "service.config", "service.dispatcher", "service.auth", "service.durable_file", "service.errors",
-        "service.logging", "service.pool", "service.printable", "service.text", "service.token_bucket",
-        "service.uploads",
+        "service.logging", "service.outbound", "service.pool", "service.printable", "service.text",
+        "service.token_bucket", "service.uploads",
         "service.model_names",
     ),
     "service.openai": (
@@ -128,7 +129,7 @@ SERVICE_ROOMS = {
         "service.dispatcher", "service.errors", "service.listening", "service.logging",
         "service.pool.model_versions", "service.runtimes",
     ),
-    "service.tracing": ("service.api", "service.logging"),
+    "service.tracing": ("service.api", "service.logging", "service.outbound"),
     "service.listening": ("service.auth.unix_socket",),
     "service.shards": (
         "service.api", "service.auth", "service.config", "service.durable_file", "service.errors",
@@ -157,7 +158,7 @@ SERVICE_ROOMS = {
         "service.config", "service.config_sources", "service.data_directory", "service.errors",
         "service.journal", "service.listening", "service.logging", "service.openai.front",
         "service.pool.gpus", "service.pool.model_versions", "service.pool.pool_files",
-        "service.postgres", "service.printable", "service.runtimes.runtimes_file",
+        "service.outbound", "service.postgres", "service.printable", "service.runtimes.runtimes_file",
         "service.server", "service.shards", "service.uploads",
         "service.model_names",
     ),

@@ -23,7 +23,7 @@ import uvloop
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from workers import models
-from workers.common.protocol import EXIT_CONFIG, GATEWAY_NAME, PROTOCOL, without
+from workers.common.protocol import DIRECT, EXIT_CONFIG, GATEWAY_NAME, PROTOCOL, without
 from workers.logging import background_log
 from workers.orphan_timer import OrphanTimer
 from workers.process import (
@@ -112,7 +112,7 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
 
     async def call(self, gateway: str, credentials: grpc.ChannelCredentials) -> None:
         """Calls a gateway again and again, until the worker ends."""
-        options = [("grpc.ssl_target_name_override", GATEWAY_NAME), *_LIMITS, *_KEEPALIVE]
+        options = [DIRECT, ("grpc.ssl_target_name_override", GATEWAY_NAME), *_LIMITS, *_KEEPALIVE]
         async with grpc.aio.secure_channel(gateway, credentials, options=options) as channel:
             stub = worker_pb2_grpc.WorkerPoolServiceStub(channel)
             while not self.done.done():

@@ -27,6 +27,7 @@ from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_
 from huggingface_hub.utils.tqdm import tqdm
 
 from service.model_names import other_format
+from service.outbound import is_this_machine, proxy_of
 from service.printable import escaped
 
 _CONFIG = "config.json"
@@ -44,6 +45,12 @@ _MAX_INDEX_BYTES = 32 << 20
 _MAX_REASON_CHARACTERS = 300
 _AUTH_STATUSES = (401, 403)
 _STEP_PERCENT = 10
+
+
+if is_this_machine(_HOST := urlsplit(constants.ENDPOINT).hostname or ""):
+    # A mirror on this machine. The library's HTTP clients read the proxies of the environment.
+    _others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    os.environ["no_proxy"] = f"{_others},{_HOST}" if _others else _HOST
 
 
 class HubError(Exception):
@@ -217,6 +224,8 @@ def _to_hub_error(error: Exception, hub_id: str, revision: str | None) -> HubErr
             problem = f"cannot be downloaded: {error.filename or ''} {why}"
         case _:
             why = escaped(str(error).partition("\n")[0])[:_MAX_REASON_CHARACTERS] or type(error).__name__
+            if (proxy := proxy_of(constants.ENDPOINT)) is not None:
+                host += f" through the proxy {proxy.address} of {proxy.variable}"
             first = _download_command(hub_id, revision)
             problem = (
                 f"is missing or incomplete in the cache, and cannot be downloaded from {host}: {why}; {first}"

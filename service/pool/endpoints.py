@@ -15,9 +15,10 @@ import grpc
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from workers.common.message_stream import MessageStream
-from workers.common.protocol import WORKER_NAME
+from workers.common.protocol import DIRECT, WORKER_NAME
 
 _CONNECT = [
+    DIRECT,
     # The worker may not listen yet: try often. To connect to another host takes three round trips.
     ("grpc.initial_reconnect_backoff_ms", 20),
     ("grpc.max_reconnect_backoff_ms", 100),

@@ -16,7 +16,7 @@ from service.auth.authenticator import HOP, TENANT, current_tenant_name
 from service.config import Config
 from service.errors import DeadlinePassed, GatewayUnavailable, QuireError, Unauthenticated
 from service.logging import current_request_id, get_logger
-from workers.common.protocol import GATEWAY_NAME
+from workers.common.protocol import DIRECT, GATEWAY_NAME
 
 _log = get_logger(__name__)
 # What this hop sets itself.
@@ -47,6 +47,7 @@ class Peers:
         self.secret = secret
         self._credentials = credentials
         self._options: list[tuple[str, int | str]] = [
+            DIRECT,
             ("grpc.max_receive_message_length", config.max_response_bytes),
             ("grpc.max_send_message_length", config.max_request_bytes),
             ("grpc.use_local_subchannel_pool", 1),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -27,6 +28,8 @@ from opentelemetry.trace import SpanContext, TraceState
 from service.api.parsing import to_varint
 from service.api.trace_context import TRACEPARENT, TraceParent, bind_traceparent, trace_parent
 from service.logging import bind_trace_id, get_logger
+from service.outbound import is_this_machine
+from workers.common.protocol import DIRECT
 
 _log = get_logger(__name__)
 _SAMPLER, _SAMPLER_ARG = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
@@ -113,7 +116,9 @@ class SpanExporter(OTLPSpanExporter):
 
     def __init__(self, endpoint: str) -> None:
         """`endpoint`: the collector's URL. Connections are made, and made again, when it exports."""
-        super().__init__(endpoint=endpoint, channel_options=_CHANNEL_OPTIONS)
+        is_here = is_this_machine(urlsplit(endpoint).hostname or "")
+        options = (*_CHANNEL_OPTIONS, DIRECT) if is_here else _CHANNEL_OPTIONS
+        super().__init__(endpoint=endpoint, channel_options=options)
         own = Resource.create(
             {"service.name": "quire", "service.version": metadata.version("quire-llm-server")}
         )

@@ -9,10 +9,12 @@ from typing import Any
 
 import grpc
 import pytest
-from quire import AsyncClient, Client, Tls, Unavailable
+from quire import AsyncClient, Client, QuireError, Tls, Unavailable
+from quire._proxies import proxy_of
 
 from tests.certificates import Authority, Pair
 from tests.fake_executor import FakeExecutor, serving
+from tests.http_proxy import http_proxy
 
 PATIENCE_S = 20.0
 
@@ -122,3 +124,67 @@ def test_settings_that_contradict_themselves(tmp_path: Path) -> None:
             Client(tls=Tls(ca=no_pem))
     with pytest.raises(FileNotFoundError):
         Client(tls=Tls(ca="nowhere.crt"))
+
+
+HERE = [
+    "127.0.0.1:{}",
+    "localhost:{}",
+    "LOCALHOST:{}",
+    "0.0.0.0:{}",
+    "dns:///localhost:{}",
+    "ipv4:127.0.0.1:{}",
+]
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY"])
+async def test_no_proxy_is_asked_for_this_machine(
+    variable: str, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot reach a server here; and before, it saw the token, which goes without TLS to this machine."""
+    with serving(executor) as target, http_proxy() as proxy:
+        monkeypatch.setenv(variable, proxy.url)
+        for form in HERE:
+            address = form.format(target.rpartition(":")[2])
+            with Client(address, timeout_s=PATIENCE_S) as client:
+                client.status()
+                with client.session():
+                    pass
+            async with AsyncClient(address, timeout_s=PATIENCE_S) as awaiting:
+                await awaiting.status()
+        assert not proxy.requests
+
+
+@pytest.mark.parametrize("use", [
+    lambda client: client.status(),
+    lambda client: client.prefill([1]),
+    lambda client: list(client.execute("x")),
+    lambda client: client.session().prefill([1]),
+    lambda client: client.load_weights("/x"),
+    lambda client: client.load_adapter("x", "/x"),
+])  # fmt: skip
+def test_a_proxy_is_named_where_it_may_be_the_cause(
+    use: Callable[[Client], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with http_proxy() as proxy, monkeypatch.context() as patch:
+        patch.setenv("http_proxy", proxy.url)
+        client = Client("quire.example:50051", timeout_s=PATIENCE_S, retries=False)
+        with client, pytest.raises(QuireError) as caught:
+            use(client)
+        assert f"(through the proxy {proxy.address} of http_proxy)" in str(caught.value)
+        assert "secret" not in str(caught.value) and proxy.requests
+
+
+@pytest.mark.parametrize(("target", "no_proxy", "named"), [
+    ("quire.example:1", "", True), ("quire.example:1", "other.example,quire.example", False),
+    ("quire.example:1", ".example", False), ("10.1.2.3:1", "10.0.0.0/8", False),
+    ("10.1.2.3:1", "11.0.0.0/8", True),
+    ("127.0.0.1:1", "", False), ("unix:/run/quire", "", False), ("[2001:db8::1]:1", "", True),
+])  # fmt: skip
+def test_which_targets_have_a_proxy(
+    target: str, no_proxy: str, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("https_proxy", "http://me:secret@proxy.example:3128/")
+    monkeypatch.setenv("no_proxy", no_proxy)
+    assert proxy_of(target) == ("proxy.example:3128 of https_proxy" if named else "")
+    monkeypatch.setenv("https_proxy", "proxy.example:3128")
+    assert not proxy_of(target), "gRPC does not use it without a scheme"

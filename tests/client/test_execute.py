@@ -109,12 +109,14 @@ class Breaking:
 
     def __init__(self, *, after_s: float = 0.0, is_accepted: bool = False) -> None:
         self.begun = 0
+        self.timeouts: list[float | None] = []
         self.has_broken = threading.Event()
         self.after_s = after_s
         self.is_accepted = is_accepted
 
-    def __call__(self, _request: runner_pb2.ExecuteRequest) -> Self:
+    def __call__(self, _request: runner_pb2.ExecuteRequest, *, timeout: float | None = None) -> Self:
         self.begun += 1
+        self.timeouts.append(timeout)
         return self
 
     def __iter__(self) -> Iterator[runner_pb2.ExecuteResponse]:
@@ -174,6 +176,34 @@ def test_what_breaks_off_before_the_first_chunk_each_time_is_given_up() -> None:
     with pytest.raises(quire.Unavailable):
         list(execution)
     assert execution.started is not None and execution.started.request_id == "r"
+
+
+def test_without_retries_it_does_not_resume() -> None:
+    breaking = Breaking()
+    request = runner_pb2.ExecuteRequest(items=[quire.item("x")], request_id="r")
+    request.keep.FromSeconds(60)
+    with pytest.raises(quire.Unavailable):
+        list(quire.Execution(breaking, request, lambda _: True, retries=False))
+    assert breaking.begun == 1
+
+
+def test_all_that_resume_have_one_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, each began it anew."""
+    now_s = 100.0
+
+    class TimedBreaking(Breaking):
+        def __iter__(self) -> Iterator[runner_pb2.ExecuteResponse]:
+            nonlocal now_s
+            now_s += 4
+            yield from super().__iter__()
+
+    monkeypatch.setattr("quire.executions.time.monotonic", lambda: now_s)
+    request = runner_pb2.ExecuteRequest(items=[quire.item("x")], request_id="r")
+    request.keep.FromSeconds(60)
+    breaking = TimedBreaking()
+    with pytest.raises(quire.Unavailable):
+        list(quire.Execution(breaking, request, lambda _: True, timeout_s=10))
+    assert breaking.timeouts == [10, 6, 2]
 
 
 async def test_with_await(gateway: GatewayProcess) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
-from quire import Client, _methods
+from quire import AsyncClient, Client, _methods
 from quire._attempts import Attempts
 from quire._gateways import Gateways, targets_of
 from quire.errors import Cancelled
@@ -34,6 +35,43 @@ def test_new_caches_take_turns_and_calls_go_where_their_cache_is() -> None:
         assert gateways.target(pb.DecodeRequest(cache_id=f"kv{shard}_b")) == target
         batch = pb.BatchDecodeRequest(items=[pb.DecodeRequest(cache_id=f"kv{shard}_b")])
         assert gateways.target(batch) == target
+
+
+class HasSessions(FakeExecutor):
+    """Counts them."""
+
+    def Session(self, requests: Any, context: Any) -> Iterator[pb.SessionResponse]:
+        self.calls["Session"].append(None)
+        for _ in requests:
+            pass
+        yield from ()
+
+
+async def test_sessions_and_executions_take_turns() -> None:
+    """Before, all of a client went to one gateway."""
+    both = HasSessions(), HasSessions()
+    with serving(both[0]) as one, serving(both[1]) as other:
+        with Client([one, other], timeout_s=60) as client:
+            for _ in range(4):
+                list(client.execute([[1]], max_tokens=1))
+            for _ in range(4):
+                client.session().close()
+        async with AsyncClient([one, other], timeout_s=60) as awaiting:
+            for _ in range(4):
+                assert [chunk async for chunk in awaiting.execute([[1]], max_tokens=1)]
+    assert [len(each.calls["Execute"]) for each in both] == [4, 4]
+    assert [len(each.calls["Session"]) for each in both] == [2, 2]
+
+
+def test_the_turn_of_a_gateway_that_is_away_is_not_the_next_one_either() -> None:
+    gateways = Gateways([ONE, OTHER])
+    for _ in range(4):
+        away = gateways.next()
+        gateways.failed(away)
+        assert gateways.next() != away
+        # Of one that has been asked for the sake of its cache.
+        gateways.failed(gateways._targets[gateways._turn % 2])
+        assert gateways.next() != away
 
 
 def test_it_learns_from_forwarded_answers_and_from_failures() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import grpc
+from quire._proxies import channel_options, is_private
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_MAX_REQUEST_BYTES = 16 << 20
@@ -43,6 +43,10 @@ class Connection:
     credentials: grpc.ChannelCredentials | None
     options: list[tuple[str, int | str]]
     metadata: tuple[tuple[str, str], ...] | None
+
+    def options_for(self, target: str) -> list[tuple[str, int | str]]:
+        """The options of the channel to one of the targets."""
+        return [*self.options, *channel_options(target)]
 
 
 def connection(
@@ -85,7 +89,7 @@ def connection(
         credentials = _credentials(tls)
         if tls.server_name:
             options.append(("grpc.ssl_target_name_override", tls.server_name))
-    if token and credentials is None and not (token_in_plain_view or _is_private(target)):
+    if token and credentials is None and not (token_in_plain_view or is_private(target)):
         raise ValueError(
             f"without TLS the token would go to {target} in plain view: give tls, or token_in_plain_view=True"
         )
@@ -115,26 +119,3 @@ def _bearer(token: str) -> tuple[tuple[str, str], ...] | None:
     if not (token.isascii() and token.isprintable() and " " not in token):
         raise ValueError("a token has printable ASCII characters only")
     return (("authorization", f"Bearer {token}"),) if token else None
-
-
-def _is_private(target: str) -> bool:
-    """Whether `target` is on this machine. Any host name but localhost may be elsewhere."""
-    scheme, colon, rest = target.partition(":")
-    if scheme in ("unix", "unix-abstract"):
-        return bool(colon)
-    if scheme in ("ipv4", "ipv6", "dns"):
-        # Such as ipv4:127.0.0.1:1,127.0.0.2:1 and dns://9.9.9.9/localhost:1
-        target = rest.rpartition("/")[2]
-    return all(map(_is_loopback, target.split(",")))
-
-
-def _is_loopback(address: str) -> bool:
-    """Whether `host:port`, `[host]:port` or a host alone is a loopback address."""
-    if address.startswith("["):
-        host = address[1:].partition("]")[0]
-    else:
-        host = address.partition(":")[0] if address.count(":") == 1 else address
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

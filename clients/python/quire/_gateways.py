@@ -1,6 +1,7 @@
 """Which of several gateways a call goes to: the one that has its cache, as far as is known.
 
-Any of them answers for all caches, so a wrong choice costs a hop only. Calls for new caches take turns.
+Any of them answers for all caches, so a wrong choice costs a hop only. Calls for new caches, Sessions
+and executions take turns.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ class Gateways:
         return self.next() if known is None else known
 
     def next(self) -> str:
-        """The target whose turn it is."""
-        return self._targets[self._turn % len(self._targets)]
+        """The target whose turn it is. The next one has its turn then."""
+        target = self._targets[self._turn % len(self._targets)]
+        self._turn += 1
+        return target
 
     def answered(
         self, target: str, request: Any, response: Any, metadata: Iterable[tuple[str, str | bytes]] | None
@@ -49,7 +52,6 @@ class Gateways:
         """Learns from an answer, and from its trailing metadata."""
         shard = _shard(request)
         if not shard:
-            self._turn += 1
             shard = _shard(getattr(response, "kv_cache", None))
         owner = next((value for key, value in metadata or () if key == _METADATA), target)
         # No other addresses: they would get the token.
@@ -58,7 +60,8 @@ class Gateways:
 
     def failed(self, target: str) -> None:
         """A gateway is away: the next attempt goes to another one."""
-        self._turn += 1
+        if self._targets[self._turn % len(self._targets)] == target:
+            self._turn += 1
         for shard in [shard for shard, owner in [*self._owners.items()] if owner == target]:
             self._owners.pop(shard, None)
 

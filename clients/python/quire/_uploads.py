@@ -132,8 +132,10 @@ def _parts(content: _Content, max_request_bytes: int) -> Iterator[bytes]:
 class _Requests:
     """The requests of one call. Files are read while they are sent."""
 
-    def __init__(self, requests: Iterator[Message]) -> None:
+    def __init__(self, requests: Iterator[Message], proxy: str) -> None:
+        """`proxy`: that of the call's target, for messages."""
         self._given = requests
+        self._proxy = proxy
         # Why the requests could not be made. gRPC reports only that they have ended.
         self._error: Exception | None = None
 
@@ -156,7 +158,7 @@ class Upload(_Requests):
         try:
             return method(self._requests(), **options)
         except grpc.RpcError as error:
-            raise self._error or from_rpc_error(error) from None
+            raise self._error or from_rpc_error(error, self._proxy) from None
 
 
 class AsyncUpload(_Requests):
@@ -169,7 +171,7 @@ class AsyncUpload(_Requests):
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(first_status.instead_of(error)) from None
+            raise from_rpc_error(first_status.instead_of(error), self._proxy) from None
         except asyncio.CancelledError:
             # gRPC cancels a call if its requests cannot be made; then nobody has cancelled the task.
             task = asyncio.current_task()

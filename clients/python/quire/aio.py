@@ -24,6 +24,7 @@ from quire._connection import (
 from quire._gateways import AsyncAnswer, Gateways, targets_of
 from quire._items import Prompt, items_of
 from quire._methods import Method
+from quire._proxies import proxy_of
 from quire._uploads import AdapterFiles, AsyncUpload, WeightFiles, adapter_requests, weight_requests
 from quire.errors import QuireError, from_rpc_error
 from quire.executions import AsyncExecution
@@ -101,12 +102,15 @@ class AsyncClient(AsyncCaller):
             several=len(targets) > 1,
         )
         self._channels = {
-            target: grpc.aio.insecure_channel(target, options=link.options)
+            target: grpc.aio.insecure_channel(target, options=link.options_for(target))
             if link.credentials is None
-            else grpc.aio.secure_channel(target, link.credentials, options=link.options)
+            else grpc.aio.secure_channel(target, link.credentials, options=link.options_for(target))
             for target in targets
         }
         self._stubs = {target: _Stubs(channel) for target, channel in self._channels.items()}
+        # For messages.
+        self._proxies = {target: proxy_of(target) for target in targets}
+        self._first_proxy = self._proxies[targets[0]]
         self._gateways = Gateways(targets)
         self._is_closed = False
         self._timeout_s = timeout_s
@@ -135,9 +139,11 @@ class AsyncClient(AsyncCaller):
         `max_in_flight` wait. A message has at most `max_calls_per_message` calls, for servers with a lower
         limit: see GetCapabilities. Closing waits up to `close_timeout_s` for pending calls.
         """
+        target = self._gateways.next()
         stream = AsyncSessionStream(
-            self._next_stubs().stub.Session,
+            self._stubs[target].stub.Session,
             metadata=self.metadata,
+            proxy=self._proxies[target],
             timeout_s=self._timeout_s,
             max_in_flight=max_in_flight,
             max_calls_per_message=max_calls_per_message,
@@ -169,9 +175,9 @@ class AsyncClient(AsyncCaller):
             policy: Such as `runner_pb2.ROUTING_POLICY_CHEAPEST`. Unset: the server's configured policy.
             request_id: The key to resume the execution with. Empty: one is generated.
             keep_s: How long the server keeps the execution without a client. The stream then resumes
-                automatically after a lost connection or a server restart.
+                automatically after a lost connection or a server restart, but not with `retries=False`.
             max_cost_usd: The maximum cost of all items together. None: no limit.
-            timeout_s: The timeout of the call. None: the client's.
+            timeout_s: The timeout of the call, with all that resume it. None: the client's.
             settings: Fields of ExecuteItem, such as max_tokens, sampling, stop, n. For prompts only.
         """
         request = runner_pb2.ExecuteRequest(
@@ -183,11 +189,15 @@ class AsyncClient(AsyncCaller):
             max_cost_usd=max_cost_usd,
             priority=self._priority,
         )
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        start_call = functools.partial(
-            self._next_stubs().runner_stub.Execute, timeout=limit_s, metadata=self.metadata
+        target = self._gateways.next()
+        return AsyncExecution(
+            functools.partial(self._stubs[target].runner_stub.Execute, metadata=self.metadata),
+            request,
+            self.cancel_execution,
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            retries=self._retries,
+            proxy=self._proxies[target],
         )
-        return AsyncExecution(start_call, request, self.cancel_execution)
 
     async def cancel_execution(self, request_id: str) -> bool:
         """Ends a kept execution (`keep_s`), also of another client. Returns whether there was one.
@@ -236,7 +246,8 @@ class AsyncClient(AsyncCaller):
         settings = admin_pb2.LoadAdapterRequest(
             adapter_id=adapter_id, source=source, pinned=pinned, shared=shared
         )
-        upload = AsyncUpload(adapter_requests(settings, files, self._max_request_bytes))
+        requests = adapter_requests(settings, files, self._max_request_bytes)
+        upload = AsyncUpload(requests, self._first_proxy)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         response: admin_pb2.LoadAdapterResponse = await upload.send(
             self.admin_stub.LoadAdapter, timeout=limit_s, metadata=self.metadata
@@ -278,7 +289,7 @@ class AsyncClient(AsyncCaller):
                 shards)` never makes a second copy of the whole model.
             timeout_s: The timeout of the call. None: the client's.
         """
-        upload = AsyncUpload(weight_requests(files, self._max_request_bytes))
+        upload = AsyncUpload(weight_requests(files, self._max_request_bytes), self._first_proxy)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         response: runner_pb2.UploadWeightsResponse = await upload.send(
             self.runner_stub.UploadWeights, timeout=limit_s, metadata=self.metadata
@@ -319,7 +330,7 @@ class AsyncClient(AsyncCaller):
             async for update in updates:
                 served = update
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            raise from_rpc_error(error, self._first_proxy) from None
         return served
 
     async def list_adapters(self) -> list[admin_pb2.Adapter]:
@@ -361,9 +372,6 @@ class AsyncClient(AsyncCaller):
     ) -> None:
         await self.close()
 
-    def _next_stubs(self) -> _Stubs:
-        return self._stubs[self._gateways.next()]
-
     async def _call(
         self, method: Method[_Request, _Response], request: _Request, first: str = ""
     ) -> _Response:
@@ -384,7 +392,7 @@ class AsyncClient(AsyncCaller):
                     return response
                 failed = away
             except grpc.aio.AioRpcError as error:
-                failed = from_rpc_error(error)
+                failed = from_rpc_error(error, self._proxies[target])
             self._gateways.failed(target)
             backoff_s = attempts.backoff_s(failed)
             await asyncio.sleep(backoff_s)

@@ -182,11 +182,16 @@ def from_status(status: status_pb2.Status) -> QuireError:
     )
 
 
-def from_rpc_error(error: grpc.RpcError) -> QuireError:
-    """The exception for a failed gRPC call, with the error details that Quire attaches."""
+def from_rpc_error(error: grpc.RpcError, proxy: str = "") -> QuireError:
+    """The exception for a failed gRPC call, with the error details that Quire attaches.
+
+    `proxy`: that of the call's target. It is named where the failure may be the proxy's.
+    """
     assert isinstance(error, grpc.aio.AioRpcError | grpc.Call)
     code = error.code()
     status = status_pb2.Status(code=code.value[0], message=error.details() or "")
+    if proxy and code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        status.message += f" (through the proxy {proxy})"
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS_KEY and isinstance(value, bytes):
             rich = _parse(value)

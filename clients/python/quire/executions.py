@@ -15,8 +15,8 @@ import grpc
 from quire.errors import Cancelled, from_rpc_error
 from quire.v1 import runner_pb2
 
-# Starts the call with a request.
-StartCall = Callable[[runner_pb2.ExecuteRequest], Any]
+# Starts the call with a request, and with `timeout` in seconds if there is one.
+StartCall = Callable[..., Any]
 # The delay between two attempts to resume: the first, and the maximum.
 _INITIAL_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
@@ -26,11 +26,24 @@ class _ResumableStream:
     """A stream of chunks that resumes where it was after it breaks."""
 
     def __init__(
-        self, start_call: StartCall, request: runner_pb2.ExecuteRequest, cancel_kept: Callable[[str], Any]
+        self,
+        start_call: StartCall,
+        request: runner_pb2.ExecuteRequest,
+        cancel_kept: Callable[[str], Any],
+        *,
+        timeout_s: float | None = None,
+        retries: bool = True,
+        proxy: str = "",
     ) -> None:
         """Created by `execute`. Sets the request_id if it is empty, and mutates the request when it resumes.
 
-        `cancel_kept` cancels a kept execution by its request_id.
+        Args:
+            start_call: Starts the call.
+            request: The request. If it is not kept, the stream does not resume.
+            cancel_kept: Cancels a kept execution by its request_id.
+            timeout_s: Of the call and of all that resume it. None: no limit.
+            retries: False: it does not resume.
+            proxy: That of the server, for messages.
         """
         request.request_id = request.request_id or uuid.uuid4().hex
         self._request = request
@@ -38,6 +51,9 @@ class _ResumableStream:
         self._cancel_kept = cancel_kept
         # How long the server keeps the execution, and this client tries to resume it. 0: not.
         self._keep_s = request.keep.ToNanoseconds() / 1e9
+        self._retries = retries
+        self._proxy = proxy
+        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         # How much of each sample has been received, by item_id and index.
         self._position: dict[tuple[str, int], int] = {}
         self._backoff_s = 0.0
@@ -48,12 +64,17 @@ class _ResumableStream:
         self._cancelled = threading.Event()
         # Guards `_call`, so that `_stop` cancels the latest one.
         self._lock = threading.Lock()
-        self._call: Any = start_call(request)
+        self._call: Any = self._started_call()
 
     @property
     def request_id(self) -> str:
         """The key to resume or cancel the execution with."""
         return self._request.request_id
+
+    def _started_call(self) -> Any:
+        if self._deadline_s is None:
+            return self._start_call(self._request)
+        return self._start_call(self._request, timeout=max(0.0, self._deadline_s - time.monotonic()))
 
     def _stop(self) -> None:
         """Cancels the call and does not resume it."""
@@ -69,7 +90,7 @@ class _ResumableStream:
         with self._lock:
             if self._cancelled.is_set():
                 raise Cancelled(grpc.StatusCode.CANCELLED, "", "the execution was left")
-            self._call = self._start_call(self._request)
+            self._call = self._started_call()
 
     def _received(self, response: runner_pb2.ExecuteResponse) -> Sequence[runner_pb2.SampleChunk]:
         """Records that the chunks of a message were received, and returns them."""
@@ -90,8 +111,11 @@ class _ResumableStream:
         now_s = time.monotonic()
         self._disconnected_at_s = now_s if self._disconnected_at_s is None else self._disconnected_at_s
         can_resume = error.code() is grpc.StatusCode.UNAVAILABLE and not self._cancelled.is_set()
-        if not can_resume or now_s + pause_s > self._disconnected_at_s + self._keep_s:
-            raise from_rpc_error(error) from None
+        until_s = self._disconnected_at_s + self._keep_s
+        if self._deadline_s is not None:
+            until_s = min(until_s, self._deadline_s)
+        if not (can_resume and self._retries) or now_s + pause_s > until_s:
+            raise from_rpc_error(error, self._proxy) from None
         return pause_s
 
 

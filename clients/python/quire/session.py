@@ -56,9 +56,14 @@ class SessionStream:
         max_in_flight: int,
         max_calls_per_message: int,
         max_request_bytes: int,
+        proxy: str = "",
     ) -> None:
-        """Opens the stream. If the server is unreachable, the first call fails."""
+        """Opens the stream. If the server is unreachable, the first call fails.
+
+        `proxy`: that of the server, for messages.
+        """
         self._timeout_s = timeout_s
+        self._proxy = proxy
         self._slots = threading.Semaphore(_at_least_one(max_in_flight))
         # Guards the pending calls. Notified when there is something to send.
         self._condition = threading.Condition()
@@ -130,7 +135,7 @@ class SessionStream:
                 with self._condition:
                     self._pending.answered(message)
         except grpc.RpcError as error:
-            cause = from_rpc_error(error)
+            cause = from_rpc_error(error, self._proxy)
         finally:
             with self._condition:
                 self._pending.end(cause)
@@ -150,9 +155,14 @@ class AsyncSessionStream:
         max_in_flight: int,
         max_calls_per_message: int,
         max_request_bytes: int,
+        proxy: str = "",
     ) -> None:
-        """Opens the stream. If the server is unreachable, the first call fails."""
+        """Opens the stream. If the server is unreachable, the first call fails.
+
+        `proxy`: that of the server, for messages.
+        """
         self._timeout_s = timeout_s
+        self._proxy = proxy
         self._slots = asyncio.Semaphore(_at_least_one(max_in_flight))
         self._wakeup = asyncio.Event()
         self._pending: PendingCalls[asyncio.Future[_Result]] = PendingCalls(
@@ -223,7 +233,7 @@ class AsyncSessionStream:
             async for message in self._stream:
                 self._pending.answered(message)
         except grpc.aio.AioRpcError as error:
-            cause = from_rpc_error(self._first_status.instead_of(error))
+            cause = from_rpc_error(self._first_status.instead_of(error), self._proxy)
         except asyncio.CancelledError:
             # The stream was cancelled, or the event loop is being closed.
             cause = Cancelled(grpc.StatusCode.CANCELLED, "", "cancelled by this client")

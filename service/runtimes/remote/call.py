@@ -71,8 +71,9 @@ class ProviderCall:
     def __post_init__(self) -> None:
         self._clock = self.provider.clock
         self._samples = self._new_samples()
-        # The session of the last attempt.
+        # The session of the last attempt, and whether the provider has refused it and there is another now.
         self._session: HttpSession | None = None
+        self._is_renewed = False
 
     async def run(self) -> None:
         """Puts out chunks up to the last of each sample. Raises nothing but CancelledError."""
@@ -100,9 +101,8 @@ class ProviderCall:
             # Chunks were already put out. A retry would repeat them.
             if self._samples.has_put:
                 raise error
-            if error.reason == "UNAUTHORIZED" and self._session is not None and not has_renewed:
+            if self._is_renewed and not has_renewed:
                 has_renewed = True
-                await self.provider.sessions.renew(self._session)
             else:
                 await self._back_off(error, tries)
                 tries += 1
@@ -122,6 +122,7 @@ class ProviderCall:
         # Before `acquire`, so that a slow reader does not keep others from the provider.
         await self.sink.wait_for_room()
         limiter, batch = self.provider.limiter, self.batch
+        self._session, self._is_renewed = None, False
         try:
             await limiter.acquire(self.expected, self.deadline_s, batch.tenant, batch.priority)
             try:
@@ -143,13 +144,17 @@ class ProviderCall:
         generation = breaker.begin(now_s)
         if generation is None:
             left_s = breaker.left_s(now_s) or _PROBE_S
-            raise failure("CIRCUIT_OPEN", "the provider has failed again and again", retry_after_s=left_s)
+            is_refused = self.provider.sessions.refused_at_s is not None
+            text = failures.REFUSED if is_refused else "the provider has failed again and again"
+            raise failure("CIRCUIT_OPEN", text, retry_after_s=left_s)
         result = Result.NEUTRAL
         try:
             yield generation
             result = Result.SUCCESS
         except ProviderFailure as error:
-            if error.reason in _UNHEALTHY:
+            # Credentials that stay refused fail for every caller.
+            is_refused = error.reason == "UNAUTHORIZED" and self._session is not None
+            if error.reason in _UNHEALTHY or (is_refused and not self._is_renewed):
                 result = Result.FAILURE
             raise
         finally:
@@ -158,8 +163,17 @@ class ProviderCall:
                 _log.warning("a provider keeps failing: its circuit breaker opens", runtime=runtime)
 
     async def _send(self, generation: int) -> None:
+        """Sends the request. Reads the credentials again if the provider refuses them."""
+        try:
+            await self._send_once(generation)
+        except ProviderFailure as error:
+            if error.reason == "UNAUTHORIZED" and self._session is not None:
+                now_s = self._clock.now_s()
+                self._is_renewed = await self.provider.sessions.renew(self._session, now_s)
+            raise
+
+    async def _send_once(self, generation: int) -> None:
         provider = self.provider
-        self._session = None
         async with provider.sessions.acquire() as session:
             self._session = session
             headers = dict(provider.dialect.headers(session.secret))
@@ -174,6 +188,7 @@ class ProviderCall:
                 self._clock,
             )
             async with sending as response:
+                provider.sessions.accepted(session)
                 await self._read(response, generation)
 
     async def _read(self, response: exchange.ResponseStream, generation: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 from urllib.parse import urlsplit
 
+from service.outbound import is_this_machine
 from service.runtimes.remote.prices import Prices
 
 DialectName = Literal["openai-chat", "openai-completions", "anthropic-messages"]
@@ -104,17 +104,15 @@ class ProviderConfig:
             raise ValueError(form)
         if url.username is not None or url.query or url.fragment:
             raise ValueError(form)
-        if url.scheme == "http" and not self.insecure and not _is_this_machine(host):
+        if url.scheme == "http" and not self.insecure and not is_this_machine(host):
             raise ValueError("base_url: must be https for another machine, or `insecure` be true")
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """Whether it is reached without a proxy, and maybe without TLS."""
+        return is_this_machine(urlsplit(self.base_url).hostname or "")
 
     @property
     def price(self) -> Prices | None:
         """The price of the model. None: unknown."""
         return self.prices.get(self.model)
-
-
-def _is_this_machine(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

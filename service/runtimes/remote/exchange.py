@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC
 from email.utils import parsedate_to_datetime
+from http import HTTPStatus
 from typing import TypeVar
 
 import httpx2
@@ -95,9 +96,12 @@ async def post(
     """
     first_by_s = asyncio.get_running_loop().time() + config.first_byte_timeout_s
     request = client.build_request("POST", url, headers={**_HEADERS, **headers}, content=body)
-    response = await _in_time(client.send(request, stream=True), first_by_s)
+    response = await _in_time(client.send(request, stream=True), first_by_s, url)
     stream = ResponseStream(response, config, first_by_s)
     try:
+        if response.status_code == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
+            # No provider answers this.
+            raise failures.unreachable("NETWORK_ERROR", url)
         if response.status_code != 200:
             wait_s = retry_after_s(response.headers.get("retry-after"), clock.wall_s())
             data = await _error_body(stream, config.idle_timeout_s)
@@ -186,8 +190,11 @@ async def _error_body(stream: ResponseStream, timeout_s: float) -> bytes:
     return body[:_MAX_ERROR_BYTES]
 
 
-async def _in_time(awaitable: Awaitable[_T], by_s: float) -> _T:
-    """Awaits with a deadline on the event loop's clock. Raises ProviderFailure with no exception chained."""
+async def _in_time(awaitable: Awaitable[_T], by_s: float, url: str = "") -> _T:
+    """Awaits with a deadline on the event loop's clock. Raises ProviderFailure with no exception chained.
+
+    `url`: what is connected to, if the failure may be that of a proxy.
+    """
     try:
         async with asyncio.timeout_at(by_s):
             return await awaitable
@@ -195,4 +202,4 @@ async def _in_time(awaitable: Awaitable[_T], by_s: float) -> _T:
         reason = "TIMEOUT"
     except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError):
         reason = "NETWORK_ERROR"
-    raise failures.failure(reason)
+    raise failures.unreachable(reason, url)

@@ -12,17 +12,19 @@ from collections.abc import Mapping
 
 from service.errors import InternalError, ProviderFailure
 from service.logging import get_logger
+from service.outbound import proxy_of
 
 _log = get_logger(__name__)
 # Providers may send delays that a Duration cannot hold.
 _LONGEST_WAIT_S = 86_400.0
 
+REFUSED = "the provider did not accept this server's credentials"
 _TEXTS = {
     "RATE_LIMITED": "the provider takes no more requests for now",
     "CONTENT_FILTERED": "the provider does not answer such contents",
     "CONTEXT_LENGTH_EXCEEDED": "prompt and answer would be longer than the provider's model allows",
     "BAD_REQUEST": "the provider did not accept the request",
-    "UNAUTHORIZED": "the provider did not accept this server's credentials",
+    "UNAUTHORIZED": REFUSED,
     "FORBIDDEN": "the provider does not let this server's account do it, or has no such address or model",
     "NETWORK_ERROR": "the connection to the provider failed",
     "SERVER_ERROR": "the provider failed",
@@ -75,6 +77,13 @@ def failure(reason: str, text: str = "", retry_after_s: float | None = None) -> 
     if retry_after_s is not None:
         retry_after_s = min(retry_after_s, _LONGEST_WAIT_S)
     return ProviderFailure(reason, text or _TEXTS[reason], retry_after_s=retry_after_s)
+
+
+def unreachable(reason: str, url: str) -> ProviderFailure:
+    """No response came from a URL. Callers learn of a proxy which setting names it, and not the address."""
+    proxy = proxy_of(url) if url else None
+    through = "" if proxy is None else f", through the proxy that {proxy.variable} names"
+    return failure(reason, _TEXTS[reason] + through)
 
 
 def malformed() -> ProviderFailure:

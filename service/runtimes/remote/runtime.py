@@ -66,8 +66,6 @@ class RemoteRuntime:
     def describe(self) -> runner_pb2.Runtime:
         provider, price = self._provider, self.config.price
         now_s = provider.clock.now_s()
-        left_s = provider.breaker.left_s(now_s)
-        trouble = f"it has failed again and again, and is left alone for {left_s:.0f} s" if left_s else ""
         return runner_pb2.Runtime(
             name=self.config.name,
             runtime_kind=provider.dialect.kind,
@@ -77,9 +75,19 @@ class RemoteRuntime:
             rate_limits=provider.limiter.message(),
             breaker=provider.breaker.state(now_s),
             prices=None if price is None else price.message(),
-            trouble=provider.sessions.trouble or trouble,
+            trouble=provider.sessions.trouble or self._trouble(now_s),
             executions=self._executions,
         )
+
+    def _trouble(self, now_s: float) -> str:
+        """Why the last requests have failed. Empty: they have not, or it is time for another one."""
+        left_s, refused_at_s = self._provider.breaker.left_s(now_s), self._provider.sessions.refused_at_s
+        if refused_at_s is not None:
+            # As with the breaker: other runtimes come first until it is tried again.
+            return (
+                failures.REFUSED if max(left_s, refused_at_s + self.config.breaker_open_s - now_s) > 0 else ""
+            )
+        return f"it has failed again and again, and is left alone for {left_s:.0f} s" if left_s else ""
 
     @property
     def wait_s(self) -> float:

@@ -19,6 +19,7 @@ import httpx2
 
 from service.errors import ProviderFailure
 from service.logging import get_logger
+from service.outbound import proxy_of
 from service.runtimes.remote.config import ProviderConfig
 
 _log = get_logger(__name__)
@@ -50,6 +51,8 @@ class SessionPool:
         self._is_closed = False
         # Why there are no credentials. Empty: there are, or they were not read yet.
         self.trouble = ""
+        # When the provider last refused the current credentials. None: it has not, or took them since then.
+        self.refused_at_s: float | None = None
         # These libraries log every request and the provider's response headers.
         for library in ("httpx2", "httpcore2"):
             logging.getLogger(library).setLevel(logging.WARNING)
@@ -71,16 +74,25 @@ class SessionPool:
             session.users -= 1
             await session.close_if_idle()
 
-    async def renew(self, used: HttpSession) -> None:
+    async def renew(self, used: HttpSession, now_s: float) -> bool:
         """Reads the credentials again after the provider refused those of `used`, once for all its calls.
 
-        Raises ProviderFailure: there are none any more, and nothing has changed.
+        Returns whether there are others now. Raises ProviderFailure: there are none any more, and nothing
+        has changed.
         """
         async with self._lock:
             if self._current is used:
                 secret = await self._read_secret()
-                if secret != used.secret:
-                    await self._replace(secret)
+                if secret == used.secret:
+                    self.refused_at_s = now_s
+                    return False
+                await self._replace(secret)
+        return True
+
+    def accepted(self, used: HttpSession) -> None:
+        """The provider has taken the credentials of a request."""
+        if self._current is used:
+            self.refused_at_s = None
 
     async def rebuild(self) -> None:
         """Replaces connections and credentials. Raises ProviderFailure: nothing has changed."""
@@ -112,6 +124,7 @@ class SessionPool:
         client = await self._new_client()
         await self._retire()
         self._current = HttpSession(client, secret)
+        self.refused_at_s = None
         return self._current
 
     async def _retire(self) -> None:
@@ -127,8 +140,18 @@ class SessionPool:
         else:
             # Trusts no certificate.
             tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        proxy = proxy_of(self._config.base_url)
+        if proxy is not None:
+            _log.info(
+                "a provider is reached through a proxy",
+                runtime=self._config.name,
+                proxy=proxy.address,
+                variable=proxy.variable,
+            )
         return httpx2.AsyncClient(
             verify=tls,
+            # It is what reads the proxies of the environment.
+            trust_env=not self._config.is_on_this_machine,
             # A cookie from one caller's response must not be sent with another's request.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             # Credentials must only go to the configured address.

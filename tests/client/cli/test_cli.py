@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from benchmarks.checkout import environment
 from tests.chat_templates import QWEN, byte_tokenizer
 from tests.fake_executor import EOS, FakeExecutor, rich_status
+from tests.http_proxy import http_proxy
 from tests.quire_command import run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -589,3 +590,15 @@ def test_output_to_a_full_disk_fails_with_one_line(unbuffered: str) -> None:
         )
     assert done.returncode == 1
     assert done.stderr == "quire: the output cannot be written: No space left on device\n"
+
+
+def test_nobody_there_because_of_a_proxy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with http_proxy() as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        for command in (["status"], ["generate", "x"]):
+            assert main([*command, "--target", "quire.example:1"]) == 1
+            *_, asked, named = capsys.readouterr().err.splitlines()
+            assert asked.startswith("quire: is a server running there?")
+            assert f"through the proxy {proxy.address} of http_proxy" in named and "secret" not in named

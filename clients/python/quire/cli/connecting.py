@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 from quire import Client, QuireError, Tls
+from quire._proxies import proxy_of
 from quire.cli.terminal import CommandFailed, WrongUsage, tell
 from quire.errors import from_rpc_error
 
@@ -58,7 +59,7 @@ def connected(options: argparse.Namespace, interrupted: int = 1) -> Iterator[Cli
     before = signal.signal(signal.SIGINT, lambda *_: _end_process(interrupted))
     try:
         client = new_client(Client, connection(options), timeout_s=CONTROL_TIMEOUT_S)
-        with converting_failures(), client:
+        with converting_failures(options.target), client:
             yield client
     finally:
         signal.signal(signal.SIGINT, before)
@@ -101,8 +102,8 @@ def _end_process(status: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def converting_failures() -> Iterator[None]:
-    """Converts failed calls to CommandFailed with `line_of`."""
+def converting_failures(target: str) -> Iterator[None]:
+    """Converts failed calls to `target` to CommandFailed with `line_of`."""
     try:
         yield
     except (QuireError, grpc.RpcError) as failed:
@@ -111,6 +112,10 @@ def converting_failures() -> Iterator[None]:
         # Without a reason the error is from gRPC, not from a server.
         if error.code == grpc.StatusCode.UNAVAILABLE and not error.reason:
             lines.append("is a server running there? --target names another one")
+            if proxy := proxy_of(target):
+                lines.append(
+                    f"the connection goes through the proxy {proxy}; no_proxy lists what does without"
+                )
         if error.reason == "ADAPTER_NOT_FOUND":
             lines.append("`quire adapters list` shows those that there are, `quire adapters load` adds one")
         raise CommandFailed(*lines) from error

@@ -13,12 +13,14 @@ from typing import Any
 import httpx2
 import pytest
 from quire.v1 import runner_pb2
+from structlog.testing import capture_logs
 
 from service.caches.tenants import Tenant
 from service.errors import ProviderFailure
 from service.runtimes.base import Batch
 from service.runtimes.remote.dialects.openai import ChatCompletions
 from tests.certificates import Authority
+from tests.http_proxy import http_proxy
 from tests.service.runtimes.remote.fake_provider import (
     EVENT_STREAM,
     Collected,
@@ -88,11 +90,78 @@ async def test_refused_credentials_are_read_again_once_for_all_calls(
     assert len(clients) == 2
 
 
-async def test_credentials_that_stay_refused_are_tried_twice(provider: FakeProvider, key: Path) -> None:
+async def test_refused_credentials_are_not_sent_again_unless_they_have_changed(
+    provider: FakeProvider, key: Path
+) -> None:
     provider.script.append(status(401))
     virtual = VirtualTime()
-    out = await answered(provider, item(), time=virtual, api_key_file=str(key))
-    assert reason(out.last()) == "UNAUTHORIZED" and len(provider.asked) == 2 and virtual.slept == []
+    async with remote(config(provider, api_key_file=str(key)), virtual) as runtime:
+        assert not runtime.describe().trouble
+        for tried in range(1, 13):
+            out = await run(runtime, item())
+            assert reason(out.last()) == ("UNAUTHORIZED" if tried <= 10 else "CIRCUIT_OPEN")
+            assert "credentials" in runtime.describe().trouble
+        assert len(provider.asked) == 10 and virtual.slept == []
+        assert runtime.describe().breaker == runner_pb2.BREAKER_STATE_OPEN
+        # When it is tried again, the credentials are read again.
+        virtual.now_s += 31
+        assert not runtime.describe().trouble, "a router sends the next request"
+        write(key, OTHER)
+        provider.script = type(provider.script)([status(401), GOOD])
+        assert (await run(runtime, item())).text("a") == "good"
+        after = runtime.describe()
+    assert (after.trouble, after.breaker) == ("", runner_pb2.BREAKER_STATE_CLOSED)
+
+
+async def test_many_calls_with_replaced_credentials_are_all_sent_again(
+    provider: FakeProvider, key: Path
+) -> None:
+    """That they were refused says nothing about the new ones."""
+    all_are_there = asyncio.Barrier(12)
+
+    async def refuse(writer: asyncio.StreamWriter) -> bool:
+        await all_are_there.wait()
+        write(key, OTHER)
+        return await status(401)(writer)
+
+    provider.script += [*[refuse] * 12, GOOD]
+    items = [item(item_id=str(n)) for n in range(12)]
+    async with remote(config(provider, api_key_file=str(key)), VirtualTime()) as runtime:
+        out = await run(runtime, *items)
+        assert {out.text(one.item_id) for one in items} == {"good"}
+        assert not runtime.describe().trouble and len(provider.asked) == 24
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
+async def test_a_provider_on_this_machine_is_asked_without_a_proxy(
+    provider: FakeProvider, key: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Its connection has no TLS, so that a proxy would see the key and the prompt."""
+    with http_proxy() as proxy:
+        monkeypatch.setenv(variable, proxy.url)
+        for host in ("127.0.0.1", "localhost"):
+            provider.script.append(GOOD)
+            url = provider.url.replace("127.0.0.1", host)
+            out = await answered(provider, item(), api_key_file=str(key), base_url=url)
+            assert out.text("a") == "good"
+    assert not proxy.requests
+
+
+@pytest.mark.parametrize("answer", [407, 502, None])
+async def test_a_proxy_is_named_where_it_may_be_the_cause(
+    provider: FakeProvider, key: Path, monkeypatch: pytest.MonkeyPatch, answer: int | None
+) -> None:
+    with http_proxy(answer) as proxy:
+        monkeypatch.setenv("HTTPS_PROXY", proxy.url)
+        settings: dict[str, Any] = {"api_key_file": str(key), "max_retries": 0}
+        with capture_logs() as logs:
+            out = await answered(provider, item(), base_url="https://provider.example/v1", **settings)
+    assert proxy.requests and not any(SECRET in request for request in proxy.requests)
+    error = out.last().error
+    assert reason(out.last()) == "NETWORK_ERROR" and "the proxy that https_proxy names" in error.message
+    assert proxy.address not in error.message
+    (told,) = [entry for entry in logs if entry["event"] == "a provider is reached through a proxy"]
+    assert told["proxy"] == proxy.address and "secret" not in str(told)
 
 
 async def test_rebuilding_a_session_does_not_disturb_running_calls(provider: FakeProvider, key: Path) -> None:

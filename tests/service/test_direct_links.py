@@ -1,0 +1,128 @@
+"""Connections of a server's own parts, and to what is on this machine, do not go through a proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from quire.v1 import worker_pb2
+
+from service import outbound
+from service.config import Config
+from service.pool.endpoints import LeasedEndpoint
+from service.shards.peers import Peers
+from service.tracing.spans import SpanExporter
+from tests.collector import Collector
+from tests.http_proxy import HttpProxy, http_proxy
+from workers.pool_member import PoolMember
+
+NOBODY = "127.0.0.1:1"
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpProxy]:
+    with http_proxy() as proxy:
+        for variable in ("http_proxy", "https_proxy"):
+            monkeypatch.setenv(variable, proxy.url)
+        yield proxy
+
+
+async def fails_to_connect(channel: grpc.aio.Channel) -> None:
+    while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+        await channel.wait_for_state_change(state)
+
+
+async def test_from_a_gateway_to_its_workers(proxy: HttpProxy) -> None:
+    endpoint = LeasedEndpoint(NOBODY, grpc.ssl_channel_credentials(), worker_pb2.Lease())
+    opening = asyncio.create_task(endpoint.open(1 << 20, 1 << 20))
+    while endpoint._channel is None:
+        await asyncio.sleep(0)
+    await fails_to_connect(endpoint._channel)
+    assert not proxy.requests
+    opening.cancel()
+    await endpoint.close()
+
+
+async def test_from_a_gateway_to_another(proxy: HttpProxy) -> None:
+    peers = Peers(Config(), "secret", grpc.ssl_channel_credentials())
+    await fails_to_connect(peers._channel(NOBODY))
+    assert not proxy.requests
+    await peers.close()
+
+
+async def test_from_a_worker_to_its_gateway(proxy: HttpProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    channels: list[grpc.aio.Channel] = []
+    secure_channel = grpc.aio.secure_channel
+
+    def kept(*arguments: object, **options: object) -> grpc.aio.Channel:
+        channels.append(secure_channel(*arguments, **options))  # type: ignore[arg-type]
+        return channels[-1]
+
+    monkeypatch.setattr(grpc.aio, "secure_channel", kept)
+    member = PoolMember(worker_pb2.WorkerConfig(), "")
+    calling = asyncio.create_task(member.call(NOBODY, grpc.ssl_channel_credentials()))
+    while not channels:
+        await asyncio.sleep(0)
+    await fails_to_connect(channels[0])
+    assert not proxy.requests
+    calling.cancel()
+    await asyncio.wait([calling])
+
+
+def test_to_a_collector_on_this_machine(proxy: HttpProxy) -> None:
+    with Collector() as collector:
+        exporter = SpanExporter(collector.endpoint)
+        assert exporter.export([Span(name="one").SerializeToString()]).name == "SUCCESS"  # type: ignore[list-item]
+        exporter.shutdown()
+    assert not proxy.requests
+
+
+def test_to_a_mirror_of_the_hub_on_this_machine(proxy: HttpProxy, tmp_path: Path) -> None:
+    """Its library reads the environment once, so in a process of its own."""
+    code = (
+        "import os; os.environ['no_proxy'] = 'elsewhere.example'\n"
+        "from service.cli import hub\n"
+        "try: hub.find_model('org/model', None, download=True)\n"
+        "except hub.HubError as error: print(error, os.environ['no_proxy'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"HF_ENDPOINT": f"http://{NOBODY}", "HF_HOME": str(tmp_path), "http_proxy": proxy.url},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "cannot be downloaded from 127.0.0.1:1:" in done.stdout, done.stderr
+    assert done.stdout.split()[-1] == "elsewhere.example,127.0.0.1" and not proxy.requests
+
+
+@pytest.mark.parametrize(
+    ("url", "variable"),
+    [
+        ("http://127.0.0.1:8000/v1", None),
+        ("http://LOCALHOST/v1", None),
+        ("http://[::1]:1", None),
+        ("https://provider.example/v1", "https_proxy"),
+        ("http://10.0.0.1/v1", "http_proxy"),
+        ("https://no.example/v1", None),
+    ],
+)
+def test_which_urls_have_a_proxy(url: str, variable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, "http://me:secret@proxy.example:3128")
+    monkeypatch.setenv("NO_PROXY", "no.example")
+    found = outbound.proxy_of(url)
+    assert found == (None if variable is None else outbound.Proxy(variable, "proxy.example:3128"))
+
+
+@pytest.mark.parametrize("variable", ["all_proxy", "ALL_PROXY"])
+def test_a_proxy_for_all(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "proxy.example:3128")
+    assert outbound.proxy_of("https://a.example") == outbound.Proxy("all_proxy", "proxy.example:3128")
