@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from urllib import request
 from urllib.parse import urlsplit
-from urllib.request import (
-    getproxies_environment,
-    proxy_bypass_environment,  # type: ignore[attr-defined]  # the stubs lack it
-)
 
 
 def is_this_machine(host: str) -> bool:
@@ -38,10 +35,12 @@ class Proxy:
 
 def proxy_of(url: str) -> Proxy | None:
     """The proxy of an HTTP client for a URL, for messages. None: there is none."""
-    parts, proxies = urlsplit(url), getproxies_environment()
+    parts, proxies = urlsplit(url), request.getproxies_environment()
     host = parts.hostname or ""
     scheme = next((scheme for scheme in (parts.scheme, "all") if proxies.get(scheme)), "")
-    if not scheme or is_this_machine(host) or proxy_bypass_environment(host, proxies):
+    # The stubs of the standard library lack this function.
+    is_excepted = request.proxy_bypass_environment(host, proxies)  # type: ignore[attr-defined]
+    if not scheme or is_this_machine(host) or is_excepted:
         return None
     found = proxies[scheme]
     address = urlsplit(found if "://" in found else f"//{found}").netloc.rpartition("@")[2]

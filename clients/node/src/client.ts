@@ -90,6 +90,7 @@ export class QuireClient extends Caller {
     );
     return new Session(stream, {
       ...options,
+      proxy: this.#connection.proxy,
       timeoutMs: this.#timeoutMs,
       maxRequestBytes: this.#maxRequestBytes,
     });
@@ -98,10 +99,15 @@ export class QuireClient extends Caller {
   /** Generates for a text or for the items of a batch. Returns an async iterable of chunks. */
   execute(items: string | readonly DeepPartial<ExecuteItem>[], settings: ExecuteSettings = {}): Execution {
     const service = ModelRunnerServiceDefinition;
+    const own = {
+      requestId: settings.requestId || randomUUID(),
+      timeoutMs: settings.timeoutMs ?? this.#timeoutMs,
+      proxy: this.#connection.proxy,
+    };
     return new Execution(
       typeof items === "string" ? [item(items)] : items,
-      { ...settings, requestId: settings.requestId || randomUUID() },
-      (request) => this.#connection.serverStream(service, service.methods.execute, request, settings),
+      { ...settings, ...own },
+      (request, options) => this.#connection.serverStream(service, service.methods.execute, request, options),
       (requestId) => this.runner.cancelExecution({ requestId }),
     );
   }
@@ -116,7 +122,7 @@ export class QuireClient extends Caller {
     try {
       yield* call;
     } catch (error) {
-      throw errorFromCall(error as ServiceError);
+      throw errorFromCall(error as ServiceError, this.#connection.proxy);
     } finally {
       call.cancel();
     }

@@ -6,6 +6,7 @@ import { type CallOptions as GrpcCallOptions, Client, type ChannelCredentials, M
 
 import { cancelled, errorFromCall, errorFromStatus, QuireError } from "./errors.js";
 import type { DeepPartial } from "./gen/quire/v1/executor.js";
+import { channelOptions, proxyOf } from "./proxies.js";
 
 const INITIAL_BACKOFF_MS = 100;
 const MAX_BACKOFF_MS = 2000;
@@ -54,6 +55,8 @@ export type UnaryCalls<S extends Service> = {
 };
 
 export class Connection {
+  /** For messages: that of the target. */
+  readonly proxy: string;
   readonly #client: Client;
   readonly #metadata: Metadata;
   readonly #timeoutMs: number | undefined;
@@ -69,7 +72,9 @@ export class Connection {
       serverName: string | undefined;
     },
   ) {
+    this.proxy = proxyOf(target);
     this.#client = new Client(target, credentials, {
+      ...channelOptions(target),
       "grpc.max_send_message_length": settings.maxRequestBytes,
       "grpc.max_receive_message_length": settings.maxResponseBytes,
       "grpc.initial_reconnect_backoff_ms": INITIAL_BACKOFF_MS,
@@ -124,7 +129,8 @@ export class Connection {
   async ready(timeoutMs: number): Promise<void> {
     await new Promise<void>((resolve, reject) => {
       this.#client.waitForReady(Date.now() + timeoutMs, (error) => {
-        if (error) reject(new QuireError(status.UNAVAILABLE, error.message, { cause: error }));
+        const through = this.proxy && ` (through the proxy ${this.proxy})`;
+        if (error) reject(new QuireError(status.UNAVAILABLE, error.message + through, { cause: error }));
         else resolve();
       });
     });
@@ -180,7 +186,7 @@ export class Connection {
         this.#grpcOptions(deadline),
         (error, response) => {
           signal?.removeEventListener("abort", abort);
-          if (error) reject(errorFromCall(error));
+          if (error) reject(errorFromCall(error, this.proxy));
           else resolve(response);
         },
       );

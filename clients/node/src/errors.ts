@@ -76,9 +76,14 @@ export function errorFromStatus(failed: Status, cause?: unknown): QuireError {
   return new QuireError(failed.code, failed.message, facts);
 }
 
-/** The error for a failed gRPC call, with the error details that Quire attaches. */
-export function errorFromCall(error: ServiceError): QuireError {
-  const plain = Status.fromPartial({ code: error.code, message: error.details });
+/**
+ * The error for a failed gRPC call, with the error details that Quire attaches. `proxy`: that of its target, which is named
+ * where the failure may be the proxy's.
+ */
+export function errorFromCall(error: ServiceError, proxy = ""): QuireError {
+  const maybeOfProxy = error.code === status.UNAVAILABLE || error.code === status.DEADLINE_EXCEEDED;
+  const through = proxy && maybeOfProxy ? ` (through the proxy ${proxy})` : "";
+  const plain = Status.fromPartial({ code: error.code, message: error.details + through });
   for (const value of (error.metadata ?? new Metadata()).get(DETAILS_KEY)) {
     try {
       const rich = Status.decode(value as Buffer);

@@ -58,6 +58,8 @@ function promptOf(prompt: Prompt): NonNullable<DeepPartial<ExecuteItem>["prompt"
 
 /** A stream of responses that can be cancelled. */
 export type ResponseStream = AsyncIterable<ExecuteResponse> & { cancel(): void };
+type Begin = (request: DeepPartial<ExecuteRequest>, options: CallOptions) => ResponseStream;
+type CancelKept = (requestId: string) => Promise<{ cancelled: boolean }>;
 
 /**
  * The chunks of a batch, as they are generated. Iterating starts it; iterate once. Leaving the loop ends it.
@@ -71,24 +73,24 @@ export class Execution implements AsyncIterable<SampleChunk> {
   started: ExecutionStarted | undefined;
   readonly requestId: string;
   readonly #request: DeepPartial<ExecuteRequest>;
-  readonly #keepMs: number | undefined;
-  readonly #begin: (request: DeepPartial<ExecuteRequest>) => ResponseStream;
-  readonly #cancelKept: (requestId: string) => Promise<unknown>;
+  readonly #settings: ExecuteSettings & { proxy?: string };
+  readonly #begin: Begin;
+  readonly #cancelKept: CancelKept;
   // How much of each sample has been returned, by its item and index.
   readonly #positions = new Map<string, { itemId: string; sample: number; position: number }>();
   #call: ResponseStream | undefined;
   #isCancelled = false;
 
-  /** Created by `QuireClient.execute`. */
+  /** Created by `QuireClient.execute`. `proxy`: that of the server, for messages. */
   constructor(
     items: readonly DeepPartial<ExecuteItem>[],
-    settings: ExecuteSettings & { requestId: string },
-    begin: (request: DeepPartial<ExecuteRequest>) => ResponseStream,
-    cancelKept: (requestId: string) => Promise<unknown>,
+    settings: ExecuteSettings & { requestId: string; proxy?: string },
+    begin: Begin,
+    cancelKept: CancelKept,
   ) {
     const { requestId, keepMs, request } = settings;
     this.requestId = requestId;
-    this.#keepMs = keepMs;
+    this.#settings = settings;
     this.#request = { ...request, items: [...items], requestId, keep: durationOf(keepMs) };
     this.#begin = begin;
     this.#cancelKept = cancelKept;
@@ -96,15 +98,21 @@ export class Execution implements AsyncIterable<SampleChunk> {
 
   /** Throws QuireError. */
   async *[Symbol.asyncIterator](): AsyncGenerator<SampleChunk, void, void> {
-    let heardAt = Date.now();
+    const { keepMs, timeoutMs, signal, proxy } = this.#settings;
+    // The timeout is that of all attempts together.
+    const deadline = timeoutMs === undefined ? undefined : Date.now() + timeoutMs;
+    // When the stream broke without a chunk since then.
+    let brokenAt: number | undefined;
     let longestMs = INITIAL_BACKOFF_MS;
     while (!this.#isCancelled) {
-      const call = this.#begin({ ...this.#request, resumeAfter: [...this.#positions.values()] });
+      const leftMs = deadline === undefined ? undefined : Math.max(0, deadline - Date.now());
+      const request = { ...this.#request, resumeAfter: [...this.#positions.values()] };
+      const call = this.#begin(request, { timeoutMs: leftMs, signal });
       this.#call = call;
       try {
         for await (const message of call) {
           // Accepting the call again is not progress: it may break before the first chunk each time.
-          if (message.chunks.length) [heardAt, longestMs] = [Date.now(), INITIAL_BACKOFF_MS];
+          if (message.chunks.length) [brokenAt, longestMs] = [undefined, INITIAL_BACKOFF_MS];
           this.started = message.started ?? this.started;
           for (const chunk of message.chunks) {
             this.#took(chunk);
@@ -113,11 +121,13 @@ export class Execution implements AsyncIterable<SampleChunk> {
         }
         return;
       } catch (error) {
-        const failed = errorFromCall(error as ServiceError);
+        const failed = errorFromCall(error as ServiceError, proxy);
         // Jitter spreads the attempts of many clients.
         const pauseMs = longestMs * (0.5 + Math.random() / 2);
-        const goesOn = failed.code === status.UNAVAILABLE && this.#keepMs !== undefined && !this.#isCancelled;
-        if (!goesOn || Date.now() + pauseMs > heardAt + this.#keepMs!) throw failed;
+        brokenAt ??= Date.now();
+        const until = Math.min(brokenAt + (keepMs ?? 0), deadline ?? Infinity);
+        const goesOn = failed.code === status.UNAVAILABLE && !this.#isCancelled;
+        if (!goesOn || Date.now() + pauseMs > until) throw failed;
         await sleep(pauseMs);
         longestMs = Math.min(2 * longestMs, MAX_BACKOFF_MS);
       } finally {
@@ -128,9 +138,17 @@ export class Execution implements AsyncIterable<SampleChunk> {
 
   /** Ends the execution, also on the server, if it has not ended. If it throws QuireError, a kept one may continue. */
   async cancel(): Promise<void> {
-    if (this.#keepMs !== undefined) await this.#cancelKept(this.requestId);
+    // Before anything is awaited: the stream may break meanwhile, and must not resume.
     this.#isCancelled = true;
-    this.#call?.cancel();
+    try {
+      if (this.#settings.keepMs !== undefined && !(await this.#cancelKept(this.requestId)).cancelled) {
+        // The request may not have reached the server yet. After its call is cancelled it has arrived or never will.
+        this.#call?.cancel();
+        await this.#cancelKept(this.requestId);
+      }
+    } finally {
+      this.#call?.cancel();
+    }
   }
 
   #took({ itemId, sample, position, tokenIds }: SampleChunk): void {

@@ -71,7 +71,7 @@ export class Session extends Caller {
   /** Created by `QuireClient.session`. If the server is unreachable, the first call fails. */
   constructor(
     stream: SessionStream,
-    settings: SessionOptions & { timeoutMs: number | undefined; maxRequestBytes: number },
+    settings: SessionOptions & { timeoutMs: number | undefined; maxRequestBytes: number; proxy?: string },
   ) {
     super();
     this.#stream = stream;
@@ -82,7 +82,7 @@ export class Session extends Caller {
     if (!(this.#maxInFlight >= 1)) throw new RangeError(`maxInFlight must be at least 1, not ${settings.maxInFlight}`);
     this.#whenEnded = new Promise((resolve) => (this.#tellEnd = resolve));
     stream.on("data", (message: SessionResponse) => this.#answered(message));
-    stream.on("error", (error: ServiceError) => this.#end(errorFromCall(error)));
+    stream.on("error", (error: ServiceError) => this.#end(errorFromCall(error, settings.proxy)));
     stream.on("end", () => this.#end(undefined));
     stream.on("drain", () => {
       this.#isBlocked = false;

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { after, test } from "node:test";
 
-import { errorFromStatus, item, QuireClient, QuireError, runner, status } from "quire-llm";
+import { errorFromStatus, Execution, item, QuireClient, QuireError, runner, status } from "quire-llm";
 
 import { breakingWay, TARGET, TIMEOUT_MS } from "./servers.mjs";
 
@@ -101,4 +101,78 @@ test("weights are loaded, and it is told how far that is", async () => {
     },
     { reason: "BAD_SOURCE" },
   );
+});
+
+/** An execution whose streams do what `streams` says, one after another; each is a generator of messages. */
+function executionOf(streams, settings = {}, cancelKept = async () => ({ cancelled: true })) {
+  const begun = [];
+  const begin = (request, options) => {
+    begun.push({ request, options });
+    return Object.assign(streams[Math.min(begun.length, streams.length) - 1](), { cancel() {} });
+  };
+  return { begun, execution: new Execution([item("x")], { requestId: "r", ...settings }, begin, cancelKept) };
+}
+
+const broken = () => Object.assign(new Error("cut"), { code: status.UNAVAILABLE, details: "cut" });
+const chunk = (position) => ({ chunks: [{ itemId: "0", sample: 0, position, tokenIds: [7], text: "t" }] });
+
+test("a stream that breaks while it is cancelled does not resume", async () => {
+  let tellCancelled;
+  const cancelling = new Promise((resolve) => (tellCancelled = resolve));
+  async function* breaks() {
+    yield chunk(0);
+    await cancelling;
+    throw broken();
+  }
+  const kept = async () => {
+    tellCancelled();
+    // The loop hears of the break before the server has answered.
+    await new Promise((resolve) => setImmediate(resolve));
+    return { cancelled: true };
+  };
+  const { begun, execution } = executionOf([breaks], { keepMs: TIMEOUT_MS }, kept);
+  let ended;
+  await assert.rejects(async () => {
+    for await (const one of execution) {
+      assert.ok(one.itemId);
+      ended = execution.cancel();
+    }
+  }, { code: status.UNAVAILABLE });
+  await ended;
+  assert.equal(begun.length, 1);
+});
+
+test("an execution that the server does not know yet is cancelled once its call has ended", async () => {
+  const asked = [];
+  const cancelKept = async (requestId) => ({ cancelled: asked.push(requestId) > 1 });
+  const { execution } = executionOf([async function* () {}], { keepMs: TIMEOUT_MS }, cancelKept);
+  await execution.cancel();
+  assert.deepEqual(asked, ["r", "r"]);
+});
+
+test("the time until the first chunk is none of the time that a stream may be broken", async (context) => {
+  context.mock.timers.enable({ apis: ["Date"], now: 1000 });
+  async function* late() {
+    context.mock.timers.setTime(Date.now() + 2 * TIMEOUT_MS);
+    throw broken();
+  }
+  async function* whole() {
+    yield chunk(0);
+  }
+  const { begun, execution } = executionOf([late, whole], { keepMs: TIMEOUT_MS });
+  const texts = [];
+  for await (const { text } of execution) texts.push(text);
+  assert.deepEqual(texts, ["t"]);
+  assert.equal(begun.length, 2);
+});
+
+test("all that resume an execution have one timeout", async (context) => {
+  context.mock.timers.enable({ apis: ["Date"], now: 1000 });
+  async function* breaks() {
+    context.mock.timers.setTime(Date.now() + 4000);
+    throw broken();
+  }
+  const { begun, execution } = executionOf([breaks], { keepMs: TIMEOUT_MS, timeoutMs: 10_000 });
+  await assert.rejects(read(execution), { code: status.UNAVAILABLE });
+  assert.deepEqual(begun.map(({ options }) => options.timeoutMs), [10_000, 6000, 2000]);
 });
