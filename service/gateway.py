@@ -87,7 +87,7 @@ class Gateway:
         Raises JournalUnusable, BadRuntimes or ConfigError.
         """
         self._find_model = find_model
-        own_gpus = gpus.chosen(config)
+        self._gpus = own_gpus = gpus.chosen(config)
         self.config = config = gpus.with_workers(config, own_gpus)
         self._keeper: Keeper | None = None
         self.authenticator = Authenticator.of(config)
@@ -171,7 +171,7 @@ class Gateway:
         sources = ModelSources(SHIPPED_MODEL_DIR, self._find_model, core.weight_uploads.find)
         loader = WeightsLoader(core.pool, core.dispatcher, core.restarts, sources, self.config)
         parts = core.dispatcher, self.state, self.text, core.restarts
-        local = LocalRuntime(*parts, loader, core.weight_uploads)
+        local = LocalRuntime(*parts, loader, core.weight_uploads, self._gpus)
         path = Path(self.config.runtimes) if self.config.runtimes else None
         return RuntimesFile(path, local, self.spending)
 

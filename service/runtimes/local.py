@@ -13,6 +13,7 @@ from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.dispatcher import Dispatcher
 from service.errors import DeadlinePassed, NoWorker, QuireError, WeightsChanged
+from service.pool import gpus
 from service.pool.rolling_restart import RollingRestart
 from service.runtimes import items
 from service.runtimes.base import Batch, ChunkSink
@@ -23,6 +24,8 @@ from service.runtimes.weight_uploads import WeightUploads
 from service.text.text_model import TextModel
 
 NAME = "local"
+_UNKNOWN = runner_pb2.TRANSPORT_KIND_UNSPECIFIED
+_LOCAL_CPU, _LOCAL_GPU = runner_pb2.TRANSPORT_KIND_LOCAL_CPU, runner_pb2.TRANSPORT_KIND_LOCAL_GPU
 
 
 class LocalRuntime:
@@ -36,7 +39,9 @@ class LocalRuntime:
         restarts: RollingRestart,
         loader: WeightsLoader,
         uploads: WeightUploads,
+        own_gpus: Sequence[gpus.Gpu] = (),
     ) -> None:
+        """`own_gpus`: of this machine, for the workers."""
         self._dispatcher = dispatcher
         self._restarts = restarts
         self._loader = loader
@@ -44,6 +49,9 @@ class LocalRuntime:
         self._state = state
         self._preparer = ItemPreparer(state, text)
         self._executions = 0
+        # Until a worker is ready and says it.
+        on_gpu = gpus.are_expected(state.config, own_gpus)
+        self._expected_transport = _UNKNOWN if on_gpu is None else _LOCAL_GPU if on_gpu else _LOCAL_CPU
 
     @property
     def name(self) -> str:
@@ -55,6 +63,7 @@ class LocalRuntime:
             runtime_kind=runner_pb2.RUNTIME_KIND_LOCAL,
             prices=runner_pb2.TokenPrices(),
             executions=self._executions,
+            transport_kind=self._expected_transport,
         )
         if not self._state.has_ready_worker:
             described.trouble = NoWorker().message
@@ -62,10 +71,7 @@ class LocalRuntime:
             ready = self._state.first_ready
         except NoWorker:
             return described
-        is_cpu = ready.executor.device.startswith("cpu")
-        described.transport_kind = (
-            runner_pb2.TRANSPORT_KIND_LOCAL_CPU if is_cpu else runner_pb2.TRANSPORT_KIND_LOCAL_GPU
-        )
+        described.transport_kind = _LOCAL_CPU if ready.executor.device.startswith("cpu") else _LOCAL_GPU
         described.model_id, described.fingerprint = ready.model.model_id, ready.model.fingerprint
         return described
 

@@ -25,6 +25,9 @@ from service.runtimes.router import Router
 from service.runtimes.weight_uploads import WeightUploads
 
 _CAUSES = frozenset(runner_pb2.RebuildCause.values())
+# Causes of which the server's own workers, or providers, have none.
+_OF_WORKERS = runner_pb2.REBUILD_CAUSE_CUDA_CONTEXT_POISONED
+_OF_PROVIDERS = runner_pb2.REBUILD_CAUSE_REMOTE_AUTH_FAILURE
 _MODES = frozenset(runner_pb2.LoadWeightsMode.values())
 _PREVIOUS_CACHES = frozenset(runner_pb2.PreviousCaches.values())
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -125,15 +128,27 @@ class RunnerApi:
         if request.cause not in _CAUSES:
             raise InvalidArgument("BAD_CAUSE", "cause", f"cause {request.cause} has no name")
         if request.cause == runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE:
+            if request.runtime == self.router.runtimes[0].name:
+                raise _unfit_cause(request)
             rebuilt = await self.read_runtimes(request.runtime)
         else:
-            rebuilt = await self.router.named(request.runtime).rebuild_session(request.cause)
+            runtime = self.router.named(request.runtime)
+            is_local = runtime is self.router.runtimes[0]
+            if request.cause == (_OF_PROVIDERS if is_local else _OF_WORKERS):
+                raise _unfit_cause(request)
+            rebuilt = await runtime.rebuild_session(request.cause)
         return runner_pb2.RebuildSessionResponse(rebuilt=rebuilt)
 
     def _check_operator(self) -> None:
         """Without authentication, only clients on this machine may change what all clients get."""
         if not admin.is_available(self.state.config):
             raise RoleMissing(Role.ADMINISTER.value)
+
+
+def _unfit_cause(request: runner_pb2.RebuildSessionRequest) -> InvalidArgument:
+    cause = runner_pb2.RebuildCause.Name(request.cause).removeprefix("REBUILD_CAUSE_")
+    which = f"the runtime {request.runtime}" if request.runtime else "the server's own workers"
+    return InvalidArgument("BAD_CAUSE", "cause", f"{cause} cannot be a cause for {which}")
 
 
 def _check_mode(request: runner_pb2.LoadWeightsRequest) -> None:

@@ -9,8 +9,9 @@ import pytest
 from quire.v1 import runner_pb2
 
 from service.config import Config
-from service.errors import BadRuntimes, RuntimeNotFound
+from service.errors import BadRuntimes, InvalidArgument, RuntimeNotFound
 from service.runtimes.executions import Executions
+from service.runtimes.remote.runtime import RemoteRuntime
 from service.runtimes.remote.spending import Spending
 from service.runtimes.runtimes_file import RuntimesFile, load
 from service.runtimes.servicer import RunnerApi
@@ -141,6 +142,42 @@ async def test_an_operator_can_reload_the_file(tmp_path: Path) -> None:
         await rebuilt(file, "fourth")
     written(tmp_path, "")
     assert await rebuilt(file) == 0 and file.router.runtimes == [local]
+
+
+UNSPECIFIED, POISONED, AUTH, CONFIG, MANUAL = sorted(runner_pb2.RebuildCause.values())
+
+
+@pytest.mark.parametrize(
+    ("runtime", "fitting"),
+    [
+        ("", {UNSPECIFIED, POISONED, CONFIG, MANUAL}),
+        ("local", {UNSPECIFIED, POISONED, MANUAL}),
+        ("gpt", {UNSPECIFIED, AUTH, CONFIG, MANUAL}),
+    ],
+)
+async def test_a_cause_that_does_not_fit_the_runtime_is_refused(
+    tmp_path: Path, runtime: str, fitting: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, REMOTE_AUTH_FAILURE without a name restarted all workers."""
+    file, state = RuntimesFile(written(tmp_path, GOOD), FakeRuntime("local"), Spending()), state_of(Config())
+    rebuilt_for: list[int] = []
+
+    async def rebuild(_: Any, cause: int) -> int:
+        rebuilt_for.append(cause)
+        return 1
+
+    monkeypatch.setattr(FakeRuntime, "rebuild_session", rebuild)
+    monkeypatch.setattr(RemoteRuntime, "rebuild_session", rebuild)
+    api = RunnerApi(Executions(file.router, state), file.router, state, file.read_again, cast(Any, None))
+    for cause in runner_pb2.RebuildCause.values():
+        request = runner_pb2.RebuildSessionRequest(runtime=runtime, cause=cast(Any, cause))
+        if cause in fitting:
+            await api.RebuildSession(request, cast(Any, None))
+            continue
+        with pytest.raises(InvalidArgument) as refused:
+            await api.RebuildSession(request, cast(Any, None))
+        assert (refused.value.reason, refused.value.field) == ("BAD_CAUSE", "cause")
+    assert set(rebuilt_for) == fitting - {CONFIG}
 
 
 async def test_reloading_a_bad_file_changes_nothing(tmp_path: Path) -> None:

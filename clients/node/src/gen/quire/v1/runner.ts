@@ -50,7 +50,9 @@ export enum FinishReason {
   UNRECOGNIZED = -1,
 }
 
+/** Of workers until the first one is ready: where they are expected to compute. */
 export enum TransportKind {
+  /** TRANSPORT_KIND_UNSPECIFIED - Workers of other hosts, of which none was ready yet; or no runtime is chosen yet. */
   TRANSPORT_KIND_UNSPECIFIED = 0,
   TRANSPORT_KIND_LOCAL_CPU = 1,
   TRANSPORT_KIND_LOCAL_GPU = 2,
@@ -118,12 +120,16 @@ export enum LoadWeightsPhase {
   UNRECOGNIZED = -1,
 }
 
+/** A cause that does not fit the runtime is BAD_CAUSE. */
 export enum RebuildCause {
+  /** REBUILD_CAUSE_UNSPECIFIED - MANUAL. */
   REBUILD_CAUSE_UNSPECIFIED = 0,
+  /** REBUILD_CAUSE_CUDA_CONTEXT_POISONED - Of the server's own workers: running calls are not waited for. */
   REBUILD_CAUSE_CUDA_CONTEXT_POISONED = 1,
+  /** REBUILD_CAUSE_REMOTE_AUTH_FAILURE - Of a provider. */
   REBUILD_CAUSE_REMOTE_AUTH_FAILURE = 2,
   /**
-   * REBUILD_CAUSE_REMOTE_CONFIG_CHANGE - The runtimes file is read again. Connections are rebuilt for providers whose settings have changed and for the
+   * REBUILD_CAUSE_REMOTE_CONFIG_CHANGE - Of providers. The runtimes file is read again. Connections are rebuilt for providers whose settings have changed and for the
    * named runtime; workers are not restarted. An invalid file changes nothing.
    */
   REBUILD_CAUSE_REMOTE_CONFIG_CHANGE = 3,
