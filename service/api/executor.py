@@ -6,6 +6,7 @@ Errors are raised as QuireError. The call interceptor turns them into a status.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partialmethod
 from importlib import metadata
@@ -24,7 +25,7 @@ from service.api.session import Session, SessionContext
 from service.auth.authenticator import current_tenant
 from service.caches.requests import Request
 from service.dispatcher import Dispatcher
-from service.errors import QuireError, bad_page_token
+from service.errors import NoWorker, QuireError, bad_page_token
 from service.logging import current_request_id
 from service.pool.model_versions import WorkerSlot
 from service.pool.supervisor import Supervisor
@@ -144,6 +145,7 @@ class ExecutorApi:
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
+        await self._state.first_worker(context.time_remaining(), of_recovered=False)
         ready = self._state.first_ready
         tokenizer_json = ready.tokenizer_json if request.include_tokenizer else b""
         wants_template = request.include_chat_template and ready.chat_template.sources
@@ -163,13 +165,19 @@ class ExecutorApi:
     async def GetCapabilities(
         self, request: pb.GetCapabilitiesRequest, context: Context
     ) -> pb.GetCapabilitiesResponse:
-        ready, config = self._state.first_ready, self._state.config
-        return pb.GetCapabilitiesResponse(
+        config = self._state.config
+        response = pb.GetCapabilitiesResponse(
             version=self._version,
-            executor=ready.executor,
             limits={field.name: getattr(config, field.name) for field in _LIMITS},
-            max_top_logprobs=min(validation.MAX_TOP_LOGPROBS, ready.model.vocab_size),
+            max_top_logprobs=validation.MAX_TOP_LOGPROBS,
         )
+        with contextlib.suppress(NoWorker):
+            # What is known without a worker is a better answer than a failure.
+            await self._state.first_worker(context.time_remaining(), of_recovered=False)
+            ready = self._state.first_ready
+            response.executor.CopyFrom(ready.executor)
+            response.max_top_logprobs = min(validation.MAX_TOP_LOGPROBS, ready.model.vocab_size)
+        return response
 
     async def _observe(self, method: str, request: Any, context: Context) -> Any:
         """What all shards of this gateway say."""

@@ -30,6 +30,8 @@ from service.errors import NoWorker, QueueFull, WeightsChanged
 from service.memory import ProcessMemory
 from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
 
+# The part of a call's time that it waits for a worker. The rest is for the answer.
+_TIME_SHARE = 0.9
 # The retry delay for calls that cannot wait because too many do.
 _RETRY_S = 1.0
 
@@ -121,12 +123,13 @@ class ServerState:
         await self.first_worker(timeout_s)
         return self.limits
 
-    async def first_worker(self, timeout_s: float | None) -> None:
+    async def first_worker(self, timeout_s: float | None, *, of_recovered: bool = True) -> None:
         """After a recovery of caches, waits until the first worker has loaded the model, or the timeout.
 
-        Raises QueueFull if too many calls wait.
+        `of_recovered`: False: it waits also if no caches were recovered. Returns in time for an answer within
+        `timeout_s`. Raises QueueFull if too many calls wait.
         """
-        if not self.has_recovered or self.model_version in self._limits:
+        if (of_recovered and not self.has_recovered) or self.model_version in self._limits:
             return
         limit = self.config.max_queued_operations
         if self._waiting >= limit:
@@ -135,7 +138,9 @@ class ServerState:
         self._waiting += 1
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(longest_s if timeout_s is None else min(timeout_s, longest_s)):
+                if timeout_s is not None:
+                    longest_s = min(timeout_s * _TIME_SHARE, longest_s)
+                async with asyncio.timeout(longest_s):
                     await self._has_worker.wait()
         finally:
             self._waiting -= 1

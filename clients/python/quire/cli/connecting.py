@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import grpc
-from quire import Client, QuireError, Tls
+from quire import Client, PermissionDenied, QuireError, Tls
 from quire._proxies import proxy_of
 from quire.cli.terminal import CommandFailed, WrongUsage, tell
 from quire.errors import from_rpc_error
+from quire.v1 import executor_pb2
 
 # The timeout of calls that a running server answers immediately.
 CONTROL_TIMEOUT_S = 10.0
@@ -66,28 +67,34 @@ def connected(options: argparse.Namespace, interrupted: int = 1) -> Iterator[Cli
 
 
 def when_ready(client: Client, call: Callable[[], _Answer]) -> _Answer:
-    """The result of `call`, which is repeated until a worker is ready or a timeout. Raises its exceptions."""
+    """The result of `call`, once a worker is ready or after a timeout. Raises its exceptions."""
     give_up_s = time.monotonic() + _WORKER_TIMEOUT_S
-    shown = ""
+    shown, may_ask = "", True
     while True:
-        try:
-            return call()
-        except QuireError as error:
-            if error.reason != _NO_WORKER or time.monotonic() > give_up_s:
-                raise
-        if (progress := _progress(client)) != shown:
+        is_starting, progress = False, " to load"
+        if may_ask:
+            try:
+                is_starting, progress = _progress(client)
+            except PermissionDenied:
+                # The call then waits without a sign of life.
+                may_ask = False
+        if not is_starting or time.monotonic() > give_up_s:
+            try:
+                return call()
+            except QuireError as error:
+                if error.reason != _NO_WORKER or time.monotonic() > give_up_s:
+                    raise
+        if progress != shown:
             tell(f"waiting for a worker{progress}")
             shown = progress
         time.sleep(_POLL_INTERVAL_S)
 
 
-def _progress(client: Client) -> str:
-    """The loading progress of the workers, as the end of a sentence."""
-    # The caller's token may lack the permission.
-    with contextlib.suppress(QuireError):
-        workers = client.status().workers
-        return f": loading {max((worker.load_progress for worker in workers), default=0):.0%}"
-    return " to load"
+def _progress(client: Client) -> tuple[bool, str]:
+    """Whether no worker is ready yet, and the loading progress of the workers as the end of a sentence."""
+    status = client.status()
+    most = max((worker.load_progress for worker in status.workers), default=0)
+    return status.state == executor_pb2.SERVER_STATE_STARTING, f": loading {most:.0%}"
 
 
 def _end_process(status: int) -> NoReturn:

@@ -262,14 +262,16 @@ class ModelExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Returns a description of the model.
+        """Returns a description of the model. Until a worker has loaded it, the call waits, or fails with NO_WORKER before its
+        deadline. After that it is answered also while no worker is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCapabilities(self, request, context):
-        """Returns the capabilities of this server and its executor, and the limits that it enforces.
+        """Returns the capabilities of this server and its executor, and the limits that it enforces. It waits as GetModelInfo
+        does, and is then answered without what only a worker can say.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -74,9 +74,13 @@ class ModelExecutorServiceStub:
     Session: _grpc.StreamStreamMultiCallable[_executor_pb2.SessionRequest, _executor_pb2.SessionResponse]
     """Multiplexes many calls on one stream. The cheapest way to run per-token loops."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_executor_pb2.GetModelInfoRequest, _executor_pb2.GetModelInfoResponse]
-    """Returns a description of the model."""
+    """Returns a description of the model. Until a worker has loaded it, the call waits, or fails with NO_WORKER before its
+    deadline. After that it is answered also while no worker is ready.
+    """
     GetCapabilities: _grpc.UnaryUnaryMultiCallable[_executor_pb2.GetCapabilitiesRequest, _executor_pb2.GetCapabilitiesResponse]
-    """Returns the capabilities of this server and its executor, and the limits that it enforces."""
+    """Returns the capabilities of this server and its executor, and the limits that it enforces. It waits as GetModelInfo
+    does, and is then answered without what only a worker can say.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_executor_pb2.GetStatusRequest, _executor_pb2.GetStatusResponse]
     """Returns the state of the gateway and its workers."""
     GetCacheMetrics: _grpc.UnaryUnaryMultiCallable[_executor_pb2.GetCacheMetricsRequest, _executor_pb2.GetCacheMetricsResponse]
@@ -130,9 +134,13 @@ class ModelExecutorServiceAsyncStub(ModelExecutorServiceStub):
     Session: _aio.StreamStreamMultiCallable[_executor_pb2.SessionRequest, _executor_pb2.SessionResponse]  # type: ignore[assignment]
     """Multiplexes many calls on one stream. The cheapest way to run per-token loops."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_executor_pb2.GetModelInfoRequest, _executor_pb2.GetModelInfoResponse]  # type: ignore[assignment]
-    """Returns a description of the model."""
+    """Returns a description of the model. Until a worker has loaded it, the call waits, or fails with NO_WORKER before its
+    deadline. After that it is answered also while no worker is ready.
+    """
     GetCapabilities: _aio.UnaryUnaryMultiCallable[_executor_pb2.GetCapabilitiesRequest, _executor_pb2.GetCapabilitiesResponse]  # type: ignore[assignment]
-    """Returns the capabilities of this server and its executor, and the limits that it enforces."""
+    """Returns the capabilities of this server and its executor, and the limits that it enforces. It waits as GetModelInfo
+    does, and is then answered without what only a worker can say.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_executor_pb2.GetStatusRequest, _executor_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Returns the state of the gateway and its workers."""
     GetCacheMetrics: _aio.UnaryUnaryMultiCallable[_executor_pb2.GetCacheMetricsRequest, _executor_pb2.GetCacheMetricsResponse]  # type: ignore[assignment]
@@ -279,7 +287,9 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.GetModelInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.GetModelInfoResponse, _abc.Awaitable[_executor_pb2.GetModelInfoResponse]]:
-        """Returns a description of the model."""
+        """Returns a description of the model. Until a worker has loaded it, the call waits, or fails with NO_WORKER before its
+        deadline. After that it is answered also while no worker is ready.
+        """
 
     @_abc_1.abstractmethod
     def GetCapabilities(
@@ -287,7 +297,9 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.GetCapabilitiesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.GetCapabilitiesResponse, _abc.Awaitable[_executor_pb2.GetCapabilitiesResponse]]:
-        """Returns the capabilities of this server and its executor, and the limits that it enforces."""
+        """Returns the capabilities of this server and its executor, and the limits that it enforces. It waits as GetModelInfo
+        does, and is then answered without what only a worker can say.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

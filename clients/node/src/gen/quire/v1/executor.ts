@@ -544,7 +544,7 @@ export interface GetCapabilitiesRequest {
 
 export interface GetCapabilitiesResponse {
   version: string;
-  /** The capabilities of the workers' executor. */
+  /** The capabilities of the workers' executor. Unset: no worker was ready in time. */
   executor: ExecutorCapabilities | undefined;
   limits: GatewayLimits | undefined;
   maxTopLogprobs: number;
@@ -6562,7 +6562,10 @@ export const ModelExecutorServiceDefinition = {
       responseStream: true,
       options: {},
     },
-    /** Returns a description of the model. */
+    /**
+     * Returns a description of the model. Until a worker has loaded it, the call waits, or fails with NO_WORKER before its
+     * deadline. After that it is answered also while no worker is ready.
+     */
     getModelInfo: {
       name: "GetModelInfo",
       requestType: GetModelInfoRequest as typeof GetModelInfoRequest,
@@ -6571,7 +6574,10 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Returns the capabilities of this server and its executor, and the limits that it enforces. */
+    /**
+     * Returns the capabilities of this server and its executor, and the limits that it enforces. It waits as GetModelInfo
+     * does, and is then answered without what only a worker can say.
+     */
     getCapabilities: {
       name: "GetCapabilities",
       requestType: GetCapabilitiesRequest as typeof GetCapabilitiesRequest,
