@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
@@ -63,7 +64,8 @@ def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Non
     The library supports v1alpha only. Version 1 has the same messages under another package name and equal
     bytes on the wire, so the same servicer is registered under that name too.
     """
-    names = (*service_names, reflection.SERVICE_NAME)
+    _describe_v1()
+    names = (*service_names, reflection.SERVICE_NAME, V1_SERVICE)
     reflection.enable_server_reflection(names, server)
     handler = grpc.stream_stream_rpc_method_handler(
         ReflectionServicer(service_names=names).ServerReflectionInfo,
@@ -73,3 +75,17 @@ def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Non
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(V1_SERVICE, {"ServerReflectionInfo": handler}),)
     )
+
+
+def _describe_v1() -> None:
+    """Adds the messages of v1 to the descriptors of this process, so that they are discoverable, too."""
+    pool = descriptor_pool.Default()
+    try:
+        pool.FindServiceByName(V1_SERVICE)
+    except KeyError:
+        file = descriptor_pb2.FileDescriptorProto()
+        reflection_pb2.DESCRIPTOR.CopyToProto(file)
+        text = text_format.MessageToString(file).replace("v1alpha", "v1")
+        pool.AddSerializedFile(
+            text_format.Parse(text, descriptor_pb2.FileDescriptorProto()).SerializeToString()
+        )

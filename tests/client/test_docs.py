@@ -21,6 +21,7 @@ from quire.v1 import runner_pb2
 
 from tests.client.pages import blocks, run, run_python
 from tests.gateway_process import ROOT, GatewayProcess
+from tests.grpcurl import needs_grpcurl
 
 BIN = Path(sys.executable).parent
 GRPC, HTTP, HUB = "127.0.0.1:50051", "127.0.0.1:8000", "Qwen/Qwen3-0.6B"
@@ -81,21 +82,23 @@ def test_whole_texts_by_python(served: Served, tmp_path: Path) -> None:
     }
 
 
+@needs_grpcurl
 def test_whole_texts_by_a_command(served: Served) -> None:
     command = commands("runtimes")[0]
-    assert command[0] == ".venv/bin/buf"
-    said = run(str(BIN / "buf"), *map(served.replaced, command[1:]))
+    assert command[0] == ".venv/bin/grpcurl"
+    said = run(str(BIN / "grpcurl"), *map(served.replaced, command[1:]))
     assert "".join(re.findall(r'"text": "(.*?)"', said)) == "46"
 
 
+@needs_grpcurl
 def test_other_weights_by_a_command(model: Path) -> None:
     command = commands("runtimes")[1]
-    asked = json.loads(command[command.index("--data") + 1])
+    asked = json.loads(command[command.index("-d") + 1])
     assert asked["source"] == HUB and float(asked["drain"].removesuffix("s")) >= 1
     with Served(model) as served:
         asked |= {"source": str(model), "drain": "0.1s"}
-        command[command.index("--data") + 1] = json.dumps(asked)
-        said = run(str(BIN / "buf"), *map(served.replaced, command[1:]))
+        command[command.index("-d") + 1] = json.dumps(asked)
+        said = run(str(BIN / "grpcurl"), *map(served.replaced, command[1:]))
     phases = re.findall(r'"phase": "LOAD_WEIGHTS_PHASE_(\w+)"', said)
     assert list(dict.fromkeys(phases)) == ["LOADING", "CHECKING", "DRAINING", "SERVING"]
 

@@ -18,6 +18,7 @@ from benchmarks import checkout
 from tests import quire_command
 from tests.client.pages import blocks, run, run_python
 from tests.gateway_process import ROOT, GatewayProcess
+from tests.grpcurl import needs_grpcurl
 
 PAGES = ("README.md", "docs/tutorial.md", "docs/serving.md")
 BIN = Path(sys.executable).parent
@@ -98,12 +99,15 @@ def test_a_server_that_is_ready_says_what_to_try_next(gateway: GatewayProcess) -
     assert run(sys.executable, "-m", "quire.cli", *arguments, cwd=ROOT).strip() == "46"
 
 
-def test_buf_curl_through_reflection(address: str) -> None:
-    listing, prefill, drain, shutdown = commands("buf")
-    on_address = [part.replace("127.0.0.1:50051", address) for part in listing]
-    assert "quire.v1.ModelExecutorService/Decode" in run(str(BIN / "buf"), *on_address)
-    on_address = [part.replace("127.0.0.1:50051", address) for part in prefill]
-    assert '"cacheId"' in run(str(BIN / "buf"), *on_address)
-    on_address = [part.replace("127.0.0.1:50051", address) for part in drain]
-    assert '"newPid"' in run(str(BIN / "buf"), *on_address)
+@needs_grpcurl
+def test_calls_through_reflection(address: str) -> None:
+    def ask(program: str, line: list[str]) -> str:
+        return run(str(BIN / program), *(part.replace("127.0.0.1:50051", address) for part in line))
+
+    listing, prefill, drain, shutdown = commands("grpcurl")
+    assert "quire.v1.ModelExecutorService.Decode" in ask("grpcurl", listing)
+    assert '"cache_id"' in ask("grpcurl", prefill)
+    (same,) = commands("buf")
+    assert '"cacheId"' in ask("buf", same)
+    assert '"new_pid"' in ask("grpcurl", drain)
     assert "Shutdown" in shutdown[-1]

@@ -24,6 +24,7 @@ from grpc_tools import protoc
 from safetensors.torch import save_file
 
 from tests.gateway_process import GatewayProcess
+from tests.grpcurl import GRPCURL, needs_grpcurl
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "calls.md"
@@ -60,22 +61,46 @@ def calls() -> list[Call]:
     return found
 
 
-def buf(address: str, grpcurl_line: str) -> list[str]:
-    """What asks the same as a line for grpcurl. Flags that the page may not use are refused."""
-    name, *arguments = shlex.split(grpcurl_line)
-    assert name == "grpcurl", grpcurl_line
-    flags: dict[str, str] = {}
-    while arguments[0].startswith("-"):
-        flag = arguments.pop(0)
-        flags[flag] = "" if flag == "-plaintext" else arguments.pop(0)
-    assert flags.keys() <= {"-plaintext", "-d", "-max-time"} and "-plaintext" in flags, grpcurl_line
-    assert arguments.pop(0) == ADDRESS, grpcurl_line
-    url = f"http://{address}"
-    if arguments[0] == "list":
-        return [*BUF, "--list-methods" if arguments[1:] else "--list-services", url]
-    (method,) = arguments
-    # Without -max-time: how long the first answer takes says nothing.
-    return [*BUF, "--data", flags.get("-d", "{}"), f"{url}/{method}"]
+@dataclass
+class Line:
+    """A line for grpcurl. Flags that the page may not use are refused."""
+
+    # Where the test's server is.
+    address: str
+    flags: dict[str, str]
+    arguments: list[str]
+
+    @staticmethod
+    def of(written: str, address: str) -> Line:
+        name, *arguments = shlex.split(written)
+        assert name == "grpcurl", written
+        flags: dict[str, str] = {}
+        while arguments[0].startswith("-"):
+            flag = arguments.pop(0)
+            flags[flag] = "" if flag == "-plaintext" else arguments.pop(0)
+        assert flags.keys() <= {"-plaintext", "-d", "-max-time"} and "-plaintext" in flags, written
+        assert arguments.pop(0) == ADDRESS, written
+        # How long the first answer takes says nothing.
+        flags.pop("-max-time", None)
+        return Line(address, flags, arguments)
+
+    def grpcurl(self) -> list[str]:
+        """The line itself."""
+        flags = [part for flag in self.flags.items() for part in flag if part]
+        return [str(GRPCURL), *flags, self.address, *self.arguments]
+
+    def buf(self) -> list[str]:
+        """What asks the same with buf curl."""
+        url = f"http://{self.address}"
+        if self.arguments[0] == "list":
+            return [*BUF, "--list-methods" if self.arguments[1:] else "--list-services", url]
+        (method,) = self.arguments
+        return [*BUF, "--data", self.flags.get("-d", "{}"), f"{url}/{method}"]
+
+
+def in_camel_case(names: str) -> str:
+    """Names of the page, as buf prints them."""
+    return re.sub(r"(?<=[a-z])_([a-z])", lambda letter: letter[1].upper(), names)
 
 
 def run(command: list[str]) -> str:
@@ -126,9 +151,10 @@ def value_at(message: Any, path: str) -> str:
     return str(message)
 
 
-def test_each_line_does_what_the_page_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tool", [pytest.param("grpcurl", marks=needs_grpcurl), "buf"])
+def test_each_line_does_what_the_page_says(tmp_path: Path, tool: str) -> None:
     with GatewayProcess(model="adder") as gateway:
-        follow_the_page(gateway, {"ADAPTER": str(adapter(tmp_path))})
+        follow_the_page(gateway, {"ADAPTER": str(adapter(tmp_path))}, tool)
         assert gateway.process.wait(TIMEOUT_S) == 0, "the last line ends the server"
 
 
@@ -147,12 +173,16 @@ def adapter(directory: Path) -> Path:
     return directory
 
 
-def follow_the_page(gateway: GatewayProcess, variables: dict[str, str]) -> None:
+def follow_the_page(gateway: GatewayProcess, variables: dict[str, str], tool: str) -> None:
     """Runs each line of the page. `variables` has what the page does not take from an answer; mutated."""
     for call in calls():
         line = re.sub(r"\$([A-Z_]+)", lambda name: variables[name[1]], call.line)
         assert line.split()[-1] == call.method
-        answered = answers(buf(gateway.address, line), ends_by_itself="-max-time" not in line)
+        parsed = Line.of(line, gateway.address)
+        if tool == "buf":
+            call.answer = in_camel_case(call.answer)
+        command = parsed.buf() if tool == "buf" else parsed.grpcurl()
+        answered = answers(command, ends_by_itself="-max-time" not in line)
         promised = set(re.findall(r"`(\w+)`", call.answer))
         missing = promised - set().union(*(names_in(message) for message in answered))
         assert not missing, f"{call.method} answered {answered} without {missing}"
@@ -163,7 +193,7 @@ def follow_the_page(gateway: GatewayProcess, variables: dict[str, str]) -> None:
 def test_every_public_call_is_on_the_page_once(shipped_gateway: GatewayProcess) -> None:
     text = PAGE.read_text(encoding="utf-8")
     listings = re.findall(r"^grpcurl .+ list.*$", text, re.MULTILINE)
-    services, methods = (set(run(buf(shipped_gateway.address, line)).split()) for line in listings)
+    services, methods = (set(run(Line.of(line, shipped_gateway.address).buf()).split()) for line in listings)
     told = [call.method for call in calls()]
     served = {name for name in methods if not name.startswith(REFLECTION)}
     assert len(told) == len(set(told)) and set(told) == served

@@ -1,4 +1,4 @@
-"""Clients that know nothing but the address: buf curl and Python's reflection client, by either version."""
+"""Clients that know nothing but the address: grpcurl, buf curl and Python's, by either version."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from quire.v1 import executor_pb2
 
 from tests.gateway_process import GatewayProcess
+from tests.grpcurl import GRPCURL, needs_grpcurl
 
 SERVICE = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"]
 HEALTH = "grpc.health.v1.Health"
@@ -25,6 +26,7 @@ SERVICES = {
     "quire.v1.ModelRunnerService",
     HEALTH,
     "grpc.reflection.v1alpha.ServerReflection",
+    "grpc.reflection.v1.ServerReflection",
 }
 BUF = Path(sys.executable).parent / "buf"
 TIMEOUT_S = 60
@@ -130,6 +132,33 @@ def test_a_client_without_stubs_can_call(weightless_gateway: GatewayProcess, ver
     send: Any = weightless_gateway.channel.unary_unary(f"/{SERVICE.full_name}/Prefill")
     with pytest.raises(grpc.RpcError, match="token 1024 is not below the vocabulary size 1024"):
         send(message.SerializeToString(), timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_each_version_describes_both(weightless_gateway: GatewayProcess, version: str) -> None:
+    """Before, v1 was served, but neither listed nor described."""
+    for described in ("v1", "v1alpha"):
+        package = f"grpc.reflection.{described}"
+        request: Any = reflection_pb2.ServerReflectionRequest(
+            file_containing_symbol=f"{package}.ServerReflection"
+        )
+        (found,) = ask(weightless_gateway, version, request)
+        (method,) = pool_of(found).FindServiceByName(f"{package}.ServerReflection").methods
+        assert method.input_type.full_name == f"{package}.ServerReflectionRequest"
+        assert method.server_streaming and method.client_streaming
+
+
+@needs_grpcurl
+def test_grpcurl_finds_and_describes_everything(weightless_gateway: GatewayProcess) -> None:
+    def grpcurl(*arguments: str) -> str:
+        command = [str(GRPCURL), "-plaintext", weightless_gateway.address, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert set(grpcurl("list").split()) == SERVICES
+    for service in SERVICES:
+        assert f"{service} is a service" in grpcurl("describe", service)
 
 
 def test_pythons_own_reflection_client_works(weightless_gateway: GatewayProcess) -> None:

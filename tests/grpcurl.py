@@ -1,0 +1,13 @@
+"""grpcurl, which `make setup` installs where its package has a program for the machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+GRPCURL = Path(sys.executable).parent / "grpcurl"
+needs_grpcurl = pytest.mark.skipif(
+    not GRPCURL.exists(), reason="the package of grpcurl is for Linux on x86-64 only"
+)
