@@ -68,7 +68,7 @@ class ReplayedRunner(CudaGraphRunner):
         """`replay` takes the place of that of a graph; `can_launch`: see `Runner`."""
         model: Any = SimpleNamespace(has_hidden_states=False, max_lora_slots=0)
         super().__init__(model, weightless_kv(), max_rows=max_rows, max_seq_len=max_tokens, queue=queue)
-        self._replay_of_graph, self._may_launch = replay, can_launch
+        self._replay_of_graph, self.can_launch = replay, can_launch
         generator = torch.Generator().manual_seed(0)
         self._table = torch.randn(max_rows, _VOCABULARY, generator=generator)
         self._tokens = self._table.argmax(-1)
@@ -80,11 +80,6 @@ class ReplayedRunner(CudaGraphRunner):
         if self._is_decode(inputs, rows):
             return super().step(inputs, rows, capture)
         return StepResult(self._table[: len(rows)], self._tokens[: len(rows)])
-
-    @property
-    def can_launch(self) -> bool:
-        """See `Runner.can_launch`."""
-        return self._may_launch
 
     def _capture_one(self, capture: Capture, buffers: DecodeBuffers, bucket: int, *, lora: bool) -> Any:
         del capture, bucket, lora

@@ -26,7 +26,7 @@ GPU_LORA_RANK = 64
 class StepLimits:
     """The size of the largest step, and the share of a GPU's memory that may be used in all.
 
-    cuda_graphs: whether decodes on a GPU replay CUDA graphs, or launch each kernel.
+    cuda_graphs: whether decodes on a GPU replay CUDA graphs, or launch each kernel over the same memory.
     """
 
     max_tokens: int = GPU_STEP_TOKENS
@@ -105,6 +105,8 @@ def allocate_pages(model: Model, num_pages: int) -> KvTensors:
 
 def new_runner(model: Model, kv: KvTensors, limits: StepLimits, max_seq_len: int) -> Runner:
     """The runner of a model on its device."""
-    if model.device.type == "cuda" and limits.cuda_graphs and model.graphable:
-        return CudaGraphRunner(model, kv, max_rows=limits.max_items, max_seq_len=max_seq_len)
+    if model.device.type == "cuda" and model.graphable:
+        return CudaGraphRunner(
+            model, kv, max_rows=limits.max_items, max_seq_len=max_seq_len, graphs=limits.cuda_graphs
+        )
     return EagerRunner(model, kv)

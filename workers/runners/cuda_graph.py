@@ -8,7 +8,8 @@ A batch runs in the smallest bucket that it fits, and the other rows are padded.
 first decode: for each size one, and if the model has slots for adapters, one that only batches with adapters
 replay. Each is followed by a short one that only batches with top_k, top_p or min_p replay. Other steps
 (prefills, mixed batches, verifies, larger batches, captured hidden states, given experts) run eagerly with
-the same kernels. So do decodes, more slowly, if a capture fails.
+the same kernels. So do decodes, more slowly, if a capture fails. With graphs switched off, the kernels of a
+decode are launched one by one, over the same memory and as far ahead.
 
 Of decodes whose callers continue with the chosen tokens, the next step can be launched while one runs
 (`launch`): so the device does not wait for the host between them.
@@ -47,6 +48,12 @@ def buckets_up_to(max_rows: int) -> tuple[int, ...]:
     """The sizes that batches of up to `max_rows` are padded to, ascending. Larger than 256 run eagerly."""
     largest = min(max_rows, _BUCKETS[-1])
     return (*(size for size in _BUCKETS if size < largest), largest)
+
+
+def launch_each(run: Callable[[], None]) -> Callable[[], None]:
+    """In place of a capture: repeats the launches themselves. The first ones compile what they need."""
+    run()
+    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +177,8 @@ class CudaGraphRunner:
     """Replays decode steps; runs everything else eagerly.
 
     Attributes:
-        name: How decodes run: "cuda_graph", or "eager" after a failed capture.
+        name: How decodes run: "cuda_graph", or "eager" without graphs or after a failed capture.
+        can_launch: See `Runner.can_launch`. False after a failed capture.
     """
 
     def __init__(
@@ -180,6 +188,7 @@ class CudaGraphRunner:
         *,
         max_rows: int,
         max_seq_len: int,
+        graphs: bool = True,
         capture: Capture | None = None,
         queue: DeviceQueue | None = None,
     ) -> None:
@@ -190,6 +199,7 @@ class CudaGraphRunner:
             kv: The pages.
             max_rows: The most rows of a captured decode step; see `buckets_up_to`.
             max_seq_len: The longest sequence, in tokens.
+            graphs: False: the kernels of a decode are launched one by one.
             capture, queue: Replace CUDA graphs, and the device's queue, in tests without a GPU.
         """
         self._model, self._kv = model, kv
@@ -198,8 +208,10 @@ class CudaGraphRunner:
         self._buckets = buckets_up_to(max_rows)
         max_pages = -(-max_seq_len // kv.page_size)
         self._max_rows, self._max_pages = self._buckets[-1], max_pages
-        self.name = "cuda_graph"
-        self._capture: Capture | None = capture or _CudaCapture(kv.device)  # None after the first use
+        self.name = "cuda_graph" if graphs else EagerRunner.name
+        self.can_launch = True
+        # None after the first use.
+        self._capture: Capture | None = capture or (_CudaCapture(kv.device) if graphs else launch_each)
         self._queue = queue
         self._captured: _Captured | None = None
         self._last: _Graph | None = None
@@ -224,11 +236,6 @@ class CudaGraphRunner:
             if captured is None:
                 return None
             return self._launched(captured, inputs, rows, keeps_logits=keeps_logits)
-
-    @property
-    def can_launch(self) -> bool:
-        """See `Runner.can_launch`."""
-        return self.name != EagerRunner.name
 
     def _captured_for(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> _Captured | None:
         """The graphs, if one of them computes this step."""
@@ -308,7 +315,7 @@ class CudaGraphRunner:
         # Outside of the handler, nothing refers to the graphs captured before the failure.
         if self._kv.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.name = EagerRunner.name
+        self.name, self.can_launch = EagerRunner.name, False
         _log.warning("CUDA graphs were not captured, so each kernel of a decode is launched: %s", reason)
 
     def _capture_graphs(self, capture: Capture) -> _Captured:

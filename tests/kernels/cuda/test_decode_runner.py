@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ import torch
 from tests.gpu.sizes import repeat_launches
 from tests.kernels.tree_batches import Tree, with_trees
 from tests.workers.packing import HandPacker, HandSequence, Item
+from workers.executors.memory import StepLimits, new_runner
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.builder import build_decoder
 from workers.models.capture import RowCapture
@@ -136,11 +139,14 @@ class Twins:
         max_rows: int = 6,
         capture: Capture | None = None,
         queue: DeviceQueue | None = None,
+        *,
+        graphs: bool = True,
     ) -> None:
-        capture = capture or (repeat_launches if device == "cpu" else None)
+        if graphs:
+            capture = capture or (repeat_launches if device == "cpu" else None)
         kvs = make_kv(device), make_kv(device)
         self.graph = CudaGraphRunner(
-            decoder, kvs[0], max_rows=max_rows, max_seq_len=256, capture=capture, queue=queue
+            decoder, kvs[0], max_rows=max_rows, max_seq_len=256, graphs=graphs, capture=capture, queue=queue
         )
         self.eager = EagerRunner(decoder, kvs[1])
         self.packer = HandPacker(16, range(1, PAGES))
@@ -153,6 +159,38 @@ class Twins:
         torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
         assert ours.chosen.tolist() == theirs.chosen.tolist()
         return [int(token) for token in ours.chosen]
+
+
+# Rows without a sequence are computed of whatever is in memory, and not read.
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+def test_without_graphs_the_launches_are_the_same(
+    decoder: Decoder, device: str, sent: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over the same memory, and ahead. Before, a runner without buffers ran them."""
+    twins = Twins(decoder, device, graphs=False)
+    assert (twins.graph.name, twins.graph.can_launch) == (EagerRunner.name, True)
+    sequences = [HandSequence() for _ in range(3)]
+    for length, sequence in zip((3, 9, 12), sequences, strict=True):
+        twins.step([Item(sequence, range(length))])
+    tokens = [1, 2, 3]
+    for _ in range(4):
+        tokens = twins.step([Item(s, [token]) for s, token in zip(sequences, tokens, strict=True)])
+    assert sent == [True, False, False, False], "the tokens chosen are in the device's memory"
+    inputs = twins.packer.pack([Item(s, [token]) for s, token in zip(sequences, tokens, strict=True)])
+    step = twins.graph.launch(inputs, [SamplingRow()] * 3, keeps_logits=True)
+    assert step is not None, "the next step can be launched while this one runs"
+    step.chosen()
+    assert not caplog.records
+
+
+def test_what_switches_graphs_off_keeps_the_buffers() -> None:
+    """As the model's device says, which has no GPU behind it here."""
+    model: Any = SimpleNamespace(device=torch.device("cuda"), graphable=True, has_hidden_states=True)
+    for graphs, name in ((True, "cuda_graph"), (False, "eager")):
+        limits = StepLimits(max_items=6, cuda_graphs=graphs)
+        runner = new_runner(model, make_kv("cpu"), limits, max_seq_len=256)
+        assert isinstance(runner, CudaGraphRunner)
+        assert (runner.name, runner.can_launch) == (name, True)
 
 
 def test_buckets() -> None:
