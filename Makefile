@@ -30,7 +30,7 @@ UV_TORCH = { $(BIN)/python -m pip install --constraint constraints.txt uv && $(B
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup kernels dist docs sbom bench gpu-test gpu-bench serve test test-isa test-torch soak size check check-code check-types check-protos check-imports fmt stubs proto-image clean
+.PHONY: help setup kernels dist docs sbom bench gpu-test gpu-bench serve cluster test test-isa test-torch soak size check check-code check-types check-protos check-imports fmt stubs proto-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -47,14 +47,15 @@ def rendered(directory: Path) -> list[Object]:
     return list(yaml.safe_load_all(done.stdout))
 
 
-@pytest.fixture(params=["as written", "base", "plaintext", "postgres", "example"])
+@pytest.fixture(params=["as written", "base", "plaintext", "postgres", "postgres, plaintext", "example"])
 def variant(request: pytest.FixtureRequest, tmp_path: Path) -> list[Object]:
     if request.param == "as written":
         return base()
     if request.param in ("base", "example"):
         return rendered(DEPLOY / "kubernetes" / request.param)
     found = Path(os.path.relpath(DEPLOY / "kubernetes", tmp_path.resolve()))
-    text = f"resources: [{found}/base]\ncomponents: [{found}/{request.param}]\n"
+    components = ", ".join(f"{found}/{name}" for name in request.param.split(", "))
+    text = f"resources: [{found}/base]\ncomponents: [{components}]\n"
     (tmp_path / "kustomization.yaml").write_text(text)
     return rendered(tmp_path)
 
@@ -160,6 +161,16 @@ def test_each_variant_serves_with_its_settings(variant: list[Object], tmp_path: 
         assert probe["grpc"]["port"] == ports["grpc"] and "httpGet" not in probe and config.insecure == "on"
 
 
+def test_services_say_whether_there_is_tls(variant: list[Object]) -> None:
+    """A proxy that is told h2c speaks HTTP/2 without TLS to the pods."""
+    environ = {each["name"] for each in container(variant, "quire-gateway")["env"]}
+    expected = "https" if "QUIRE_TLS_CERT" in environ else "kubernetes.io/h2c"
+    services = [each["spec"] for each in variant if each["kind"] == "Service"]
+    ports = [port for spec in services for port in spec["ports"] if port["targetPort"] == "grpc"]
+    assert ports and {port["appProtocol"] for port in ports} == {expected}
+    assert all("appProtocol" not in port for spec in services for port in spec["ports"] if port not in ports)
+
+
 def test_secrets_have_what_either_side_reads() -> None:
     page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
     for name, role in (("quire-gateway", "gateway"), ("quire-worker", "worker")):
@@ -172,10 +183,21 @@ def test_secrets_have_what_either_side_reads() -> None:
 @pytest.mark.parametrize("unit", sorted((DEPLOY / "systemd").iterdir()), ids=lambda path: path.name)
 def test_units(unit: Path, tmp_path: Path) -> None:
     text = unit.read_text()
-    (command,) = re.findall(r"^ExecStart=/opt/quire/bin/quire (.*)$", text, flags=re.MULTILINE)
-    complete_parser().parse_args(shlex.split(command.replace("%i", "1")))
+    (started,) = re.findall(r"^ExecStart=(.*)$", text, flags=re.MULTILINE)
+    arguments: list[str] = []
+    for instance in (0, 1, 9, 10, 123):
+        command = shlex.split(started.replace("%i", str(instance)).replace("$$", "$"))
+        if command[0] == "/bin/sh":
+            # As the shell would start it.
+            said = command[2].replace("exec ", "echo ", 1)
+            command = subprocess.check_output([*command[:2], said], text=True).split()
+        program, *arguments = command
+        assert program == "/opt/quire/bin/quire"
+        parsed = vars(complete_parser().parse_args(arguments))
+        if "worker" in arguments:
+            assert (parsed["listen"], parsed["device_index"]) == (f"0.0.0.0:{50060 + instance}", instance)
     (grace_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, flags=re.MULTILINE)
-    if "serve" in command:
+    if "serve" in arguments:
         assert int(grace_s) > Config().lame_duck_s + Config().drain_grace_s
     if shutil.which("systemd-analyze") is not None:
         (tmp_path / unit.name).write_text(text.replace("/opt/quire/bin/quire", shutil.which("true") or ""))

@@ -145,3 +145,10 @@ def test_of_two_makes_at_once_one_sets_up(checkout: Path, python: str) -> None:
 def test_kernels_are_compiled_before_anything_is_installed() -> None:
     command = [sys.executable, "-S", "-c", "import kernels.cpu.library"]
     subprocess.run(command, cwd=ROOT, check=True)
+
+
+def test_no_target_is_a_file() -> None:
+    """With a file of that name, `make cluster` would do nothing."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert set(re.findall(r"^([a-z-]+):", text, re.MULTILINE)) == set(phony.split())

@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 
 class Kind(enum.Enum):
-    """The kind of a forward. Each kind is counted separately.
+    """The kind of a forward, each counted separately. Prefills are limited beside decodes and verifies.
 
-    Prefills are limited beside decodes and verifies. A scoring returns its tokens' log-probabilities. A
-    replay computes lost KV of a cache again.
+    A scoring returns its tokens' log-probabilities. A replay computes lost KV of a cache again.
     """
 
     PREFILL = enum.auto()
@@ -55,9 +54,7 @@ class Accept(enum.Enum):
 # Extra samples that count as one row: see `Forward.row_weight`.
 _DRAWS_PER_ROW = 16
 # See `OutputSpec.row_weight`.
-_LOGITS_WEIGHT = 3
-_LISTED_PER_ROW = 512
-_LAYERS_PER_ROW = 4
+_LOGITS_WEIGHT, _LISTED_PER_ROW, _LAYERS_PER_ROW = 3, 512, 4
 
 
 class LogitsFormat(enum.Enum):
