@@ -21,6 +21,7 @@ from workers.operations import (
     Failed,
     FailureReason,
     Forward,
+    Kind,
 )
 
 # Bytes of each adapter.
@@ -71,8 +72,10 @@ class Bench:
         self.table.change(ChangeAdapters(op_id, added, removed, load))
         return op_id
 
-    def forward(self, adapter: int) -> Forward:
-        forward = Forward(self.op_id(), sequence=self._op_id, position=0, token_ids=[1], adapter=adapter)
+    def forward(self, adapter: int, kind: Kind = Kind.PREFILL) -> Forward:
+        forward = Forward(
+            self.op_id(), sequence=self._op_id, position=0, token_ids=[1], kind=kind, adapter=adapter
+        )
         self.table.count(forward)
         if self.table.admit(forward):
             self.schedule(forward)
@@ -306,3 +309,14 @@ def test_random_operations_serve_every_forward(seed: int) -> None:
     assert not len(callers.bench.table)
     assert callers.forwards <= callers.served | failed | callers.removed
     assert not callers.served & failed
+
+
+def test_a_replay_is_no_use_of_an_adapter() -> None:
+    """Nobody has requested it. The adapter is told all the same, as one that is waited for or loaded."""
+    bench = Bench()
+    bench.change(AdapterSource(1, "one", "x"))
+    bench.forward(1, Kind.REPLAY)
+    (metrics,) = bench.table.metrics()
+    assert (metrics.operations, metrics.tokens, metrics.waiting) == (0, 0, 1)
+    bench.forward(1)
+    assert bench.table.metrics()[0].operations == 1
