@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from http import HTTPStatus
 from typing import TypeVar
 
 import httpx2
@@ -99,13 +98,10 @@ async def post(
     response = await _in_time(client.send(request, stream=True), first_by_s, url)
     stream = ResponseStream(response, config, first_by_s)
     try:
-        if response.status_code == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED:
-            # No provider answers this.
-            raise failures.unreachable("NETWORK_ERROR", url)
         if response.status_code != 200:
             wait_s = retry_after_s(response.headers.get("retry-after"), clock.wall_s())
             data = await _error_body(stream, config.idle_timeout_s)
-            raise failures.http_error(config.name, response.status_code, data, wait_s)
+            raise failures.http_error(config.name, response.status_code, data, wait_s, url)
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "text/event-stream" or response.headers.get("content-encoding", "identity") != "identity":
             raise failures.malformed()

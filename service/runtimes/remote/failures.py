@@ -64,10 +64,13 @@ _STATUSES = {
     405: "FORBIDDEN",
     410: "FORBIDDEN",
     408: "TIMEOUT",
+    407: "NETWORK_ERROR",
     409: "SERVER_ERROR",
     425: "SERVER_ERROR",
     429: "RATE_LIMITED",
 }
+# What a proxy answers itself, without TLS to the provider.
+_OF_PROXIES = frozenset({407, 502, 503, 504})
 # Phrases for CONTEXT_LENGTH_EXCEEDED: not all providers have a code for it.
 _TOO_LONG = ("context length", "context window", "context size", "prompt is too long", "too many tokens")
 
@@ -80,10 +83,14 @@ def failure(reason: str, text: str = "", retry_after_s: float | None = None) -> 
 
 
 def unreachable(reason: str, url: str) -> ProviderFailure:
-    """No response came from a URL. Callers learn of a proxy which setting names it, and not the address."""
+    """No response came from a URL."""
+    return failure(reason, _TEXTS[reason] + _through(url))
+
+
+def _through(url: str) -> str:
+    """The end of a text if there is a proxy. Callers learn which setting names it, and not its address."""
     proxy = proxy_of(url) if url else None
-    through = "" if proxy is None else f", through the proxy that {proxy.variable} names"
-    return failure(reason, _TEXTS[reason] + through)
+    return "" if proxy is None else f", through the proxy that {proxy.variable} names"
 
 
 def malformed() -> ProviderFailure:
@@ -99,8 +106,10 @@ def internal(bug: Exception) -> InternalError:
     return InternalError()
 
 
-def http_error(runtime: str, status: int, body: bytes, retry_after_s: float | None) -> ProviderFailure:
-    """The failure for a response with a status other than 200. `body` may be truncated."""
+def http_error(
+    runtime: str, status: int, body: bytes, retry_after_s: float | None, url: str = ""
+) -> ProviderFailure:
+    """The failure for a response with a status other than 200 from `url`. `body` may be truncated."""
     try:
         error = json.loads(body)
     except (ValueError, RecursionError):
@@ -117,7 +126,9 @@ def http_error(runtime: str, status: int, body: bytes, retry_after_s: float | No
     _log.debug("a provider refused", runtime=runtime, status=status, reason=reason, code=" ".join(codes))
     if is_redirect:
         return failure(reason, "the provider wants another address to be asked, which is not done")
-    return failure(reason, retry_after_s=retry_after_s)
+    maybe_of_proxy = status in _OF_PROXIES and url.startswith("http:")
+    text = _TEXTS[reason] + _through(url) if maybe_of_proxy else ""
+    return failure(reason, text, retry_after_s=retry_after_s)
 
 
 def stream_error(runtime: str, error: object) -> ProviderFailure:

@@ -147,18 +147,35 @@ async def test_a_provider_on_this_machine_is_asked_without_a_proxy(
     assert not proxy.requests
 
 
-@pytest.mark.parametrize("answer", [407, 502, None])
+@pytest.mark.parametrize(
+    ("scheme", "answer", "expected"),
+    [
+        ("https", 407, "NETWORK_ERROR"),
+        ("https", 502, "NETWORK_ERROR"),
+        ("https", None, "NETWORK_ERROR"),
+        # Without a tunnel, the proxy's answer looks like the provider's.
+        ("http", 407, "NETWORK_ERROR"),
+        ("http", 502, "SERVER_ERROR"),
+        ("http", None, "NETWORK_ERROR"),
+    ],
+)
 async def test_a_proxy_is_named_where_it_may_be_the_cause(
-    provider: FakeProvider, key: Path, monkeypatch: pytest.MonkeyPatch, answer: int | None
+    provider: FakeProvider,
+    key: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheme: str,
+    answer: int | None,
+    expected: str,
 ) -> None:
     with http_proxy(answer) as proxy:
-        monkeypatch.setenv("HTTPS_PROXY", proxy.url)
-        settings: dict[str, Any] = {"api_key_file": str(key), "max_retries": 0}
+        monkeypatch.setenv(f"{scheme}_PROXY".upper(), proxy.url)
+        settings: dict[str, Any] = {"api_key_file": str(key), "max_retries": 0, "insecure": scheme == "http"}
         with capture_logs() as logs:
-            out = await answered(provider, item(), base_url="https://provider.example/v1", **settings)
-    assert proxy.requests and not any(SECRET in request for request in proxy.requests)
+            out = await answered(provider, item(), base_url=f"{scheme}://provider.example/v1", **settings)
+    assert proxy.requests
+    assert any(SECRET in request for request in proxy.requests) == (scheme == "http"), "as `insecure` allows"
     error = out.last().error
-    assert reason(out.last()) == "NETWORK_ERROR" and "the proxy that https_proxy names" in error.message
+    assert reason(out.last()) == expected and f"the proxy that {scheme}_proxy names" in error.message
     assert proxy.address not in error.message
     (told,) = [entry for entry in logs if entry["event"] == "a provider is reached through a proxy"]
     assert told["proxy"] == proxy.address and "secret" not in str(told)
