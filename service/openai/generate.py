@@ -25,6 +25,7 @@ from service.openai.models import ResolvedModel
 from service.openai.requests import (
     MAX_ID,
     MAX_TOP_LOGPROBS,
+    NEUTRAL,
     CompletionRequest,
     ResolveModel,
     prompt_tokens,
@@ -108,7 +109,7 @@ def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False
         raise unsupported("sampling_params.prompt_logprobs", "a stream has none")
     salts = fields.get("cache_salt", string), params.get("cache_salt", string)
     item.cache_salt = salts[0] or salts[1] or ""
-    params.refuse_others(_IGNORED_SETTINGS)
+    params.refuse_others(_IGNORED_SETTINGS, NEUTRAL)
     request_id = fields.get("request_id", string) or ""
     if len(request_id) > MAX_REQUEST_ID_CHARS:
         raise bad_field("request_id", f"has more than {MAX_REQUEST_ID_CHARS} characters")
@@ -117,7 +118,7 @@ def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False
     if fields.get("return_token_ids", boolean):
         raise unsupported("return_token_ids", "the prompt is used as it is sent")
     priority = _priority(fields.get("priority", integer, -_MAX_PRIORITY, _MAX_PRIORITY - 1) or 0)
-    fields.refuse_others(_IGNORED)
+    fields.refuse_others(_IGNORED, {"content_parts": []})
     return GenerateRequest(
         items=[item],
         model=model,
