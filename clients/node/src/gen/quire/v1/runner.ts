@@ -198,7 +198,7 @@ export interface ExecuteItem {
    * i`.
    */
   n: number;
-  /** Constrains the text. Unset: no constraint. */
+  /** Constrains the text. Unset: no constraint. Without a kind: BAD_CONSTRAINT. */
   constraint:
     | Constraint
     | undefined;
