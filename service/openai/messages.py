@@ -40,16 +40,16 @@ def _message(value: object, path: str) -> runner_pb2.ChatMessage:
     if role not in _ROLES:
         raise bad_field(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
     message = runner_pb2.ChatMessage(role=_ROLES[role], name=fields.get("name", string))
+    content = fields.raw("content")
     if role == "assistant":
-        for index, call in enumerate(fields.get("tool_calls", array, MAX_TOOLS) or ()):
-            message.tool_calls.append(_call(call, index, f"{path}.tool_calls[{index}]"))
-        for name in ("reasoning", "reasoning_content"):
-            thoughts = fields.get(name, string)
-            if thoughts is not None:
-                message.reasoning_content = thoughts
+        _add_parts_of_assistant(message, fields)
+        if content is None:
+            # An answer without text: OpenAI's API has a refusal there, and others only thoughts.
+            content = fields.get("refusal", string)
+            if content is None and message.HasField("reasoning_content") and not message.tool_calls:
+                content = ""
     if role == "tool":
         message.tool_call_id = fields.required("tool_call_id")
-    content = fields.raw("content")
     if content is not None:
         message.content = _text(content, f"{path}.content")
         message.has_empty_content = bool(message.tool_calls) and not message.content
@@ -57,6 +57,15 @@ def _message(value: object, path: str) -> runner_pb2.ChatMessage:
         raise bad_field(f"{path}.content", "is required")
     fields.refuse_others(_IGNORED_OF_ASSISTANT if role == "assistant" else ())
     return message
+
+
+def _add_parts_of_assistant(message: runner_pb2.ChatMessage, fields: Fields) -> None:
+    for index, call in enumerate(fields.get("tool_calls", array, MAX_TOOLS) or ()):
+        message.tool_calls.append(_call(call, index, f"{fields.path('tool_calls')}[{index}]"))
+    for name in ("reasoning", "reasoning_content"):
+        thoughts = fields.get(name, string)
+        if thoughts is not None:
+            message.reasoning_content = thoughts
 
 
 def _text(content: object, path: str) -> str:

@@ -230,6 +230,22 @@ def test_an_answer_as_a_client_sends_it_back() -> None:
     )
 
 
+def test_an_answer_without_text_is_its_refusal_or_its_thoughts() -> None:
+    def answer(**fields: Any) -> runner_pb2.ChatMessage:
+        made = ChatCompletionMessage.model_validate({"role": "assistant", **fields}).model_dump()
+        return parsed([FINISHED[0], made, FINISHED[3]]).messages[1]
+
+    assert answer(content=None, refusal="no").content == "no"
+    assert answer(content=None, reasoning_content="hm") == answer(content="", reasoning_content="hm")
+    for bad in (
+        {"content": None},
+        {"content": "yes", "refusal": "no"},
+        {"content": "x", "audio": {"id": "1"}},
+    ):
+        with pytest.raises(InvalidArgument):
+            parsed([FINISHED[0], {"role": "assistant", **bad}])
+
+
 @pytest.mark.parametrize(
     ("names", "tools", "template", "used"),
     [
