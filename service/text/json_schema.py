@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from service.text.schema_patterns import SchemaError, check_backslash, names_of
-from service.text.schema_values import NAMED, Schema, is_number
+from service.text.schema_values import ANNOTATIONS, NAMED, Schema, is_number
 
 # The formats that the library enforces. The specification lets all others be annotations.
 _FORMATS = frozenset(
@@ -142,9 +142,10 @@ def _set_names(schema: Schema) -> None:
 
 
 def has_rare_escapes(value: Any) -> bool:
-    """Whether a text in a JSON value has a character that can only be written as a number."""
+    """Whether a text in a schema has a character that JSON can only write as a number."""
     if isinstance(value, dict):
-        return any(has_rare_escapes(each) for each in (*value, *value.values()))
+        texts = (each for name, each in value.items() if not (name in ANNOTATIONS and isinstance(each, str)))
+        return any(map(has_rare_escapes, (*value, *texts)))
     if isinstance(value, list):
         return any(map(has_rare_escapes, value))
     return isinstance(value, str) and any(each < " " and each not in _SHORT_ESCAPES for each in value)

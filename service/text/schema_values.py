@@ -13,7 +13,7 @@ from service.text.schema_patterns import SchemaError, matches
 Schema: TypeAlias = dict[str, Any]
 # Keywords with schemas by name.
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
-_ANNOTATIONS = frozenset(
+ANNOTATIONS = frozenset(
     {
         "$comment", "contentEncoding", "contentMediaType", "default", "deprecated", "description", "examples",
         "format", "readOnly", "title", "writeOnly",
@@ -60,7 +60,7 @@ def _fault(draft: Any, schema: Schema) -> str | None:
     """Where a schema is none of this draft. Some programs write null for annotations, which do no harm."""
     for error in draft(draft.META_SCHEMA).iter_errors(schema):
         place = list(map(str, error.absolute_path))
-        if not place or place[-1] not in _ANNOTATIONS or place[-2:-1] in [[name] for name in NAMED]:
+        if not place or place[-1] not in ANNOTATIONS or place[-2:-1] in [[name] for name in NAMED]:
             return "/".join(place)
     return None
 

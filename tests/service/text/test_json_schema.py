@@ -240,6 +240,7 @@ def test_what_the_library_alone_gets_wrong(server: GrammarServer, schema: dict[s
         ({"type": "integer", "format": "int32"}, "3", '"x"'),
         ({"type": "string", "format": None, "title": None}, '"x"', "1"),
         ({"enum": ["\u0001", "a"]}, '"\\u0001"', '"b"'),
+        ({"properties": A, "description": "\u001b"}, '{"a":1}', '{"\\u0061":null}'),
         ({"patternProperties": {"^\\p{L}+$": {"type": "null"}}}, '{"\u00e9":null}', '{"\u00e9":1}'),
         ({"type": "string", "pattern": "\\\\"}, '"\\\\"', '"a"'),
     ],
