@@ -170,6 +170,16 @@ def test_an_empty_value_where_one_is_needed_is_refused(name: str) -> None:
     assert caught.value.reason == reason
 
 
+def test_an_empty_source_is_not_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgument) as caught:
+        _source()
+    assert caught.value.reason == "BAD_SOURCE"
+
+
 NONE_ALLOWED = [
     types_pb2.TokenMask(),
     types_pb2.TokenMask(packed=b""),
