@@ -121,16 +121,17 @@ SERVICE_ROOMS = {
         "service.model_names",
     ),
     "service.openai": (
-        "service.api", "service.config", "service.auth", "service.errors", "service.listening",
-        "service.logging", "service.printable", "service.runtimes", "service.text",
+        "service.api", "service.config", "service.auth", "service.errors", "service.http_requests",
+        "service.listening", "service.logging", "service.printable", "service.runtimes", "service.text",
     ),
     "service.metrics": (
         "service.adapters.registry", "service.api", "service.caches", "service.config",
-        "service.dispatcher", "service.errors", "service.listening", "service.logging",
-        "service.pool.model_versions", "service.runtimes",
+        "service.dispatcher", "service.errors", "service.http_requests", "service.listening",
+        "service.logging", "service.pool.model_versions", "service.runtimes",
     ),
     "service.tracing": ("service.api", "service.logging", "service.outbound"),
     "service.listening": ("service.auth.unix_socket",),
+    "service.http_requests": (),
     "service.shards": (
         "service.api", "service.auth", "service.config", "service.durable_file", "service.errors",
         "service.journal", "service.logging", "service.pool.pool_files", "service.postgres",

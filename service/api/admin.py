@@ -89,6 +89,7 @@ class AdminApi:
         self, request: admin_pb2.MoveCacheRequest, _context: Context
     ) -> admin_pb2.MoveCacheResponse:
         """Moves a cache to a worker."""
+        validation.check_cache_id(request.cache_id)
         move = Move(request.cache_id, request.worker_id)
         (moved,) = await self._dispatcher.run((move,), current_tenant())
         if isinstance(moved, QuireError):

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from service.api.time_slice import TimeSlice
+from service.http_requests import RequestConnection
 from service.listening import is_address, listening_socket
 from service.logging import get_logger
 from service.metrics.collector import QuireCollector, Sources
@@ -97,7 +98,7 @@ class Exporter:
 
     async def _respond(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Raises h11.ProtocolError if no response is possible, OSError, TimeoutError."""
-        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_REQUEST_BYTES)
+        connection = RequestConnection(_MAX_REQUEST_BYTES)
         is_head = False
         try:
             while (event := connection.next_event()) is h11.NEED_DATA:

@@ -51,6 +51,9 @@ class BodyReader:
             # Browsers let pages of other origins send some other types without a CORS check.
             text = "the content-type must be application/json"
             raise InvalidArgument("BAD_CONTENT_TYPE", "", text)
+        coding = request.headers.get("content-encoding", "").strip().lower()
+        if coding not in ("", "identity"):
+            raise InvalidArgument("BAD_CONTENT_ENCODING", "", "the body must not be compressed")
         tenant = current_tenant_name()
         # The HTTP parser accepts only digits. A chunked body has no length.
         declared_bytes = int(request.headers.get("content-length", "0"))

@@ -16,10 +16,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from service.config import Config as Settings
+from service.http_requests import RequestConnection
 
 # How often timeouts are checked. Each check counts as this much time, so a client is not cut off because the
 # server itself was not running.
 CHECK_INTERVAL_S = 0.25
+_MAX_HEADER_BYTES = 1 << 16
 _KEY = "connection"
 # The parts of a certificate that identify its owner, as in gRPC.
 _ALTERNATIVE_NAMES = ("DNS", "URI", "email", "IP Address")
@@ -37,6 +39,7 @@ class Connection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, {**app_state, _KEY: self}, _loop)
+        self.conn = RequestConnection(_MAX_HEADER_BYTES)
         self._settings = settings
         self._idle_s = self._unread_s = 0.0
         self._unread_bytes = 0

@@ -29,6 +29,7 @@ _STATUS_OF_REASON = {
     "MESSAGE_TIMEOUT": 408,
     "REQUEST_TOO_LARGE": 413,
     "BAD_CONTENT_TYPE": 415,
+    "BAD_CONTENT_ENCODING": 415,
     "BAD_HOST": 421,
     # This server's credentials at a provider: the caller cannot fix it.
     "UNAUTHORIZED": 502,
@@ -68,6 +69,8 @@ def headers(error: QuireError) -> dict[str, str]:
     status = http_status(error)
     if status == 401:
         fields["www-authenticate"] = "Bearer"
+    if error.reason == "BAD_CONTENT_ENCODING":
+        fields["accept-encoding"] = "identity"
     if error.retry_after_s is not None:
         fields["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         fields["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))

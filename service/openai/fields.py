@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from service.errors import InvalidArgument
@@ -51,13 +52,25 @@ class Fields:
             raise bad_field(self.path(name), "is required")
         return value
 
-    def refuse_others(self, ignored: Collection[str] = ()) -> None:
-        """Raises InvalidArgument for the first field that was not read and is not `ignored`."""
+    def refuse_others(
+        self, ignored: Collection[str] = (), neutral: Mapping[str, object] = MappingProxyType({})
+    ) -> None:
+        """Raises InvalidArgument for the first field that was not read and is not `ignored`.
+
+        `neutral`: values that ask for nothing, by name: the defaults of fields that are refused otherwise.
+        """
         for name, value in self._values.items():
             if name in self._read or name in ignored or value is None:
                 continue
+            if name in neutral and _is_same(value, neutral[name]):
+                continue
             shown = name[:_MAX_NAME_CHARACTERS].encode(errors="replace").decode()
             raise InvalidArgument("UNKNOWN_FIELD", self.path(shown), f"{shown} is not supported")
+
+
+def _is_same(value: object, other: object) -> bool:
+    """Whether they are equal in JSON, where true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def bad_field(field: str, problem: str) -> InvalidArgument:

@@ -33,7 +33,6 @@ from service.runtimes import router as runtimes
 from service.runtimes.executions import Executions
 from service.text.text_model import TextModel
 
-_MAX_HEADER_BYTES = 1 << 16
 _BACKLOG = 1024
 # Time for uvicorn's own shutdown, after the grace for requests.
 _SHUTDOWN_S = 1.0
@@ -97,7 +96,6 @@ class OpenAiFront:
             backlog=_BACKLOG,
             # `Connection.check_timeouts` closes idle connections.
             timeout_keep_alive=max(1, int(config.message_timeout_s)),
-            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             # Otherwise a pipelined request inherits the previous one's context: its tenant and request id.
             reset_contextvars=True,
             ssl_context_factory=None if context is None else lambda *_: context,

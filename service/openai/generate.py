@@ -25,6 +25,7 @@ from service.openai.models import ResolvedModel
 from service.openai.requests import (
     MAX_ID,
     MAX_TOP_LOGPROBS,
+    NEUTRAL,
     CompletionRequest,
     ResolveModel,
     prompt_tokens,
@@ -106,9 +107,8 @@ def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False
     num_prompt_top = params.get("prompt_logprobs", integer, 0, MAX_TOP_LOGPROBS)
     if is_stream and num_prompt_top is not None:
         raise unsupported("sampling_params.prompt_logprobs", "a stream has none")
-    salts = fields.get("cache_salt", string), params.get("cache_salt", string)
-    item.cache_salt = salts[0] or salts[1] or ""
-    params.refuse_others(_IGNORED_SETTINGS)
+    item.cache_salt = _cache_salt(params, fields)
+    params.refuse_others(_IGNORED_SETTINGS, NEUTRAL)
     request_id = fields.get("request_id", string) or ""
     if len(request_id) > MAX_REQUEST_ID_CHARS:
         raise bad_field("request_id", f"has more than {MAX_REQUEST_ID_CHARS} characters")
@@ -117,7 +117,7 @@ def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False
     if fields.get("return_token_ids", boolean):
         raise unsupported("return_token_ids", "the prompt is used as it is sent")
     priority = _priority(fields.get("priority", integer, -_MAX_PRIORITY, _MAX_PRIORITY - 1) or 0)
-    fields.refuse_others(_IGNORED)
+    fields.refuse_others(_IGNORED, {"content_parts": []})
     return GenerateRequest(
         items=[item],
         model=model,
@@ -145,19 +145,27 @@ def _set_sampling(item: runner_pb2.ExecuteItem, params: Fields, model: ResolvedM
     item.max_tokens = params.get("max_tokens", integer, 1, MAX_ID) or 0
     item.ignore_eos = bool(params.get("ignore_eos", boolean))
     item.tokens_only = not item.stop
-    for name, ids in (
-        ("stop_token_ids", item.stop_token_ids),
-        ("allowed_token_ids", item.constraint.mask.allowed.ids),
-    ):
-        given = params.get(name, array, _MAX_IDS)
-        if given:
-            ids.extend(token_ids(given, params.path(name)))
-    if not item.constraint.mask.allowed.ids:
-        item.ClearField("constraint")
+    stop_ids = params.get("stop_token_ids", array, _MAX_IDS)
+    item.stop_token_ids.extend(token_ids(stop_ids or [], params.path("stop_token_ids")))
+    allowed = params.get("allowed_token_ids", array, _MAX_IDS)
+    if allowed is not None:
+        path = params.path("allowed_token_ids")
+        if not allowed:
+            raise InvalidArgument("BAD_MASK", path, "no token is allowed")
+        item.constraint.mask.allowed.ids.extend(token_ids(allowed, path))
     if params.get("min_tokens", integer, 0, MAX_ID):
         raise unsupported(
             "sampling_params.min_tokens", "is not supported: a sample ends at its first end token"
         )
+
+
+def _cache_salt(*places: Fields) -> str:
+    """The salt of the last place that has one. An empty one is refused: it would be as if there were none."""
+    salt = ""
+    for fields in places:
+        if fields.raw("cache_salt") is not None:
+            salt = fields.required("cache_salt")
+    return salt
 
 
 def _priority(given: int) -> types_pb2.Priority:

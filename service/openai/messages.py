@@ -18,8 +18,11 @@ _ROLES = {
     "assistant": runner_pb2.CHAT_ROLE_ASSISTANT,
     "tool": runner_pb2.CHAT_ROLE_TOOL,
 }
-# No common chat template uses it.
-_IGNORED = frozenset({"name"})
+# What answers have beside the message itself, and clients send back with it: sources, and copies of what is
+# in the message already.
+_IGNORED_OF_ASSISTANT = frozenset({"annotations", "parsed"})
+_IGNORED_OF_CALL = frozenset({"index"})
+_IGNORED_OF_FUNCTION = frozenset({"parsed_arguments"})
 
 
 def parse_messages(fields: Fields) -> runner_pb2.Chat:
@@ -36,19 +39,33 @@ def _message(value: object, path: str) -> runner_pb2.ChatMessage:
     role = fields.required("role")
     if role not in _ROLES:
         raise bad_field(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
-    message = runner_pb2.ChatMessage(role=_ROLES[role])
+    message = runner_pb2.ChatMessage(role=_ROLES[role], name=fields.get("name", string))
+    content = fields.raw("content")
     if role == "assistant":
-        for index, call in enumerate(fields.get("tool_calls", array, MAX_TOOLS) or ()):
-            message.tool_calls.append(_call(call, index, f"{path}.tool_calls[{index}]"))
+        _add_parts_of_assistant(message, fields)
+        if content is None:
+            # An answer without text: OpenAI's API has a refusal there, and others only thoughts.
+            content = fields.get("refusal", string)
+            if content is None and message.HasField("reasoning_content") and not message.tool_calls:
+                content = ""
     if role == "tool":
         message.tool_call_id = fields.required("tool_call_id")
-    content = fields.raw("content")
     if content is not None:
         message.content = _text(content, f"{path}.content")
+        message.has_empty_content = bool(message.tool_calls) and not message.content
     elif not message.tool_calls:
         raise bad_field(f"{path}.content", "is required")
-    fields.refuse_others(_IGNORED)
+    fields.refuse_others(_IGNORED_OF_ASSISTANT if role == "assistant" else ())
     return message
+
+
+def _add_parts_of_assistant(message: runner_pb2.ChatMessage, fields: Fields) -> None:
+    for index, call in enumerate(fields.get("tool_calls", array, MAX_TOOLS) or ()):
+        message.tool_calls.append(_call(call, index, f"{fields.path('tool_calls')}[{index}]"))
+    for name in ("reasoning", "reasoning_content"):
+        thoughts = fields.get(name, string)
+        if thoughts is not None:
+            message.reasoning_content = thoughts
 
 
 def _text(content: object, path: str) -> str:
@@ -82,6 +99,6 @@ def _call(value: Any, index: int, path: str) -> runner_pb2.ToolCall:
         name=function.required("name"),
         arguments_json=function.get("arguments", string) or "",
     )
-    fields.refuse_others()
-    function.refuse_others()
+    fields.refuse_others(_IGNORED_OF_CALL)
+    function.refuse_others(_IGNORED_OF_FUNCTION)
     return call

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from quire.v1 import runner_pb2, types_pb2
@@ -31,6 +32,20 @@ _IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "prediction",
+    }
+)  # fmt: skip
+
+# Settings of other servers, with the values at which they ask for nothing: some clients always send them.
+NEUTRAL = MappingProxyType(
+    {
+        "add_generation_prompt": True, "bad_words": [], "best_of": 1, "chat_template_kwargs": {},
+        "continue_final_message": False, "detokenize": True, "documents": [], "early_stopping": False,
+        "echo": False, "extra_args": {}, "function_call": "none", "functions": [], "ignore_eos": False,
+        "include_reasoning": True, "include_stop_str_in_output": False, "length_penalty": 1,
+        "logits_processors": [], "logprob_token_ids": [], "min_tokens": 0, "mm_processor_kwargs": {},
+        "priority": 0, "return_token_ids": False, "return_tokens_as_token_ids": False,
+        "skip_special_tokens": True, "spaces_between_special_tokens": True, "stop_token_ids": [],
+        "suffix": "", "use_beam_search": False, "verbosity": "medium", "vllm_xargs": {},
     }
 )  # fmt: skip
 
@@ -67,7 +82,7 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
         raise unsupported("echo", "the prompt cannot be repeated")
     if fields.get("suffix", string):
         raise unsupported("suffix", "texts can be continued, not filled in")
-    if fields.get("best_of", integer, 1, MAX_SAMPLES) not in (None, shared.n):
+    if fields.get("best_of", integer, 1, MAX_SAMPLES) not in (None, 1, shared.n):
         raise unsupported("best_of", "must be n: all samples are returned")
     is_stream, with_usage = stream_options(fields)
     items: list[runner_pb2.ExecuteItem] = []
@@ -80,7 +95,7 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
         else:
             item.tokens.token_ids.extend(prompt)
         items.append(item)
-    fields.refuse_others(_IGNORED)
+    fields.refuse_others(_IGNORED, {**NEUTRAL, "add_special_tokens": True})
     return CompletionRequest(items, model, False, shared.logprobs, is_stream, with_usage)
 
 
@@ -104,7 +119,7 @@ def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
     if fields.raw("modalities") not in (None, ["text"]):
         raise unsupported("modalities", 'must be ["text"]')
     is_stream, with_usage = stream_options(fields)
-    fields.refuse_others(_IGNORED)
+    fields.refuse_others(_IGNORED, {**NEUTRAL, "add_special_tokens": False})
     return CompletionRequest([item], model, True, item.logprobs, is_stream, with_usage)
 
 
@@ -191,11 +206,11 @@ def stream_options(fields: Fields) -> tuple[bool, bool]:
     options = fields.raw("stream_options")
     if options is None:
         return is_stream, False
-    if not is_stream:
-        raise bad_field("stream_options", "needs stream")
     inner = Fields(options, "stream_options")
     with_usage = bool(inner.get("include_usage", boolean))
-    inner.refuse_others({"include_obfuscation"})
+    inner.refuse_others({"include_obfuscation"}, {"continuous_usage_stats": False})
+    if with_usage and not is_stream:
+        raise bad_field("stream_options", "needs stream")
     return is_stream, with_usage
 
 
@@ -204,7 +219,7 @@ def _set_tools(item_chat: runner_pb2.Chat, fields: Fields) -> None:
     choice = fields.raw("tool_choice")
     if choice not in (None, "none", "auto"):
         raise unsupported("tool_choice", "must be none or auto")
-    if fields.raw("parallel_tool_calls") not in (None, True):
+    if fields.raw("parallel_tool_calls") not in (None, True) and tools:
         raise unsupported("parallel_tool_calls", "the model decides how many tools it calls")
     for index, tool in enumerate(tools or ()):
         inner = Fields(tool, f"tools[{index}]")

@@ -54,6 +54,9 @@ def check(item: runner_pb2.ExecuteItem) -> None:
         raise InvalidArgument("BAD_STOP", "stop", "stop texts need text, which tokens_only does without")
     if len(item.stop_token_ids) > MAX_STOP_TOKENS:
         raise InvalidArgument("BAD_STOP", "stop_token_ids", f"at most {MAX_STOP_TOKENS} stop tokens")
+    if item.HasField("constraint") and item.constraint.WhichOneof("kind") is None:
+        text = "one of json_schema, regex, lark and mask is needed"
+        raise InvalidArgument("BAD_CONSTRAINT", "constraint", text)
     if item.HasField("timeout") and _timeout_s(item) <= 0:
         raise InvalidArgument("BAD_TIMEOUT", "timeout", "a timeout must be longer than 0")
     check_cost(item)

@@ -62,7 +62,8 @@ class ModelSources:
         if self._find_model is not None and is_hub_id(source):
             return str(self._find_model(source, lambda fraction: self._report_download(fraction, cancelled)))
         try:
-            if (Path(source) / "config.json").is_file():
+            # An empty path would be the directory in which the server was started.
+            if source and (Path(source) / "config.json").is_file():
                 return str(Path(source).resolve())
         except ValueError:
             # Not a valid path.

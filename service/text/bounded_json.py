@@ -106,6 +106,7 @@ def openai_messages(chat: runner_pb2.Chat, arguments: Callable[[str, str], objec
     """The messages in OpenAI's format, which templates read too. Raises InvalidArgument.
 
     `arguments` makes a tool call's arguments from their JSON; it also gets the path of that field.
+    An empty content is an empty text.
     """
     messages = []
     for index, message in enumerate(chat.messages):
@@ -117,13 +118,15 @@ def openai_messages(chat: runner_pb2.Chat, arguments: Callable[[str, str], objec
                     "type": "function",
                     "function": {
                         "name": call.name,
-                        "arguments": arguments(call.arguments_json, arguments_field(index, number)),
+                        "arguments": arguments(call_arguments(call), arguments_field(index, number)),
                     },
                 }
                 for number, call in enumerate(message.tool_calls)
             ]
         if message.tool_call_id:
             fields["tool_call_id"] = message.tool_call_id
+        if message.name:
+            fields["name"] = message.name
         messages.append(fields)
     return messages
 
@@ -142,6 +145,12 @@ def tools_of(chat: runner_pb2.Chat, parse_json: Callable[[str, str, str], Any] =
     if not isinstance(tools, list):
         raise InvalidArgument("BAD_CHAT", "chat.tools_json", "tools_json is not a list in JSON")
     return tools
+
+
+def call_arguments(call: runner_pb2.ToolCall) -> str:
+    """A call's arguments as JSON. Models and clients write none in several ways."""
+    given = call.arguments_json
+    return "{}" if given.strip() in ("", "null") else given
 
 
 def arguments_field(message: int, call: int) -> str:

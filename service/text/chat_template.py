@@ -32,6 +32,10 @@ class TemplateError(Exception):
     """A template cannot be rendered. The message is one printable line."""
 
 
+class TemplateRaised(TemplateError):
+    """The template itself failed: with other variables it may not."""
+
+
 class ChatTemplates:
     """Owns the processes. Used from one event loop."""
 
@@ -48,7 +52,8 @@ class ChatTemplates:
     ) -> str:
         """The prompt, which ends where the model's answer begins. Cancelling the call ends the process.
 
-        Raises TemplateError if there is no template of this name, or it fails or exceeds a limit; Draining.
+        Raises TemplateError if there is no template of this name or it exceeds a limit, TemplateRaised if it
+        fails; Draining.
         """
         if name not in template.sources:
             names = ", ".join(sorted(map(escaped, template.sources)))
@@ -84,11 +89,13 @@ def _new_process() -> TaskProcess:
 
 
 def _render(process: TaskProcess, task: bytes) -> str:
-    """The text that the process writes. Blocks. Raises TemplateError or TaskFailed."""
+    """The text that the process writes. Blocks. Raises TemplateError, TemplateRaised or TaskFailed."""
     kind, _, data = process.run(task).partition(b"\n")
     text = data.decode(errors="replace")
     if kind == b"text":
         return text
+    reason = f"{_SUBJECT} failed: {escaped(text)[:_MAX_REASON_CHARACTERS]}"
     if kind == b"last error":
         process.close()
-    raise TemplateError(f"{_SUBJECT} failed: {escaped(text)[:_MAX_REASON_CHARACTERS]}")
+        raise TemplateError(reason)
+    raise TemplateRaised(reason)

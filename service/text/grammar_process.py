@@ -12,12 +12,15 @@ import json
 import re
 import sys
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
 from service.text import task_loop
+from service.text.json_schema import has_rare_escapes, prepared
+from service.text.schema_patterns import SchemaError, check_backslash
+from service.text.schema_values import Schema, Validator
 
 _MAX_GRAMMARS = 64
 _MAX_MATCHERS = 1024
@@ -37,12 +40,31 @@ class GrammarError(Exception):
     """A grammar cannot be used, or a sample cannot continue."""
 
 
-@dataclass(slots=True)
-class _Sample:
-    """A sample's matcher, and how many tokens it has consumed."""
+@dataclass(frozen=True, slots=True)
+class _Grammar:
+    """A compiled grammar in its initial state, and the schema of finished texts if there is one."""
 
     matcher: LLMatcher
+    validator: Validator | None
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A sample's matcher and schema, how many tokens it has, and their text if that is checked."""
+
+    matcher: LLMatcher
+    validator: Validator | None
     num_tokens: int = 0
+    text: bytearray = field(default_factory=bytearray)
+
+    def mask(self) -> tuple[bool, bytes]:
+        """As `_mask`: a text that is not valid may not end. Raises GrammarError."""
+        may_end, mask = _mask(self.matcher)
+        if may_end and self.validator is not None and not self.validator.accepts(self.text):
+            if not any(mask):
+                raise GrammarError("the value is finished and not valid under the schema")
+            may_end = False
+        return may_end, mask
 
 
 class GrammarServer:
@@ -50,6 +72,7 @@ class GrammarServer:
 
     def __init__(self) -> None:
         self._tokenizer: LLTokenizer | None = None
+        self._tokens: list[bytes] = []
         self._compiled = functools.lru_cache(_MAX_GRAMMARS)(self._compile)
         self._samples: OrderedDict[int, _Sample] = OrderedDict()
 
@@ -60,16 +83,20 @@ class GrammarServer:
         mask = b""
         try:
             if request["method"] == "set_vocabulary":
-                tokens = [text.encode("latin-1") for text in request["tokens"]]
-                self._tokenizer = LLTokenizer(_Tokens(tokens, request["special_ids"]))
+                self._tokens = [text.encode("latin-1") for text in request["tokens"]]
+                self._tokenizer = LLTokenizer(_Tokens(self._tokens, request["special_ids"]))
             elif request["method"] == "compile":
-                _mask(self._compiled(request["kind"], request["text"]).deep_copy())
+                _mask(self._compiled(request["kind"], request["text"]).matcher.deep_copy())
             elif (sample := self._sample(request)) is None:
                 result["is_missing"] = True
             else:
-                result["may_end"], mask = _mask(sample.matcher)
+                result["may_end"], mask = sample.mask()
         except GrammarError as error:
             result["error"] = str(error)
+        except SchemaError as error:
+            result["error"] = _without_excerpts(str(error))
+        except RecursionError:
+            result["error"] = "it is nested too deeply"
         except MemoryError:
             result["error"] = "it needs too much memory"
         return json.dumps(result).encode() + b"\n" + mask
@@ -79,24 +106,33 @@ class GrammarServer:
         number, begin, token_ids = request["sample"], request["begin"], request["token_ids"]
         sample = self._samples.pop(number, None)
         if begin == 0:
-            sample = _Sample(self._compiled(request["kind"], request["text"]).deep_copy())
+            grammar = self._compiled(request["kind"], request["text"])
+            sample = _Sample(grammar.matcher.deep_copy(), grammar.validator)
         elif sample is None or sample.num_tokens != begin:
             return None
         if token_ids and not sample.matcher.consume_tokens(token_ids):
             raise GrammarError(_reason(sample.matcher))
         sample.num_tokens += len(token_ids)
+        if sample.validator is not None:
+            sample.text += b"".join(self._tokens[token_id] for token_id in token_ids)
         self._samples[number] = sample
         if len(self._samples) > _MAX_MATCHERS:
             self._samples.popitem(last=False)
         return sample
 
-    def _compile(self, kind: str, text: str) -> LLMatcher:
-        """A grammar in its initial state. Raises GrammarError."""
+    def _compile(self, kind: str, text: str) -> _Grammar:
+        """Raises GrammarError or SchemaError."""
         assert self._tokenizer is not None
-        matcher = LLMatcher(self._tokenizer, _grammar_text(kind, text), log_level=0, limits=_LIMITS)
+        validator = None
+        if kind == "json_schema":
+            schema = _parsed(text)
+            validator, grammar = Validator(schema), _schema_grammar(schema)
+        else:
+            grammar = _grammar_text(kind, text)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise GrammarError(_reason(matcher, kind))
-        return matcher
+        return _Grammar(matcher, validator)
 
 
 class _Tokens(TokenizerWrapper):
@@ -126,11 +162,15 @@ def _mask(matcher: LLMatcher) -> tuple[bool, bytes]:
 
 
 def _grammar_text(kind: str, text: str) -> str:
-    """A grammar in the library's own format. Raises GrammarError."""
+    """An expression or a grammar in the library's own format. Raises SchemaError."""
     if kind == "regex":
+        check_backslash(text)
         return _to_json({"lark_grammar": f"start: /{regex_to_lark(text)}/{_OPTIONS}"})
-    if kind == "lark":
-        return _to_json({"lark_grammar": text + _OPTIONS})
+    return _to_json({"lark_grammar": text + _OPTIONS})
+
+
+def _parsed(text: str) -> Schema:
+    """A schema. Raises GrammarError."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
@@ -139,7 +179,16 @@ def _grammar_text(kind: str, text: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise GrammarError("a JSON Schema is an object")
-    schema["x-guidance"] = {"whitespace_pattern": _JSON_WHITESPACE}
+    return schema
+
+
+def _schema_grammar(schema: Schema) -> str:
+    """A schema in the library's own format. Raises SchemaError."""
+    guidance = {"whitespace_pattern": _JSON_WHITESPACE}
+    if not has_rare_escapes(schema):
+        # With numbers as escapes, a declared name could be written as an additional one.
+        guidance["json_allowed_escapes"] = 'nrbtf\\"'
+    schema = prepared(schema) | {"x-guidance": guidance}
     return _to_json({"lark_grammar": _JSON_LARK + _OPTIONS}, {"name": "value", "json_schema": schema})
 
 
@@ -149,11 +198,17 @@ def _to_json(*grammars: dict[str, Any]) -> str:
 
 def _reason(matcher: LLMatcher, kind: str = "") -> str:
     """Why a matcher failed, without excerpts of the grammar around the error."""
-    reason = _EXCERPT.split(matcher.get_error().replace("<non-verbose/>", " "))[0]
+    reason = _without_excerpts(matcher.get_error())
     if reason.startswith("NoExtensionBias"):
         return "none of the model's tokens can follow"
     return reason.rpartition("error: ")[2] if kind == "regex" else reason
 
 
+def _without_excerpts(reason: str) -> str:
+    return _EXCERPT.split(reason.replace("<non-verbose/>", " "))[0]
+
+
 if __name__ == "__main__":
+    # The validator takes some ten calls for each level of a value.
+    sys.setrecursionlimit(10_000)
     sys.exit(task_loop.main(GrammarServer().run))

@@ -7,10 +7,9 @@ limited number of threads and processes, so it does not block the event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.v1 import runner_pb2, worker_pb2
 
@@ -24,8 +23,9 @@ from service.errors import (
 )
 from service.logging import get_logger
 from service.text.bounded_encoder import BoundedEncoder, check_loading
-from service.text.bounded_json import check_chat, openai_messages, parse, tools_of
-from service.text.chat_template import DEFAULT, ChatTemplates, TemplateError
+from service.text.bounded_json import check_chat
+from service.text.chat_template import ChatTemplates
+from service.text.chats import prompt_of
 from service.text.constraints import Constraints, Matcher
 from service.text.detokenizer import TokenDecoder
 from service.text.task_process import TaskFailed
@@ -118,19 +118,7 @@ class TextModel:
         await check_chat(chat)
         if not chat.messages:
             raise InvalidArgument("EMPTY_PROMPT", "chat.messages", "at least one message is needed")
-        messages = openai_messages(chat, _arguments)
-        tools = tools_of(chat) if chat.tools_json else None
-        name = chat.template or DEFAULT
-        try:
-            text = await self._templates.render(template, messages, name=name, tools=tools)
-        except TemplateError as error:
-            raise InvalidArgument("BAD_CHAT", "chat", str(error)) from None
-        if tools:
-            # A template that fails without tools uses them.
-            with contextlib.suppress(TemplateError):
-                if text == await self._templates.render(template, messages, name=name):
-                    message = "the model's chat template does not support tools"
-                    raise InvalidArgument("BAD_CHAT", "chat.tools_json", message)
+        text = await prompt_of(self._templates, template, chat)
         # The template has written the special tokens.
         return await self.encode(text, max_tokens=max_tokens, add_special_tokens=False, field="chat")
 
@@ -202,8 +190,3 @@ def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
         _log.error("the model's tokenizer.json cannot be used: texts are refused", error=str(error)[:300])
         return _Loaded(ready)
     return _Loaded(ready, tokenizer, encoder)
-
-
-def _arguments(arguments_json: str, field: str) -> Any:
-    """Templates expect a tool call's arguments as a value, not as JSON text. Raises InvalidArgument."""
-    return parse(arguments_json or "{}", "BAD_CHAT", field)

@@ -89,7 +89,7 @@ def test_messages_are_carried_over_whole() -> None:
         ([{"role": "developer", "content": "x"}], {}, "system, user, assistant, tool"),
         ([{"role": "user"}], {}, "content"),
         ([{"content": "x"}], {}, "role"),
-        ([{"role": "user", "content": "x", "name": "Ann"}], {}, "not name"),
+        ([{"role": "user", "content": "x", "nickname": "Ann"}], {}, "not nickname"),
         ([{"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}], {}, "function"),
         ([1, "x"], {}, "token ids"),
         ("x", {"timeout": "soon"}, "timeout"),

@@ -20,7 +20,7 @@ _ROLES = {
     "assistant": runner_pb2.CHAT_ROLE_ASSISTANT,
     "tool": runner_pb2.CHAT_ROLE_TOOL,
 }
-_KEYS = ("role", "content", "tool_calls", "tool_call_id")
+_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 _PROMPTS = ("tokens", "text", "chat")
 
 
@@ -29,7 +29,8 @@ def item(prompt: Prompt, *, item_id: str = "0", **settings: Any) -> runner_pb2.E
 
     Args:
         prompt: Token ids, a text to continue, or messages: mappings with `role`, `content`, and for tools
-            `tool_calls` and `tool_call_id`, as in the OpenAI API.
+            `tool_calls` and `tool_call_id`, as in the OpenAI API, and `name` and `reasoning_content` for the
+            chat templates that use these.
         item_id: Identifies the item in the chunks; unique in its batch.
         settings: Other fields of ExecuteItem, such as max_tokens, sampling, stop, n, constraint. `timeout` is
             in seconds or a timedelta. A JSON schema is a string or an object that `json.dumps` accepts.
@@ -99,7 +100,10 @@ def _constraint(value: Mapping[str, Any]) -> Mapping[str, Any]:
 def _message(message: Any) -> runner_pb2.ChatMessage:
     if not isinstance(message, Mapping):
         raise TypeError(f"a message is a mapping with role and content, not {message!r:.80}")
-    if unknown := [str(key) for key in message if key not in _KEYS]:
+    # What an OpenAI client returns has all other keys too, with null or an empty list.
+    if unknown := [
+        str(key) for key, value in message.items() if key not in _KEYS and value not in (None, [])
+    ]:
         raise ValueError(f"a message has {', '.join(_KEYS)}, and not {', '.join(unknown)}")
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
@@ -110,8 +114,11 @@ def _message(message: Any) -> runner_pb2.ChatMessage:
     return runner_pb2.ChatMessage(
         role=_ROLES[role],
         content=content or "",
+        has_empty_content=bool(calls) and content == "",
         tool_calls=[_tool_call(index, call) for index, call in enumerate(calls)],
         tool_call_id=message.get("tool_call_id") or "",
+        name=message.get("name") or "",
+        reasoning_content=message.get("reasoning_content"),
     )
 
 

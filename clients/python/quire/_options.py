@@ -74,7 +74,7 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
         settings: Fields of SamplingParams, such as temperature, top_k, top_p, seed. None: as in `sampling`.
 
     Raises:
-        ValueError: `logits` or `hidden_format` is none of these formats.
+        ValueError: `logits` or `hidden_format` is none of these formats, or `hidden` has no layers.
         TypeError: A setting has a name or type that SamplingParams does not have.
     """
     if logits and logits not in _FORMATS:
@@ -92,6 +92,8 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
     )
     if hidden is not False:
         output.hidden.layers.extend(() if hidden is True else hidden)
+        if not output.hidden.layers and hidden is not True:
+            raise ValueError("hidden has no layers: True stands for the last one, and False for none")
         output.hidden.dtype = _DTYPES[hidden_format]
     chosen = types_pb2.SamplingParams(**settings)
     if sampling is not None or chosen.ByteSize():

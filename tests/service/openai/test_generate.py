@@ -85,9 +85,15 @@ def test_fields_that_change_no_token_are_ignored() -> None:
         "detokenize": False, "skip_special_tokens": False, "spaces_between_special_tokens": True,
         "include_stop_str_in_output": True, "output_kind": 2, "flat_logprobs": True, "min_tokens": 0,
         "routed_experts_prompt_start": 4, "return_token_ids": True, "seed": -1,
-        "stop_token_ids": [], "allowed_token_ids": None, "bad_words": None, "structured_outputs": None,
+        "stop_token_ids": [], "allowed_token_ids": None, "bad_words": [], "structured_outputs": None,
+        "length_penalty": 1.0, "use_beam_search": False, "best_of": 1, "logprob_token_ids": [],
+        "logits_processors": [], "early_stopping": False, "extra_args": {}, "logit_bias": {}, "stop": [],
+        "truncate_prompt_tokens": None, "n": 1,
     }  # fmt: skip
-    fields = {"features": None, "kv_transfer_params": None, "output_mode": "tokens"}
+    fields: dict[str, Any] = {
+        "features": None, "content_parts": [], "kv_transfer_params": None, "output_mode": "tokens",
+        "priority": 0, "stream_options": {"include_usage": False}, "stream": False,
+    }  # fmt: skip
     assert request(settings, return_token_ids=False, **fields) == request()
 
 

@@ -62,6 +62,63 @@ def test_recommended_sampling_settings_apply_unless_given() -> None:
     assert request.items[0].max_tokens == 16
 
 
+# What clients send that asks for nothing: defaults of OpenAI, of other servers and of SDKs.
+NEUTRAL: dict[str, Any] = {
+    "n": 1, "best_of": 1, "stop": [], "logit_bias": {}, "seed": None, "top_k": 0, "stream": False,
+    "stream_options": {}, "frequency_penalty": 0, "user": "me", "bad_words": [], "length_penalty": 1.0,
+    "min_tokens": 0, "use_beam_search": False, "early_stopping": False, "ignore_eos": False,
+    "stop_token_ids": [], "allowed_token_ids": None, "logits_processors": [], "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "echo": False,
+    "return_token_ids": False, "priority": 0, "structured_outputs": None, "guided_json": None,
+    "prompt_logprobs": None, "truncate_prompt_tokens": None, "suffix": "", "extra_args": {},
+}  # fmt: skip
+NEUTRAL_OF_CHATS: dict[str, Any] = {
+    **NEUTRAL, "tools": [], "tool_choice": "auto", "parallel_tool_calls": False, "functions": [],
+    "function_call": "none", "logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"},
+    "modalities": ["text"], "audio": None, "verbosity": "medium", "web_search_options": None,
+    "reasoning_effort": None, "add_generation_prompt": True, "continue_final_message": False,
+    "chat_template_kwargs": {}, "documents": [], "include_reasoning": True, "add_special_tokens": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEUTRAL_OF_CHATS)
+def test_a_neutral_value_asks_for_nothing(name: str) -> None:
+    def same(made: runner_pb2.ExecuteItem, plain: runner_pb2.ExecuteItem) -> bool:
+        # These two are set to what they are anyway.
+        for each in (made, plain):
+            each.sampling.frequency_penalty = each.sampling.top_k = 0
+        return made == plain
+
+    assert same(item(**{name: NEUTRAL_OF_CHATS[name]}), item())
+    if name in NEUTRAL:
+        body = {"model": "m", "prompt": "x"}
+        made = completion({**body, name: NEUTRAL[name]}, resolve).items[0]
+        assert same(made, completion(body, resolve).items[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bad_words", ["x"]), ("bad_words", ""), ("length_penalty", 1.1), ("length_penalty", True),
+        ("min_tokens", 1), ("min_tokens", False), ("use_beam_search", True), ("use_beam_search", 0),
+        ("chat_template_kwargs", {"x": 1}), ("best_of", 2), ("functions", [{}]), ("verbosity", "low"),
+        ("unknown", []), ("unknown", {}), ("unknown", False), ("unknown", 0), ("unknown", ""),
+        ("stream_options", {"include_usage": True}), ("echo", True), ("add_special_tokens", True),
+    ],
+)  # fmt: skip
+def test_any_other_value_of_what_is_not_supported_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        item(**{name: value})
+    assert caught.value.field == name
+
+
+def test_tool_calls_cannot_be_limited_where_there_are_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(InvalidArgument) as caught:
+        item(tools=tools, parallel_tool_calls=False)
+    assert caught.value.field == "parallel_tool_calls"
+
+
 def test_response_formats() -> None:
     assert item(response_format={"type": "json_object"}).constraint.json_schema == '{"type":"object"}'
     schema = {"type": "object", "properties": {"ä": {"type": "integer"}}}

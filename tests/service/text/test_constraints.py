@@ -288,7 +288,7 @@ async def test_a_schema_may_allow_anything(shared: Constraints, value: str) -> N
         ("regex", "a" * 65_537, "at most 65536 bytes and has 65537"),
         ("regex", "\u00e9" * 40_000, "at most 65536 bytes and has 80000"),
         ("json_schema", "{", "is not JSON"),
-        ("json_schema", '{"items":' * 6000 + "{}" + "}" * 6000, "is not JSON"),
+        ("json_schema", '{"items":' * 6000 + "{}" + "}" * 6000, "nested too deeply"),
         ("json_schema", "[]", "is an object"),
         ("json_schema", "false", "is an object"),
         ("json_schema", '{"type": "integer", "minimum": 3, "maximum": 2}', "Unsatisfiable"),
@@ -299,8 +299,18 @@ async def test_a_schema_may_allow_anything(shared: Constraints, value: str) -> N
         ("lark", '{"grammars": []}', "expecting"),
         ("lark", 'start: a\na: "a" b', "unknown"),
         ("lark", DEEP, "crashed its process: it may be nested too deeply"),
+        ("regex", "a\\", "ends in a lone backslash"),
+        ("regex", "\\", "ends in a lone backslash"),
+        ("regex", "a" + "\\" * 3, "ends in a lone backslash"),
+        ("json_schema", "", "is not JSON"),
+        ("json_schema", '{"items": {"pattern": "a\\\\"}}', "ends in a lone backslash"),
+        ("json_schema", '{"patternProperties": {"a\\\\": {}}}', "ends in a lone backslash"),
+        ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "back to itself"),
+        ("json_schema", '{"properties": {"a": {"type": "text"}}}', "no JSON Schema, at 'properties/a/type'"),
+        ("json_schema", '{"type": "object", "minProperties": 2}', "minProperties can be at most one more"),
+        ("json_schema", '{"not": {"type": "integer"}}', "Unimplemented keys"),
     ],
-    ids=range(19),
+    ids=range(29),
 )  # fmt: skip
 async def test_an_error_of_a_grammar_is_one_printable_line(
     shared: Constraints, kind: str, text: str, message: str

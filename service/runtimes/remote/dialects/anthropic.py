@@ -17,7 +17,7 @@ from service.runtimes.remote.dialects.base import (
     parsed_json,
 )
 from service.runtimes.remote.failures import stream_error
-from service.text.bounded_json import chat_role, tools_of
+from service.text.bounded_json import call_arguments, chat_role, tools_of
 
 _VERSION = "2023-06-01"
 _FINISHES = {
@@ -160,7 +160,7 @@ def _content(message: runner_pb2.ChatMessage, index: int) -> object:
         blocks.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
         field = f"chat.messages[{index}].tool_calls"
-        arguments = parsed_json(call.arguments_json or "{}", "BAD_CHAT", field)
+        arguments = parsed_json(call_arguments(call), "BAD_CHAT", field)
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
     return blocks
 

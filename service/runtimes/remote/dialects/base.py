@@ -85,18 +85,28 @@ class Dialect(ABC):
         """The updates in the data of an event. Raises ProviderFailure."""
 
 
+# Values of fields with presence that are as if the field were unset.
+_NEUTRAL = {
+    "sampling.min_p": 0.0,
+    "sampling.repetition_penalty": 1.0,
+    "sampling.frequency_penalty": 0.0,
+    "sampling.presence_penalty": 0.0,
+}
+
+
 def unsupported(field: str) -> NoReturn:
     """Raises ProviderFailure: the dialect lacks the feature of this field of the item."""
     raise ProviderFailure("UNSUPPORTED", f"{field}: this runtime's provider cannot do it", field=field)
 
 
 def refuse(item: runner_pb2.ExecuteItem, fields: Sequence[str]) -> None:
-    """Raises ProviderFailure if one of these fields is set."""
+    """Raises ProviderFailure if one of these fields is set, and not to a value that changes nothing."""
     for path in fields:
         *parents, name = path.split(".")
         message = functools.reduce(getattr, parents, item)
         has_presence = message.DESCRIPTOR.fields_by_name[name].has_presence
-        if message.HasField(name) if has_presence else getattr(message, name):
+        value = getattr(message, name)
+        if message.HasField(name) and value != _NEUTRAL.get(path) if has_presence else value:
             unsupported(path)
 
 

@@ -149,6 +149,35 @@ def test_unsupported_fields_are_refused(dialect: DialectName, field: str, fields
     assert (raised.value.reason, raised.value.metadata) == ("UNSUPPORTED", {"field": field})
 
 
+@pytest.mark.parametrize("dialect", ["openai-chat", "anthropic-messages"])
+def test_settings_that_change_nothing_are_no_requests(dialect: DialectName) -> None:
+    neutral = sampling(
+        top_k=0, min_p=0, repetition_penalty=1, frequency_penalty=0, presence_penalty=0, logit_bias={}
+    )
+    made, plain = body(dialect, asked(sampling=neutral)), body(dialect, asked())
+    # OpenAI's API has these two.
+    assert {name: value for name, value in made.items() if not name.endswith("_penalty")} == plain
+
+
+def test_names_reach_providers_that_have_them_and_no_arguments_are_an_object() -> None:
+    call = runner_pb2.ToolCall(id="1", name="f", arguments_json="null")
+    messages = [
+        runner_pb2.ChatMessage(role=runner_pb2.CHAT_ROLE_USER, content="x", name="ann"),
+        runner_pb2.ChatMessage(
+            role=runner_pb2.CHAT_ROLE_ASSISTANT, tool_calls=[call], reasoning_content="thoughts"
+        ),
+        runner_pb2.ChatMessage(role=runner_pb2.CHAT_ROLE_TOOL, content="3", tool_call_id="1"),
+    ]
+    chat = runner_pb2.Chat(messages=messages)
+    user, assistant, tool = body("openai-chat", asked(chat=chat))["messages"]
+    assert user["name"] == "ann" and "name" not in tool
+    assert assistant["tool_calls"][0]["function"]["arguments"] == "{}"
+    of_anthropic = body("anthropic-messages", asked(chat=chat))["messages"]
+    assert of_anthropic[1]["content"][0]["input"] == {}
+    for sent in (assistant, of_anthropic):
+        assert "thoughts" not in str(sent)
+
+
 NO_ROLE = runner_pb2.Chat(messages=[runner_pb2.ChatMessage(content="x")])
 BAD: list[tuple[str, str, dict[str, Any]]] = [
     ("EMPTY_PROMPT", "chat", {"chat": runner_pb2.Chat()}),

@@ -204,7 +204,7 @@ export interface ExecuteItem {
    * i`.
    */
   n: number;
-  /** Constrains the text. Unset: no constraint. */
+  /** Constrains the text. Unset: no constraint. Without a kind: BAD_CONSTRAINT. */
   constraint:
     | Constraint
     | undefined;
@@ -239,7 +239,10 @@ export interface TokenPrompt {
 
 export interface Chat {
   messages: ChatMessage[];
-  /** The name of one of the model's chat templates. Empty: "default". */
+  /**
+   * The name of one of the model's chat templates. Empty: "tool_use" if there are tools and the model has one of this
+   * name, else "default".
+   */
   template: string;
   /**
    * Tools that the model may call, as a JSON list of {"type": "function", "function": {...}}, as in the OpenAI API.
@@ -256,6 +259,23 @@ export interface ChatMessage {
   toolCalls: ToolCall[];
   /** In a tool's message: the id of the call that it answers. */
   toolCallId: string;
+  /**
+   * The name of a participant, which some chat templates write. Empty: none. A tool's message without one has, for the
+   * template, the name of the function that `tool_call_id` called. Only providers with OpenAI's API get it.
+   */
+  name: string;
+  /**
+   * In an assistant's message: its thoughts before the content, for chat templates that write them. Providers do not
+   * get them.
+   */
+  reasoningContent?:
+    | string
+    | undefined;
+  /**
+   * Beside tool calls: an empty `content` is a text. Otherwise it is null: the chat template sees a message without
+   * content.
+   */
+  hasEmptyContent: boolean;
 }
 
 /** A tool call. A stream sends it in parts: first the id and the name, then `arguments_json` in pieces. */
@@ -264,7 +284,10 @@ export interface ToolCall {
   index: number;
   id: string;
   name: string;
-  /** In a request, limited together with the chat's `tools_json`. */
+  /**
+   * In a request, limited together with the chat's `tools_json`. Empty or null: no arguments, {}. A chat template gets
+   * the value, or this text if it fails with the value.
+   */
   argumentsJson: string;
 }
 
@@ -1164,7 +1187,15 @@ export const Chat: MessageFns<Chat> = {
 };
 
 function createBaseChatMessage(): ChatMessage {
-  return { role: 0, content: "", toolCalls: [], toolCallId: "" };
+  return {
+    role: 0,
+    content: "",
+    toolCalls: [],
+    toolCallId: "",
+    name: "",
+    reasoningContent: undefined,
+    hasEmptyContent: false,
+  };
 }
 
 export const ChatMessage: MessageFns<ChatMessage> = {
@@ -1180,6 +1211,15 @@ export const ChatMessage: MessageFns<ChatMessage> = {
     }
     if (message.toolCallId !== "") {
       writer.uint32(34).string(message.toolCallId);
+    }
+    if (message.name !== "") {
+      writer.uint32(42).string(message.name);
+    }
+    if (message.reasoningContent !== undefined) {
+      writer.uint32(50).string(message.reasoningContent);
+    }
+    if (message.hasEmptyContent !== false) {
+      writer.uint32(56).bool(message.hasEmptyContent);
     }
     return writer;
   },
@@ -1229,6 +1269,30 @@ export const ChatMessage: MessageFns<ChatMessage> = {
             message.toolCallId = reader.string();
             continue;
           }
+          case 5: {
+            if (tag !== 42) {
+              break;
+            }
+
+            message.name = reader.string();
+            continue;
+          }
+          case 6: {
+            if (tag !== 50) {
+              break;
+            }
+
+            message.reasoningContent = reader.string();
+            continue;
+          }
+          case 7: {
+            if (tag !== 56) {
+              break;
+            }
+
+            message.hasEmptyContent = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -1250,6 +1314,9 @@ export const ChatMessage: MessageFns<ChatMessage> = {
     message.content = object.content ?? "";
     message.toolCalls = object.toolCalls?.map((e) => ToolCall.fromPartial(e)) || [];
     message.toolCallId = object.toolCallId ?? "";
+    message.name = object.name ?? "";
+    message.reasoningContent = object.reasoningContent ?? undefined;
+    message.hasEmptyContent = object.hasEmptyContent ?? false;
     return message;
   },
 };

@@ -1,0 +1,87 @@
+"""The framing of HTTP/1.1 requests, for every HTTP port: h11's, without its tolerance.
+
+A proxy and a server that disagree about where a request ends let one caller send requests in the name of
+another. So a request is refused if any other server could read its head in another way.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import h11
+
+# Any authority, but no user name, which RFC 9110 forbids here.
+_ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#@]+)(?P<rest>/[^#]*|\?[^#]*)?", re.IGNORECASE)
+_LENGTH = re.compile(rb"^content-length:(.*)$", re.IGNORECASE | re.MULTILINE)
+
+
+class RequestConnection(h11.Connection):
+    """A server's side of a connection. `next_event` also raises RemoteProtocolError for ambiguous requests.
+
+    After such an error, as after all others, the connection has to be closed. A request whose target is a
+    whole URL, as for a proxy, becomes one for the URL's path and host.
+    """
+
+    def __init__(self, max_head_bytes: int) -> None:
+        """`max_head_bytes`: of a request line with its headers, and of a body's trailers."""
+        super().__init__(h11.SERVER, max_head_bytes)
+        self._max_head_bytes = max_head_bytes
+
+    def next_event(self) -> Any:
+        """See h11."""
+        if self.their_state is not h11.IDLE:
+            event = super().next_event()
+            if isinstance(event, h11.EndOfMessage):
+                self._check_size(sum(len(name) + len(value) for name, value in event.headers))
+            return event
+        received, _ = self.trailing_data
+        event = super().next_event()
+        if not isinstance(event, h11.Request):
+            return event
+        rest, _ = self.trailing_data
+        head = received[: len(received) - len(rest)]
+        # h11 looks only at what is incomplete.
+        self._check_size(len(head))
+        _check_framing(head, event)
+        return event if event.target[:1] in (b"/", b"*") else _in_origin_form(event)
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self._max_head_bytes:
+            raise h11.RemoteProtocolError("the headers are too large", error_status_hint=431)
+
+
+def _check_framing(head: bytes, request: h11.Request) -> None:
+    """Raises RemoteProtocolError if the end of the head or of the body is ambiguous."""
+    lines = head.count(b"\r\n")
+    if not lines == head.count(b"\n") == head.count(b"\r"):
+        raise h11.RemoteProtocolError("a line does not end with CR LF")
+    if b"\n " in head or b"\n\t" in head:
+        raise h11.RemoteProtocolError("a header has several lines")
+    lengths = _LENGTH.findall(head)
+    if len(lengths) > 1 or any(b"," in length for length in lengths):
+        raise h11.RemoteProtocolError("there are several lengths")
+    if any(name == b"transfer-encoding" for name, _ in request.headers):
+        if lengths:
+            raise h11.RemoteProtocolError("there are a length and a transfer coding")
+        if request.http_version < b"1.1":
+            raise h11.RemoteProtocolError("HTTP/1.0 has no transfer codings")
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """The same request, with only a path as its target. Raises RemoteProtocolError."""
+    if request.method == b"CONNECT":
+        # Its target is a host. Nobody serves it.
+        return request
+    target = _ABSOLUTE.fullmatch(request.target)
+    if target is None:
+        raise h11.RemoteProtocolError("the target is neither a path nor a URL")
+    rest = target["rest"] or b"/"
+    # The URL's host counts, not that of the header.
+    headers = [(name, value) for name, value in request.headers if name != b"host"]
+    return h11.Request(
+        method=request.method,
+        target=rest if rest.startswith(b"/") else b"/" + rest,
+        headers=[*headers, (b"host", target["host"])],
+        http_version=request.http_version,
+    )

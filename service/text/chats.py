@@ -1,0 +1,99 @@
+"""A chat as a prompt: which of the model's chat templates writes it, and from what.
+
+Templates are written for what the transformers library passes on, so they get the same: names and thoughts,
+the arguments of tool calls as values, and no content where it is null. Some fail with that, because they
+append the arguments to text, or ask whether the content is none: these get other forms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from quire.v1 import runner_pb2, types_pb2
+
+from service.errors import InvalidArgument
+from service.text.bounded_json import openai_messages, parse, tools_of
+from service.text.chat_template import DEFAULT, ChatTemplates, TemplateError, TemplateRaised
+
+# The template for chats with tools, where a model has several.
+_WITH_TOOLS = "tool_use"
+# Of a function's name that its results get too: there may be thousands of them.
+_MAX_NAME_CHARACTERS = 256
+# What a template gets for a content of null, and for the arguments of calls: the most usual form first.
+_ABSENT = object()
+_CONTENTS = (_ABSENT, None, "")
+_ARGUMENTS_ARE_VALUES = (True, False)
+_Messages = Sequence[Mapping[str, Any]]
+
+
+async def prompt_of(templates: ChatTemplates, template: types_pb2.ChatTemplate, chat: runner_pb2.Chat) -> str:
+    """The prompt of a chat that has passed `check_chat`. Raises InvalidArgument, Draining."""
+    # Templates ask whether there are tools: an empty list is none.
+    tools = tools_of(chat) or None
+    name = chat.template or (_WITH_TOOLS if tools and _WITH_TOOLS in template.sources else DEFAULT)
+    first_error: TemplateError | None = None
+    for messages in _forms(chat):
+        try:
+            text = await templates.render(template, messages, name=name, tools=tools)
+            break
+        except TemplateError as error:
+            first_error = first_error or error
+            if not isinstance(error, TemplateRaised):
+                raise _bad_chat(first_error) from None
+    else:
+        assert first_error is not None
+        raise _bad_chat(first_error)
+    if tools:
+        # A template that fails without tools uses them.
+        with contextlib.suppress(TemplateError):
+            if text == await templates.render(template, messages, name=name):
+                message = "the model's chat template does not support tools"
+                raise InvalidArgument("BAD_CHAT", "chat.tools_json", message)
+    return text
+
+
+def _forms(chat: runner_pb2.Chat) -> Iterator[_Messages]:
+    """The messages in each form that templates may expect. Raises InvalidArgument."""
+    called = [message for message in chat.messages if message.tool_calls]
+    has_null = any(not (message.content or message.has_empty_content) for message in called)
+    forms = itertools.product(
+        _CONTENTS if has_null else _CONTENTS[:1], _ARGUMENTS_ARE_VALUES if called else (True,)
+    )
+    for null, are_values in forms:
+        yield _messages(chat, null, are_values=are_values)
+
+
+def _messages(chat: runner_pb2.Chat, null: object, *, are_values: bool) -> _Messages:
+    # The function of each call before a message, by the call's id.
+    functions: dict[str, str] = {}
+    written = openai_messages(chat, _value if are_values else _text)
+    for message, fields in zip(chat.messages, written, strict=True):
+        if message.HasField("reasoning_content"):
+            # Templates have two names for it.
+            fields["reasoning_content"] = fields["thinking"] = message.reasoning_content
+        if message.tool_calls and not (message.content or message.has_empty_content):
+            fields["content"] = null
+            if null is _ABSENT:
+                del fields["content"]
+        for call in message.tool_calls:
+            functions[call.id] = call.name
+        if message.tool_call_id and not message.name:
+            name = functions.get(message.tool_call_id, "")
+            if 0 < len(name) <= _MAX_NAME_CHARACTERS:
+                fields["name"] = name
+    return written
+
+
+def _value(arguments_json: str, field: str) -> Any:
+    return parse(arguments_json, "BAD_CHAT", field)
+
+
+def _text(arguments_json: str, _field: str) -> str:
+    return arguments_json
+
+
+def _bad_chat(error: TemplateError) -> InvalidArgument:
+    return InvalidArgument("BAD_CHAT", "chat", str(error))

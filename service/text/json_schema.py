@@ -1,0 +1,151 @@
+"""JSON Schemas for llguidance, without what it gets wrong. Runs in the process for grammars.
+
+`prepared` writes a schema such that the library's grammar allows only valid values, or refuses it where the
+library cannot: it ignores an exclusive bound that is an integer beside the other bound, and comes to a dead
+end where all names of a pattern are declared. `schema_values` checks finished values, for what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+from service.text.schema_patterns import SchemaError, check_backslash, names_of
+from service.text.schema_values import ANNOTATIONS, NAMED, Schema, is_number
+
+# The formats that the library enforces. The specification lets all others be annotations.
+_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+# Where schemas have schemas: one, a list of them, or some by name.
+_ONE = ("items", "additionalItems", "additionalProperties")
+_LISTS = ("items", "prefixItems", "anyOf", "oneOf", "allOf")
+# The least distance from an exclusive bound: a smaller one takes an expression of hundreds of digits.
+_LEAST_DISTANCE = 1e-15
+# From here on every float is an integer.
+_LARGE = 2.0**53
+# Control characters with a short escape.
+_SHORT_ESCAPES = frozenset("\b\t\n\f\r")
+
+
+def prepared(schema: Schema) -> Schema:
+    """A whole schema as the library can apply it. `schema` is not changed. Raises SchemaError."""
+    _check_references(schema, schema)
+    return _prepared(schema)
+
+
+def _check_references(schema: Any, root: Schema) -> None:
+    """Raises SchemaError for a reference that only leads back to itself: the library begins its value."""
+    if isinstance(schema, list):
+        for inner in schema:
+            _check_references(inner, root)
+    if not isinstance(schema, dict):
+        return
+    seen: set[str] = set()
+    at: Any = schema
+    while isinstance(at, dict) and isinstance(reference := at.get("$ref"), str):
+        if reference in seen:
+            raise SchemaError("a reference leads back to itself")
+        seen.add(reference)
+        at = _target(reference, root)
+    for inner in schema.values():
+        _check_references(inner, root)
+
+
+def _target(reference: str, root: Schema) -> Any:
+    """What a reference in the same schema names; None: it may be a schema elsewhere, or a name for one."""
+    if not reference.startswith("#"):
+        return None
+    at: Any = root
+    for part in reference[1:].split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        at = at.get(name) if isinstance(at, dict) else None
+    return at
+
+
+def _prepared(schema: Schema) -> Schema:
+    written = {name: value for name, value in schema.items() if name != "x-guidance"}
+    for name in NAMED:
+        if isinstance(schema.get(name), dict):
+            written[name] = {key: _inner(inner) for key, inner in schema[name].items()}
+    for name in _LISTS:
+        if isinstance(schema.get(name), list):
+            written[name] = [_inner(inner) for inner in schema[name]]
+    for name in _ONE:
+        if isinstance(schema.get(name), dict):
+            written[name] = _prepared(schema[name])
+    if written.get("format") not in _FORMATS:
+        written.pop("format", None)
+    check_backslash(schema.get("pattern"))
+    _set_bounds(written)
+    _set_names(written)
+    required = schema.get("required")
+    least = schema.get("minProperties", 0)
+    if isinstance(least, int) and least > len(required if isinstance(required, list) else ()) + 1:
+        # The grammar counts a name as often as it is written.
+        raise SchemaError("minProperties can be at most one more than the number of required names")
+    return written
+
+
+def _inner(schema: Any) -> Any:
+    return _prepared(schema) if isinstance(schema, dict) else schema
+
+
+def _set_bounds(schema: Schema) -> None:
+    """Replaces exclusive bounds by inclusive ones next to them."""
+    if schema.get("type") == "integer":
+        return
+    for exclusive, inclusive, sign, nearer in (
+        ("exclusiveMinimum", "minimum", 1, max),
+        ("exclusiveMaximum", "maximum", -1, min),
+    ):
+        bound, other = schema.get(exclusive), schema.get(inclusive)
+        if is_number(bound) and abs(bound) < _LARGE:
+            del schema[exclusive]
+            beside = _next(bound, sign, schema.get("multipleOf"))
+            schema[inclusive] = nearer(beside, other) if is_number(other) else beside
+    least, most = schema.get("minimum"), schema.get("maximum")
+    if is_number(least) and is_number(most) and least > most:
+        # Also if they differ by less than the library's precision.
+        schema["minimum"], schema["maximum"] = 1, 0
+
+
+def _next(bound: float, sign: int, step: Any) -> float:
+    """The next number to a bound, of those that are multiples of a step; `sign`: 1 for larger ones."""
+    if not is_number(step) or not step > 0:
+        return bound + sign * max(math.ulp(bound), _LEAST_DISTANCE)
+    size = Fraction(repr(step))
+    multiple = (math.floor(sign * Fraction(repr(bound)) / size) + 1) * sign * size
+    return int(multiple) if multiple.denominator == 1 else float(multiple)
+
+
+def _set_names(schema: Schema) -> None:
+    """Replaces patterns of few names by these, which then are properties like the declared ones."""
+    patterns = schema.get("patternProperties")
+    if not isinstance(patterns, dict):
+        return
+    properties = schema.get("properties")
+    properties = dict(properties) if isinstance(properties, dict) else {}
+    kept: dict[str, Any] = {}
+    for pattern, inner in patterns.items():
+        check_backslash(pattern)
+        names = names_of(pattern)
+        if names is None:
+            # An empty expression is one that matches every name.
+            kept[pattern or "(?:)"] = inner
+        for name in names or ():
+            properties[name] = {"allOf": [properties[name], inner]} if name in properties else inner
+    schema["patternProperties"], schema["properties"] = kept, properties
+    if not kept:
+        del schema["patternProperties"]
+
+
+def has_rare_escapes(value: Any) -> bool:
+    """Whether a text in a schema has a character that JSON can only write as a number."""
+    if isinstance(value, dict):
+        texts = (each for name, each in value.items() if not (name in ANNOTATIONS and isinstance(each, str)))
+        return any(map(has_rare_escapes, (*value, *texts)))
+    if isinstance(value, list):
+        return any(map(has_rare_escapes, value))
+    return isinstance(value, str) and any(each < " " and each not in _SHORT_ESCAPES for each in value)

@@ -1,0 +1,105 @@
+"""Whether finished values are valid under a JSON Schema. Runs in the process for grammars."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any, TypeAlias, TypeGuard
+
+from service.text.schema_patterns import SchemaError, matches
+
+Schema: TypeAlias = dict[str, Any]
+# Keywords with schemas by name.
+NAMED = ("properties", "patternProperties", "$defs", "definitions")
+ANNOTATIONS = frozenset(
+    {
+        "$comment", "contentEncoding", "contentMediaType", "default", "deprecated", "description", "examples",
+        "format", "readOnly", "title", "writeOnly",
+    }
+)  # fmt: skip
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a finite number in JSON."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class Validator:
+    """Whether values are valid under a schema."""
+
+    def __init__(self, schema: Schema) -> None:
+        """Raises SchemaError if it is no schema."""
+        # It takes 0.1 s to import, and most processes need no schemas.
+        from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator  # noqa: PLC0415
+        from jsonschema.validators import extend, validator_for  # noqa: PLC0415
+        from referencing import Registry  # noqa: PLC0415
+
+        drafts: list[Any] = [Draft202012Validator, Draft7Validator, Draft4Validator]
+        if "$schema" in schema:
+            drafts = [validator_for(schema, default=Draft202012Validator)]
+        faults = [_fault(draft, schema) for draft in drafts]
+        if None not in faults:
+            raise SchemaError(f"it is no JSON Schema, at '{faults[0]}'")
+        draft = drafts[faults.index(None)]
+        # Without a registry remote references would be fetched.
+        self._validator = extend(draft, _KEYWORDS)(schema, registry=Registry())
+
+    def accepts(self, text: bytes | bytearray) -> bool:
+        """Whether a text is JSON of a valid value."""
+        try:
+            return bool(self._validator.is_valid(json.loads(text)))
+        except ValueError:
+            return False
+
+
+def _fault(draft: Any, schema: Schema) -> str | None:
+    """Where a schema is none of this draft. Some programs write null for annotations, which do no harm."""
+    for error in draft(draft.META_SCHEMA).iter_errors(schema):
+        place = list(map(str, error.absolute_path))
+        if not place or place[-1] not in ANNOTATIONS or place[-2:-1] in [[name] for name in NAMED]:
+            return "/".join(place)
+    return None
+
+
+def _errors(is_invalid: bool) -> Iterator[Exception]:
+    from jsonschema import ValidationError  # noqa: PLC0415
+
+    if is_invalid:
+        yield ValidationError("")
+
+
+def _multiple_of(_validator: Any, step: float, value: Any, _schema: Schema) -> Iterator[Exception]:
+    """By the digits: 0.3 is a multiple of 0.1."""
+    return _errors(is_number(value) and Fraction(repr(value)) % Fraction(repr(step)) != 0)
+
+
+def _pattern(_validator: Any, pattern: str, value: Any, _schema: Schema) -> Iterator[Exception]:
+    return _errors(isinstance(value, str) and not matches(pattern, value))
+
+
+def _pattern_properties(validator: Any, patterns: Schema, value: Any, _schema: Schema) -> Iterator[Exception]:
+    for pattern, inner in patterns.items():
+        for name, each in value.items() if isinstance(value, dict) else ():
+            if matches(pattern, name):
+                yield from validator.descend(each, inner)
+
+
+def _additional_properties(validator: Any, inner: Any, value: Any, schema: Schema) -> Iterator[Exception]:
+    for name, each in value.items() if isinstance(value, dict) else ():
+        declared = name in schema.get("properties", ())
+        if not declared and not any(matches(each, name) for each in schema.get("patternProperties", ())):
+            yield from validator.descend(each, inner)
+
+
+# Keywords whose own check differs from the grammar's: Python's regular expressions are others than those of
+# JSON Schema, and the library's are nearer to them.
+_KEYWORDS: dict[str, Callable[..., Iterator[Exception]]] = {
+    "multipleOf": _multiple_of,
+    "pattern": _pattern,
+    "patternProperties": _pattern_properties,
+    "additionalProperties": _additional_properties,
+}

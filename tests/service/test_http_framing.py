@@ -1,0 +1,207 @@
+"""Every HTTP port refuses requests that a proxy before it could divide in another way, and closes."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service import metrics_server
+from tests.service.openai.test_front import FakeRuntime, generate_yes, raw_request, serving
+
+PATIENCE_S = 30.0
+Exchange = Callable[[bytes], Awaitable[bytes]]
+HOST = b"Host: localhost\r\n"
+# A request that must never be seen: it stands in the body of another.
+HIDDEN = b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n"
+
+
+@pytest.fixture(params=["openai", "metrics"])
+async def exchange(request: Any, tmp_path: Path) -> AsyncIterator[Exchange]:
+    """Sends bytes to an HTTP port, and returns what comes until the port closes the connection."""
+    async with _port(request.param, tmp_path) as port, asyncio.timeout(PATIENCE_S):
+
+        async def run(data: bytes) -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(data)
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+        yield run
+
+
+@asynccontextmanager
+async def _port(name: str, tmp_path: Path) -> AsyncIterator[int]:
+    if name == "openai":
+        async with serving(FakeRuntime(generate_yes)) as front:
+            yield front.port
+    else:
+        async with metrics_server.serving(tmp_path) as metrics:
+            yield metrics.port
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n",
+        b"Content-Length: 4\r\nContent-Length: 5\r\n\r\n",
+        b"Content-Length: 4\r\ncontent-length: 4\r\n\r\n",
+        b"Content-Length: 4, 4\r\n\r\n",
+        b"Content-Length: 4,\r\n\r\n",
+        b"Content-Length: +4\r\n\r\n",
+        b"Content-Length: 0x4\r\n\r\n",
+        b"Content-Length: -4\r\n\r\n",
+        b"Content-Length:\r\n\r\n",
+        b"Content-Length : 4\r\n\r\n",
+        b" Content-Length: 4\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"Transfer-Encoding: chunked, identity\r\n\r\n",
+        b"Transfer-Encoding: xchunked\r\n\r\n",
+        b"Transfer-Encoding : chunked\r\n\r\n",
+        b"Transfer-Encoding:\r\n chunked\r\n\r\n",
+        b"X: a\r\n b\r\n\r\n",
+        b"X: a\r\n\tb\r\n\r\n",
+        b"X: a\nContent-Length: 4\r\n\r\n",
+        b"X: a\rContent-Length: 4\r\n\r\n",
+        b"X: a\r\n\n",
+        b"X: a\n\n",
+        b"X: a\x00b\r\n\r\n",
+        b"X\r\n\r\n",
+        b"Host: other\r\n\r\n",
+    ],
+)
+async def test_an_ambiguous_request_is_refused_and_its_connection_closed(
+    exchange: Exchange, head: bytes
+) -> None:
+    answer = await exchange(b"GET /healthz HTTP/1.1\r\n" + HOST + head + b"0\r\n\r\n" + HIDDEN)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.split()[1] in (b"400", b"501")
+    assert b"connection: close" in answer.lower()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"POST / HTTP/1.0\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /healthz HTTP/1.1\n" + HOST + b"\r\n",
+        b"GET  /healthz HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"GET /healthz HTTP/1.1 \r\n" + HOST + b"\r\n",
+        b"GET healthz HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"GET http:///healthz HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"GET http://user@localhost/healthz HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"GET ftp://localhost/healthz HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"GET /healthz HTTP/1.1\r\n\r\n",
+    ],
+)
+async def test_a_bad_request_line_is_refused(exchange: Exchange, request_bytes: bytes) -> None:
+    answer = await exchange(request_bytes + HIDDEN)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.split()[1] == b"400"
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        b"x\r\n\r\n", b"-1\r\n\r\n", b"0x2\r\nab\r\n0\r\n\r\n", b"2 \nab\r\n0\r\n\r\n", b"2\nab\n0\n\n",
+        b"2\r\nabc\r\n0\r\n\r\n", b"2\r\nab0\r\n\r\n", b"ffffffffffffffffffffffff\r\nab", b"\r\n0\r\n\r\n",
+    ],
+)  # fmt: skip
+async def test_a_body_of_bad_chunks_is_refused(chunks: bytes) -> None:
+    runtime = FakeRuntime(generate_yes)
+    async with serving(runtime) as served, asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
+        writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + HIDDEN)
+        # Of a request whose body breaks off the connection may end without an answer.
+        answer = await reader.read()
+        assert answer.count(b"HTTP/1.1 ") <= 1
+        assert b"HTTP/1.1 2" not in answer
+        writer.close()
+
+
+async def test_whole_requests_on_one_connection_are_answered_in_turn() -> None:
+    async with serving(FakeRuntime(generate_yes)) as served, asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        body = raw_request().partition(b"\r\n\r\n")[2]
+        head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
+        chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+        last = b"GET /health HTTP/1.1\r\nConnection: close\r\n" + HOST + b"\r\n"
+        writer.write(head + chunked + raw_request() + last)
+        answer = await reader.read()
+        assert answer.count(b"HTTP/1.1 200 ") == 3
+        writer.close()
+
+
+@pytest.mark.parametrize("split_bytes", [1 << 30, 1000])
+@pytest.mark.parametrize(("size_bytes", "is_refused"), [(60_000, False), (66_000, True)])
+async def test_headers_are_limited_however_they_arrive(
+    size_bytes: int, is_refused: bool, split_bytes: int
+) -> None:
+    async with serving(FakeRuntime(generate_yes)) as served, asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        data = b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n" + HOST
+        data += b"X: " + b"x" * size_bytes + b"\r\n\r\n"
+        for begin in range(0, len(data), split_bytes):
+            writer.write(data[begin : begin + split_bytes])
+            await writer.drain()
+        try:
+            answer = await reader.read()
+        except ConnectionResetError:
+            # What is sent after the answer can reset the connection before the answer was read.
+            answer = b""
+        assert (b" 200 " not in answer) if is_refused else answer.startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://localhost/v1/models", 200),
+        ("HTTP://127.0.0.1:80/v1/models?x=1", 200),
+        ("https://localhost/v1/models", 200),
+        ("http://localhost", 404),
+        ("http://localhost?x", 404),
+        # The host of the URL counts, not that of the header: a page of another host sent this.
+        ("http://evil.example/v1/models", 421),
+    ],
+)
+async def test_a_target_may_be_a_whole_url(target: str, status: int) -> None:
+    async with serving(FakeRuntime(generate_yes)) as served, asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        assert (await reader.read()).split()[1] == str(status).encode()
+        writer.close()
+
+
+async def test_a_whole_url_for_probes_and_metrics(tmp_path: Path) -> None:
+    async with metrics_server.serving(tmp_path) as server:
+        assert (await server.get("http://127.0.0.1/healthz")).status == 200
+        assert (await server.get("http://evil.example/healthz")).status == 403
+
+
+@pytest.mark.parametrize(
+    ("coding", "status"), [("gzip", 415), ("GZIP, gzip", 415), ("br", 415), ("identity", 200)]
+)
+async def test_a_compressed_body_is_refused_by_its_header(coding: str, status: int) -> None:
+    async with serving(FakeRuntime(generate_yes)) as served, asyncio.timeout(PATIENCE_S):
+        body = raw_request().partition(b"\r\n\r\n")[2]
+        body = body if status == 200 else gzip.compress(body)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Connection: close\r\n"
+        head += b"Content-Type: application/json\r\nContent-Length: %d\r\n" % len(body)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(head + f"Content-Encoding: {coding}\r\n\r\n".encode() + body)
+        answer = await reader.read()
+        writer.close()
+        assert answer.split()[1] == str(status).encode()
+        if status == 415:
+            assert b"accept-encoding: identity" in answer
+            error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+            assert error["code"] == "bad_content_encoding"

@@ -1,0 +1,284 @@
+"""Finished JSON is valid under its schema, as jsonschema says, and no sample comes to a dead end."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from jsonschema.validators import validator_for
+
+from service.text.grammar_process import GrammarServer
+
+END = 256
+# Bytes that end strings, objects and lists, and what the names here have.
+LIKELY = b'"}],:ab01'
+MAX_BYTES = 300
+SAMPLES = 6
+
+
+@pytest.fixture(scope="module")
+def server() -> GrammarServer:
+    server = GrammarServer()
+    tokens = [*map(chr, range(256)), "<end>"]
+    reply = server.run(
+        json.dumps({"method": "set_vocabulary", "special_ids": [END], "tokens": tokens}).encode()
+    )
+    assert json.loads(reply) == {}
+    return server
+
+
+class Refused(Exception):
+    pass
+
+
+def task(server: GrammarServer, **request: Any) -> tuple[dict[str, Any], bytes]:
+    line, _, mask = server.run(json.dumps(request).encode()).partition(b"\n")
+    return json.loads(line), mask
+
+
+def compile_schema(server: GrammarServer, schema: Any) -> None:
+    reply, _ = task(server, method="compile", kind="json_schema", text=json.dumps(schema))
+    if "error" in reply:
+        raise Refused(reply["error"])
+
+
+class Writer:
+    """Writes one sample byte by byte."""
+
+    number = 0
+
+    def __init__(self, server: GrammarServer, schema: Any) -> None:
+        Writer.number += 1
+        self._server, self._number = server, Writer.number
+        self._grammar = {"kind": "json_schema", "text": json.dumps(schema)}
+        self._num_known = 0
+        self.text = b""
+
+    def follow(self) -> tuple[bool, list[int]]:
+        """Whether the text may end here, and the bytes that may follow."""
+        new = list(self.text[self._num_known :])
+        sample = {"sample": self._number, "begin": self._num_known, "token_ids": new}
+        reply, mask = task(
+            self._server, method="mask", **sample, **({} if self._num_known else self._grammar)
+        )
+        assert "error" not in reply, (reply, self.text)
+        self._num_known = len(self.text)
+        allowed = [byte for byte in range(256) if mask and mask[byte >> 3] >> (byte & 7) & 1]
+        assert allowed or reply["may_end"], (self.text, "a dead end")
+        return reply["may_end"], allowed
+
+    def write(self, text: str) -> bool:
+        """Appends a text if the grammar allows it. Returns whether it does and the text may then end."""
+        for byte in text.encode():
+            if byte not in self.follow()[1]:
+                return False
+            self.text += bytes([byte])
+        return self.follow()[0]
+
+    def write_anything(self, rng: random.Random) -> bytes | None:
+        """Writes random bytes to an end. None: there is none in sight."""
+        while len(self.text) < MAX_BYTES:
+            may_end, allowed = self.follow()
+            if may_end and (not allowed or rng.random() < 0.5):
+                return self.text
+            plain = [byte for byte in allowed if 32 <= byte < 127] or allowed
+            likely = [byte for byte in plain if byte in LIKELY]
+            self.text += bytes([rng.choice(likely if likely and rng.random() < 0.6 else plain)])
+        return None
+
+
+def allows(server: GrammarServer, schema: Any, text: str) -> bool:
+    return Writer(server, schema).write(text)
+
+
+def check_samples(
+    server: GrammarServer, schema: Mapping[str, Any], seed: int, samples: int = SAMPLES
+) -> None:
+    validator = validator_for(schema, default=Draft202012Validator)(schema)
+    for index in range(samples):
+        text = Writer(server, schema).write_anything(random.Random(f"{seed} {index}"))
+        if text is not None:
+            assert validator.is_valid(json.loads(text)), (schema, text)
+
+
+# Small values, so that bounds meet. No 0.1: jsonschema's multiples are by floats, and ours by digits.
+NUMBERS = st.sampled_from([-3, -2.5, -2, -1, -0.5, 0, 0.25, 1, 1.5, 2, 2.75, 3, 10, 100])
+NAMES = st.sampled_from(["a", "b", "ab", ""])
+PATTERNS = st.sampled_from(
+    [
+        "^a", "b$", "^ab$", "^b$", "x", "^[ab]$", ".*", "^.*$", "^(a|b|ab)$", "[^a]", "^a?$", "^$", ".",
+        "^.$",
+    ]
+)  # fmt: skip
+
+
+def optional(**keywords: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=keywords)
+
+
+def typed(name: str, keywords: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    return keywords.map(lambda given: {"type": name, **given})
+
+
+BOUNDS = dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), NUMBERS)
+STEPS = st.sampled_from([1, 2, 0.5, 0.25, 3])
+LEAVES = st.one_of(
+    typed("number", optional(**BOUNDS)),
+    typed("number", optional(**BOUNDS, multipleOf=STEPS)),
+    typed("integer", optional(**BOUNDS, multipleOf=STEPS)),
+    typed(
+        "string",
+        optional(
+            minLength=st.integers(0, 3),
+            maxLength=st.integers(0, 4),
+            pattern=st.sampled_from(["^a+$", "b", "^[ab]{2,3}$", "a|b$", "^$", "^a", "^(a|b)"]),
+            format=st.sampled_from(["date", "ipv4", "color", "int32"]),
+        ),
+    ),
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {}, {"$ref": "#/$defs/d"}]),
+    st.sampled_from([1, 1.5, "a", None, [1, "a"], {"a": 1}, "", '"\\']).map(lambda value: {"const": value}),
+    st.lists(
+        st.sampled_from([1, "a", "ab", None, False, [], 2.5]), min_size=1, max_size=3, unique_by=repr
+    ).map(lambda values: {"enum": values}),
+)
+
+
+def extended(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    some = inner | st.booleans()
+    objects = optional(
+        properties=st.dictionaries(NAMES, some, max_size=3),
+        patternProperties=st.dictionaries(PATTERNS, some, min_size=1, max_size=2),
+        additionalProperties=some,
+        required=st.lists(NAMES | st.just("c"), max_size=2, unique=True),
+        minProperties=st.integers(0, 2),
+        maxProperties=st.integers(0, 3),
+    )
+    arrays = optional(
+        items=some,
+        prefixItems=st.lists(inner, min_size=1, max_size=2),
+        minItems=st.integers(0, 2),
+        maxItems=st.integers(0, 3),
+    )
+    schemas = st.lists(inner, min_size=1, max_size=2)
+    several = st.sampled_from(["anyOf", "allOf", "oneOf"])
+    return st.one_of(
+        typed("object", objects),
+        typed("object", objects),
+        typed("array", arrays),
+        st.tuples(several, schemas).map(lambda pair: {pair[0]: pair[1]}),
+        st.tuples(inner, inner).map(lambda pair: {**pair[0], **pair[1]}),
+    )
+
+
+SCHEMAS = st.recursive(LEAVES, extended, max_leaves=5)
+
+
+@given(schema=SCHEMAS, inner=LEAVES, seed=st.integers(0, 1 << 20))
+@settings(max_examples=150, deadline=None)
+def test_every_finished_sample_is_valid(
+    server: GrammarServer, schema: dict[str, Any], inner: dict[str, Any], seed: int
+) -> None:
+    whole = {**schema, "$defs": {"d": inner}}
+    try:
+        compile_schema(server, whole)
+    except Refused:
+        return
+    check_samples(server, whole, seed, 3)
+
+
+OBJECT = {"type": "object", "additionalProperties": False}
+A = {"a": {"type": "integer"}}
+SERVED: list[dict[str, Any]] = [
+    # All names of the pattern are declared.
+    {**OBJECT, "properties": A, "patternProperties": {"^a$": {"type": "integer"}}},
+    {**OBJECT, "properties": A, "patternProperties": {"^a$": {"minimum": 3}}},
+    {**OBJECT, "properties": A | {"b": {}}, "patternProperties": {"^(a|b)$": {"type": "integer"}}},
+    {**OBJECT, "properties": {"": {}, "a": {}}, "patternProperties": {"^a?$": {"const": 1}}},
+    {"allOf": [{"patternProperties": {"^a$": {"minimum": 2}}}, {**OBJECT, "properties": A}]},
+    # Numbers beside an exclusive bound.
+    {"type": "number", "minimum": -2.5, "exclusiveMaximum": -2},
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 0.25},
+    {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.5},
+    {"allOf": [{"type": "number", "minimum": -2.5}, {"exclusiveMaximum": -2}]},
+    {"type": "array", "items": {"type": "number", "exclusiveMinimum": 2, "maximum": 2.5}, "minItems": 2},
+    {"type": "number", "exclusiveMinimum": 2, "maximum": 3, "multipleOf": 0.5},
+    # A declared name in escapes is no additional one.
+    {"type": "object", "properties": A, "additionalProperties": {"type": "null"}, "required": ["a"]},
+    {"type": "object", "patternProperties": {"^a": {"const": 1}}, "additionalProperties": {"type": "null"}},
+    {"type": "object", "required": ["a"], "minProperties": 2},
+    # Of drafts before 2020-12, without saying so.
+    {"type": "array", "items": [{"type": "integer"}], "additionalItems": False},
+]
+
+
+@pytest.mark.parametrize("schema", SERVED, ids=range(len(SERVED)))
+def test_what_the_library_alone_gets_wrong(server: GrammarServer, schema: dict[str, Any]) -> None:
+    compile_schema(server, schema)
+    if isinstance(schema.get("items"), list):
+        schema = {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
+    check_samples(server, schema, 0, 32)
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": "number", "minimum": -2.5, "exclusiveMaximum": -2}, "-2.25", "-2"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.25}, "0.25", "0"),
+        ({"type": "number", "multipleOf": 0.1}, "0.3", "0.35"),
+        ({"type": "integer", "exclusiveMinimum": 2}, "3", "2"),
+        (SERVED[0], '{"a":5}', '{"a":5,"a":6}'),
+        (SERVED[1], '{"a":3}', '{"a":2}'),
+        ({"type": "object", "properties": A}, '{"a":1,"b":null}', '{"\\u0061":null}'),
+        ({"type": "string", "format": "color"}, '"x"', "1"),
+        ({"type": "string", "format": "date"}, '"2026-11-28"', '"x"'),
+        ({"type": "integer", "format": "int32"}, "3", '"x"'),
+        ({"type": "string", "format": None, "title": None}, '"x"', "1"),
+        ({"enum": ["\u0001", "a"]}, '"\\u0001"', '"b"'),
+        ({"properties": A, "description": "\u001b"}, '{"a":1}', '{"\\u0061":null}'),
+        ({"patternProperties": {"^\\p{L}+$": {"type": "null"}}}, '{"\u00e9":null}', '{"\u00e9":1}'),
+        ({"type": "string", "pattern": "\\\\"}, '"\\\\"', '"a"'),
+    ],
+)
+def test_what_is_written(server: GrammarServer, schema: dict[str, Any], valid: str, invalid: str) -> None:
+    compile_schema(server, schema)
+    assert allows(server, schema, valid)
+    assert not allows(server, schema, invalid)
+
+
+def test_a_finished_value_that_is_not_valid_is_an_error_and_no_end(
+    server: GrammarServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For what is wrong in another way than those known: here, with the library's own bounds."""
+    monkeypatch.setattr("service.text.json_schema._set_bounds", lambda _: None)
+    schema = {"type": "number", "minimum": -2.5, "exclusiveMaximum": -2, "title": "not prepared"}
+    top = Writer(server, schema)
+    assert not top.write("-2"), "it may not end here"
+    assert top.write(".25")
+    inner = {"type": "array", "items": schema}
+    with pytest.raises(AssertionError, match="finished and not valid"):
+        Writer(server, inner).write("[-2]")
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "frob"}, "no JSON Schema, at 'type'"),
+        ({"properties": {"description": 5}}, "no JSON Schema, at 'properties/description'"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"items": {"$ref": "#/items"}}, "back to itself"),
+        ({"type": "string", "pattern": "a\\"}, "lone backslash"),
+        ({"uniqueItems": True, "type": "array"}, "Unimplemented keys"),
+        ({"$schema": "https://example.org/own", "type": "integer"}, "does not fetch"),
+    ],
+)
+def test_what_cannot_be_applied_is_refused(
+    server: GrammarServer, schema: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(Refused, match=reason):
+        compile_schema(server, schema)
