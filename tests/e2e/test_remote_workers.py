@@ -16,14 +16,15 @@ import pytest
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
-from tests import quire_command
+from tests import quire_command, undisturbed
 from tests.forks import Forked
 from tests.gateway_process import GatewayProcess
 from tests.tcp_proxy import TcpProxy
 
 # Far more than any operation takes.
 TIMEOUT_S = 60
-PROMPT = [1, 2, 3]
+# More than a page, of the shipped model's vocabulary.
+PROMPT = [7 * i % 11 for i in range(1, 21)]
 
 
 class Pool:
@@ -123,10 +124,7 @@ class Text:
 
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
-    with GatewayProcess(model="paged-attention", workers=1, flags=["--kv-pages", "256"]) as gateway:
-        text = Text(gateway)
-        text.decode(gateway, 40)
-        return text.tokens
+    return undisturbed.greedy(PROMPT, 41)
 
 
 def say(gateway: GatewayProcess, event: str) -> Callable[[], bool]:
@@ -230,6 +228,7 @@ def test_hung_worker(pool: Pool, expected: list[int]) -> None:
     worker = pool.start_worker("--listen", address, "--hang-timeout-s", "2")
     with pool.gateway("--workers-at", address, "--heartbeat-timeout-s", "1") as gateway:
         text = Text(gateway, expected)
+        text.decode(gateway, 3)
         hung = process_of(worker)
         hung.suspend()
         text.decode(gateway, 3)

@@ -86,12 +86,17 @@ def main() -> int:
 
 
 def _model_and_texts(options: argparse.Namespace, scratch: Path) -> tuple[str, Texts]:
-    """What is served, and prompts, with what follows if the model alone can say it."""
+    """What is served, and prompts with what follows."""
     from tests.soak.callers import Texts
 
-    if options.model == WEIGHTLESS:
-        return WEIGHTLESS, Texts.of(options.texts, _VOCAB, options.seed)
     # Libraries that take seconds.
+    if options.model == WEIGHTLESS:
+        from tests.undisturbed import greedy
+
+        texts = Texts.of(options.texts, _VOCAB, options.seed)
+        for prompt in texts.prompts:
+            texts.add("", prompt, [*prompt, *greedy(prompt, _LONGEST_TEXT - len(prompt))])
+        return WEIGHTLESS, texts
     from tests.model_factory import TinyModel, hf_greedy, make_model
 
     model = make_model(scratch / "model", TinyModel())
@@ -122,8 +127,6 @@ async def soak(options: argparse.Namespace, texts: Texts, cluster: Cluster, take
         stubs = [executor_pb2_grpc.ModelExecutorServiceStub(channel) for channel in channels.values()]
         for stub in stubs:
             await wait_until_serving(stub, cluster)
-        if options.model == WEIGHTLESS:
-            await texts.decode(stubs[0], "", _LONGEST_TEXT)
         client = await stack.enter_async_context(
             AsyncClient(
                 list(channels),

@@ -1,0 +1,14 @@
+"""Plants a mistake in a worker, as `tests/planted_kv/__init__.py` says.
+
+Python imports this at its start where this directory is on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if "PLANTED_KV" in os.environ and sys.orig_argv[2:3] in (["workers.__main__"], ["workers.pool_member"]):
+    from tests.planted_kv import PLANTS
+
+    PLANTS[os.environ["PLANTED_KV"]]()
