@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from workers import step_loop
+from workers import adoption, step_loop
 from workers.executors.engine import Engine
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import ForwardInputs
@@ -25,7 +25,11 @@ from workers.runners.eager import EagerRunner
 _MANY_TOKENS = 4
 
 
-def forwards() -> None:
+# As setattr; pytest's undoes it at the end of a test.
+Replace = Callable[[Any, str, Any], None]
+
+
+def forwards(replace: Replace) -> None:
     """A forward of four or more tokens of a sequence stores the KV of other tokens."""
     right = EagerRunner.step
 
@@ -40,10 +44,10 @@ def forwards() -> None:
             self._model.forward(wrong.to(self._kv.device), self._kv)
         return result
 
-    vars_of(EagerRunner, step=step)
+    replace(EagerRunner, "step", step)
 
 
-def copies() -> None:
+def copies(replace: Replace) -> None:
     """In a page that is copied, within a worker or from another one, each token is one slot too late."""
     right_copy, right_write = KvTensors.copy_pages, KvTensors.write_pages
 
@@ -55,22 +59,25 @@ def copies() -> None:
         right_write(self, pages, data, skipped)
         shift(self, pages)
 
-    vars_of(KvTensors, copy_pages=copy_pages, write_pages=write_pages)
+    replace(KvTensors, "copy_pages", copy_pages)
+    replace(KvTensors, "write_pages", write_pages)
 
 
-def adoptions() -> None:
+def adoptions(replace: Replace) -> None:
     """In the first page of a sequence that a worker keeps for the next gateway, likewise."""
-    right = step_loop.keep_confirmed
+    right = adoption.keep_confirmed
 
     def keep_confirmed(engine: Engine, command: Adopt) -> Adopted:
         adopted = right(engine, command)
         shift(engine.kv, {sequence.pages[0] for sequence in engine.kv_table if len(sequence.pages)})
         return adopted
 
-    vars_of(step_loop, keep_confirmed=keep_confirmed)
+    replace(step_loop, "keep_confirmed", keep_confirmed)
 
 
-PLANTS: dict[str, Callable[[], None]] = {plant.__name__: plant for plant in (forwards, copies, adoptions)}
+PLANTS: dict[str, Callable[[Replace], None]] = {
+    plant.__name__: plant for plant in (forwards, copies, adoptions)
+}
 
 
 def shift(kv: KvTensors, pages: Iterable[int]) -> None:
@@ -78,9 +85,3 @@ def shift(kv: KvTensors, pages: Iterable[int]) -> None:
     size = kv.page_size
     for first in (page * size for page in pages):
         kv.move_slots([(first + slot, first + (slot + 1) % size) for slot in range(size)])
-
-
-def vars_of(owner: Any, **functions: Callable[..., Any]) -> None:
-    """Replace functions of a class or a module."""
-    for name, function in functions.items():
-        setattr(owner, name, function)

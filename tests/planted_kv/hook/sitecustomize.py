@@ -11,4 +11,4 @@ import sys
 if "PLANTED_KV" in os.environ and sys.orig_argv[2:3] in (["workers.__main__"], ["workers.pool_member"]):
     from tests.planted_kv import PLANTS
 
-    PLANTS[os.environ["PLANTED_KV"]]()
+    PLANTS[os.environ["PLANTED_KV"]](setattr)
