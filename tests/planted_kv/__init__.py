@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from workers.models.inputs import ForwardInputs
 from workers.operations import Adopt, Adopted
 from workers.runners.eager import EagerRunner
 
+# Has the module that Python imports at its start.
+HOOK = Path(__file__).parent / "hook"
 # Forwards of so many tokens are those of prompts, replays and long verifies.
 _MANY_TOKENS = 4
 
