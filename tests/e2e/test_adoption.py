@@ -14,17 +14,25 @@ import grpc
 import psutil
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import executor_pb2_grpc
+from quire.v1 import executor_pb2_grpc, types_pb2
 
 from service.model_names import SHIPPED_MODEL
 from tests import undisturbed
 from tests.gateway_process import GatewayProcess
+from workers.operations import OutputSpec
 
 # Far more than any operation takes.
 TIMEOUT_S = 60
 SHORT_GRACE_S = "1"
 # More than a page, of the shipped model's vocabulary.
 TOKENS = [7 * i % 11 for i in range(1, 21)]
+TOP = types_pb2.OutputOptions(top_logprobs=3)
+
+
+def top_logprobs_after(tokens: list[int]) -> list[float]:
+    """Of the shipped model: its next token says less about its KV."""
+    (found,) = undisturbed.outputs(tokens, [], OutputSpec(top_logprobs=3), model=SHIPPED_MODEL)
+    return list(found.top_logprobs)
 
 
 class Home:
@@ -87,7 +95,7 @@ def test_next_gateway_adopts_running_workers(home: Home) -> None:
         for entry in entries:
             command_line = psutil.Process(int(str(entry["pid"]))).cmdline()
             assert not any(str(entry["secret"]) in argument for argument in command_line)
-        decode = pb.DecodeRequest(cache_id=answer.kv_cache.cache_id, token_id=7)
+        decode = pb.DecodeRequest(cache_id=answer.kv_cache.cache_id, token_id=7, output=TOP)
         assert first.stub.Decode(decode, timeout=TIMEOUT_S).kv_cache.seq_len == len(TOKENS) + 1
         first.kill()
     second = home.start(model="adder")
@@ -100,9 +108,7 @@ def test_next_gateway_adopts_running_workers(home: Home) -> None:
         decode.position = len(TOKENS) + 1
         went_on = third.stub.Decode(decode, timeout=TIMEOUT_S)
         assert went_on.kv_cache.seq_len == len(TOKENS) + 2 and went_on.replayed_tokens == 0
-        assert (
-            went_on.output.token_id == undisturbed.outputs(TOKENS, [7, 7], model=SHIPPED_MODEL)[-1].token_id
-        )
+        assert list(went_on.output.top.logprobs) == top_logprobs_after([*TOKENS, 7, 7])
         assert went_on.kv_cache.epoch == answer.kv_cache.epoch
         released = pb.ReleaseCacheRequest(cache_id=answer.kv_cache.cache_id)
         assert third.stub.ReleaseCache(released, timeout=TIMEOUT_S).released

@@ -84,7 +84,6 @@ PLANTS: dict[str, Callable[[Replace], None]] = {
 
 
 def shift(kv: KvTensors, pages: Iterable[int]) -> None:
-    """Each token of these pages is one slot too late; the last one comes first."""
-    size = kv.page_size
-    for first in (page * size for page in pages):
-        kv.move_slots([(first + slot, first + (slot + 1) % size) for slot in range(size)])
+    """Each token of these pages is one slot too late; the last one is lost, and the first one there twice."""
+    for first in (page * kv.page_size for page in pages):
+        kv.move_slots([(slot, slot + 1) for slot in range(first, first + kv.page_size - 1)])

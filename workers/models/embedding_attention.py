@@ -14,12 +14,12 @@ Key and value are the embedding. The query is what a head looks for in others: o
 a key-value head, the first accepts all positions, and the one with index g those that have its own token's
 sign c = (p + g) mod N. The score of position s, whose key is at place a of the sequence, is
 
-    ln 2 * ((p - s) - (p - a) - 64 * (1 if sign c differs, else 0))    without the last term in the first head
+    ln 2 * ((p - s) - (p - a) - 128 * (1 if sign c differs, else 0))   without the last term in the first head
 
 The first and the last term are a product of query and key; the middle one is ALiBi's. Keys that are in their
-places and accepted have the score 0, and a sink has 60 * ln 2. So each accepted position has the weight
-2^-60, and a head's result times 2^60 is the sum of their embeddings: whole numbers. (A key that is d places
-after its own has 2^d times this weight.)
+places and accepted have the score 0, and a sink has 64 * ln 2. So each accepted position has the weight
+2^-64, others have none in float32, and a head's result times 2^64 is the sum of the accepted embeddings:
+whole numbers. (A key that is d places after its own has 2^d times this weight.)
 
 The sums of all heads and elements but p's, numbered j = 0 .. H * D - 1, become one phase for each i < D / 2:
 the sum over j of sums[j] * (16807^(i * H * D + j + 2) mod P), modulo 8191. The logit of token t is
@@ -54,10 +54,11 @@ from workers.models.lora import WithoutLora
 _GENERATOR, _PRIME = 16807, 2**31 - 1
 # Of phases; small enough for a table.
 _PHASES = 8191
-# Half of what a position lacks that is not accepted, as an exponent of 2.
-_ACCEPTANCE = 32.0
-# The exponents of the sink, and of what makes its head's results whole numbers.
-_SINK = 60
+# Half of what a position lacks that is not accepted, as an exponent of 2: its weight is 0 in float32.
+_ACCEPTANCE = 64.0
+# The exponent of the sink, and of what makes its head's results whole numbers: a power of 2, for which the
+# kernel gets it back exactly from a natural logarithm in float32.
+_SINK = 64
 # Whole numbers up to this are exact in float32.
 _EXACT = 2**24
 
@@ -94,12 +95,14 @@ class EmbeddingAttention(WithoutLora):
         self.vocab_size, self.num_heads = vocab_size, num_heads
         self.kv_layers = (LayerKv(num_kv_heads, head_dim, head_dim),) * num_layers
         self._group_size = num_heads // num_kv_heads
-        self.rotation_bytes = num_kv_heads * (1 + self._group_size) * head_dim * self.dtype.itemsize
+        self._repeats = 1 < num_kv_heads < num_heads
+        self.rotation_bytes = (num_kv_heads + num_heads) * head_dim * self.dtype.itemsize
         logarithm = torch.full((num_heads,), math.log(2), device=self.device)
         self._scoring = Scoring(math.log(2), sinks=_SINK * logarithm, alibi_slopes=logarithm)
-        signs = _signs(vocab_size, 0, num_kv_heads * (head_dim - 2)).view(vocab_size, num_kv_heads, 1, -1)
-        self._tokens = functional.pad(signs, (2, 0), value=1.0).to(self.device)  # [V, K, 1, D]
-        self._positions = torch.empty(0)  # [L, K, 1 + G, D]
+        signs = _signs(vocab_size, 0, num_kv_heads * (head_dim - 2)).view(vocab_size, num_kv_heads, -1)
+        self._tokens = functional.pad(signs, (2, 0), value=1.0).to(self.device)  # [V, K, D]
+        # What multiplies the row of a token at each position, for its key and its queries.
+        self._keys, self._queries = torch.empty(0), torch.empty(0)  # [L, K, D], [L, H, D]
         self._mixing = _mixing(num_heads * head_dim, head_dim).to(self.device)  # [H * D, D / 2]
         pairs = head_dim // 2
         self._phases = _circle(torch.arange(_PHASES).double() / _PHASES, pairs).to(self.device)
@@ -123,28 +126,29 @@ class EmbeddingAttention(WithoutLora):
         """
         assert capture is None, "this model has no hidden states"
         longest = max(inputs.attention.context_lens_host, default=0)
-        if longest > self._positions.shape[0]:
-            self._positions = self._position_table(1 << (longest - 1).bit_length())
-        factors = self._positions.index_select(0, inputs.positions)  # [T, K, 1 + G, D]
+        if longest > self._keys.shape[0]:
+            self._lengthen(1 << (longest - 1).bit_length())
+        key_factors = self._keys.index_select(0, inputs.positions)  # [T, K, D]
+        query_factors = self._queries.index_select(0, inputs.positions)  # [T, H, D]
         tokens, wanted, left = inputs.token_ids, inputs.wanted_rows, len(self.kv_layers)
         while True:
             k_pages, v_pages = kv.layer(-left)
             left -= 1
-            rows = self._tokens.index_select(0, tokens).mul(factors)  # [T, K, 1 + G, D]
-            stored, asking = rows.split_with_sizes((1, self._group_size), 2)
-            embedded = stored.flatten(1, 2).contiguous()  # [T, K, D]
-            queries = asking.flatten(1, 2)  # [T, H, D]
+            rows = self._tokens.index_select(0, tokens)  # [T, K, D]
+            embedded = rows.mul(key_factors)
+            if self._repeats:
+                rows = rows.repeat_interleave(self._group_size, dim=1)  # [T, H, D]
+            queries = rows.mul(query_factors)
             if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
                 # Not by `kv_write` and `paged_attention`, whose checks cost more than they do here.
                 cpu_kv_write.kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
-                attended = torch.empty(queries.shape)
+                attended = torch.empty(queries.shape[0], self._mixing.shape[0])  # [T, H * D]
                 cpu_attention.attend(attended, queries, k_pages, v_pages, inputs.attention, self._scoring)
             else:
                 attended = self._attend(embedded, queries, k_pages, v_pages, inputs)
             if not left and wanted.shape != tokens.shape:
-                attended = attended.index_select(0, wanted)
-            sums = attended.flatten(1).double().mul_(2.0**_SINK).round_()  # [T, H * D], or R of them
-            phases = (sums @ self._mixing).long().remainder_(_PHASES)  # [T, D / 2]
+                attended = attended.index_select(0, wanted)  # [R, H * D]
+            phases = (attended.double() @ self._mixing).long().remainder_(_PHASES)  # [T, D / 2], or R of them
             if not left:
                 return self._phases.index_select(0, phases.flatten()).view(-1, self._head.shape[1])
             tokens = phases[:, 0].remainder(self.vocab_size)
@@ -161,29 +165,30 @@ class EmbeddingAttention(WithoutLora):
         v_pages: Pages,
         inputs: ForwardInputs,
     ) -> torch.Tensor:
-        """Store keys and values [T, K, D], and attend with queries [T, H, D], on any device: [T, H, D]."""
+        """Store keys and values [T, K, D], and attend with queries [T, H, D], on any device: [T, H * D]."""
         kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
         scale, sinks, slopes = self._scoring.scale, self._scoring.sinks, self._scoring.alibi_slopes
-        return paged_attention(
+        attended = paged_attention(
             queries, k_pages, v_pages, inputs.attention, scale=scale, sinks=sinks, alibi_slopes=slopes
         )
+        # The compiled kernel has powers of 2, torch exponentials, with which sums are nearly whole.
+        return attended.flatten(1).mul_(2.0**_SINK).round_().mul_(2.0**-_SINK)
 
-    def _position_table(self, length: int) -> torch.Tensor:
-        """What multiplies a token's row at each position, for its key and its queries: [L, K, 1 + G, D]."""
+    def _lengthen(self, length: int) -> None:
+        """Have the tables of positions up to this."""
         kv_heads, width = self.kv_layers[0].kv_heads, self.kv_layers[0].key_dim
         positions = torch.arange(length)
         signs = _signs(length, kv_heads * (width - 2), kv_heads * (width - 2)).view(length, kv_heads, -1)
-        table = torch.zeros(length, kv_heads, 1 + self._group_size, width)
-        table[:, :, 0, 0] = 1.0
-        table[:, :, 0, 1] = table[:, :, 1, 0] = positions[:, None].float()
-        table[:, :, 0, 2:] = signs
-        table[:, :, 1:, 1] = -1.0
+        first = torch.stack((torch.ones(length), positions.float()), dim=-1)[:, None]  # [L, 1, 2]
+        keys = torch.cat((first.expand(-1, kv_heads, -1), signs), dim=-1)
+        queries = torch.zeros(length, kv_heads, self._group_size, width)
+        queries[..., 0] = positions[:, None, None].float()
+        queries[..., 1] = -1.0
+        queries[:, :, 1:, 0] -= _ACCEPTANCE
         for index in range(1, self._group_size):
             chosen = ((positions + index) % (width - 2)).view(-1, 1, 1).expand(-1, kv_heads, 1)
-            queries = table[:, :, 1 + index]  # [L, K, D]
-            queries[:, :, 0] = positions[:, None] - _ACCEPTANCE
-            queries[:, :, 2:].scatter_(2, chosen, _ACCEPTANCE * signs.gather(2, chosen))
-        return table.to(self.device)
+            queries[:, :, index, 2:].scatter_(2, chosen, _ACCEPTANCE * signs.gather(2, chosen))
+        self._keys, self._queries = keys.to(self.device), queries.flatten(1, 2).to(self.device)
 
 
 def _turns(count: int, first: int, width: int) -> torch.Tensor:
@@ -198,12 +203,12 @@ def _signs(count: int, first: int, width: int) -> torch.Tensor:
 
 
 def _mixing(numbers: int, head_dim: int) -> torch.Tensor:
-    """What multiplies the sums of all heads in each phase: [H * D, D / 2] float64 of whole numbers."""
+    """What multiplies the results of all heads in each phase: [H * D, D / 2] float64, whole times 2^64."""
     pairs = head_dim // 2
     flat = torch.tensor([pow(_GENERATOR, j + 2, _PRIME) % _PHASES for j in range(pairs * numbers)])
     mixing = flat.view(pairs, numbers).T.double().contiguous()
     mixing[1::head_dim] = 0  # Sums of positions are not exact.
-    return mixing
+    return mixing * 2.0**_SINK
 
 
 def _circle(turns: torch.Tensor, pairs: int) -> torch.Tensor:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import sys
 
-if "PLANTED_KV" in os.environ and sys.orig_argv[2:3] in (["workers.__main__"], ["workers.pool_member"]):
+_WORKERS = (["workers.__main__"], ["workers.pool_member"], ["tests.soak.marked", "worker"])
+
+if "PLANTED_KV" in os.environ and any(sys.orig_argv[2 : 2 + len(each)] == each for each in _WORKERS):
     from tests.planted_kv import PLANTS
 
     PLANTS[os.environ["PLANTED_KV"]](setattr)
