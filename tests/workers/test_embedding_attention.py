@@ -23,6 +23,7 @@ from tests.workers.packing import (
     rows_of_trees,
 )
 from tests.workers.page_faults import PAGE_FAULTS, Victim
+from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.tensors import KvTensors
 from workers.models.embedding_attention import EmbeddingAttention
 from workers.models.model import PAGE_SIZE
@@ -208,3 +209,18 @@ def test_sizes_that_fit_no_heads_are_refused() -> None:
     for sizes in ({"num_heads": 3, "num_kv_heads": 2}, {"head_dim": 2}):
         with pytest.raises(ValueError, match="sizes"):
             EmbeddingAttention("cpu", **sizes)
+
+
+def test_the_executor_passes_sizes_through() -> None:
+    executor = PagedAttentionExecutor.create(
+        kv_pages=8, vocab_size=300, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16
+    )
+    described, able = executor.info(), executor.capabilities()
+    assert (described.vocab_size, described.num_layers, described.head_dim) == (300, 3, 16)
+    assert (described.num_attention_heads, described.num_kv_heads) == (4, 2)
+    assert able.kv_capacity_tokens == 8 * PAGE_SIZE and able.batch_invariant
+    assert able.bytes_per_page == PAGE_SIZE * 3 * 2 * 2 * 16 * 4
+    prompt = list(range(40))
+    text = [executor.prefill(1, prompt).token_id]
+    text.append(executor.decode(1, text[0]).token_id)
+    assert executor.forward([*prompt, text[0]])[-1].token_id == text[1]

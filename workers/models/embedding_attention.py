@@ -6,7 +6,8 @@ that is wrong, missing, or in another place changes it. Up to the logits there a
 exact sums, so the bits are the same in any batch, in chunks of any size, and on any machine.
 
 Let turn(i, x) = x * 16807^(i + 2) mod P, with the prime P = 2^31 - 1. Let sign(i, x) be 1 if that is below
-P / 2, and otherwise -1. In key-value head k of K, with N = D - 2, token t at position p has the embedding
+P / 2, and otherwise -1. Embeddings are rows of such signs, where the plainest model of this kind has one-hot
+ones. In key-value head k of K, with N = D - 2, token t at position p has the embedding
 
     1, p, and for c = 0 .. N - 1: sign(k * N + c, t + 1) * sign(K * N + k * N + c, p + 1)
 
