@@ -234,8 +234,6 @@ def _make_executor(
             raise ConfigurationError(
                 f"tensor_parallel = {config.tensor_parallel}, and {WEIGHTLESS_MODEL} cannot be split"
             )
-        if config.batch_invariant == "on":
-            raise ConfigurationError(f"batch_invariant = on, which {WEIGHTLESS_MODEL} does not support")
         from workers.executors.weightless import PagedAttentionExecutor
 
         # Its operations are too short for a second thread.

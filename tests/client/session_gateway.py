@@ -7,10 +7,11 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from quire import Client
 from quire.v1 import types_pb2
 
+from tests import undisturbed
 from tests.gateway_process import GatewayProcess
+from workers.operations import OutputSpec
 
 
 def prompt_of(caller: int) -> list[int]:
@@ -31,10 +32,11 @@ def top_of(output: types_pb2.StepOutput) -> list[int]:
     return list(output.top.token_ids)
 
 
-def unary_answers(address: str, caller: int, steps: int) -> list[list[int]]:
-    """What a loop of unary calls finds, one caller at a time."""
-    with Client(address) as client, client.prefill(prompt_of(caller)) as cache:
-        return [top_of(cache.decode(token_of(caller, step), output=TOP)) for step in range(steps)]
+def unary_answers(caller: int, steps: int) -> list[list[int]]:
+    """What a loop of unary calls has to find, whoever else calls."""
+    tokens = [token_of(caller, step) for step in range(steps)]
+    found = undisturbed.outputs(prompt_of(caller), tokens, OutputSpec(top_logprobs=3))
+    return [list(output.top_ids) for output in found[1:]]
 
 
 @contextmanager

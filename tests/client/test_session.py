@@ -85,7 +85,7 @@ def test_many_threads_share_a_session(gateway: GatewayProcess, session: Session)
     with ThreadPoolExecutor(16) as threads:
         found = list(threads.map(loop, range(20)))
 
-    assert found == [unary_answers(gateway.address, caller, 6) for caller in range(20)]
+    assert found == [unary_answers(caller, 6) for caller in range(20)]
 
 
 def test_an_error_is_the_calls_own(session: Session) -> None:
@@ -134,7 +134,7 @@ def test_a_step_that_took_too_long_can_be_repeated(gateway: GatewayProcess) -> N
                     cache.decode(token_of(0, 0), output=TOP)
         gateway.wait_until(in_flight(gateway, 0))
         again = cache.decode(token_of(0, 0), output=TOP)
-        assert [top_of(again)] == unary_answers(gateway.address, 0, 1)
+        assert [top_of(again)] == unary_answers(0, 1)
         assert cache.seq_len == 21
 
 
@@ -199,7 +199,7 @@ def test_closing_does_not_wait_for_good(gateway: GatewayProcess, client: Client)
     with client.session() as another:
         another.adopt(cache)
         again = cache.decode(token_of(0, 0), output=TOP)
-        assert [top_of(again)] == unary_answers(gateway.address, 0, 1)
+        assert [top_of(again)] == unary_answers(0, 1)
         assert cache.seq_len == 21
     client.adopt(cache)
     assert cache.release()

@@ -14,13 +14,25 @@ import grpc
 import psutil
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import executor_pb2_grpc
+from quire.v1 import executor_pb2_grpc, types_pb2
 
+from service.model_names import SHIPPED_MODEL
+from tests import undisturbed
 from tests.gateway_process import GatewayProcess
+from workers.operations import OutputSpec
 
 # Far more than any operation takes.
 TIMEOUT_S = 60
 SHORT_GRACE_S = "1"
+# More than a page, of the shipped model's vocabulary.
+TOKENS = [7 * i % 11 for i in range(1, 21)]
+TOP = types_pb2.OutputOptions(top_logprobs=3)
+
+
+def top_logprobs_after(tokens: list[int]) -> list[float]:
+    """Of the shipped model: its next token says less about its KV."""
+    (found,) = undisturbed.outputs(tokens, [], OutputSpec(top_logprobs=3), model=SHIPPED_MODEL)
+    return list(found.top_logprobs)
 
 
 class Home:
@@ -76,15 +88,15 @@ def test_next_gateway_adopts_running_workers(home: Home) -> None:
     """
     with home.start(model="adder") as first:
         before = home.note_workers(first)
-        prompt = pb.PrefillRequest(token_ids=[1, 2, 3])
+        prompt = pb.PrefillRequest(token_ids=TOKENS)
         answer = first.stub.Prefill(prompt, timeout=TIMEOUT_S)
         entries = home.entries()
         assert {(entry["pid"], entry["epoch"]) for entry in entries} == set(before.values())
         for entry in entries:
             command_line = psutil.Process(int(str(entry["pid"]))).cmdline()
             assert not any(str(entry["secret"]) in argument for argument in command_line)
-        decode = pb.DecodeRequest(cache_id=answer.kv_cache.cache_id, token_id=7)
-        assert first.stub.Decode(decode, timeout=TIMEOUT_S).kv_cache.seq_len == 4
+        decode = pb.DecodeRequest(cache_id=answer.kv_cache.cache_id, token_id=7, output=TOP)
+        assert first.stub.Decode(decode, timeout=TIMEOUT_S).kv_cache.seq_len == len(TOKENS) + 1
         first.kill()
     second = home.start(model="adder")
     second.wait_until(lambda: bool(events(second, "worker adopted")))
@@ -93,9 +105,10 @@ def test_next_gateway_adopts_running_workers(home: Home) -> None:
         assert home.note_workers(third) == before
         assert len(events(third, "worker adopted")) == 2 and not events(third, "worker started")
         # The cache and its KV are there: nothing is replayed.
-        decode.position = 4
+        decode.position = len(TOKENS) + 1
         went_on = third.stub.Decode(decode, timeout=TIMEOUT_S)
-        assert went_on.kv_cache.seq_len == 5 and went_on.replayed_tokens == 0
+        assert went_on.kv_cache.seq_len == len(TOKENS) + 2 and went_on.replayed_tokens == 0
+        assert list(went_on.output.top.logprobs) == top_logprobs_after([*TOKENS, 7, 7])
         assert went_on.kv_cache.epoch == answer.kv_cache.epoch
         released = pb.ReleaseCacheRequest(cache_id=answer.kv_cache.cache_id)
         assert third.stub.ReleaseCache(released, timeout=TIMEOUT_S).released
@@ -164,24 +177,26 @@ def test_workers_that_cannot_be_adopted_are_replaced(home: Home) -> None:
             "worker-0": (before["worker-0"], 5),
             "worker-1": (before["worker-1"], 6),
         }
-        fourth.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2, 3]), timeout=TIMEOUT_S)
+        answer = fourth.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2, 3]), timeout=TIMEOUT_S)
+        assert [answer.output.token_id] == undisturbed.greedy([1, 2, 3], 1)
     home.assert_all_workers_exit()
     assert [path.name for path in (home.path / "workers").iterdir()] == ["epoch"]
 
 
 def test_callers_of_recovered_caches_wait_for_the_first_worker(home: Home) -> None:
     """Without a grace there is no adoption: a new worker loads first, then replays the tokens."""
-    with home.start(model="adder", grace_s="0") as first:
+    with home.start(grace_s="0") as first:
         home.note_workers(first)
-        cache = first.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2, 3]), timeout=TIMEOUT_S).kv_cache
+        cache = first.stub.Prefill(pb.PrefillRequest(token_ids=TOKENS), timeout=TIMEOUT_S).kv_cache
         first.kill()
-    second = home.start(model="adder", grace_s="0")
+    second = home.start(grace_s="0")
     try:
         address = second._wait_for_address()
         with grpc.insecure_channel(address) as channel:
             stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-            decode = pb.DecodeRequest(cache_id=cache.cache_id, token_id=7, position=3)
+            decode = pb.DecodeRequest(cache_id=cache.cache_id, token_id=7, position=len(TOKENS))
             answer = stub.Decode(decode, timeout=TIMEOUT_S)
-        assert (answer.kv_cache.seq_len, answer.replayed_tokens) == (4, 3)
+        assert (answer.kv_cache.seq_len, answer.replayed_tokens) == (len(TOKENS) + 1, len(TOKENS))
+        assert [answer.output.token_id] == undisturbed.greedy([*TOKENS, 7], 1)
     finally:
         second.stop()

@@ -27,7 +27,7 @@ def gateway() -> Iterator[GatewayProcess]:
 
 
 def test_more_caches_than_fit_are_answered_as_if_each_were_alone(gateway: GatewayProcess) -> None:
-    alone = [unary_answers(gateway.address, caller, STEPS) for caller in range(CALLERS)]
+    alone = [unary_answers(caller, STEPS) for caller in range(CALLERS)]
     with Client(gateway.address, timeout_s=TIMEOUT_S) as client:
         caches = [client.prefill(prompt_of(caller)) for caller in range(CALLERS)]
         together: list[list[list[int]]] = [[] for _ in caches]

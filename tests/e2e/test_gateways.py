@@ -10,11 +10,14 @@ import pytest
 from google.rpc import error_details_pb2
 from quire.v1 import admin_pb2, executor_pb2, executor_pb2_grpc
 
+from tests import undisturbed
 from tests.e2e.several_gateways import SeveralGateways, retrying
 from tests.error_details import refused
 
 Stub = executor_pb2_grpc.ModelExecutorServiceStub
-TOKENS = [1, 2, 3]
+# More than a page.
+TOKENS = list(range(1, 21))
+LENGTH = len(TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +38,12 @@ def new_cache(stub: Stub, tokens: list[int] = TOKENS) -> str:
 def test_each_gateway_answers_for_the_caches_of_both(stubs: list[Stub]) -> None:
     for home, other in (stubs, stubs[::-1]):
         cache = new_cache(home)
-        decode = executor_pb2.DecodeRequest(cache_id=cache, token_id=4, position=3)
+        decode = executor_pb2.DecodeRequest(cache_id=cache, token_id=4, position=LENGTH)
         there, again = other.Decode(decode), home.Decode(decode)
-        assert there.kv_cache.seq_len == 4 and there.output == again.output, (
+        assert there.kv_cache.seq_len == LENGTH + 1 and there.output == again.output, (
             "the same answer, and applied once"
         )
+        assert [there.output.token_id] == undisturbed.greedy([*TOKENS, 4], 1)
         forked = other.ForkCache(executor_pb2.ForkCacheRequest(cache_id=cache, count=2)).kv_caches
         cut = other.TruncateKV(executor_pb2.TruncateKVRequest(cache_id=forked[0].cache_id, new_len=1))
         assert cut.kv_cache.seq_len == 1
@@ -66,7 +70,7 @@ def test_a_session_over_both_keeps_the_order_of_each_cache(stubs: list[Stub]) ->
     both = [executor_pb2.DecodeRequest(cache_id=cache, token_id=5) for cache in caches]
     batch = executor_pb2.SessionCall(tag=0, batch_decode=executor_pb2.BatchDecodeRequest(items=both))
     calls = [batch]
-    for position in range(4, 12):
+    for position in range(LENGTH + 1, LENGTH + 9):
         for index, cache in enumerate(caches):
             # Each is refused unless all before it are applied.
             decode = executor_pb2.DecodeRequest(cache_id=cache, token_id=5, position=position)
@@ -77,6 +81,12 @@ def test_a_session_over_both_keeps_the_order_of_each_cache(stubs: list[Stub]) ->
         for result in message.results
     ]
     assert len(results) == len(calls) and not any(result.HasField("error") for result in results)
+    expected = [output.token_id for output in undisturbed.outputs(TOKENS, [5] * 9)[2:]]
+    for index in range(2):
+        of_cache = sorted(
+            (result.tag, result) for result in results if result.tag and result.tag % 2 == index
+        )
+        assert [result.decode.output.token_id for _, result in of_cache] == expected
 
 
 def test_what_is_all_or_nothing_is_refused_over_both(stubs: list[Stub]) -> None:
@@ -133,7 +143,7 @@ def test_a_killed_gateway_comes_back_with_its_caches_and_its_worker(tmp_path: Pa
         stubs = server.stubs()
         # Half of them call the gateway that will be killed, and half have their caches there.
         places = [(stubs[index % 2], stubs[index // 2 % 2]) for index in range(4)]
-        callers = [Caller(stub, [7 * i + 1, i + 2], home) for i, (stub, home) in enumerate(places)]
+        callers = [Caller(stub, [7 * i + 1, *TOKENS], home) for i, (stub, home) in enumerate(places)]
         was_killed = threading.Event()
         threads = [threading.Thread(target=one.decode_until, args=(was_killed, 15)) for one in callers]
         for thread in threads:
@@ -145,9 +155,9 @@ def test_a_killed_gateway_comes_back_with_its_caches_and_its_worker(tmp_path: Pa
         for thread in threads:
             thread.join()
         for one in callers:
-            undisturbed = Caller(stubs[1], one.prompt, stubs[1])
-            undisturbed.decode(len(one.tokens))
-            assert one.tokens == undisturbed.tokens
+            # The first decode repeats the prompt's last token.
+            repeated = [*one.prompt, one.prompt[-1]]
+            assert one.tokens == undisturbed.greedy(repeated, len(one.tokens))
         events = {record["event"] for record in server.records() if record.get("gateway") == 0}
         assert {"recovered", "worker adopted"} <= events
 

@@ -12,6 +12,7 @@ from quire.v1 import admin_pb2
 from quire.v1 import executor_pb2 as pb
 
 from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
+from tests import undisturbed
 from tests.e2e.unharmed import release_all
 from tests.error_details import refused
 from tests.gateway_process import GatewayProcess
@@ -53,10 +54,15 @@ class Text:
 
 
 @pytest.fixture(scope="module", params=[WEIGHTLESS_MODEL, SHIPPED_MODEL])
-def served(request: pytest.FixtureRequest) -> Iterator[GatewayProcess]:
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def served(model: str) -> Iterator[GatewayProcess]:
     """Workers that are stopped for a while are not taken for dead."""
     flags = ["--kv-pages", "128", "--heartbeat-timeout-s", "60"]
-    with GatewayProcess(model=request.param, workers=2, flags=flags) as gateway:
+    with GatewayProcess(model=model, workers=2, flags=flags) as gateway:
         yield gateway
 
 
@@ -69,10 +75,8 @@ def gateway(served: GatewayProcess) -> Iterator[GatewayProcess]:
 
 
 @pytest.fixture(scope="module")
-def expected(served: GatewayProcess) -> list[int]:
-    text = Text(served)
-    text.decode(STEPS)
-    return text.tokens
+def expected(model: str) -> list[int]:
+    return undisturbed.greedy(PROMPT, 1 + STEPS, model=model)
 
 
 def test_a_cache_that_moves_between_all_steps_goes_on_the_same(

@@ -14,16 +14,17 @@ import grpc
 import psutil
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from quire.v1 import worker_pb2, worker_pb2_grpc
 
-from tests import quire_command
+from tests import quire_command, undisturbed
 from tests.forks import Forked
 from tests.gateway_process import GatewayProcess
 from tests.tcp_proxy import TcpProxy
 
 # Far more than any operation takes.
 TIMEOUT_S = 60
-PROMPT = [1, 2, 3]
+# More than a page, of the shipped model's vocabulary.
+PROMPT = [7 * i % 11 for i in range(1, 21)]
 
 
 class Pool:
@@ -92,15 +93,8 @@ def process_of(worker: Forked) -> psutil.Process:
 class Text:
     """A cache, and the tokens that the model must choose: those of an undisturbed run."""
 
-    def __init__(
-        self,
-        gateway: GatewayProcess,
-        expected: list[int] | None = None,
-        output: types_pb2.OutputOptions | None = None,
-    ) -> None:
-        prefill = pb.PrefillRequest(token_ids=PROMPT, output=output)
-        answer = gateway.stub.Prefill(prefill, timeout=TIMEOUT_S)
-        self._output = output
+    def __init__(self, gateway: GatewayProcess, expected: list[int]) -> None:
+        answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=TIMEOUT_S)
         self.cache_id, self.length = answer.kv_cache.cache_id, answer.kv_cache.seq_len
         self.tokens = [answer.output.token_id]
         self.expected = expected
@@ -109,24 +103,18 @@ class Text:
     def decode(self, gateway: GatewayProcess, count: int = 3) -> None:
         for _ in range(count):
             # A position that is not the length is refused.
-            request = pb.DecodeRequest(
-                cache_id=self.cache_id, token_id=self.tokens[-1], position=self.length, output=self._output
-            )
+            request = pb.DecodeRequest(cache_id=self.cache_id, token_id=self.tokens[-1], position=self.length)
             answer = gateway.stub.Decode(request, timeout=TIMEOUT_S, wait_for_ready=True)
             self.length += 1
             assert answer.kv_cache.seq_len == self.length
             self.replayed += answer.replayed_tokens
             self.tokens.append(answer.output.token_id)
-        if self.expected is not None:
-            assert self.tokens == self.expected[: len(self.tokens)]
+        assert self.tokens == self.expected[: len(self.tokens)]
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
-    with GatewayProcess(model="paged-attention", workers=1, flags=["--kv-pages", "256"]) as gateway:
-        text = Text(gateway)
-        text.decode(gateway, 40)
-        return text.tokens
+    return undisturbed.greedy(PROMPT, 41)
 
 
 def say(gateway: GatewayProcess, event: str) -> Callable[[], bool]:
@@ -230,6 +218,7 @@ def test_hung_worker(pool: Pool, expected: list[int]) -> None:
     worker = pool.start_worker("--listen", address, "--hang-timeout-s", "2")
     with pool.gateway("--workers-at", address, "--heartbeat-timeout-s", "1") as gateway:
         text = Text(gateway, expected)
+        text.decode(gateway, 3)
         hung = process_of(worker)
         hung.suspend()
         text.decode(gateway, 3)

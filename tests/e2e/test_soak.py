@@ -1,4 +1,4 @@
-"""Thousands of calls, one in ten cancelled: nothing may be left behind."""
+"""Thousands of calls, one in ten cancelled: nothing may be left behind, and no cache has another's tokens."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc
 
+from tests import undisturbed
 from tests.e2e.unharmed import release_all
 from tests.gateway_process import GatewayProcess
 
@@ -78,14 +79,14 @@ class Caller:
         for _ in range(self._random.randint(1, 20)):
             if self.calls >= calls:
                 break
-            request = pb.DecodeRequest(
-                cache_id=handle.cache_id, token_id=self._random.randrange(1000), position=handle.seq_len
-            )
+            prompt.append(self._random.randrange(1000))
+            request = pb.DecodeRequest(cache_id=handle.cache_id, token_id=prompt[-1], position=handle.seq_len)
             decoded = await self._call(self._stub.Decode, request)
             if decoded is None:
                 # Cancelled: it was applied or not, and asking again tells.
                 decoded = await self._stub.Decode(request, timeout=60)
-            handle = decoded.kv_cache
+            answer, handle = decoded, decoded.kv_cache
+        assert [answer.output.token_id] == undisturbed.greedy(prompt, 1)
         await self._stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=60)
 
     async def _call(self, method: Any, request: Any) -> Any:

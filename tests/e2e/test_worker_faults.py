@@ -19,10 +19,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
+from tests import undisturbed
 from tests.e2e.unharmed import release_all
 from tests.error_details import reason_of
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_model
+from workers.operations import OutputSpec, RowOutput
 
 # Far more than it should take: an answer, not its speed, decides.
 ANSWER_TIMEOUT_S = 30
@@ -30,6 +32,8 @@ PROMPT = list(range(1, 40))
 TOKENS = [7, 8, 9]
 TOP = types_pb2.OutputOptions(top_logprobs=3)
 HEARTBEAT_TIMEOUT_S = 1.5
+# By cache_id.
+prompts: dict[str, list[int]] = {}
 
 
 def serve(*flags: str, workers: int = 2) -> GatewayProcess:
@@ -81,6 +85,7 @@ def cache_on_each_worker(gateway: GatewayProcess) -> dict[str, pb.PrefillRespons
     caches: dict[str, pb.PrefillResponse] = {}
     for first in range(200):
         answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=[first, *PROMPT]), timeout=30)
+        prompts[answer.kv_cache.cache_id] = [first, *PROMPT]
         if answer.kv_cache.worker_id in caches:
             gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=answer.kv_cache.cache_id))
         caches.setdefault(answer.kv_cache.worker_id, answer)
@@ -119,26 +124,23 @@ def append(gateway: GatewayProcess, cache_id: str, position: int, token_id: int)
     return gateway.stub.Decode(request, timeout=ANSWER_TIMEOUT_S)
 
 
-def undisturbed(gateway: GatewayProcess, cache: pb.PrefillResponse) -> list[types_pb2.StepOutput]:
-    """What follows each of TOKENS, found on a copy that nothing happens to."""
-    fork = pb.ForkCacheRequest(cache_id=cache.kv_cache.cache_id, count=1)
-    (copy,) = gateway.stub.ForkCache(fork, timeout=ANSWER_TIMEOUT_S).kv_caches
-    answers = [append(gateway, copy.cache_id, copy.seq_len + n, t) for n, t in enumerate(TOKENS)]
-    release(gateway, copy.cache_id)
-    return [answer.output for answer in answers]
+def expected_of(cache: pb.PrefillResponse) -> list[RowOutput]:
+    """What follows each of TOKENS."""
+    prompt = prompts.get(cache.kv_cache.cache_id, PROMPT)
+    return undisturbed.outputs(prompt, TOKENS, OutputSpec(top_logprobs=3))[1:]
 
 
-def assert_alike(outputs: list[types_pb2.StepOutput], expected: list[types_pb2.StepOutput]) -> None:
-    """The same tokens, likeliest first; what is computed again in one go is so up to rounding."""
+def assert_alike(outputs: list[types_pb2.StepOutput], expected: list[RowOutput]) -> None:
+    """The same tokens and log-probabilities, likeliest first."""
     for output, other in zip(outputs, expected, strict=True):
         assert output.token_id == other.token_id
-        assert list(output.top.logprobs) == pytest.approx(list(other.top.logprobs), abs=1e-3)
+        assert list(output.top.logprobs) == list(other.top_logprobs)
 
 
 def test_a_killed_worker(gateway: GatewayProcess) -> None:
     caches = cache_on_each_worker(gateway)
     (victim, moved), (survivor, kept) = caches.items()
-    expected = undisturbed(gateway, moved)
+    expected = expected_of(moved)
     cache_id, length = moved.kv_cache.cache_id, moved.kv_cache.seq_len
     victim_pid = pid_of(gateway, victim)
     # Stopped first, so that the calls are surely in flight when it dies.
@@ -178,7 +180,7 @@ def test_a_killed_worker(gateway: GatewayProcess) -> None:
 def test_all_workers_are_killed(gateway: GatewayProcess) -> None:
     """Calls wait for new ones; nothing is to be repeated, and whoever does is answered as before."""
     cache = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=ANSWER_TIMEOUT_S)
-    expected = undisturbed(gateway, cache)
+    expected = expected_of(cache)
     cache_id, length, home = cache.kv_cache.cache_id, cache.kv_cache.seq_len, cache.kv_cache.worker_id
     pids = {w.worker_id: w.pid for w in gateway.status().workers}
     os.kill(pids[home], signal.SIGSTOP)
@@ -215,7 +217,7 @@ def test_a_worker_that_hangs_is_replaced(impatient: GatewayProcess) -> None:
     gateway = impatient
     caches = cache_on_each_worker(gateway)
     (victim, moved), (survivor, kept) = caches.items()
-    expected = undisturbed(gateway, moved)
+    expected = expected_of(moved)
     victim_pid = pid_of(gateway, victim)
     os.kill(victim_pid, signal.SIGSTOP)
     length = moved.kv_cache.seq_len

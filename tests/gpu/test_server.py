@@ -66,9 +66,10 @@ def test_decodes_through_a_server_are_those_of_transformers(
 def test_faults_lose_nothing(tmp_path: Path, on_device: list[str]) -> None:
     """Workers that are killed come back with nothing on the device; their texts are replayed there."""
     from tests.soak.__main__ import soak
+    from tests.soak.options import TINY
 
     options = Namespace(
-        faults=5, minutes=0.7, seed=7, callers=4, texts=4, workers=1, kv_pages=40, interval_s=1.0
+        model=TINY, faults=5, minutes=0.7, seed=7, callers=4, texts=4, workers=1, kv_pages=40, interval_s=1.0
     )
     # The first steps of a worker compile, and answer no heartbeats then.
     flags = [*on_device, "--heartbeat-timeout-s", "10"]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import machine
 from tests.hosts.network import CALLER, DATABASE, Network, gateway_hosts, missing, worker_hosts
 from tests.postgres_server import programs
-from tests.soak.options import parser
+from tests.soak.options import WEIGHTLESS, parser
 
 if TYPE_CHECKING:
     from tests.hosts.cluster import Cluster
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from tests.soak.callers import Texts
     from tests.soak.tally import Tally
 
-WEIGHTLESS, TINY = "paged-attention", "tiny"
 _LONGEST_TEXT = 150
-_VOCAB = 256
 _CHANNEL = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1000),
@@ -51,9 +49,13 @@ def lacks() -> str:
 def main() -> int:
     """Runs the command line."""
     command = parser(
-        "python -m tests.hosts.gateways", __doc__, faults=500, minutes=120.0, texts=20, workers=4
+        *("python -m tests.hosts.gateways", __doc__),
+        faults=500,
+        minutes=120.0,
+        texts=20,
+        workers=4,
+        model=WEIGHTLESS,
     )
-    command.add_argument("--model", choices=(WEIGHTLESS, TINY), default=WEIGHTLESS, help="that is served")
     command.add_argument("--shards", type=int, default=4, help="of the caches")
     command.add_argument("--longest-s", type=float, default=4.0, help="how long something is away at most")
     command.add_argument(
@@ -86,11 +88,11 @@ def main() -> int:
 
 
 def _model_and_texts(options: argparse.Namespace, scratch: Path) -> tuple[str, Texts]:
-    """What is served, and prompts, with what follows if the model alone can say it."""
+    """What is served, and prompts with what follows."""
     from tests.soak.callers import Texts
 
     if options.model == WEIGHTLESS:
-        return WEIGHTLESS, Texts.of(options.texts, _VOCAB, options.seed)
+        return WEIGHTLESS, Texts.of_weightless(options.texts, options.seed, _LONGEST_TEXT)
     # Libraries that take seconds.
     from tests.model_factory import TinyModel, hf_greedy, make_model
 
@@ -122,8 +124,6 @@ async def soak(options: argparse.Namespace, texts: Texts, cluster: Cluster, take
         stubs = [executor_pb2_grpc.ModelExecutorServiceStub(channel) for channel in channels.values()]
         for stub in stubs:
             await wait_until_serving(stub, cluster)
-        if options.model == WEIGHTLESS:
-            await texts.decode(stubs[0], "", _LONGEST_TEXT)
         client = await stack.enter_async_context(
             AsyncClient(
                 list(channels),

@@ -3,12 +3,13 @@
 Both get the same messages. The real one steps as its scheduler decides, over the weightless executor; the
 model is then told which forwards began and which chunks ran. After each round both must have given the same
 answers, decoded by the gateway, and hold the same tokens. What is chosen next comes from the toy model in
-both, so that drafts are accepted alike.
+both, so that drafts are accepted alike. The real one's logits are those of its tokens alone: its KV is right.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,16 +24,21 @@ from service.caches.effects import CommandFailed
 from service.caches.requests import Append, AppendKind
 from service.errors import KvExhausted
 from service.pool import wire as gateway_wire
+from tests.planted_kv import PLANTS
 from tests.sim.appends import append, with_options
 from tests.sim.model_worker import Faults, ModelWorker, Pool, message_of
 from tests.sim.schedules import quietly
 from tests.sim.toy_model import line_to, next_token
 from tests.token_trees import random_tree
+from tests.workers.packing import HandPacker, HandSequence, Item
 from workers import wire as worker_wire
 from workers.decodes import NO_DECODES, Decodes, DecodesDone
 from workers.executors.weightless import PagedAttentionExecutor
+from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
+from workers.models.embedding_attention import EmbeddingAttention
 from workers.models.inputs import ForwardInputs
+from workers.models.model import new_pages
 from workers.operations import Chunk, Done, Failed, Forward, Result
 from workers.runners.base import StepResult
 from workers.sampling import SamplingRow
@@ -68,6 +74,7 @@ class RealWorker:
         self.ran: list[tuple[int, int]] = []
         # Op ids that fail when they run.
         self.faulty: set[int] = set()
+        self.has_right_kv = True
         scheduler = Scheduler(STEP.tokens, STEP.items, STEP.rows)
         # Nothing is guessed: the model computes what it was asked for.
         self._loop = StepLoop(self.engine, scheduler, self.results.extend, max_seq_tokens=0)
@@ -89,6 +96,7 @@ class RealWorker:
             self._loop.step()
             self._loop.flush()
         self.engine.kv_table.check_integrity()
+        assert self.has_right_kv, "the KV is that of other tokens"
         results, self.results[:] = list(self.results), []
         assert all(isinstance(result, Forward | Done | Failed) for result in results)
         return [worker_wire.to_event(result) for result in results]  # type: ignore[arg-type]
@@ -115,12 +123,23 @@ class RealWorker:
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None
     ) -> StepResult:
         result = self._step(inputs, rows, capture)
-        chosen = [
-            next_token(_before(chunk, chunk.start + index), None)
-            for chunk in self._chunks
-            for index in chunk.wanted
-        ]
+        texts = [_before(chunk, chunk.start + index) for chunk in self._chunks for index in chunk.wanted]
+        self.has_right_kv &= not texts or torch.equal(result.logits, logits_after(texts))
+        chosen = [next_token(text, None) for text in texts]
         return StepResult(result.logits, torch.tensor(chosen, dtype=torch.int64))
+
+
+@functools.cache
+def _undisturbed() -> tuple[EmbeddingAttention, KvTensors]:
+    model = EmbeddingAttention()
+    return model, new_pages(model, LARGE.pages)
+
+
+def logits_after(texts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Of the model, after each text."""
+    model, kv = _undisturbed()
+    packer = HandPacker(kv.page_size, range(kv.num_pages))
+    return model.logits(model.forward(packer.pack([Item(HandSequence(), text) for text in texts]), kv))
 
 
 def _before(chunk: Chunk, index: int) -> list[int]:
@@ -347,11 +366,24 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("pool", [SMALL, LARGE], ids=["pages run out", "pages are shared"])
-def test_the_model_of_a_worker_answers_as_the_real_one(pool: Pool) -> None:
+def run(pool: Pool) -> Counter[str]:
+    """What has happened."""
     seen: Counter[str] = Counter()
     with quietly():
         for seed in SEEDS:
             Pair(seed, pool, seen).run()
+    return seen
+
+
+@pytest.mark.parametrize("pool", [SMALL, LARGE], ids=["pages run out", "pages are shared"])
+def test_the_model_of_a_worker_answers_as_the_real_one(pool: Pool) -> None:
+    seen = run(pool)
     impossible = {"fork", "cut"} if pool is SMALL else {"KV_EXHAUSTED"}
     assert {what: seen[what] for what in MUST_HAPPEN if seen[what] < 10 and what not in impossible} == {}
+
+
+@pytest.mark.parametrize("plant", ["forwards", "copies"])
+def test_mistakes_in_kv_are_noticed(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTS[plant](monkeypatch.setattr)
+    with pytest.raises(AssertionError, match="the KV is that of other tokens"):
+        run(LARGE)

@@ -24,7 +24,7 @@ from tests.soak.adapters import IDS, Adapters
 from tests.soak.callers import Caller, Stuck, Texts
 from tests.soak.checks import check_pools, until, wait_until_serving
 from tests.soak.faults import Injector, RanksInjector
-from tests.soak.options import parser
+from tests.soak.options import TINY, WEIGHTLESS, parser
 from tests.soak.server import Server
 from tests.soak.tally import Tally
 
@@ -48,10 +48,12 @@ async def soak(
     more_flags: Sequence[str] = (),
     spec: TinyModel | None = None,
 ) -> Tally:
-    """Runs one; see `_main`. `more_flags`: of `quire serve`; `spec`: the model that it serves."""
+    """Runs one; see `_main`. `more_flags`: of `quire serve`; `spec`: the tiny model that it serves."""
     spec = spec or TinyModel()
-    model = make_model(directory / "model", spec)
-    directories = [make_adapter(directory / f"adapter-{n}", model, n) for n in range(_ADAPTERS)]
+    model, directories = options.model, []
+    if model == TINY:
+        model = make_model(directory / "model", spec)
+        directories = [make_adapter(directory / f"adapter-{n}", model, n) for n in range(_ADAPTERS)]
     flags = ["--max-lora-adapters", "2", "--heartbeat-timeout-s", "1.5", "--kv-pages", str(options.kv_pages)]
     flags += more_flags
     server = server_type(model, directory, workers=options.workers, flags=flags, seed=options.seed)
@@ -61,11 +63,14 @@ async def soak(
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         await wait_until_serving(stub, server)
         adapters = Adapters(channel, directories, tally, options.seed)
-        texts = Texts.of(options.texts, spec.vocab_size, options.seed)
-        for name in adapters.names:
-            await adapters.load(name, name)
-        for name in ("", *adapters.names):
-            await texts.decode(stub, name, _LONGEST)
+        if options.model == WEIGHTLESS:
+            texts = Texts.of_weightless(options.texts, options.seed, _LONGEST)
+        else:
+            texts = Texts.of(options.texts, spec.vocab_size, options.seed)
+            for name in adapters.names:
+                await adapters.load(name, name)
+            for name in ("", *adapters.names):
+                await texts.decode(stub, name, _LONGEST)
         for adapter_id, name in zip(IDS, adapters.names, strict=False):
             await adapters.load(adapter_id, name)
         stop, no_more = asyncio.Event(), asyncio.Event()
@@ -78,7 +83,8 @@ async def soak(
                 faults = group.create_task(injector.run(no_more))
                 running = [group.create_task(caller.run(stop)) for caller in callers]
                 await until(
-                    lambda: tally.num_faults >= options.faults and tally.had_adapters, options.minutes, tally
+                    lambda: tally.num_faults >= options.faults and (tally.had_adapters or not directories),
+                    *(options.minutes, tally),
                 )
                 no_more.set()
                 await faults

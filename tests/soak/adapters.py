@@ -22,12 +22,11 @@ _RETRY_S = 0.05
 class Adapters:
     """Loads one of some directories under one of the ids, again and again. Knows what each version is."""
 
-    # Those that callers use.
-    ids: Sequence[str] = IDS
-
     def __init__(
         self, channel: grpc.aio.Channel, directories: Sequence[Path], tally: Tally, seed: int
     ) -> None:
+        # Those that callers use.
+        self.ids: Sequence[str] = IDS if directories else ()
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
         self._directories = {directory.name: directory for directory in directories}
         self._tally = tally
@@ -60,8 +59,8 @@ class Adapters:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Replaces and unloads, until told to stop."""
-        while not stop.is_set():
-            adapter_id = self._rng.choice(IDS)
+        while self.ids and not stop.is_set():
+            adapter_id = self._rng.choice(self.ids)
             if self._rng.random() < 0.2:
                 request = admin_pb2.UnloadAdapterRequest(adapter_id=adapter_id)
                 try:

@@ -19,6 +19,8 @@ from tests.error_details import info_of
 from tests.soak.tally import Tally
 
 _CALL_TIMEOUT_S = 60.0
+# Of prompts of the model without weights.
+_VOCAB = 256
 _RETRIED = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -67,6 +69,17 @@ class Texts:
         """Random prompts, without what follows."""
         rng = random.Random(seed)
         return cls([tuple(rng.randrange(1, vocab) for _ in range(rng.randint(3, 90))) for _ in range(count)])
+
+    @classmethod
+    def of_weightless(cls, count: int, seed: int, most: int) -> Texts:
+        """Random prompts, with what the model without weights says after them, computed in this process."""
+        # It takes seconds to import.
+        from tests.undisturbed import greedy
+
+        texts = cls.of(count, _VOCAB, seed)
+        for prompt in texts.prompts:
+            texts.add("", prompt, [*prompt, *greedy(prompt, most - len(prompt))])
+        return texts
 
     async def decode(self, stub: Any, adapter: str, most: int) -> None:
         """Decodes all with an adapter, which has its name as its id, undisturbed and side by side."""

@@ -6,10 +6,15 @@ import argparse
 import random
 from typing import Any
 
+WEIGHTLESS, TINY = "paged-attention", "tiny"
+
 
 def parser(prog: str, description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """Of the command line. `defaults`: other ones than here."""
     made = argparse.ArgumentParser(prog=prog, description=description)
+    made.add_argument(
+        "--model", choices=(WEIGHTLESS, TINY), default=TINY, help="that is served: tiny has adapters"
+    )
     made.add_argument("--faults", type=int, help="end after so many")
     made.add_argument("--minutes", type=float, default=60.0, help="or after so long")
     made.add_argument("--seed", type=int, default=random.randrange(1 << 31), help="of prompts and faults")

@@ -10,6 +10,7 @@ import pytest
 
 from tests.forks import for_a_soak
 from tests.soak.__main__ import soak
+from tests.soak.options import TINY
 
 
 @pytest.mark.timeout(280)
@@ -17,7 +18,7 @@ def test_a_few_faults_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, value in for_a_soak().items():
         monkeypatch.setenv(name, value)
     options = Namespace(
-        faults=8, minutes=3.5, seed=7, callers=2, texts=8, workers=2, kv_pages=40, interval_s=0.2
+        model=TINY, faults=8, minutes=3.5, seed=7, callers=2, texts=8, workers=2, kv_pages=40, interval_s=0.2
     )
     tally = asyncio.run(soak(options, tmp_path))
     assert tally.is_clean(), tally.details

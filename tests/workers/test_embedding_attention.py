@@ -1,50 +1,108 @@
-"""The model without weights, against its formula written out in plain Python."""
+"""The model without weights: against its formula in plain Python, and whether it notices any fault of KV."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
-from tests.workers.packing import HandPacker, HandSequence, Item, poisoned_pages
+from tests.workers.company import assert_same_bits
+from tests.workers.packing import (
+    HandPacker,
+    HandSequence,
+    Item,
+    new_packer,
+    poison,
+    poisoned_pages,
+    random_texts,
+    rows_of_trees,
+)
+from tests.workers.page_faults import PAGE_FAULTS, Victim
+from workers.executors.weightless import PagedAttentionExecutor
+from workers.kv.tensors import KvTensors
 from workers.models.embedding_attention import EmbeddingAttention
-from workers.models.model import new_pages
+from workers.models.model import PAGE_SIZE
 
 torch.set_num_threads(1)
 
+PRIME = 2**31 - 1
+SIZES: list[dict[str, Any]] = [
+    {"vocab_size": 64},
+    {"vocab_size": 50, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "head_dim": 16},
+    {"vocab_size": 99, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8},
+]
+PAGES = 500
 
-def by_hand(model: EmbeddingAttention, tokens: list[int]) -> list[float]:
-    """Logits after the last of the tokens."""
-    vocab, layer = model.vocab_size, model.kv_layers[0]
-    width, group_size = layer.key_dim, model.num_heads // layer.kv_heads
 
-    def embed(token: int, head: int) -> list[float]:
-        row = []
-        for pair in range(width // 2):
-            angle = 2 * math.pi * (token * 3 ** (head * width // 2 + pair + 1) % vocab) / vocab
-            row += [math.cos(angle), math.sin(angle)]
-        return row
+def turn(i: int, x: int) -> int:
+    return x * pow(16807, i + 2, PRIME) % PRIME
 
-    def dot(a: list[float], b: list[float]) -> float:
-        return sum(x * y for x, y in zip(a, b, strict=True))
 
-    logits = [0.0] * vocab
-    for head in range(layer.kv_heads):
-        rows = [embed(token, head) for token in tokens]
-        weights = [math.exp(dot(rows[-1], row) / math.sqrt(width)) for row in rows]
-        mean = [
-            sum(weight * row[i] for weight, row in zip(weights, rows, strict=True)) / sum(weights)
-            for i in range(width)
+def sign(i: int, x: int) -> int:
+    return 1 if 2 * turn(i, x) < PRIME else -1
+
+
+def sums_by_hand(model: EmbeddingAttention, tokens: list[int]) -> list[int]:
+    """The sums of all heads at the last of the tokens, in one layer. Those of positions are zeros."""
+    layer = model.kv_layers[0]
+    kv_heads, signs, group = layer.kv_heads, layer.key_dim - 2, model.num_heads // layer.kv_heads
+    found = []
+    for head in range(kv_heads):
+        rows = []
+        for position, token in enumerate(tokens):
+            numbers = [head * signs + c for c in range(signs)]
+            rows.append([sign(i, token + 1) * sign(kv_heads * signs + i, position + 1) for i in numbers])
+        for index in range(group):
+            c = (len(tokens) - 1 + index) % signs
+            accepted = [row for row in rows if index == 0 or row[c] == rows[-1][c]]
+            found += [len(accepted), 0, *map(sum, zip(*accepted, strict=True))]
+    return found
+
+
+def phases_by_hand(model: EmbeddingAttention, tokens: list[int]) -> list[int]:
+    """The phases after the last of the tokens."""
+
+    def phases(text: list[int]) -> list[int]:
+        sums = sums_by_hand(model, text)
+        of_pair = [
+            sum(one * (pow(16807, i * len(sums) + j + 2, PRIME) % 8191) for j, one in enumerate(sums))
+            for i in range(model.kv_layers[0].key_dim // 2)
         ]
-        for token in range(vocab):
-            logits[token] += group_size * dot(mean, embed(token, head))
+        return [number % 8191 for number in of_pair]
+
+    for _ in model.kv_layers[1:]:
+        tokens = [phases(tokens[: end + 1])[0] % model.vocab_size for end in range(len(tokens))]
+    return phases(tokens)
+
+
+def logits_by_hand(model: EmbeddingAttention, tokens: list[int]) -> list[float]:
+    width = model.kv_layers[0].key_dim
+    steps = max(2**bits for bits in range(12) if width * 4**bits <= 2**24)
+
+    def row(turns: list[float]) -> list[int]:
+        angles = [2 * math.pi * each for each in turns]
+        return [round(steps * circle(angle)) for angle in angles for circle in (math.cos, math.sin)]
+
+    hidden = row([phase / 8191 for phase in phases_by_hand(model, tokens)])
+    logits = []
+    for token in range(model.vocab_size):
+        own = row([turn(i, token + 1) / PRIME for i in range(width // 2)])
+        logits.append(sum(a * b for a, b in zip(hidden, own, strict=True)) / steps**2)
     return logits
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"vocab_size": 64}, {"vocab_size": 50, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}]
-)
+def pages_of(model: EmbeddingAttention, *, packed: bool) -> KvTensors:
+    kv = KvTensors(model.kv_layers, num_pages=PAGES, page_size=PAGE_SIZE, dtype=model.dtype, pack=packed)
+    poison(kv)
+    return kv
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 def test_formula(sizes: dict[str, int]) -> None:
     model = EmbeddingAttention("cpu", **sizes)
     kv = poisoned_pages(model, 9)
@@ -54,18 +112,115 @@ def test_formula(sizes: dict[str, int]) -> None:
     inputs = packer.pack([Item(s, text[:-1] or text) for s, text in zip(sequences, texts, strict=True)])
     model.forward(inputs, kv)
     inputs = packer.pack([Item(sequences[0], texts[0][-1:]), Item(sequences[2], texts[2][-1:])])
-    hidden = model.forward(inputs, kv)
-    assert hidden.shape == (2, model.num_heads * model.kv_layers[0].key_dim)
-    logits = model.logits(hidden)
-    assert logits.dtype == torch.float32
+    logits = model.logits(model.forward(inputs, kv))
+    assert logits.dtype == torch.float32 and logits.shape == (2, model.vocab_size)
     for row, text in zip(logits, (texts[0], texts[2]), strict=True):
-        assert torch.allclose(row, torch.tensor(by_hand(model, text)), rtol=0, atol=1e-4)
+        assert row.tolist() == logits_by_hand(model, text), "whole numbers, but for a power of 2"
 
 
-def test_tokens_are_told_apart() -> None:
-    """After one token the likeliest is that token: no two embeddings of the default are alike."""
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("sizes", [{}, *SIZES])
+def test_bits_do_not_depend_on_company(sizes: dict[str, int], packed: bool) -> None:
+    model = EmbeddingAttention("cpu", **{"vocab_size": 97} | sizes)
+    model.packs_kv = packed
+    texts = [[token % model.vocab_size for token in text] for text in random_texts(6, (1, 90, 200))]
+    assert_same_bits(model, texts, "in chunks")
+
+
+@pytest.mark.parametrize("sizes", [{}, *SIZES])
+def test_bits_do_not_depend_on_kernels(sizes: dict[str, int]) -> None:
+    """All sums are exact, at any length, so an order of them cannot matter."""
+    model, dice = EmbeddingAttention("cpu", **sizes), random.Random(3)
+    texts = [[dice.randrange(model.vocab_size) for _ in range(length)] for length in (1, 700, 4000)]
+    found = []
+    for packed in (True, False):
+        items = [Item(HandSequence(), text, (0, len(text) // 2, -1)) for text in texts]
+        inputs = HandPacker(16, range(PAGES)).pack(items)
+        found.append(model.logits(model.forward(inputs, pages_of(model, packed=packed))))
+    assert torch.equal(*found)
+
+
+def test_trees() -> None:
+    model = EmbeddingAttention("cpu", vocab_size=97)
+    for path, rows in rows_of_trees(model, poisoned_pages(model), new_packer(1)):
+        alone = model.forward(
+            new_packer(2).pack([Item(HandSequence(), path, range(-len(rows), 0))]), poisoned_pages(model)
+        )
+        assert torch.equal(model.logits(alone), rows)
+
+
+def continued(
+    model: EmbeddingAttention,
+    kv: KvTensors,
+    packer: HandPacker,
+    sequence: HandSequence,
+    token: int,
+    count: int,
+) -> list[int]:
+    """The greedy tokens after `token`."""
+    found = []
+    for _ in range(count):
+        row = model.logits(model.forward(packer.pack([Item(sequence, [token])]), kv))
+        token = int(row.argmax())
+        found.append(token)
+    return found
+
+
+def noticed(model: EmbeddingAttention, kv: KvTensors, trials: int) -> tuple[Counter[str], Counter[str]]:
+    """How often each fault of a page changed one of four greedy tokens, and how often it was made."""
+    dice, made, found = random.Random(1), Counter[str](), Counter[str]()
+    for fault, trial in zip(itertools.cycle(PAGE_FAULTS), range(trials)):
+        packer = HandPacker(PAGE_SIZE, dice.sample(range(PAGES), PAGES))
+        # Half of all lengths are of a few pages.
+        length = dice.randint(2, 3000) if trial % 2 else int(2 * 1500 ** dice.random())
+        texts = [[dice.randrange(model.vocab_size) for _ in range(length)] for _ in range(2)]
+        one, other = HandSequence(), HandSequence()
+        rows = model.forward(packer.pack([Item(one, texts[0]), Item(other, texts[1])]), kv)
+        own, token = list(one.pages), int(model.logits(rows)[0].argmax())
+        right = continued(model, kv, packer, one, token, 4)
+        one.length = length
+        fault(Victim(kv, own, length, other.pages, packer.free_pages[-1], dice))
+        made[fault.__name__] += 1
+        found[fault.__name__] += continued(model, kv, packer, one, token, 4) != right
+    return found, made
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("trials", [80, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_any_fault_of_a_page_changes_the_next_tokens(trials: int, packed: bool) -> None:
     model = EmbeddingAttention()
-    kv = new_pages(model, 1024)
-    packer = HandPacker(16, range(1024))
-    inputs = packer.pack([Item(HandSequence(), [token]) for token in range(1024)])
-    assert model.logits(model.forward(inputs, kv)).argmax(-1).tolist() == list(range(1024))
+    found, made = noticed(model, pages_of(model, packed=packed), trials)
+    assert sum(found.values()) >= 0.99 * trials, (found, made)
+
+
+@pytest.mark.parametrize("vocab_size", [97, 1024, 50_000])
+def test_greedy_texts_are_diverse(vocab_size: int) -> None:
+    """As diverse as drawn tokens; nor do they repeat what was said last."""
+    model, dice = EmbeddingAttention("cpu", vocab_size=vocab_size), random.Random(2)
+    kv, packer, sequence = pages_of(model, packed=True), HandPacker(16, range(PAGES)), HandSequence()
+    tokens = continued(model, kv, packer, sequence, dice.randrange(vocab_size), 1000)
+    drawn = len({dice.randrange(vocab_size) for _ in tokens})
+    assert len(set(tokens)) > 0.9 * drawn
+    assert sum(a == b for a, b in itertools.pairwise(tokens)) < 40
+    assert max(Counter(tokens).values()) < 40
+
+
+def test_sizes_that_fit_no_heads_are_refused() -> None:
+    for sizes in ({"num_heads": 3, "num_kv_heads": 2}, {"head_dim": 2}):
+        with pytest.raises(ValueError, match="sizes"):
+            EmbeddingAttention("cpu", **sizes)
+
+
+def test_the_executor_passes_sizes_through() -> None:
+    executor = PagedAttentionExecutor.create(
+        kv_pages=8, vocab_size=300, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16
+    )
+    described, able = executor.info(), executor.capabilities()
+    assert (described.vocab_size, described.num_layers, described.head_dim) == (300, 3, 16)
+    assert (described.num_attention_heads, described.num_kv_heads) == (4, 2)
+    assert able.kv_capacity_tokens == 8 * PAGE_SIZE and able.batch_invariant
+    assert able.bytes_per_page == PAGE_SIZE * 3 * 2 * 2 * 16 * 4
+    prompt = list(range(40))
+    text = [executor.prefill(1, prompt).token_id]
+    text.append(executor.decode(1, text[0]).token_id)
+    assert executor.forward([*prompt, text[0]])[-1].token_id == text[1]

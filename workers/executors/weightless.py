@@ -1,7 +1,8 @@
 """The weightless executor: attention over the real paged pool, on embeddings computed from token ids.
 
 Pages, scheduling and sampling are the same as for a real model, and the results can be checked by hand. For
-tests, and for benchmarks of the gateway alone.
+tests, and for benchmarks of the gateway alone. Its tokens depend on all of a sequence's KV, so who compares
+them notices any page that is not the right one.
 """
 
 from __future__ import annotations
@@ -20,21 +21,26 @@ from workers.runners.eager import EagerRunner
 
 
 class PagedAttentionExecutor(ModelExecutor):
-    """One attention layer, Q = K = V = embedding(token id). float32."""
+    """The model of `workers/models/embedding_attention.py`. float32."""
 
     name = "paged-attention"
 
     @classmethod
-    def create(cls, *, device: torch.device | str = "cpu", kv_pages: int | None = None) -> Self:
-        """Allocates the pool. Raises KvSizingError if it does not fit."""
-        model = EmbeddingAttention(device)
+    def create(cls, *, device: torch.device | str = "cpu", kv_pages: int | None = None, **sizes: int) -> Self:
+        """Allocates the pool. `sizes` are those of `EmbeddingAttention`.
+
+        Raises:
+            KvSizingError: The pool does not fit.
+            ValueError: There is no model of these sizes.
+        """
+        model = EmbeddingAttention(device, **sizes)
         layer = model.kv_layers[0]
         description = ModelDescription(
             model_id=cls.name,
             architecture=cls.name,
             vocab_size=model.vocab_size,
             max_seq_len=32768,
-            num_layers=1,
+            num_layers=len(model.kv_layers),
             hidden_size=model.num_heads * layer.key_dim,
             num_attention_heads=model.num_heads,
             num_kv_heads=layer.kv_heads,
@@ -42,4 +48,6 @@ class PagedAttentionExecutor(ModelExecutor):
             dtype="float32",
         )
         kv = new_pages(model, choose_num_pages(kv_pages, page_bytes(model)))
-        return cls(description, Engine(KvTable(kv.num_pages, kv.page_size), kv, EagerRunner(model, kv)))
+        table = KvTable(kv.num_pages, kv.page_size)
+        runner = EagerRunner(model, kv)
+        return cls(description, Engine(table, kv, runner, batch_invariant=model.batch_invariant))

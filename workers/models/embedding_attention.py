@@ -1,19 +1,37 @@
-"""A model without weights: one layer of attention over embeddings that are a formula of the token id.
+"""A model without weights: attention over embeddings that are formulas of a token and its position.
 
 It serves tests and benchmarks of the code around a model. It uses the real paged KV cache, and each of its
-numbers can be checked by hand. Let V be the vocabulary size and D the width of a head, which has D / 2 pairs.
-Pair i of key-value head h has the multiplier m = 3^(h * D / 2 + i + 1) mod V, and token t has the embedding
+numbers can be checked by hand. The next token depends on the key and the value of every position: a page
+that is wrong, missing, or in another place changes it. Up to the logits there are only whole numbers and
+exact sums, so the bits are the same in any batch, in chunks of any size, and on any machine.
 
-    (cos a, sin a)    with    a = 2 * pi * (t * m mod V) / V
+Let turn(i, x) = x * 16807^(i + 2) mod P, with the prime P = 2^31 - 1. Let sign(i, x) be 1 if that is below
+P / 2, and otherwise -1. Embeddings are rows of such signs, where the plainest model of this kind has one-hot
+ones. In key-value head k of K, with N = D - 2, token t at position p has the embedding
 
-in elements 2 * i and 2 * i + 1 of the head. Query, key and value are this embedding; query heads that share a
-key-value head are equal. So the score of tokens s and t in a head is the sum over its pairs of
-cos(2 * pi * (s - t) * m / V), divided by sqrt(D). Positions matter for causality only: two sequences with the
-same last token and the same tokens before it, in any order, give the same row. The logit of token t is the
-dot product of the attended row with the embedding of t, over all query heads.
+    1, p, and for c = 0 .. N - 1: sign(k * N + c, t + 1) * sign(K * N + k * N + c, p + 1)
 
-Dimension letters: T tokens of the batch; R wanted rows; H query heads; K key-value heads; D head width;
-V vocabulary.
+Key and value are the embedding. The query is what a head looks for in others: of the query heads that share
+a key-value head, the first accepts all positions, and the one with index g those that have its own token's
+sign c = (p + g) mod N. The score of position s, whose key is at place a of the sequence, is
+
+    ln 2 * ((p - s) - (p - a) - 128 * (1 if sign c differs, else 0))   without the last term in the first head
+
+The first and the last term are a product of query and key; the middle one is ALiBi's. Keys that are in their
+places and accepted have the score 0, and a sink has 64 * ln 2. So each accepted position has the weight
+2^-64, others have none in float32, and a head's result times 2^64 is the sum of the accepted embeddings:
+whole numbers. (A key that is d places after its own has 2^d times this weight.)
+
+The sums of all heads and elements but p's, numbered j = 0 .. H * D - 1, become one phase for each i < D / 2:
+the sum over j of sums[j] * (16807^(i * H * D + j + 2) mod P), modulo 8191. The logit of token t is
+
+    sum over i of cos(2 * pi * (phase[i] / 8191 - turn(i, t + 1) / P))
+
+computed as a product of rows of cosines and sines, rounded to multiples of a power of 2: an exact sum. With
+several layers, each but the last replaces the tokens by phase[0] mod V for the next one.
+
+Dimension letters: T tokens of the batch; R wanted rows; H query heads; K key-value heads; G = H / K; D width
+of a head; V vocabulary; L positions in the table.
 """
 
 from __future__ import annotations
@@ -21,90 +39,181 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.nn import functional
 
 from kernels.attention_scoring import Scoring
 from kernels.cpu import kv_write as cpu_kv_write
 from kernels.cpu import paged_attention as cpu_attention
 from kernels.kv_write import kv_write
-from kernels.packed_pages import PackedKeys, PackedValues
+from kernels.packed_pages import PackedKeys, PackedValues, Pages
 from kernels.paged_attention import paged_attention
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.lora import WithoutLora
 
+_GENERATOR, _PRIME = 16807, 2**31 - 1
+# Of phases; small enough for a table.
+_PHASES = 8191
+# Half of what a position lacks that is not accepted, as an exponent of 2: its weight is 0 in float32.
+_ACCEPTANCE = 64.0
+# The exponent of the sink, and of what makes its head's results whole numbers: a power of 2, for which the
+# kernel gets it back exactly from a natural logarithm in float32.
+_SINK = 64
+# Whole numbers up to this are exact in float32.
+_EXACT = 2**24
+
 
 class EmbeddingAttention(WithoutLora):
     """The model of the module's docstring, as a `Model`. float32."""
 
     dtype = torch.float32
-    # With one layer and no norm or residual stream there are no hidden states.
+    # With no norm or residual stream there are no hidden states.
     has_hidden_states = False
     takes_trees = True
     packs_kv = True
-    batch_invariant = False
+    batch_invariant = True
     graphable = False
-    rotation_bytes = 0
 
     def __init__(
         self,
         device: torch.device | str = "cpu",
         *,
         vocab_size: int = 1024,
+        num_layers: int = 1,
         num_heads: int = 2,
-        num_kv_heads: int = 2,
-        head_dim: int = 16,
+        num_kv_heads: int = 1,
+        head_dim: int = 32,
     ) -> None:
-        """Compute the table of embeddings: V * K * D elements. The number of heads is a multiple of K."""
+        """Compute the tables of tokens: about V * (K + H) * D elements.
+
+        Raises:
+            ValueError: The number of heads is not a multiple of K, or the width is below 3.
+        """
+        if num_heads % num_kv_heads or head_dim < 3:
+            raise ValueError(f"sizes: no model has {num_heads}, {num_kv_heads} heads of width {head_dim}")
         self.device = torch.device(device)
         self.vocab_size, self.num_heads = vocab_size, num_heads
-        self.kv_layers: tuple[LayerKv, ...] = (LayerKv(num_kv_heads, head_dim, head_dim),)
-        self._embeddings = embedding_table(vocab_size, num_kv_heads, head_dim).to(self.device)  # [V, K, D]
+        self.kv_layers = (LayerKv(num_kv_heads, head_dim, head_dim),) * num_layers
         self._group_size = num_heads // num_kv_heads
-        self._scoring = Scoring(self.kv_layers[0].key_dim ** -0.5)
-        self._head = self._embeddings.repeat_interleave(self._group_size, dim=1).flatten(1)  # [V, H * D]
+        self._repeats = 1 < num_kv_heads < num_heads
+        self.rotation_bytes = (num_kv_heads + num_heads) * head_dim * self.dtype.itemsize
+        logarithm = torch.full((num_heads,), math.log(2), device=self.device)
+        self._scoring = Scoring(math.log(2), sinks=_SINK * logarithm, alibi_slopes=logarithm)
+        signs = _signs(vocab_size, 0, num_kv_heads * (head_dim - 2)).view(vocab_size, num_kv_heads, -1)
+        self._tokens = functional.pad(signs, (2, 0), value=1.0).to(self.device)  # [V, K, D]
+        # What multiplies the row of a token at each position, for its key and its queries.
+        self._keys, self._queries = torch.empty(0), torch.empty(0)  # [L, K, D], [L, H, D]
+        self._mixing = _mixing(num_heads * head_dim, head_dim).to(self.device)  # [H * D, D / 2]
+        pairs = head_dim // 2
+        self._phases = _circle(torch.arange(_PHASES).double() / _PHASES, pairs).to(self.device)
+        turns = _turns(vocab_size, 0, pairs).double() / _PRIME  # [V, D / 2]
+        self._head = _circle(turns, pairs).flatten(1).to(self.device)  # [V, D]
 
     def forward(
         self, inputs: ForwardInputs, kv: KvTensors, capture: RowCapture | None = None
     ) -> torch.Tensor:
-        """Attend the batch.
+        """Attend the batch, in each layer.
 
         Mutates `kv`: writes the keys and values of the batch's tokens to their slots.
 
         Args:
             inputs: The batch. Tokens must be below `vocab_size`.
-            kv: Pages of one layer, of this model's shape and dtype.
+            kv: Pages of this model's layers and dtype.
             capture: None: it has no hidden states.
 
         Returns:
-            [R, H * D] the attended rows of `inputs.wanted_rows`, in that order.
+            [R, D] cosines and sines of the phases of `inputs.wanted_rows`, in that order.
         """
         assert capture is None, "this model has no hidden states"
-        embedded = self._embeddings.index_select(0, inputs.token_ids)  # [T, K, D]
-        queries = embedded if self._group_size == 1 else embedded.repeat_interleave(self._group_size, dim=1)
-        k_pages, v_pages = kv.layer(0)
-        if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
-            # Not by `kv_write` and `paged_attention`, whose checks cost more than they do here.
-            cpu_kv_write.kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
-            attended = torch.empty_like(queries)  # [T, H, D]
-            cpu_attention.attend(attended, queries, k_pages, v_pages, inputs.attention, self._scoring)
-        else:
-            kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
-            attended = paged_attention(queries, k_pages, v_pages, inputs.attention, scale=self._scoring.scale)
-        rows, wanted = attended.flatten(1), inputs.wanted_rows
-        return rows if wanted.shape == rows.shape[:1] else rows.index_select(0, wanted)
+        longest = max(inputs.attention.context_lens_host, default=0)
+        if longest > self._keys.shape[0]:
+            self._lengthen(1 << (longest - 1).bit_length())
+        key_factors = self._keys.index_select(0, inputs.positions)  # [T, K, D]
+        query_factors = self._queries.index_select(0, inputs.positions)  # [T, H, D]
+        tokens, wanted, left = inputs.token_ids, inputs.wanted_rows, len(self.kv_layers)
+        while True:
+            k_pages, v_pages = kv.layer(-left)
+            left -= 1
+            rows = self._tokens.index_select(0, tokens)  # [T, K, D]
+            embedded = rows.mul(key_factors)
+            if self._repeats:
+                rows = rows.repeat_interleave(self._group_size, dim=1)  # [T, H, D]
+            queries = rows.mul(query_factors)
+            if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
+                # Not by `kv_write` and `paged_attention`, whose checks cost more than they do here.
+                cpu_kv_write.kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
+                attended = torch.empty(queries.shape[0], self._mixing.shape[0])  # [T, H * D]
+                cpu_attention.attend(attended, queries, k_pages, v_pages, inputs.attention, self._scoring)
+            else:
+                attended = self._attend(embedded, queries, k_pages, v_pages, inputs)
+            if not left and wanted.shape != tokens.shape:
+                attended = attended.index_select(0, wanted)  # [R, H * D]
+            phases = (attended.double() @ self._mixing).long().remainder_(_PHASES)  # [T, D / 2], or R of them
+            if not left:
+                return self._phases.index_select(0, phases.flatten()).view(-1, self._head.shape[1])
+            tokens = phases[:, 0].remainder(self.vocab_size)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] in the model's dtype of rows [R, H * D] from `forward`; owned by the caller."""
+        """Logits [R, V] in the model's dtype of rows [R, D] from `forward`; owned by the caller."""
         return hidden @ self._head.T
 
+    def _attend(
+        self,
+        embedded: torch.Tensor,
+        queries: torch.Tensor,
+        k_pages: Pages,
+        v_pages: Pages,
+        inputs: ForwardInputs,
+    ) -> torch.Tensor:
+        """Store keys and values [T, K, D], and attend with queries [T, H, D], on any device: [T, H * D]."""
+        kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
+        scale, sinks, slopes = self._scoring.scale, self._scoring.sinks, self._scoring.alibi_slopes
+        attended = paged_attention(
+            queries, k_pages, v_pages, inputs.attention, scale=scale, sinks=sinks, alibi_slopes=slopes
+        )
+        # The compiled kernel has powers of 2, torch exponentials, with which sums are nearly whole.
+        return attended.flatten(1).mul_(2.0**_SINK).round_().mul_(2.0**-_SINK)
 
-def embedding_table(vocab_size: int, num_kv_heads: int, head_dim: int) -> torch.Tensor:
-    """The embeddings of all tokens: [V, K, D] float32."""
-    pairs = num_kv_heads * head_dim // 2
-    multipliers = torch.tensor([pow(3, pair + 1, vocab_size) for pair in range(pairs)])  # [K * D / 2]
-    # Reduced as integers, so that the angles of large ids are as exact as those of small ones.
-    turns = torch.outer(torch.arange(vocab_size), multipliers).remainder(vocab_size)  # [V, K * D / 2]
-    angles = turns.double() * (2 * math.pi / vocab_size)
-    table = torch.stack((angles.cos(), angles.sin()), dim=-1)  # [V, K * D / 2, 2]
-    return table.float().view(vocab_size, num_kv_heads, head_dim)
+    def _lengthen(self, length: int) -> None:
+        """Have the tables of positions up to this."""
+        kv_heads, width = self.kv_layers[0].kv_heads, self.kv_layers[0].key_dim
+        positions = torch.arange(length)
+        signs = _signs(length, kv_heads * (width - 2), kv_heads * (width - 2)).view(length, kv_heads, -1)
+        first = torch.stack((torch.ones(length), positions.float()), dim=-1)[:, None]  # [L, 1, 2]
+        keys = torch.cat((first.expand(-1, kv_heads, -1), signs), dim=-1)
+        queries = torch.zeros(length, kv_heads, self._group_size, width)
+        queries[..., 0] = positions[:, None, None].float()
+        queries[..., 1] = -1.0
+        queries[:, :, 1:, 0] -= _ACCEPTANCE
+        for index in range(1, self._group_size):
+            chosen = ((positions + index) % (width - 2)).view(-1, 1, 1).expand(-1, kv_heads, 1)
+            queries[:, :, index, 2:].scatter_(2, chosen, _ACCEPTANCE * signs.gather(2, chosen))
+        self._keys, self._queries = keys.to(self.device), queries.flatten(1, 2).to(self.device)
+
+
+def _turns(count: int, first: int, width: int) -> torch.Tensor:
+    """turn(first + c, x + 1) for x < count and c < width: [count, width] int64."""
+    multipliers = torch.tensor([pow(_GENERATOR, first + c + 2, _PRIME) for c in range(width)])
+    return torch.outer(torch.arange(1, count + 1), multipliers).remainder(_PRIME)
+
+
+def _signs(count: int, first: int, width: int) -> torch.Tensor:
+    """sign(first + c, x + 1) for x < count and c < width: [count, width] float32."""
+    return (_turns(count, first, width) < _PRIME // 2 + 1).float().mul_(2).sub_(1)
+
+
+def _mixing(numbers: int, head_dim: int) -> torch.Tensor:
+    """What multiplies the results of all heads in each phase: [H * D, D / 2] float64, whole times 2^64."""
+    pairs = head_dim // 2
+    flat = torch.tensor([pow(_GENERATOR, j + 2, _PRIME) % _PHASES for j in range(pairs * numbers)])
+    mixing = flat.view(pairs, numbers).T.double().contiguous()
+    mixing[1::head_dim] = 0  # Sums of positions are not exact.
+    return mixing * 2.0**_SINK
+
+
+def _circle(turns: torch.Tensor, pairs: int) -> torch.Tensor:
+    """Cosines and sines, [.., 2] float32, rounded so that products of rows of these pairs are exact."""
+    steps = 2 ** int(math.log2(_EXACT / (2 * pairs)) / 2)
+    angles = 2 * math.pi * turns
+    return torch.stack((angles.cos(), angles.sin()), dim=-1).mul_(steps).round_().div_(steps).float()

@@ -1,0 +1,16 @@
+"""Plants a mistake in a worker, as `tests/planted_kv/__init__.py` says.
+
+Python imports this at its start where this directory is on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_WORKERS = (["workers.__main__"], ["workers.pool_member"], ["tests.soak.marked", "worker"])
+
+if "PLANTED_KV" in os.environ and any(sys.orig_argv[2 : 2 + len(each)] == each for each in _WORKERS):
+    from tests.planted_kv import PLANTS
+
+    PLANTS[os.environ["PLANTED_KV"]](setattr)
