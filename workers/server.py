@@ -21,7 +21,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import psutil
 import structlog
-from google.protobuf.message import DecodeError
 from quire.v1 import worker_pb2
 
 from workers import wire
@@ -247,8 +246,11 @@ class WorkerServer:
                     self._take(other, commands)
             else:
                 commands.append(wire.to_command(message, *self._sizes))
-        except (KeyError, ValueError, DecodeError) as error:
-            self._send([_error_event(op_id, repr(error)) for op_id in wire.op_ids_of(message)])
+        except Exception as error:
+            # Whatever it is: it concerns this command, and the stream has those of all callers.
+            op_ids = wire.op_ids_of(message)
+            _log.warning("a command cannot be decoded", op_ids=op_ids, error=repr(error))
+            self._send([_error_event(op_id, repr(error)) for op_id in op_ids])
 
     def _submit(self, commands: Sequence[Command | Decodes]) -> None:
         if self._step_loop is not None:
