@@ -112,7 +112,7 @@ class ModelConfig:
                 f"num_attention_heads: must be a multiple of num_key_value_heads, "
                 f"got {self.num_attention_heads} and {self.num_key_value_heads}"
             )
-        if self.head_dim % 2:
+        if self.rotary_dim % 2:
             raise ModelError(f"head_dim: must be even, got {self.head_dim}")
         if len(self.layers) != self.num_hidden_layers:
             raise ModelError(
