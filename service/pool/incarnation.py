@@ -331,7 +331,8 @@ class Incarnation:
         slot.state = executor_pb2.WORKER_STATE_READY
         self._liveness.on_ready()
         log = _log.bind(worker_id=slot.worker_id, epoch=slot.epoch, kept=len(kept))
-        log.info("worker ready", model=ready.model.model_id, backend=ready.model.backend)
+        reason = {"backend_reason": ready.executor.backend_reason} if ready.executor.backend_reason else {}
+        log.info("worker ready", model=ready.model.model_id, backend=ready.model.backend, **reason)
         self._versions.worker_ready(slot)
         # Before the forwards that name them.
         self.send_adapters(self._adapters())

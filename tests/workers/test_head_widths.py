@@ -101,7 +101,7 @@ def test_the_library_is_served_and_passes_its_check(width: int, dtype: str, tmp_
     config = AutoConfig.for_model(
         "gpt2", n_embd=2 * width, n_head=2, n_layer=2, vocab_size=97, n_positions=64
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
     executor = LlmExecutor.load(tmp_path, kv_pages=8, dtype=dtype)
     executor.warmup()
     assert (executor.info().backend, executor.info().head_dim) == ("transformers", width)
