@@ -252,7 +252,7 @@ def _adapter_table(served: _Served, limits: LoraLimits) -> AdapterTable[PackedLo
         raise KvSizingError("the weights leave no memory for adapters: lower max_lora_bytes") from error
 
     def read(source: AdapterSource) -> LoadedAdapter[PackedLora]:
-        adapter = read_source(source, modules, limits)
+        adapter = read_source(source, modules, limits, served.model.base_matrices())
         packed = served.model.pack_lora(adapter.weights)
         return LoadedAdapter(packed, adapter.rank, packed.bytes)
 

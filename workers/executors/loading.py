@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from workers.models.active_kernels import check_cuda_kernels
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError, UnsupportedError, without_path
 from workers.models.files import errors_naming
+from workers.models.lora import BaseMatrix
 from workers.models.model import Model, ModelDescription
 from workers.models.shard import Group, check_split
 from workers.models.weights import LoadPlan, Progress, check_names, load_planned, plan_load
@@ -148,10 +150,17 @@ def load_served(  # noqa: PLR0913 - the settings of a load
         raise _explained(error, directory, reason) from error
 
 
-def read_source(source: AdapterSource, modules: Mapping[str, tuple[int, int]], limits: LoraLimits) -> Adapter:
+def read_source(
+    source: AdapterSource,
+    modules: Mapping[str, tuple[int, int]],
+    limits: LoraLimits,
+    base: Mapping[str, BaseMatrix] = MappingProxyType({}),
+) -> Adapter:
     """Read an adapter; see `read_adapter`. Raises AdapterError, also for other files than were found."""
     directory = Path(source.directory)
-    adapter = read_adapter(directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes)
+    adapter = read_adapter(
+        directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes, base=base
+    )
     if source.identity not in ("", adapter.identity):
         raise AdapterError("the files of the adapter have changed since it was found")
     return adapter

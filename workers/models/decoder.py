@@ -7,7 +7,7 @@ Dimension letters: T tokens of the batch; R wanted rows; C hidden width; V vocab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,7 +27,7 @@ from workers.models.few_rows import FewRows, TilesOfPlaces, device_ms
 from workers.models.inputs import ForwardInputs
 from workers.models.layers import ForwardContext, Norm, Sublayer
 from workers.models.linear import Linear, LoadTarget
-from workers.models.lora import LoraWeights, PackedLora, pack_lora
+from workers.models.lora import BaseMatrix, LoraWeights, PackedLora, pack_lora
 from workers.models.shard import Shard, Slice
 
 
@@ -146,6 +146,24 @@ class Decoder:
             prefix + name: shape
             for prefix, projection in self._projections()
             for name, shape in projection.modules()
+        }
+
+    def base_matrices(self) -> dict[str, BaseMatrix]:
+        """The embedding and the head; none in a group, where a rank has a part of them."""
+        if self._shard.group is not None:
+            return {}
+
+        def rows_of(matrix: Weight) -> Callable[[range], torch.Tensor]:
+            def rows(which: range) -> torch.Tensor:
+                indices = torch.tensor(which, device=self.device)
+                return matrix.rows(indices) if isinstance(matrix, PackedWeight) else matrix[indices]
+
+            return rows
+
+        shape = self.config.vocab_size, self.config.hidden_size
+        return {
+            "model.embed_tokens.weight": BaseMatrix(shape, rows_of(self.embedding)),
+            "lm_head.weight": BaseMatrix(shape, rows_of(self.lm_head)),
         }
 
     def allocate_lora(self, slots: int, max_rank: int) -> None:
