@@ -26,6 +26,7 @@ from service.logging import configure_logging
 from service.model_names import is_hub_id
 from service.postgres.errors import DatabaseFailed
 from service.printable import escaped
+from service.quantised import quantised
 from service.setting_rules import POSTGRES
 
 if TYPE_CHECKING:
@@ -104,13 +105,18 @@ def _problems_at_start(settings: Settings, *, is_running: bool) -> Iterator[str]
 
 
 def _model(config: Config) -> Iterator[ConfigError]:
-    if is_hub_id(config.model) and config.model_download == "off":
+    directory = Path(config.model)
+    if is_hub_id(config.model):
         from service.cli import hub
 
         try:
-            hub.find_model(config.model, config.model_revision, download=False)
+            directory = hub.find_model(config.model, config.model_revision, download=False)
         except hub.HubError as error:
-            yield ConfigError("model", "", config.model, str(error))
+            if config.model_download == "off":
+                yield ConfigError("model", "", config.model, str(error))
+            return
+    if not config.has_remote_workers and (problem := quantised(directory)):
+        yield ConfigError("model", "", config.model, problem)
 
 
 def _descriptors(config: Config) -> Iterator[ConfigError]:
