@@ -306,6 +306,7 @@ def make_worker(config: WorkerConfig, orphan_timer: OrphanTimer | None) -> Worke
             ),
         ),
         orphan_timer=orphan_timer,
+        explain=lambda error: _for_clients(error, config.model),
     )
 
 
@@ -335,17 +336,30 @@ async def _serve(socket: str, config: WorkerConfig, secret: str, orphan_timer: O
 
 def report(error: BaseException, model: str) -> int:
     """Log why the worker ends. Returns the exit status."""
+    if (why := _refusal(error, model)) is not None:
+        _log.error("cannot serve with this configuration", error=why)
+        return EXIT_CONFIG
+    _log.error("the worker failed", exc_info=error)
+    return EXIT_FAILED
+
+
+def _refusal(error: BaseException, model: str) -> str | None:
+    """Why the configuration cannot be served. None: the error says nothing about it."""
     from workers.kv.sizing import KvSizingError
     from workers.models.errors import ModelError
     from workers.sampling import BadLogitsError
 
     if isinstance(error, BadLogitsError):  # in the warm-up; later ones only fail their operation
-        error = ModelError(f"{model}: its logits are not finite, though its weights are: they overflow")
-    if isinstance(error, ConfigurationError | ModelError | KvSizingError):
-        _log.error("cannot serve with this configuration", error=str(error))
-        return EXIT_CONFIG
-    _log.error("the worker failed", exc_info=error)
-    return EXIT_FAILED
+        return f"{model}: its logits are not finite, though its weights are: they overflow"
+    return str(error) if isinstance(error, ConfigurationError | ModelError | KvSizingError) else None
+
+
+def _for_clients(error: BaseException, model: str) -> str:
+    """The same without paths; "" if there is none."""
+    from workers.models.errors import for_clients
+
+    why = _refusal(error, model)
+    return "" if why is None else for_clients(why, Path(model))
 
 
 def see_own_devices(config: WorkerConfig) -> None:

@@ -40,6 +40,8 @@ _PROGRESS_INTERVAL_S = 0.2
 # A gateway that stops ends its workers within this time. Only later a missing gateway is logged.
 _ORPHAN_LOG_S = 1.0
 _SILENT_INTERVALS = 10
+# How long a worker that cannot serve waits until its reason was sent.
+_LAST_WORDS_S = 1.0
 
 Progress = Callable[[str, int, int], None]
 MakeExecutor = Callable[[Progress], ModelExecutor]
@@ -55,6 +57,8 @@ class _Stream:
         self.events: deque[worker_pb2.WorkerEvent] = deque()
         # Done when there is an event. Faster than an asyncio.Event.
         self.wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # All events were written.
+        self.idle = asyncio.Event()
         # Another stream has replaced this one.
         self.replaced = asyncio.Event()
         # The step loop has dropped the commands of earlier streams.
@@ -75,7 +79,10 @@ class WorkerServer:
         make_scheduler: MakeScheduler,
         *,
         orphan_timer: OrphanTimer | None = None,
+        explain: Callable[[BaseException], str] = lambda _: "",
     ) -> None:
+        """`explain`: why a failure means that the model cannot be served, for clients; "": it does not."""
+        self._explain = explain
         self._make_executor = make_executor
         self._make_scheduler = make_scheduler
         self._orphan_timer = orphan_timer
@@ -138,7 +145,7 @@ class WorkerServer:
             step_loop.run()
             executor.shutdown()
         except BaseException as error:
-            self._loop.call_soon_threadsafe(self._end, error)
+            self._loop.call_soon_threadsafe(self._fail, error)
 
     def _emit(self, results: Sequence[Result | DecodesDone]) -> None:
         self._loop.call_soon_threadsafe(self._send_results, results)
@@ -266,6 +273,7 @@ class WorkerServer:
             stream.wake = self._loop.create_future()
             while stream.events:
                 await write(self._next_message(stream.events))
+            stream.idle.set()
 
     def _next_message(self, events: deque[worker_pb2.WorkerEvent]) -> worker_pb2.ConnectResponse:
         message = worker_pb2.ConnectResponse()
@@ -321,6 +329,7 @@ class WorkerServer:
     def _send(self, events: Sequence[worker_pb2.WorkerEvent]) -> None:
         if self._stream is not None:
             self._stream.events.extend(events)
+            self._stream.idle.clear()
             if not self._stream.wake.done():
                 self._stream.wake.set_result(None)
 
@@ -339,6 +348,17 @@ class WorkerServer:
                 lora_adapters=self._executor.lora_metrics_snapshot(),
             )
         return worker_pb2.WorkerEvent(op_id=op_id, snapshot=snapshot)
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends the worker, once the gateway knows why it cannot serve, if that is known."""
+        said = self._explain(error)
+        stream = self._stream
+        if not said or stream is None:
+            self._end(error)
+            return
+        self._send([_error_event(0, said, worker_pb2.WORKER_ERROR_REASON_WEIGHTS)])
+        waiting = asyncio.create_task(_wait_until_idle(stream))
+        waiting.add_done_callback(lambda _: self._end(error))
 
     def _end(self, error: BaseException | None) -> None:
         if self.ended.done():
@@ -366,6 +386,15 @@ def _is_ordered(snapshot: worker_pb2.SnapshotCommand) -> bool:
     return snapshot.ordered or snapshot.check_integrity
 
 
-def _error_event(op_id: int, detail: str) -> worker_pb2.WorkerEvent:
-    reason = worker_pb2.WORKER_ERROR_REASON_FAULT
+async def _wait_until_idle(stream: _Stream) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_WORDS_S):
+            await stream.idle.wait()
+
+
+def _error_event(
+    op_id: int,
+    detail: str,
+    reason: worker_pb2.WorkerErrorReason = worker_pb2.WORKER_ERROR_REASON_FAULT,
+) -> worker_pb2.WorkerEvent:
     return worker_pb2.WorkerEvent(op_id=op_id, error=worker_pb2.WorkerError(reason=reason, detail=detail))

@@ -250,8 +250,9 @@ class Supervisor:
         if ended.failure is not None:
             raise ended.failure
         if status == EXIT_CONFIG and not slot.was_ready:
-            why = "the worker refused its configuration; its last log line says why"
-            raise PoolFailed(why, EXIT_CONFIG)
+            refusal = incarnation.refusal
+            why = f": {refusal}" if refusal else "; its last log line says why"
+            raise PoolFailed(f"the worker refused its configuration{why}", EXIT_CONFIG)
 
     async def _adopt_or_start(self, slot: WorkerSlot) -> Incarnation | None:
         """Adopts the worker of an earlier gateway, or starts a new one. None if that fails for now."""
