@@ -69,6 +69,7 @@ TOP_LEVEL = {
 SERVICE_ROOMS = {
     "service.errors": ("service.printable",),
     "service.model_names": (),
+    "service.quantised": ("service.model_names",),
     "service.setting_rules": ("service.model_names",),
     "service.config": ("service.model_names",),
     "service.config_sources": ("service.config", "service.model_names"),
@@ -159,7 +160,7 @@ SERVICE_ROOMS = {
         "service.pool.gpus", "service.pool.model_versions", "service.pool.pool_files",
         "service.postgres", "service.printable", "service.runtimes.runtimes_file",
         "service.server", "service.shards", "service.uploads",
-        "service.model_names",
+        "service.model_names", "service.quantised",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.

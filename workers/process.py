@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import structlog
@@ -27,12 +28,14 @@ from quire.v1.worker_pb2 import WorkerConfig
 
 from workers import socket_server
 from workers.common.protocol import END_SIGNAL, EXIT_CONFIG, HOP_SLACK_BYTES, SECRET_VARIABLE
-from workers.executors.base import ModelExecutor
 from workers.logging import background_log
 from workers.machine_limits import threads_of
 from workers.orphan_timer import OrphanTimer
 from workers.runners.rank_processes import RankProcesses
 from workers.server import Progress, WorkerServer
+
+if TYPE_CHECKING:
+    from workers.executors.base import ModelExecutor
 
 EXIT_FAILED = 1
 # An upper bound for a GetModelInfoResponse without tokenizer and chat template.

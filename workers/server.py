@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import psutil
 import structlog
@@ -26,12 +27,14 @@ from quire.v1 import worker_pb2
 from workers import wire
 from workers.common.protocol import TARGET_MESSAGE_BYTES
 from workers.decodes import OP_ID, Decodes, DecodesDone
-from workers.executors.base import ModelExecutor
-from workers.models.active_kernels import SLOW
 from workers.operations import Command, HeldSequences, IntegrityReport, Reset, Result
 from workers.orphan_timer import OrphanTimer
 from workers.scheduler import Scheduler
-from workers.step_loop import StepLoop
+
+if TYPE_CHECKING:
+    # Not at runtime: they need torch, which is loaded on the compute thread.
+    from workers.executors.base import ModelExecutor
+    from workers.step_loop import StepLoop
 
 _log = structlog.get_logger(__name__)
 
@@ -43,10 +46,10 @@ _SILENT_INTERVALS = 10
 # How long a worker that cannot serve waits until its reason was sent.
 _LAST_WORDS_S = 1.0
 
-Progress = Callable[[str, int, int], None]
-MakeExecutor = Callable[[Progress], ModelExecutor]
-MakeScheduler = Callable[[ModelExecutor], Scheduler]
-Write = Callable[[worker_pb2.ConnectResponse], Awaitable[None]]
+Progress: TypeAlias = Callable[[str, int, int], None]
+MakeExecutor: TypeAlias = "Callable[[Progress], ModelExecutor]"
+MakeScheduler: TypeAlias = "Callable[[ModelExecutor], Scheduler]"
+Write: TypeAlias = Callable[[worker_pb2.ConnectResponse], Awaitable[None]]
 
 
 class _Stream:
@@ -120,6 +123,10 @@ class WorkerServer:
     def _compute(self) -> None:
         try:
             executor = self._make_executor(self._report_progress)
+            # By now torch is loaded.
+            from workers.models.active_kernels import SLOW  # noqa: PLC0415
+            from workers.step_loop import StepLoop  # noqa: PLC0415
+
             products = executor.capabilities().products
             level = logging.WARNING if SLOW in products else logging.INFO
             _log.log(level, "products in use", products=products)

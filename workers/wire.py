@@ -33,7 +33,6 @@ from workers.given_experts import ONE_BYTE_EXPERTS, GivenExperts
 from workers.kv.table import PoolUsage
 from workers.kv_messages import Claim, Exported, ExportKv, ImportKv, KvPages
 from workers.models.generation_defaults import SamplingDefaults
-from workers.models.model import ModelDescription
 from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,
@@ -70,6 +69,9 @@ from workers.operations import (
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    # Not at runtime: it needs torch, which a worker loads when its devices are chosen.
+    from workers.models.model import ModelDescription
 
 # More tokens than any vocabulary has.
 _MAX_VOCABULARY = 1 << 22
