@@ -58,9 +58,12 @@ from workers.operations import (
 )
 from workers.prelaunch import HOLD_TIMEOUT_S, Prelauncher
 from workers.runners.base import DeviceLostError
+from workers.sampling import BadLogitsError
 from workers.scheduler import Scheduler
 from workers.steps_in_flight import StepsInFlight
 
+# For clients.
+_OVERFLOW = "its sums overflow, so that logits are not finite: train it again, or lower its lora_alpha"
 _log = structlog.get_logger(__name__)
 
 Emit = Callable[[Sequence[Result | DecodesDone]], None]
@@ -126,6 +129,8 @@ class StepLoop:
         if adapters is not None:
             adapters.report_to(lambda read: self.submit([read]))
         self._replacement = replacement
+        # Of which adapters, or the model itself, logits were not finite.
+        self._overflowed: set[str] = set()
         if replacement is not None:
             replacement.submit = lambda read: self.submit([read])
         self._fingerprint = fingerprint
@@ -521,10 +526,20 @@ class StepLoop:
 
     def _fail_running(self, forward: Forward, error: Exception) -> None:
         """Rolls back and answers a forward that has failed."""
-        _log.error("a forward failed", exc_info=error)
+        reason, detail = FailureReason.FAULT, repr(error)
+        if isinstance(error, BadLogitsError):
+            # No bug of ours. All forwards of an adapter or model may have it: it is logged once.
+            whose = f"adapter {forward.adapter}" if forward.adapter else "the model"
+            if forward.adapter:
+                reason, detail = FailureReason.ADAPTER, _OVERFLOW
+            if whose not in self._overflowed:
+                self._overflowed.add(whose)
+                _log.error("logits are not finite: the sums overflow", whose=whose)
+        else:
+            _log.error("a forward failed", exc_info=error)
         self._scheduler.remove(forward.op_id)
         self._engine.roll_back(forward)
-        self._fail(forward, Failed(forward.op_id, FailureReason.FAULT, repr(error)))
+        self._fail(forward, Failed(forward.op_id, reason, detail))
 
     def _draw_samples(self) -> None:
         """Draws some of the extra samples, one forward after the other. Answers forwards that have all."""
