@@ -56,7 +56,7 @@ def why_not_writable(directory: Path) -> str:
 
 def data_directories() -> list[Path]:
     """The default directories of this user, of all addresses and models."""
-    with contextlib.suppress(FileNotFoundError), os.scandir(state_dir()) as entries:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(state_dir()) as entries:
         return [
             Path(entry.path)
             for entry in entries

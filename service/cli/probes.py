@@ -126,7 +126,8 @@ def _is_running(config: Config) -> bool:
     directories = [] if own is None else [own]
     if default is not None:
         of_address = default.name.rpartition("-")[0]
-        directories += [one for one in data_directories() if one.name.rpartition("-")[0] == of_address]
+        with contextlib.suppress(OSError):
+            directories += [one for one in data_directories() if one.name.rpartition("-")[0] == of_address]
     for directory in directories:
         # That of another user cannot be read.
         with contextlib.suppress(OSError), unused(directory) as is_unused:

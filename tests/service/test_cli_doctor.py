@@ -17,7 +17,7 @@ from service.auth.connections import TooFewDescriptors
 from service.cli import child, doctor, probes
 from service.cli.probes import OK, PROBLEM, SLOW, Finding
 from service.config import Config
-from service.data_directory import data_directory
+from service.data_directory import data_directories, data_directory
 from service.journal.sqlite import open_journal
 from tests.forks import WORKERS, asked, fork_server
 
@@ -85,6 +85,15 @@ def test_the_address_of_a_running_server_is_no_problem(tmp_path: Path, *, other_
         with contextlib.closing(open_journal(directory)):
             (finding,) = found("address", listen=address)
         assert (finding.state, finding.text) == (OK, f"{address} is that of the running server")
+
+
+def test_a_home_that_is_no_directory_is_a_problem_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/dev/null")
+    (address,) = found("address", listen="127.0.0.1:50999")
+    assert address.text == "127.0.0.1:50999 is free" or address.state == PROBLEM
+    assert found("disk", listen="127.0.0.1:50999")[0].state in (OK, SLOW, PROBLEM)
+    assert data_directories() == []
 
 
 def test_without_torch_the_rest_is_known(
