@@ -60,8 +60,8 @@ class _Stream:
         self.events: deque[worker_pb2.WorkerEvent] = deque()
         # Done when there is an event. Faster than an asyncio.Event.
         self.wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # All events were written.
-        self.idle = asyncio.Event()
+        # Done when all events were written, if somebody waits for that.
+        self.written: asyncio.Future[None] | None = None
         # Another stream has replaced this one.
         self.replaced = asyncio.Event()
         # The step loop has dropped the commands of earlier streams.
@@ -280,7 +280,8 @@ class WorkerServer:
             stream.wake = self._loop.create_future()
             while stream.events:
                 await write(self._next_message(stream.events))
-            stream.idle.set()
+            if stream.written is not None and not stream.written.done():
+                stream.written.set_result(None)
 
     def _next_message(self, events: deque[worker_pb2.WorkerEvent]) -> worker_pb2.ConnectResponse:
         message = worker_pb2.ConnectResponse()
@@ -336,7 +337,6 @@ class WorkerServer:
     def _send(self, events: Sequence[worker_pb2.WorkerEvent]) -> None:
         if self._stream is not None:
             self._stream.events.extend(events)
-            self._stream.idle.clear()
             if not self._stream.wake.done():
                 self._stream.wake.set_result(None)
 
@@ -364,8 +364,9 @@ class WorkerServer:
             self._end(error)
             return
         self._send([_error_event(0, said, worker_pb2.WORKER_ERROR_REASON_WEIGHTS)])
-        waiting = asyncio.create_task(_wait_until_idle(stream))
-        waiting.add_done_callback(lambda _: self._end(error))
+        stream.written = self._loop.create_future()
+        stream.written.add_done_callback(lambda _: self._end(error))
+        self._loop.call_later(_LAST_WORDS_S, self._end, error)
 
     def _end(self, error: BaseException | None) -> None:
         if self.ended.done():
@@ -391,12 +392,6 @@ async def _wait_for_silence(stream: _Stream, timeout_s: float) -> None:
 
 def _is_ordered(snapshot: worker_pb2.SnapshotCommand) -> bool:
     return snapshot.ordered or snapshot.check_integrity
-
-
-async def _wait_until_idle(stream: _Stream) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LAST_WORDS_S):
-            await stream.idle.wait()
 
 
 def _error_event(

@@ -7,6 +7,7 @@ import functools
 import time
 import zlib
 from collections.abc import Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -166,15 +167,16 @@ def to_decodes(
     options, which = list(message.options), (rows[PRELAUNCH] >> 1).tolist()
     if max(which) >= len(options):
         raise ValueError(f"options {max(which)} of {len(options)}")
-    known = [_plain_output(data, vocab_size, num_layers) for data in options]
-    if any(draws for _, draws in known):
+    known, draws = zip(*map(_plain_output, options, repeat(vocab_size), repeat(num_layers)), strict=True)
+    outputs: list[OutputSpec | None]
+    if any(draws):
         # Draws without a seed use that of the cache, so that each row has an output of its own.
         outputs = [
-            _plain_draw(options[index], seed, vocab_size, num_layers) if known[index][1] else known[index][0]
+            _plain_draw(options[index], seed, vocab_size, num_layers) if draws[index] else known[index]
             for index, seed in zip(which, rows[_SEED].tolist(), strict=True)
         ]
     else:
-        outputs = [known[index][0] for index in which]
+        outputs = [known[index] for index in which]
     now_ns = time.monotonic_ns()
     columns = np.empty((WIDTH, len(outputs)), np.int64)
     columns[:_SEED] = rows[:_SEED]
