@@ -34,6 +34,7 @@ WORKER_LAYERS = (
         "steps_in_flight",
         "integrity_checks",
         "prefix_wait",
+        "failures",
         "distribution",
         "extra_samples",
         "batch",
