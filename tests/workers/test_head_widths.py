@@ -11,12 +11,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels.cpu import library
+from kernels.packed_pages import PackedKeys
 from tests.families import settings_of
+from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import float32_losses, hf_logits, hf_model, load_decoder, make_family_model
 from tests.workers.packing import new_packer, poisoned_pages, random_texts, rows_in_chunks
 from workers.executors.llm import LlmExecutor
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
+from workers.models.model import new_pages
 
 torch.set_num_threads(1)
 
@@ -105,6 +108,16 @@ def test_the_library_is_served_and_passes_its_check(width: int, dtype: str, tmp_
     executor = LlmExecutor.load(tmp_path, kv_pages=8, dtype=dtype)
     executor.warmup()
     assert (executor.info().backend, executor.info().head_dim) == ("transformers", width)
+
+
+def test_pages_of_native_code_are_filled_up_to_what_kernels_have(tmp_path: Path) -> None:
+    """So that attention is compiled, and as fast as that of the next width."""
+    need_compiled()
+    for width, filled_up in ((2, 16), (96, 96), (100, 112), (254, 256), (258, 258)):
+        decoder = load_decoder(make(tmp_path / str(width), "llama", width), pack=True)
+        (keys, values), shape = new_pages(decoder, 2).layer(0), (2, 16, 2, filled_up)
+        assert keys.shape == values.shape == shape
+        assert isinstance(keys, PackedKeys) == (filled_up <= 256)
 
 
 @pytest.mark.usefixtures("kernels")

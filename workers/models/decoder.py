@@ -16,7 +16,7 @@ from torch.nn import functional
 from kernels.cpu.sublayers import Memory
 from kernels.linear import Weight, linear, pack_weight
 from kernels.lora import row_slots
-from kernels.packed_pages import can_pack_width
+from kernels.packed_pages import can_pack_width, packed_width
 from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec, rope_table
 from workers.kv.tensors import KvTensors, LayerKv
@@ -76,7 +76,8 @@ class Decoder:
         self.batch_invariant = False
         self._final_norm = final_norm
         self._shard = shard
-        of_layer = LayerKv(len(shard.kv_heads), config.head_dim, config.head_dim)
+        width = packed_width(config.head_dim, self.dtype, self.device)
+        of_layer = LayerKv(len(shard.kv_heads), width, width)
         self.kv_layers = (of_layer,) * config.num_hidden_layers
         self._ropes = tuple(config.ropes)
         self.rotation_bytes = len(self._ropes) * config.rotary_dim * torch.float32.itemsize
@@ -123,7 +124,7 @@ class Decoder:
             sublayer.body.pack()
         self._compile()
         is_packed = isinstance(self.lm_head, PackedWeight)
-        # Attention of heads of other widths runs in torch.
+        # Heads of other widths are normalised, and may be attended to, in torch.
         self.batch_invariant = is_packed and can_pack_width(self.config.head_dim)
 
     def fuse_few_rows(self, tiles: TilesOfPlaces) -> None:
