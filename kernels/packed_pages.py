@@ -23,6 +23,16 @@ def can_pack_width(width: int) -> bool:
     return width % _PART == 0 and width <= _MAX_WIDTH
 
 
+def packed_width(width: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How wide pages for heads of this width have to be, so that there are compiled kernels for them.
+
+    The width itself, if there are some, or none at any width. Else the rest of a head has to be zeros.
+    """
+    filled_up = -(-width // _PART) * _PART
+    is_possible = device.type == "cpu" and dtype in SUFFIXES and filled_up <= _MAX_WIDTH
+    return filled_up if is_possible and library.available() else width
+
+
 def can_pack(pages: torch.Tensor) -> bool:
     """Whether there are compiled kernels for pages like these, [P, S, K, D]."""
     return (

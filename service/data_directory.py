@@ -42,9 +42,21 @@ def data_directory(config: Config) -> Path | None:
     return state_dir() / f"{_NOT_IN_NAMES.sub('-', config.listen).strip('-')}-{model}"
 
 
+def why_not_writable(directory: Path) -> str:
+    """Why nothing can be made in a directory; "" if it can. Leaves nothing behind.
+
+    Permissions do not say it: of a read-only file system, of /proc, or to root.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return ""
+    except OSError as error:
+        return str(error.strerror)
+
+
 def data_directories() -> list[Path]:
     """The default directories of this user, of all addresses and models."""
-    with contextlib.suppress(FileNotFoundError), os.scandir(state_dir()) as entries:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(state_dir()) as entries:
         return [
             Path(entry.path)
             for entry in entries

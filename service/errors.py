@@ -131,6 +131,12 @@ class Unsupported(QuireError, code="FAILED_PRECONDITION", reason="UNSUPPORTED_BY
     """The executor does not support the request."""
 
 
+def without_lora(reason: str, field: str = "") -> Unsupported:
+    """The error for an adapter where there are none. `reason`: see ExecutorCapabilities.backend_reason."""
+    why = f": the transformers library runs this model, and native code does not, because of {reason}"
+    return Unsupported("this executor does not support LoRA adapters" + (why if reason else ""), field=field)
+
+
 class NoTokenizer(QuireError, code="FAILED_PRECONDITION", reason="NO_TOKENIZER"):
     """Text was sent or requested, and the model has no tokenizer."""
 

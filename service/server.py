@@ -123,15 +123,16 @@ async def _run(gateway: Gateway, *, is_member: bool) -> int:
 
 
 def _report_failure(workers: asyncio.Task[None]) -> int:
-    error = workers.exception()
+    error, status = workers.exception(), 1
     for failure in _single(error) if error is not None else ():
         if isinstance(failure, PoolFailed):
+            status = max(status, failure.status)
             _log.error("cannot start workers", error=str(failure))
         elif isinstance(failure, OwnershipLost):
             _log.error("another gateway has the journal", error=str(failure))
         else:
             _log.error("the worker pool failed", exc_info=failure)
-    return 1
+    return status
 
 
 def _single(error: BaseException) -> Iterator[BaseException]:

@@ -24,6 +24,7 @@ TESTS = (
     "tests/workers/test_embedding_attention.py",
     "tests/workers/test_executor.py",
     "tests/workers/test_families.py",
+    "tests/workers/test_head_widths.py",
     "tests/workers/test_hidden_states.py",
     "tests/workers/test_library_model.py",
     "tests/workers/test_library_same_bits.py",

@@ -34,6 +34,7 @@ WORKER_LAYERS = (
         "steps_in_flight",
         "integrity_checks",
         "prefix_wait",
+        "failures",
         "distribution",
         "extra_samples",
         "batch",
@@ -69,6 +70,7 @@ TOP_LEVEL = {
 SERVICE_ROOMS = {
     "service.errors": ("service.printable",),
     "service.model_names": (),
+    "service.quantised": ("service.model_names",),
     "service.setting_rules": ("service.model_names",),
     "service.config": ("service.model_names",),
     "service.config_sources": ("service.config", "service.model_names"),
@@ -161,7 +163,7 @@ SERVICE_ROOMS = {
         "service.pool.gpus", "service.pool.model_versions", "service.pool.pool_files",
         "service.outbound", "service.postgres", "service.printable", "service.runtimes.runtimes_file",
         "service.server", "service.shards", "service.uploads",
-        "service.model_names",
+        "service.model_names", "service.quantised",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import structlog
@@ -27,12 +28,14 @@ from quire.v1.worker_pb2 import WorkerConfig
 
 from workers import socket_server
 from workers.common.protocol import END_SIGNAL, EXIT_CONFIG, HOP_SLACK_BYTES, SECRET_VARIABLE
-from workers.executors.base import ModelExecutor
 from workers.logging import background_log
 from workers.machine_limits import threads_of
 from workers.orphan_timer import OrphanTimer
 from workers.runners.rank_processes import RankProcesses
 from workers.server import Progress, WorkerServer
+
+if TYPE_CHECKING:
+    from workers.executors.base import ModelExecutor
 
 EXIT_FAILED = 1
 # An upper bound for a GetModelInfoResponse without tokenizer and chat template.
@@ -304,6 +307,7 @@ def make_worker(config: WorkerConfig, orphan_timer: OrphanTimer | None) -> Worke
             ),
         ),
         orphan_timer=orphan_timer,
+        explain=lambda error: _for_clients(error, config.model),
     )
 
 
@@ -333,17 +337,30 @@ async def _serve(socket: str, config: WorkerConfig, secret: str, orphan_timer: O
 
 def report(error: BaseException, model: str) -> int:
     """Log why the worker ends. Returns the exit status."""
+    if (why := _refusal(error, model)) is not None:
+        _log.error("cannot serve with this configuration", error=why)
+        return EXIT_CONFIG
+    _log.error("the worker failed", exc_info=error)
+    return EXIT_FAILED
+
+
+def _refusal(error: BaseException, model: str) -> str | None:
+    """Why the configuration cannot be served. None: the error says nothing about it."""
     from workers.kv.sizing import KvSizingError
     from workers.models.errors import ModelError
     from workers.sampling import BadLogitsError
 
     if isinstance(error, BadLogitsError):  # in the warm-up; later ones only fail their operation
-        error = ModelError(f"{model}: its logits are not finite, though its weights are: they overflow")
-    if isinstance(error, ConfigurationError | ModelError | KvSizingError):
-        _log.error("cannot serve with this configuration", error=str(error))
-        return EXIT_CONFIG
-    _log.error("the worker failed", exc_info=error)
-    return EXIT_FAILED
+        return f"{model}: its logits are not finite, though its weights are: they overflow"
+    return str(error) if isinstance(error, ConfigurationError | ModelError | KvSizingError) else None
+
+
+def _for_clients(error: BaseException, model: str) -> str:
+    """The same without paths; "" if there is none."""
+    from workers.models.errors import for_clients
+
+    why = _refusal(error, model)
+    return "" if why is None else for_clients(why, Path(model))
 
 
 def see_own_devices(config: WorkerConfig) -> None:

@@ -18,21 +18,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import psutil
 import structlog
-from google.protobuf.message import DecodeError
 from quire.v1 import worker_pb2
 
 from workers import wire
 from workers.common.protocol import TARGET_MESSAGE_BYTES
 from workers.decodes import OP_ID, Decodes, DecodesDone
-from workers.executors.base import ModelExecutor
-from workers.models.active_kernels import SLOW
 from workers.operations import Command, HeldSequences, IntegrityReport, Reset, Result
 from workers.orphan_timer import OrphanTimer
 from workers.scheduler import Scheduler
-from workers.step_loop import StepLoop
+
+if TYPE_CHECKING:
+    # Not at runtime: they need torch, which is loaded on the compute thread.
+    from workers.executors.base import ModelExecutor
+    from workers.step_loop import StepLoop
 
 _log = structlog.get_logger(__name__)
 
@@ -41,11 +43,13 @@ _PROGRESS_INTERVAL_S = 0.2
 # A gateway that stops ends its workers within this time. Only later a missing gateway is logged.
 _ORPHAN_LOG_S = 1.0
 _SILENT_INTERVALS = 10
+# How long a worker that cannot serve waits until its reason was sent.
+_LAST_WORDS_S = 1.0
 
-Progress = Callable[[str, int, int], None]
-MakeExecutor = Callable[[Progress], ModelExecutor]
-MakeScheduler = Callable[[ModelExecutor], Scheduler]
-Write = Callable[[worker_pb2.ConnectResponse], Awaitable[None]]
+Progress: TypeAlias = Callable[[str, int, int], None]
+MakeExecutor: TypeAlias = "Callable[[Progress], ModelExecutor]"
+MakeScheduler: TypeAlias = "Callable[[ModelExecutor], Scheduler]"
+Write: TypeAlias = Callable[[worker_pb2.ConnectResponse], Awaitable[None]]
 
 
 class _Stream:
@@ -56,6 +60,8 @@ class _Stream:
         self.events: deque[worker_pb2.WorkerEvent] = deque()
         # Done when there is an event. Faster than an asyncio.Event.
         self.wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Done when all events were written, if somebody waits for that.
+        self.written: asyncio.Future[None] | None = None
         # Another stream has replaced this one.
         self.replaced = asyncio.Event()
         # The step loop has dropped the commands of earlier streams.
@@ -76,7 +82,10 @@ class WorkerServer:
         make_scheduler: MakeScheduler,
         *,
         orphan_timer: OrphanTimer | None = None,
+        explain: Callable[[BaseException], str] = lambda _: "",
     ) -> None:
+        """`explain`: why a failure means that the model cannot be served, for clients; "": it does not."""
+        self._explain = explain
         self._make_executor = make_executor
         self._make_scheduler = make_scheduler
         self._orphan_timer = orphan_timer
@@ -114,6 +123,10 @@ class WorkerServer:
     def _compute(self) -> None:
         try:
             executor = self._make_executor(self._report_progress)
+            # By now torch is loaded.
+            from workers.models.active_kernels import SLOW  # noqa: PLC0415
+            from workers.step_loop import StepLoop  # noqa: PLC0415
+
             products = executor.capabilities().products
             level = logging.WARNING if SLOW in products else logging.INFO
             _log.log(level, "products in use", products=products)
@@ -139,7 +152,7 @@ class WorkerServer:
             step_loop.run()
             executor.shutdown()
         except BaseException as error:
-            self._loop.call_soon_threadsafe(self._end, error)
+            self._loop.call_soon_threadsafe(self._fail, error)
 
     def _emit(self, results: Sequence[Result | DecodesDone]) -> None:
         self._loop.call_soon_threadsafe(self._send_results, results)
@@ -247,8 +260,11 @@ class WorkerServer:
                     self._take(other, commands)
             else:
                 commands.append(wire.to_command(message, *self._sizes))
-        except (KeyError, ValueError, DecodeError) as error:
-            self._send([_error_event(op_id, repr(error)) for op_id in wire.op_ids_of(message)])
+        except Exception as error:
+            # Whatever it is: it concerns this command, and the stream has those of all callers.
+            op_ids = wire.op_ids_of(message)
+            _log.warning("a command cannot be decoded", op_ids=op_ids, error=repr(error))
+            self._send([_error_event(op_id, repr(error)) for op_id in op_ids])
 
     def _submit(self, commands: Sequence[Command | Decodes]) -> None:
         if self._step_loop is not None:
@@ -264,6 +280,8 @@ class WorkerServer:
             stream.wake = self._loop.create_future()
             while stream.events:
                 await write(self._next_message(stream.events))
+            if stream.written is not None and not stream.written.done():
+                stream.written.set_result(None)
 
     def _next_message(self, events: deque[worker_pb2.WorkerEvent]) -> worker_pb2.ConnectResponse:
         message = worker_pb2.ConnectResponse()
@@ -338,6 +356,18 @@ class WorkerServer:
             )
         return worker_pb2.WorkerEvent(op_id=op_id, snapshot=snapshot)
 
+    def _fail(self, error: BaseException) -> None:
+        """Ends the worker, once the gateway knows why it cannot serve, if that is known."""
+        said = self._explain(error)
+        stream = self._stream
+        if not said or stream is None:
+            self._end(error)
+            return
+        self._send([_error_event(0, said, worker_pb2.WORKER_ERROR_REASON_WEIGHTS)])
+        stream.written = self._loop.create_future()
+        stream.written.add_done_callback(lambda _: self._end(error))
+        self._loop.call_later(_LAST_WORDS_S, self._end, error)
+
     def _end(self, error: BaseException | None) -> None:
         if self.ended.done():
             return
@@ -364,6 +394,9 @@ def _is_ordered(snapshot: worker_pb2.SnapshotCommand) -> bool:
     return snapshot.ordered or snapshot.check_integrity
 
 
-def _error_event(op_id: int, detail: str) -> worker_pb2.WorkerEvent:
-    reason = worker_pb2.WORKER_ERROR_REASON_FAULT
+def _error_event(
+    op_id: int,
+    detail: str,
+    reason: worker_pb2.WorkerErrorReason = worker_pb2.WORKER_ERROR_REASON_FAULT,
+) -> worker_pb2.WorkerEvent:
     return worker_pb2.WorkerEvent(op_id=op_id, error=worker_pb2.WorkerError(reason=reason, detail=detail))

@@ -27,8 +27,8 @@ from workers.adoption import keep_confirmed, report_sequences
 from workers.coalescing import CoalescingWindow
 from workers.decodes import NO_DECODES, OP_ID, Decodes, DecodesDone
 from workers.executors.engine import Engine
-from workers.executors.errors import KvMissing, NoTrees
 from workers.executors.replacement import WeightsReplacement
+from workers.failures import failure_of, failure_of_running
 from workers.integrity_checks import IntegrityChecks
 from workers.kv.page_pool import OutOfPages
 from workers.kv_copies import export_kv, import_kv
@@ -126,6 +126,8 @@ class StepLoop:
         if adapters is not None:
             adapters.report_to(lambda read: self.submit([read]))
         self._replacement = replacement
+        # Of which adapters, or the model itself, logits were not finite.
+        self._overflowed: set[str] = set()
         if replacement is not None:
             replacement.submit = lambda read: self.submit([read])
         self._fingerprint = fingerprint
@@ -261,7 +263,7 @@ class StepLoop:
             elif not forward.adapter or self._adapter_table.admit(forward):
                 self._scheduler.add(forward)
         except Exception as error:
-            self._results.append(_failure(forward.op_id, error, "a forward could not be queued"))
+            self._results.append(failure_of(forward.op_id, error, "a forward could not be queued"))
 
     def _take_other(self, command: Command | _Internal) -> None:
         """Takes what is no forward. An error ends the worker, if it may have left something half done."""
@@ -280,7 +282,7 @@ class StepLoop:
                 try:
                     self._carry_out(command)
                 except Exception as error:
-                    self._results.append(_failure(command.op_id, error, "a command failed"))
+                    self._results.append(failure_of(command.op_id, error, "a command failed"))
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -441,7 +443,7 @@ class StepLoop:
         except DeviceLostError:
             raise
         except Exception as error:
-            self._fail(forward, _failure(forward.op_id, error, "an operation could not begin"))
+            self._fail(forward, failure_of(forward.op_id, error, "an operation could not begin"))
             return False
 
     def _fail(self, forward: Forward, failure: Failed) -> None:
@@ -521,10 +523,10 @@ class StepLoop:
 
     def _fail_running(self, forward: Forward, error: Exception) -> None:
         """Rolls back and answers a forward that has failed."""
-        _log.error("a forward failed", exc_info=error)
+        failed = failure_of_running(forward, error, self._overflowed)
         self._scheduler.remove(forward.op_id)
         self._engine.roll_back(forward)
-        self._fail(forward, Failed(forward.op_id, FailureReason.FAULT, repr(error)))
+        self._fail(forward, failed)
 
     def _draw_samples(self) -> None:
         """Draws some of the extra samples, one forward after the other. Answers forwards that have all."""
@@ -551,22 +553,3 @@ class StepLoop:
         if self._results:
             results, self._results = self._results, []
             self._emit(results)
-
-
-def _failure(op_id: int, error: Exception, what: str) -> Failed:
-    """The answer for a command that has failed. Logs unexpected errors."""
-    match error:
-        case OutOfPages():
-            needed, available = error.needed, error.available
-            return Failed(op_id, FailureReason.KV_EXHAUSTED, pages_needed=needed, pages_available=available)
-        case KvMissing():
-            return Failed(op_id, FailureReason.KV_MISSING, str(error))
-        case ModelError():
-            return Failed(op_id, FailureReason.WEIGHTS, str(error))
-        case AdapterError():
-            return Failed(op_id, FailureReason.ADAPTER, str(error))
-        case NoTrees():
-            return Failed(op_id, FailureReason.UNSUPPORTED, str(error))
-        case _:
-            _log.error(what, exc_info=error)
-            return Failed(op_id, FailureReason.FAULT, repr(error))

@@ -7,6 +7,7 @@ import functools
 import time
 import zlib
 from collections.abc import Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -33,7 +34,6 @@ from workers.given_experts import ONE_BYTE_EXPERTS, GivenExperts
 from workers.kv.table import PoolUsage
 from workers.kv_messages import Claim, Exported, ExportKv, ImportKv, KvPages
 from workers.models.generation_defaults import SamplingDefaults
-from workers.models.model import ModelDescription
 from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,
@@ -70,6 +70,9 @@ from workers.operations import (
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    # Not at runtime: it needs torch, which a worker loads when its devices are chosen.
+    from workers.models.model import ModelDescription
 
 # More tokens than any vocabulary has.
 _MAX_VOCABULARY = 1 << 22
@@ -164,12 +167,16 @@ def to_decodes(
     options, which = list(message.options), (rows[PRELAUNCH] >> 1).tolist()
     if max(which) >= len(options):
         raise ValueError(f"options {max(which)} of {len(options)}")
-    # Draws without a seed use that of the cache, so that each row has an output of its own.
-    seeds = rows[_SEED].tolist() if any(map(_needs_seed, options)) else [0] * len(which)
-    outputs = [
-        _plain_output(options[index], seed, vocab_size, num_layers)
-        for index, seed in zip(which, seeds, strict=True)
-    ]
+    known, draws = zip(*map(_plain_output, options, repeat(vocab_size), repeat(num_layers)), strict=True)
+    outputs: list[OutputSpec | None]
+    if any(draws):
+        # Draws without a seed use that of the cache, so that each row has an output of its own.
+        outputs = [
+            _plain_draw(options[index], seed, vocab_size, num_layers) if draws[index] else known[index]
+            for index, seed in zip(which, rows[_SEED].tolist(), strict=True)
+        ]
+    else:
+        outputs = [known[index] for index in which]
     now_ns = time.monotonic_ns()
     columns = np.empty((WIDTH, len(outputs)), np.int64)
     columns[:_SEED] = rows[:_SEED]
@@ -214,34 +221,43 @@ def _command_of(row: list[int], options: Sequence[bytes]) -> worker_pb2.WorkerCo
 
 
 @functools.lru_cache(_CACHED_OPTIONS)
-def _plain_output(data: bytes, seed: int, vocab_size: int, num_layers: int) -> OutputSpec | None:
-    """The output of a plain decode with these options. None: they need more, or are wrong."""
+def _plain_output(data: bytes, vocab_size: int, num_layers: int) -> tuple[OutputSpec | None, bool]:
+    """The output of a plain decode with these options, and whether it draws with the seed of the cache.
+
+    None: they need more, or are wrong, which the command of each row that has them then says.
+    """
     try:
-        options = _cached_options(data, seed, False, vocab_size, num_layers, (0, 0, 0))
-    except (KeyError, ValueError):
-        return None
-    if options is None:
-        return None
-    output: OutputSpec = options["output"]
-    forward = Forward(0, 0, 1, (0,), kind=Kind.DECODE, **options)
-    return output if forward.is_plain else None
+        found = _cached_options(data, False, vocab_size, num_layers, (0, 0, 0))
+        if found is None:
+            return None, False
+        options, draws = found
+        forward = Forward(0, 0, 1, (0,), kind=Kind.DECODE, **options)
+    except Exception:  # whatever is wrong with these, other rows of the message are right
+        return None, False
+    return (forward.output, draws) if forward.is_plain else (None, False)
 
 
 @functools.lru_cache(_CACHED_OPTIONS)
-def _needs_seed(data: bytes) -> bool:
-    """Whether draws with these options use the seed of the cache."""
-    output = worker_pb2.ForwardOptions.FromString(data).output
-    return output.HasField("sampling") and not output.sampling.HasField("seed")
+def _plain_draw(data: bytes, seed: int, vocab_size: int, num_layers: int) -> OutputSpec | None:
+    """The same with the seed of a cache. Options of more caches than this remembers are not parsed again."""
+    output, _ = _plain_output(data, vocab_size, num_layers)
+    return None if output is None else _seeded(output, seed)
+
+
+def _seeded(output: OutputSpec, seed: int) -> OutputSpec:
+    assert output.sampling is not None, "it draws"
+    return dataclasses.replace(output, sampling=dataclasses.replace(output.sampling, seed=seed))
 
 
 def _to_forward(
     op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int, num_layers: int, experts: ExpertSizes
 ) -> Forward:
     now_ns, data = time.monotonic_ns(), message.options
-    context = (message.default_seed, message.keep_all, vocab_size, num_layers, experts)
-    options = _cached_options(data, *context) if len(data) <= _MAX_CACHED_BYTES else None
-    if options is None:
-        options = _to_options(worker_pb2.ForwardOptions.FromString(data), *context)
+    context = (message.keep_all, vocab_size, num_layers, experts)
+    found = _cached_options(data, *context) if len(data) <= _MAX_CACHED_BYTES else None
+    options, draws = found or _to_options(worker_pb2.ForwardOptions.FromString(data), *context)
+    if draws:
+        options = options | {"output": _seeded(options["output"], message.default_seed)}
     return Forward(
         op_id=op_id,
         sequence=message.sequence,
@@ -273,7 +289,7 @@ def _to_change(op_id: int, message: worker_pb2.AdapterCommand) -> ChangeAdapters
 
 
 @functools.lru_cache(_CACHED_OPTIONS)
-def _cached_options(data: bytes, *context: Any) -> dict[str, Any] | None:
+def _cached_options(data: bytes, *context: Any) -> tuple[dict[str, Any], bool] | None:
     """None for options with masks. They are not cached: decoded they may be far larger than encoded."""
     options = worker_pb2.ForwardOptions.FromString(data)
     if options.output.HasField("mask") or options.verify_rows:
@@ -283,17 +299,18 @@ def _cached_options(data: bytes, *context: Any) -> dict[str, Any] | None:
 
 def _to_options(
     options: worker_pb2.ForwardOptions,
-    default_seed: int,
     keep_all: int,
     vocab_size: int,
     num_layers: int,
     experts: ExpertSizes,
-) -> dict[str, Any]:
-    """The fields of a Forward that its options set. Forwards with equal options may share them."""
+) -> tuple[dict[str, Any], bool]:
+    """The fields of a Forward that its options set, and whether it draws with the seed of its cache.
+
+    Forwards with equal options may share the fields.
+    """
     output = options.output
-    if output.HasField("sampling") and not output.sampling.HasField("seed"):
-        output.sampling.seed = default_seed
-    return {
+    draws = output.HasField("sampling") and not output.sampling.HasField("seed")
+    fields = {
         "rows": options.rows,
         "scored": options.scored,
         "output": _to_output(output, vocab_size, num_layers) if options.HasField("output") else GREEDY,
@@ -303,6 +320,7 @@ def _to_options(
         "parents": tuple(options.parents),
         "experts": _to_experts(options, *experts) if options.experts else None,
     }
+    return fields, draws
 
 
 def _to_experts(

@@ -84,10 +84,11 @@ def _delete_with(owner: object, function: str, address: object) -> None:
 class LayerPages:
     """The keys and values of all layers of a model. Their memory must not move."""
 
-    def __init__(self, layers: Sequence[tuple[Pages, Pages]]) -> None:
-        """Take keys and values of each layer, packed, all with as many pages."""
+    def __init__(self, layers: Sequence[tuple[Pages, Pages]], *, are_used: bool = True) -> None:
+        """Take keys and values of each layer, all with as many pages, and packed if there is attention."""
         self.num_pages, self.page_size = layers[0][0].shape[:2]
-        if not all(isinstance(pages, PackedKeys | PackedValues) for layer in layers for pages in layer):
+        are_packed = all(isinstance(pages, PackedKeys | PackedValues) for layer in layers for pages in layer)
+        if are_used and not are_packed:
             raise ValueError("kv: the kernels need packed pages in all layers")
         self.keys, self.values = (
             (ctypes.c_void_p * len(layers))(*(pages.data.data_ptr() for pages in tensors))

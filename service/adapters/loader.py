@@ -72,8 +72,13 @@ class AdapterLoader:
         versions, last_number = store.read_list()
         adapters.update(versions)
         adapters.last_number = max([adapters.last_number, last_number, *caches.adapters_in_use()])
+        # Subdirectories that are no adapters, and which of them were logged.
+        self._ignored: set[str] = set()
+        self._warned: set[str] = set()
         if self._directory is not None:
-            gone, new = self._directory_changes(self._directory, files.scan(self._directory))
+            found = files.scan(self._directory)
+            self._warn_of_ignored(self._directory, found or {}, at_once=True)
+            gone, new = self._directory_changes(self._directory, found)
             if (gone or new) and self._write_list(self._list_with(new, gone)):
                 self._use(new, gone)
         pool.adapter_command = self._all_adapters
@@ -213,6 +218,7 @@ class AdapterLoader:
             if self._directory is None:
                 continue
             found = await asyncio.to_thread(files.scan, self._directory)
+            self._warn_of_ignored(self._directory, found or {})
             async with self._writing:
                 gone, new = self._directory_changes(self._directory, found)
                 # If that cannot be stored, the next round tries again.
@@ -220,6 +226,20 @@ class AdapterLoader:
                     listed = self._list_with(new, gone)
                     if await asyncio.to_thread(self._write_list, listed):
                         self._use(new, gone)
+
+    def _warn_of_ignored(self, directory: Path, found: Mapping[str, str], *, at_once: bool = False) -> None:
+        """Logs once which subdirectories are no adapters; not of one that is being copied: it is new."""
+        reasons = files.ignored(directory, found)
+        for adapter_id in found:
+            try:
+                check_adapter_id(adapter_id)
+            except InvalidArgument as error:
+                reasons[adapter_id] = error.message
+        before, self._ignored = self._ignored, set(reasons)
+        for name in sorted(reasons if at_once else reasons.keys() & before):
+            if name not in self._warned:
+                _log.warning("a subdirectory of adapters is ignored", name=name, why=reasons[name])
+        self._warned = self._warned & set(reasons) | (set(reasons) if at_once else set(reasons) & before)
 
     def _directory_changes(
         self, directory: Path, found: Mapping[str, str] | None

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -113,6 +114,18 @@ def scan(directory: Path) -> dict[str, str] | None:
         _log.warning("cannot read the directory of adapters", error=error.strerror)
         return None
     return found
+
+
+def ignored(directory: Path, found: Mapping[str, str]) -> dict[str, str]:
+    """Why subdirectories are no adapters, by name. `found`: what `scan` has found. Raises nothing."""
+    reasons = {}
+    with contextlib.suppress(OSError):
+        for entry in directory.iterdir():
+            if entry.name in found or not entry.is_dir():
+                continue
+            missing = [name for name in FILES if not (entry / name).exists()]
+            reasons[entry.name] = f"it has no {' and no '.join(missing)}" if missing else "it cannot be read"
+    return reasons
 
 
 def bad_adapter(why: str) -> InvalidArgument:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import sys
 import threading
@@ -98,7 +99,11 @@ class ServerState:
             weights=version.number,
             # With the first version there are no caches of other versions.
             limits_of_cache=self._limits_of_cache if version.number else None,
-            adapter_of=self._adapter_of if ready.executor.supports_lora else no_adapter,
+            adapter_of=(
+                self._adapter_of
+                if ready.executor.supports_lora
+                else functools.partial(no_adapter, reason=ready.executor.backend_reason)
+            ),
         )
 
     def adapter_ids(self) -> list[str]:

@@ -15,7 +15,7 @@ from quire.v1 import executor_pb2, types_pb2
 
 from service.api.experts import Experts
 from service.api.masks import check_choice, check_vocabulary, out_of_vocab
-from service.errors import InvalidArgument, SequenceTooLong, Unsupported, too_many
+from service.errors import InvalidArgument, SequenceTooLong, Unsupported, too_many, without_lora
 
 NO_EXPERTS = Experts(types_pb2.ModelDescription())
 MAX_TOP_LOGPROBS = 1024
@@ -62,9 +62,9 @@ HANDLE_BYTES = 128
 _LONGEST_TIMEOUT_S = 365 * 86_400.0
 
 
-def no_adapter(_adapter_id: str) -> int:
-    """What an executor without adapters answers."""
-    raise Unsupported("this executor does not support LoRA adapters", field="adapter_id")
+def no_adapter(_adapter_id: str, reason: str = "") -> int:
+    """What an executor without adapters answers. `reason`: see ExecutorCapabilities.backend_reason."""
+    raise without_lora(reason, field="adapter_id")
 
 
 @dataclass(frozen=True, slots=True)

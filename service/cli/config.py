@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 from service.cli.state import unused
 from service.config import ADDRESSES, Config, ConfigError
 from service.config_sources import Settings, json_schema, line_of, read_settings
-from service.data_directory import data_directory
+from service.data_directory import data_directory, why_not_writable
 from service.journal.base import JournalUnusable
 from service.journal.files import DATABASE
 from service.logging import configure_logging
 from service.model_names import is_hub_id
 from service.postgres.errors import DatabaseFailed
 from service.printable import escaped
+from service.quantised import quantised
 from service.setting_rules import POSTGRES
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ def check(options: argparse.Namespace) -> int:
     configure_logging("error", "pretty", sys.stderr)
     settings = _read(options)
     problems = [settings.said(error) for error in settings.errors]
-    problems += _problems_at_start(settings, is_running=options.running)
+    # Without the file, settings have defaults, of which nothing is to be said.
+    if not any(error.setting == "config" for error in settings.errors):
+        problems += _problems_at_start(settings, is_running=options.running)
     for problem in problems:
         print(f"quire: {escaped(problem)}", file=sys.stderr)
     if problems:
@@ -104,13 +107,18 @@ def _problems_at_start(settings: Settings, *, is_running: bool) -> Iterator[str]
 
 
 def _model(config: Config) -> Iterator[ConfigError]:
-    if is_hub_id(config.model) and config.model_download == "off":
+    directory = Path(config.model)
+    if is_hub_id(config.model):
         from service.cli import hub
 
         try:
-            hub.find_model(config.model, config.model_revision, download=False)
+            directory = hub.find_model(config.model, config.model_revision, download=False)
         except hub.HubError as error:
-            yield ConfigError("model", "", config.model, str(error))
+            if config.model_download == "off":
+                yield ConfigError("model", "", config.model, str(error))
+            return
+    if not config.has_remote_workers and (problem := quantised(directory)):
+        yield ConfigError("model", "", config.model, problem)
 
 
 def _descriptors(config: Config) -> Iterator[ConfigError]:
@@ -206,8 +214,8 @@ def _state(config: Config) -> Iterator[ConfigError]:
     there = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110
     if not there.is_dir():
         yield ConfigError("data_dir", "", str(directory), f"{there} is a file")
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield ConfigError("data_dir", "", str(directory), f"{there} cannot be written to")
+    elif why_not := why_not_writable(there):
+        yield ConfigError("data_dir", "", str(directory), f"{there} cannot be written to ({why_not})")
     else:
         model_tag = None
         if config.journal in ("auto", "sqlite") and (directory / DATABASE).exists():

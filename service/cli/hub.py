@@ -29,6 +29,8 @@ from huggingface_hub.utils.tqdm import tqdm
 from service.model_names import other_format
 from service.outbound import is_this_machine, proxy_of
 from service.printable import escaped
+from service.quantised import quantised
+from workers.common.protocol import EXIT_CONFIG
 
 _CONFIG = "config.json"
 _SMALL = (
@@ -54,7 +56,14 @@ if is_this_machine(_HOST := urlsplit(constants.ENDPOINT).hostname or ""):
 
 
 class HubError(Exception):
-    """A model is not available. The message is one line that says why and what to do."""
+    """A model is not available. The message is one line that says why and what to do.
+
+    `status`: the exit status of a server that wanted it.
+    """
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def find_model(
@@ -165,6 +174,8 @@ def _download(hub_id: str, revision: str | None, on_progress: Callable[[float], 
     _check_can_be_served(hub_id, sizes)
     # By the name of the revision, so that the cache knows that name. All other files are of the same commit.
     directory = Path(hf_hub_download(hub_id, _CONFIG, revision=revision)).parent
+    if problem := quantised(directory):
+        raise HubError(f"{hub_id} cannot be served: {problem}", EXIT_CONFIG)
     index = () if _WEIGHTS in sizes else (_INDEX,)
     wanted = (*_SMALL[1:], *index)
     for name, size_bytes in sizes.items():

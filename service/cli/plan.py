@@ -12,8 +12,9 @@ from typing import Any
 
 from service.cli.child import NoAnswer, ask
 from service.config import Config
-from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, is_hub_id
+from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, is_hub_id, is_model, model_problem
 from service.printable import escaped
+from service.quantised import quantised
 
 _TIMEOUT_S = 120.0
 _COLUMNS = 80
@@ -59,7 +60,12 @@ def _directory(model: str) -> Path:
             return hub.find_files(model, ("config.json",), download=True)
         except hub.HubError as error:
             raise NoAnswer(str(error), ()) from None
-    return SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else Path(model)
+    directory = SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else Path(model)
+    if not is_model(str(directory)):
+        raise NoAnswer(f"{model} cannot be planned: {model_problem(model)}", ())
+    if problem := quantised(directory):
+        raise NoAnswer(f"{model} cannot be planned: {problem}", ())
+    return directory
 
 
 def _print(found: Mapping[str, Any]) -> None:

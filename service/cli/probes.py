@@ -24,9 +24,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from service.auth.connections import TooFewDescriptors, with_descriptors
+from service.auth.unix_socket import IN_USE
+from service.cli.state import unused
 from service.config import ADDRESSES, Config
 from service.config_sources import read_settings
-from service.data_directory import data_directory, state_dir
+from service.data_directory import data_directories, data_directory, state_dir
 from service.listening import ADDRESS_IS_FREE, why_not_listening
 from service.logging import configure_logging
 from service.uploads import RESERVE_BYTES
@@ -117,7 +119,25 @@ def _files(config: Config) -> Iterator[Finding]:
         yield Finding("open files", OK, f"enough for {possible} connections")
 
 
+def _is_running(config: Config) -> bool:
+    """Whether a server at this address runs, of any model: it holds a lock in its data directory."""
+    own = data_directory(config)
+    default = data_directory(dataclasses.replace(config, data_dir=None))
+    directories = [] if own is None else [own]
+    if default is not None:
+        of_address = default.name.rpartition("-")[0]
+        with contextlib.suppress(OSError):
+            directories += [one for one in data_directories() if one.name.rpartition("-")[0] == of_address]
+    for directory in directories:
+        # That of another user cannot be read.
+        with contextlib.suppress(OSError), unused(directory) as is_unused:
+            if not is_unused:
+                return True
+    return False
+
+
 def _addresses(config: Config) -> Iterator[Finding]:
+    is_running = _is_running(config)
     for address in filter(None, (getattr(config, name) for name in ADDRESSES)):
         if address.startswith("unix:"):
             yield Finding("address", OK, address)
@@ -125,6 +145,8 @@ def _addresses(config: Config) -> Iterator[Finding]:
         problem = why_not_listening(address)
         if problem == ADDRESS_IS_FREE:
             yield Finding("address", OK, f"{address} is free")
+        elif problem == IN_USE and is_running:
+            yield Finding("address", OK, f"{address} is that of the running server")
         else:
             yield Finding("address", PROBLEM, f"{address}: {problem}", "`ss -ltnp` shows what uses it")
 

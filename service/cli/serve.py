@@ -21,10 +21,12 @@ from service.config_sources import read_settings
 from service.data_directory import data_directory
 from service.errors import LoadFailed
 from service.logging import configure_logging
-from service.model_names import is_hub_id
+from service.model_names import has_other_format, is_hub_id
 from service.printable import escaped
+from service.quantised import quantised
 from service.server import serve
 from service.shards.one_host import Membership, check_count
+from workers.common.protocol import EXIT_CONFIG
 
 _SWITCH_INTERVAL_S = 0.0005
 
@@ -35,7 +37,8 @@ def run(options: argparse.Namespace) -> int:
     for error in settings.errors:
         print(f"quire: {escaped(settings.said(error))}", file=sys.stderr)
     if settings.errors:
-        return 2
+        models = [error for error in settings.errors if error.setting == "model"]
+        return EXIT_CONFIG if any(has_other_format(str(error.value)) for error in models) else 2
     try:
         return _run(settings.config)
     except ConfigError as error:
@@ -52,8 +55,11 @@ def _run(config: Config) -> int:
         try:
             found = hub.find_model(config.model, config.model_revision, download=may_download)
         except hub.HubError as error:
-            return _failed(error)
+            return _failed(error, error.status)
         config = dataclasses.replace(config, model=str(found), model_revision=None)
+    if not config.has_remote_workers and (problem := quantised(Path(config.model))):
+        print(f"quire: {escaped(f'{config.model} cannot be served: {problem}')}", file=sys.stderr)
+        return EXIT_CONFIG
     if config.gateways > 1:
         from service.cli import gateways
 
@@ -86,9 +92,9 @@ def run_gateway(config: Config, member: Membership | None = None) -> int:
         return runner.run(serve(config, find, find_adapter, member))
 
 
-def _failed(error: Exception) -> int:
+def _failed(error: Exception, status: int = 1) -> int:
     print(f"quire: {error}", file=sys.stderr)
-    return 1
+    return status
 
 
 def _find_on_hub(hub_id: str, on_progress: Callable[[float], None], *, download: bool) -> Path:

@@ -65,6 +65,8 @@ class Incarnation:
         self._config = config
         self._versions = versions
         self._adapters = adapters
+        # Why the worker cannot serve, for clients; "": not known, or it can.
+        self.refusal = ""
         self._liveness = Liveness(config, adopted=adopted)
         self._terminated: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
         self._op_ids = itertools.count(_FIRST_OP_ID)
@@ -180,9 +182,9 @@ class Incarnation:
         command = worker_pb2.ReplaceWeightsCommand(read=directory)
         event = await self.ask(worker_pb2.WorkerCommand(replace_weights=command))
         if event.WhichOneof("event") == "error":
-            # The caller must not see paths of this machine.
-            _log.warning("weights cannot be used", worker_id=self.slot.worker_id, why=event.error.detail)
-            raise LoadFailed("the weights cannot be used, the server's log says why")
+            why = event.error.detail or "the server's log says why"
+            _log.warning("weights cannot be used", worker_id=self.slot.worker_id, why=why)
+            raise LoadFailed(f"the weights cannot be used: {why}")
         return event.weights_read.model
 
     def apply_weights(self) -> None:
@@ -264,6 +266,8 @@ class Incarnation:
                 self._on_ready(event.ready)
             case "adopted":
                 self._on_adopted(event)
+            case "error" if not event.op_id:
+                self.refusal = event.error.detail
         waiter = self._waiters.get(event.op_id)
         if waiter is not None and not waiter.done():
             waiter.set_result(event)
@@ -331,7 +335,8 @@ class Incarnation:
         slot.state = executor_pb2.WORKER_STATE_READY
         self._liveness.on_ready()
         log = _log.bind(worker_id=slot.worker_id, epoch=slot.epoch, kept=len(kept))
-        log.info("worker ready", model=ready.model.model_id, backend=ready.model.backend)
+        reason = {"backend_reason": ready.executor.backend_reason} if ready.executor.backend_reason else {}
+        log.info("worker ready", model=ready.model.model_id, backend=ready.model.backend, **reason)
         self._versions.worker_ready(slot)
         # Before the forwards that name them.
         self.send_adapters(self._adapters())

@@ -79,4 +79,11 @@ class ElasticLauncher(Launcher, Protocol):
 
 
 class PoolFailed(Exception):
-    """The pool cannot start and a retry cannot help. The message is for the operator."""
+    """The pool cannot start and a retry cannot help. The message is for the operator.
+
+    `status`: the exit status of the server.
+    """
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status

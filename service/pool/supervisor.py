@@ -19,7 +19,7 @@ from quire.v1 import executor_pb2, worker_pb2
 
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.errors import NoWorker, Unsupported
+from service.errors import NoWorker, without_lora
 from service.logging import get_logger
 from service.pool.incarnation import Incarnation
 from service.pool.launcher import ElasticLauncher, Launcher, PoolFailed, WorkerProcesses
@@ -126,8 +126,9 @@ class Supervisor:
         incarnation = next(iter(self.serving_workers()), None)
         if incarnation is None or incarnation.slot.ready is None:
             raise NoWorker
-        if not incarnation.slot.ready.executor.supports_lora:
-            raise Unsupported("this executor does not support LoRA adapters")
+        executor = incarnation.slot.ready.executor
+        if not executor.supports_lora:
+            raise without_lora(executor.backend_reason)
         command = worker_pb2.AdapterCommand(added=[source], load=True)
         return await incarnation.ask(worker_pb2.WorkerCommand(adapter=command))
 
@@ -249,7 +250,9 @@ class Supervisor:
         if ended.failure is not None:
             raise ended.failure
         if status == EXIT_CONFIG and not slot.was_ready:
-            raise PoolFailed("the worker refused its configuration; its last log line says why")
+            refusal = incarnation.refusal
+            why = f": {refusal}" if refusal else "; its last log line says why"
+            raise PoolFailed(f"the worker refused its configuration{why}", EXIT_CONFIG)
 
     async def _adopt_or_start(self, slot: WorkerSlot) -> Incarnation | None:
         """Adopts the worker of an earlier gateway, or starts a new one. None if that fails for now."""

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from quire.v1 import admin_pb2, runner_pb2
 from quire.v1 import executor_pb2 as pb
+from safetensors.torch import load_file, save_file
 
 from tests.adapter_factory import make_adapter, merge
 from tests.error_details import reason_of, refused
@@ -133,6 +134,27 @@ def test_each_cache_has_the_tokens_of_its_adapter(gateway: GatewayProcess, adapt
     assert by_id["a1"].sequences == 2
     executor = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=PATIENCE_S).executor
     assert executor.supports_lora and executor.max_lora_adapters == 2
+
+
+def test_sums_that_overflow_are_the_adapters_failure(
+    gateway: GatewayProcess, adapted: Adapted, tmp_path: Path
+) -> None:
+    """Each call of it says so. Nobody else notices, and it may be replaced by one that is right."""
+    broken = tmp_path / "broken"
+    shutil.copytree(adapted.adapters[0], broken)
+    weights = load_file(broken / "adapter_model.safetensors")
+    huge = {name: tensor * (1e25 if ".lora_B" in name else 1.0) for name, tensor in weights.items()}
+    save_file(huge, broken / "adapter_model.safetensors")
+    load(gateway, "broken", broken)
+    for _ in range(3):
+        with pytest.raises(grpc.RpcError) as failed:
+            Text(gateway, "broken")
+        assert reason_of(failed.value) == "ADAPTER_LOST"
+        assert "its sums overflow" in str(failed.value.details())
+    assert Text(gateway).finish() == adapted.tokens[0]
+    load(gateway, "broken", adapted.adapters[0])
+    assert Text(gateway, "broken").finish() == adapted.tokens[1]
+    assert unload(gateway, "broken")
 
 
 def test_forks_scorings_and_unified_items_have_it_too(gateway: GatewayProcess, adapted: Adapted) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests import quire_command
 from tests.bad_directories import BAD_DIRECTORIES, BadDirectory, make_good
+from workers.common.protocol import EXIT_CONFIG
 
 # Before and after the weights are read. tests/workers/test_bad_directories.py has all of them.
 CHOSEN = ("a FIFO as the weights", "NaN in a weight")
@@ -27,7 +28,7 @@ def test_the_server_ends_and_says_why(tmp_path: Path, bad: BadDirectory) -> None
     done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120, check=False)
     records = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     refusals = [r["error"] for r in records if r["event"] == "cannot serve with this configuration"]
-    assert done.returncode == 1
+    assert done.returncode == EXIT_CONFIG
     assert "Traceback" not in done.stderr
     assert not any("model" in record for record in records), "it is not announced before it is checked"
     assert len(refusals) == 1 and re.search(bad.says, refusals[0])

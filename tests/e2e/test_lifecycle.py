@@ -23,6 +23,7 @@ from service.gateway import Gateway
 from service.server import serve
 from tests import quire_command
 from tests.gateway_process import GatewayProcess
+from workers.common.protocol import EXIT_CONFIG
 
 MAX_GATEWAY_BYTES = 150 << 20
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -81,7 +82,7 @@ def test_a_bad_setting_is_refused_at_start() -> None:
 
 def test_a_pool_that_does_not_fit_ends_the_server() -> None:
     done = serve_until_it_ends("--listen", "127.0.0.1:0", "--kv-pages", "1000000000")
-    assert done.returncode == 1
+    assert done.returncode == EXIT_CONFIG
     assert "kv_pages" in done.stderr
     assert done.stderr.count("worker started") == 1, "trying again cannot help"
 
@@ -89,7 +90,7 @@ def test_a_pool_that_does_not_fit_ends_the_server() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_device_that_is_not_there_ends_the_server() -> None:
     done = serve_until_it_ends("--listen", "127.0.0.1:0", "--device", "cuda")
-    assert done.returncode == 1
+    assert done.returncode == EXIT_CONFIG
     assert "no CUDA device" in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.count("worker started") == 1, "trying again cannot help"
 

@@ -135,7 +135,12 @@ def test_what_cannot_be_served_changes_nothing(first: Model, second: Model, tmp_
         workers = pids(gateway)
         old = prefill(gateway)
         assert refused(lambda: list(load(gateway, tmp_path / "none"))) == "BAD_SOURCE"
-        assert refused(lambda: list(load(gateway, tmp_path))) == "LOAD_FAILED"
+        with pytest.raises(grpc.RpcError) as failed:
+            list(load(gateway, tmp_path))
+        assert reason_of(failed.value) == "LOAD_FAILED"
+        said = str(failed.value.details())
+        assert "config.json: model_type: must be the name of a model family, got None" in said
+        assert str(tmp_path) not in said
         loading = load(gateway, second.directory)
         gateway.wait_until(lambda: len(gateway.status().workers) == 2 and all(loaders(gateway, workers)))
         assert refused(lambda: list(load(gateway, second.directory))) == "LOADING"

@@ -16,7 +16,7 @@ from quire.v1 import runner_pb2, types_pb2
 
 from tests.adapter_factory import make_adapter, merge
 from tests.e2e.test_adapters import Text, load, unload
-from tests.error_details import refused
+from tests.error_details import reason_of, refused
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_greedy
 
@@ -100,8 +100,15 @@ def test_what_cannot_be_served_changes_nothing(
     file.write_bytes(file.read_bytes()[:-8])
     text = Text(gateway)
     before = described(gateway)
-    assert refused(lambda: replace(gateway, broken)) == "LOAD_FAILED"
-    assert refused(lambda: replace(gateway, models[3])) == "LOAD_FAILED"
+    for directory, why in (
+        (broken, "model.safetensors: tensor "),
+        (models[3], "config.json differs from that of the weights that are served"),
+    ):
+        with pytest.raises(grpc.RpcError) as failed:
+            replace(gateway, directory)
+        assert reason_of(failed.value) == "LOAD_FAILED"
+        said = str(failed.value.details())
+        assert f"the weights cannot be used: {why}" in said and str(directory) not in said
     assert refused(lambda: replace(gateway, tmp_path / "nothing")) == "BAD_SOURCE"
     assert refused(lambda: replace(gateway, models[1], 99)) == "BAD_MODE"
     assert described(gateway) == before

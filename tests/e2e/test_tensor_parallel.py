@@ -113,7 +113,7 @@ def test_what_cannot_be_split_is_refused() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     records = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     refusals = [r["error"] for r in records if r["event"] == "cannot serve with this configuration"]
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.returncode == 78 and "Traceback" not in done.stderr
     (refusal,) = refusals
     assert "tensor_parallel = 2, and paged-attention cannot be split" in refusal
     assert [record["event"] for record in records].count("worker started") == 1

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import pytest
 from quire.v1 import admin_pb2, types_pb2, worker_pb2
+from structlog.testing import capture_logs
 
 from service.adapters import loader
 from service.adapters.loader import AdapterLoader
@@ -70,6 +71,35 @@ def write_files(directory: Path) -> Path:
 
 def numbers_of(server: Server) -> dict[str, int]:
     return {version.adapter_id: version.number for version in server.adapters if not version.retired}
+
+
+async def test_subdirectories_that_are_no_adapters_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "adapters"
+    write_files(directory / "good")
+    write_files(directory / "not an id")
+    write_files(directory / "run" / "checkpoint-100")
+    write_files(directory / "half")
+    (directory / "half" / FILES[1]).unlink()
+    (directory / "file").touch()
+    monkeypatch.setattr(loader, "_INTERVAL_S", 0.01)
+    with capture_logs() as logs:
+        server = Server(tmp_path / "data", adapters=str(directory))
+        running = asyncio.create_task(server.loader.run())
+        write_files(directory / "later" / "nested")
+        (directory / "good" / FILES[0]).unlink()
+        while len(logs) < 5:
+            await asyncio.sleep(0.01)
+        write_files(directory / "last")
+        while "last" not in numbers_of(server):
+            await asyncio.sleep(0.01)
+        running.cancel()
+    told = [(entry["name"], entry["why"]) for entry in logs if entry["log_level"] == "warning"]
+    assert len(told) == len(set(told)) == 5
+    assert dict(told)["half"] == f"it has no {FILES[1]}"
+    assert dict(told)["run"] == f"it has no {FILES[0]} and no {FILES[1]}"
+    assert dict(told).keys() == {"half", "run", "not an id", "later", "good"}
 
 
 async def requests(*messages: admin_pb2.LoadAdapterRequest) -> AsyncIterator[admin_pb2.LoadAdapterRequest]:

@@ -75,6 +75,30 @@ def test_a_file_that_is_no_toml_is_a_problem_beside_others(capsys: pytest.Captur
     assert len(said) == 2 and "at line 1" in said[0] and said[1].startswith("workers = 'none'")
 
 
+@pytest.mark.parametrize("text", ["workers 2", "x = ["])
+def test_after_a_file_that_cannot_be_read_nothing_is_said_of_the_defaults(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml(text)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert "cannot listen" in "".join(problems(capsys, "--listen", address))
+        (said,) = problems(capsys, "q.toml", "--listen", address)
+        assert "must be a TOML file" in said
+        (said,) = problems(capsys, "none.toml", "--listen", address)
+        assert "No such file" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+@pytest.mark.parametrize("directory", ["/proc/nope", "/proc/self/nope/more", "/sys/nope"])
+def test_a_data_directory_that_cannot_be_made_is_told(
+    directory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also to root, whom permissions do not stop."""
+    (said,) = problems(capsys, "--listen", "127.0.0.1:0", "--data-dir", directory)
+    assert said.startswith("data_dir = ") and "cannot be written to (" in said
+
+
 def test_nothing_is_made_by_a_check_without_problems(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import socket
@@ -16,6 +17,8 @@ from service.auth.connections import TooFewDescriptors
 from service.cli import child, doctor, probes
 from service.cli.probes import OK, PROBLEM, SLOW, Finding
 from service.config import Config
+from service.data_directory import data_directories, data_directory
+from service.journal.sqlite import open_journal
 from tests.forks import WORKERS, asked, fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +71,29 @@ def test_it_fits_80_columns_and_advises(
     assert lines[-1] == "ok      cpu        \\x1b[2J"
     (advice,) = (index for index, line in enumerate(lines) if "-> compile" in line)
     assert all(line.startswith(" " * 19) for line in lines[1:-1]) and advice
+
+
+@pytest.mark.parametrize("other_model", [False, True])
+def test_the_address_of_a_running_server_is_no_problem(tmp_path: Path, *, other_model: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        (finding,) = found("address", listen=address)
+        assert finding.state == PROBLEM, "of anybody else"
+        model = str(tmp_path) if other_model else Config().model
+        directory = data_directory(Config(listen=address, model=model))
+        assert directory is not None
+        with contextlib.closing(open_journal(directory)):
+            (finding,) = found("address", listen=address)
+        assert (finding.state, finding.text) == (OK, f"{address} is that of the running server")
+
+
+def test_a_home_that_is_no_directory_is_a_problem_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/dev/null")
+    (address,) = found("address", listen="127.0.0.1:50999")
+    assert address.text == "127.0.0.1:50999 is free" or address.state == PROBLEM
+    assert found("disk", listen="127.0.0.1:50999")[0].state in (OK, SLOW, PROBLEM)
+    assert data_directories() == []
 
 
 def test_without_torch_the_rest_is_known(

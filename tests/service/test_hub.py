@@ -281,6 +281,16 @@ def test_what_cannot_be_served_is_not_fetched(find: Find) -> None:
     assert pickles.fetched == []
 
 
+def test_quantised_weights_are_not_fetched(find: Find) -> None:
+    config = b'{"model_type": "qwen3", "quantization_config": {"quant_method": "awq"}}'
+    quantised = Hub(MODEL, SMALL | WEIGHTS | {"config.json": config})
+    with serving(quantised) as endpoint:
+        found, lines = find(HF_ENDPOINT=endpoint)
+    assert found == "" and lines.count("\n") == 1
+    assert f"{MODEL} cannot be served: its weights are quantised (awq, " in lines
+    assert "model.safetensors" not in quantised.fetched
+
+
 def test_a_revision_that_is_not_there(find: Find) -> None:
     with serving(Hub(MODEL, SMALL | WEIGHTS)) as endpoint:
         found, said = find(revision="v9", HF_ENDPOINT=endpoint)

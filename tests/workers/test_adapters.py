@@ -72,7 +72,8 @@ def projections(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
 
 def read(directory: Path, model: Path, **limits: int) -> Adapter:
     modules = projections(hf_model(model))
-    return read_adapter(directory, modules, **{"max_rank": 256, "max_bytes": 1 << 30} | limits)
+    bounds: dict[str, Any] = {"max_rank": 256, "max_bytes": 1 << 30} | limits
+    return read_adapter(directory, modules, **bounds)
 
 
 def assert_read_as_peft_does(adapter: Adapter, directory: Path, model: Path) -> None:
@@ -189,7 +190,7 @@ def test_the_adapter_of_a_model_that_also_sees(tmp_path: Path) -> None:
     assert any(".vision_tower." in name for name in stored)
     text = make_family_model(tmp_path / "text", *settings_of("gemma3"))
     modules = projections(hf_model(text))
-    limits = {"max_rank": 256, "max_bytes": 1 << 30}
+    limits: dict[str, Any] = {"max_rank": 256, "max_bytes": 1 << 30}
     adapter = read_adapter(tmp_path, modules, **limits)
     assert adapter.weights.keys() == {name for name in modules if name.endswith(("q_proj", "up_proj"))}
     for name, pair in adapter.weights.items():

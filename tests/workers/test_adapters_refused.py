@@ -178,7 +178,14 @@ SETTINGS = [
     BadDirectory("biases", setting(bias="lora_only"), "bias: only none is supported, got lora_only"),
     BadDirectory("DoRA", setting(use_dora=True), f"use_dora: DoRA is not supported, .*: {_MERGE}"),
     BadDirectory("a bias of B", setting(lora_bias=True), "lora_bias: an adapter with biases"),
-    BadDirectory("whole modules", setting(modules_to_save=["lm_head"]), f"modules_to_save: .*{_MERGE}"),
+    BadDirectory(
+        "a whole norm", added("model.layers.0.input_layernorm.weight", 64), f"of a whole module, .*{_MERGE}"
+    ),
+    BadDirectory(
+        "a whole projection",
+        added("model.layers.0.mlp.up_proj.weight", 96, 64),
+        f"of a whole module, .*{_MERGE}",
+    ),
     BadDirectory("tokens", setting(trainable_token_indices=[3]), "trainable_token_indices: .*embeddings"),
     BadDirectory("transposed weights", setting(fan_in_fan_out=True), "fan_in_fan_out: transposed"),
     BadDirectory("parameters", setting(target_parameters=["mlp.experts.down_proj"]), "target_parameters: "),

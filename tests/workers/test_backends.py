@@ -46,9 +46,14 @@ def test_on_a_gpu_a_head_width_without_kernels_is_left_to_the_library(
 ) -> None:
     """Whose attention runs in torch then; native code alone refuses it."""
     directory = make_model(tmp_path, TinyModel(head_dim=head_dim))
-    assert choose_backend(directory, "auto") == ("native", 97)
-    assert choose_backend(directory, "auto", on_cuda=True) == (backend, 97)
-    assert choose_backend(directory, "transformers", on_cuda=True) == ("transformers", 97)
+    reason = (
+        ""
+        if backend == "native"
+        else "head_dim: must be one of 64, 80, 96, 128, 256 on a CUDA device, got 32"
+    )
+    assert choose_backend(directory, "auto") == ("native", 97, "")
+    assert choose_backend(directory, "auto", on_cuda=True) == (backend, 97, reason)
+    assert choose_backend(directory, "transformers", on_cuda=True) == ("transformers", 97, "")
     assert runs_on_cuda(directory, "auto") and runs_on_cuda(directory, "transformers")
     assert runs_on_cuda(directory, "native") == (head_dim == 64)
     if head_dim == 32:

@@ -57,19 +57,6 @@ def one_file(directory: Path, changes: dict[str, torch.Tensor]) -> None:
     save_file(tensors | changes, directory / "model.safetensors")
 
 
-@pytest.mark.parametrize("repeated", [True, False])
-def test_a_tied_head_in_the_files_has_to_be_the_embedding(tmp_path: Path, repeated: bool) -> None:
-    make_family_model(tmp_path, *settings_of("llama3"))
-    shards = (load_file(shard) for shard in tmp_path.glob("*.safetensors"))
-    embedding = next(shard[EMBEDDING] for shard in shards if EMBEDDING in shard)
-    one_file(tmp_path, {HEAD: embedding.clone() if repeated else embedding.flip(0).contiguous()})
-    if repeated:
-        LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
-    else:
-        with pytest.raises(ModelError, match=f"tensor {HEAD} differs from {EMBEDDING}"):
-            LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
-
-
 @pytest.mark.parametrize("count", [1 << 12, 1 << 24])
 def test_experts_that_the_files_do_not_bear_out_are_refused_before_they_are_counted_out(
     tmp_path: Path, count: int

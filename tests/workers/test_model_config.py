@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from kernels.rope import RopeSpec, rope_frequencies
 from tests.model_factory import TinyModel, hf_config
 from workers.models.config import LayerConfig, ModelConfig
-from workers.models.errors import ModelError
+from workers.models.errors import ModelError, UnsupportedError
 from workers.models.registry import FAMILIES, Family
 from workers.models.values import warn_outside
 
@@ -194,7 +194,7 @@ def test_token_ids_outside_the_vocabulary_are_ignored_with_a_warning(
     [
         ({"model_type": "mamba"}, r"model_type: must be one of .*qwen3.*, got 'mamba'"),
         ({"model_type": ...}, "model_type: must be the name of a model family, got None"),
-        ({"vocab_size": ...}, "vocab_size: must be a positive integer, got nothing"),
+        ({"vocab_size": None}, "vocab_size: must be a positive integer, got nothing"),
         ({"hidden_size": 0}, "hidden_size: must be a positive integer, got 0"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers: must be a positive integer, got '4'"),
         ({"num_key_value_heads": 3}, "num_attention_heads: must be a multiple of num_key_value_heads"),
@@ -301,22 +301,51 @@ def test_keys_without_effect_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: is not supported, got 30.0"),
-        ({"embedding_multiplier": 12}, "embedding_multiplier: is not supported, got 12"),
-        ({"num_experts": 128}, "num_experts: is not supported"),
-        ({"mlp_bias": True}, "mlp_bias: is not supported, got True"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map: is not supported"),
-        ({"is_encoder_decoder": True}, "is_encoder_decoder: is not supported"),
-        ({"rope_parameters": {"rope_type": "default", "interleaved": True}}, "rope_parameters: interleaved"),
+        {"auto_map": {"AutoModel": "x.Y"}},
+        {"is_llama_config": True},
+        {"rope_interleaved": False},
+        {"final_logit_softcapping": 30.0},
+        {"embedding_multiplier": 12},
+        {"logits_scaling": 8.0},
+        {"no_rope_layers": [0] * 28},
+        {"num_experts": 128},
+        {"mlp_bias": True},
+        {"pretraining_tp": 2},
+        {"is_decoder": True},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "interleaved": True}},
     ],
 )
-def test_a_key_that_the_decoder_does_not_know_refuses_the_model(
+def test_a_key_that_the_family_does_not_read_changes_nothing(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert read(**changes) == read()
+    (tmp_path / "config.json").write_text(json.dumps(OLD | changes))
+    assert ModelConfig.from_settings(AutoConfig.from_pretrained(tmp_path).to_dict()) == read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_encoder_decoder": True}, "is_encoder_decoder: is not supported, got True"),
+        ({"attention_chunk_size": 8}, "attention_chunk_size: is not supported, got 8"),
+        ({"is_causal": False}, "is_causal: is not supported, got False"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: is not supported"),
+        ({"per_layer_config": {"0": {}}}, "per_layer_config: is not supported"),
+    ],
+)
+def test_a_key_that_the_library_reads_for_every_model_refuses_it(
     changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         read(**changes)
+
+
+def test_layers_that_are_all_full_are_those_of_llama() -> None:
+    llama = {"model_type": "llama", "num_hidden_layers": 2}
+    full = ModelConfig.from_settings(llama | {"layer_types": ["full_attention"] * 2})
+    assert full == ModelConfig.from_settings(llama)
+    with pytest.raises(UnsupportedError, match="layer_types"):
+        ModelConfig.from_settings(llama | {"layer_types": ["full_attention", "sliding_attention"]})
 
 
 def test_refusals_name_the_file(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from quire.cli.main import main
 from transformers import Qwen3MoeConfig
 
 from benchmarks.shapes import SHAPES, Shape
+from tests.bad_directories import setting
 from tests.forks import WORKERS, asked, fork_server
 from tests.model_factory import TinyModel, hf_config, make_model
 from workers.executors.llm import LlmExecutor
@@ -119,6 +120,24 @@ def test_a_cpu_gives_the_share_that_a_worker_takes(tmp_path: Path) -> None:
     free_bytes = 4 << 30
     pages = num_cpu_pages(needs, free_bytes + needs.weight_bytes)
     assert pages == free_bytes // 4 // page_bytes(needs.model)
+
+
+def test_what_is_not_a_model_in_safetensors_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    quantised = make_model(tmp_path / "quantised", TinyModel())
+    setting(quantization_config={"quant_method": "gptq"})(quantised)
+    for model, why in (
+        (file, "it is in GGUF format, for llama.cpp: use the original model in safetensors format"),
+        (tmp_path, "it is in GGUF format, for llama.cpp: use the original model in safetensors format"),
+        (quantised, "its weights are quantised (gptq, "),
+        (tmp_path / "none", "it does not exist"),
+    ):
+        assert main(["plan", "--model", str(model)]) == 1
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith(f"quire: {model} cannot be planned: {why}")
 
 
 def test_a_gpu_is_planned_without_expectations(tmp_path: Path) -> None:

@@ -111,6 +111,12 @@ def test_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.device, os.environ["CUDA_VISIBLE_DEVICES"]) == ("auto", "GPU-1,GPU-2")
 
 
+@pytest.mark.parametrize("module", ["process", "pool_member"])
+def test_torch_is_not_loaded_before_the_devices_are_chosen(module: str) -> None:
+    code = f"import workers.{module}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_what_triton_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a model is loaded: a compiler, and a directory for what it has compiled."""
     for name in ("CC", "TRITON_CACHE_DIR"):

@@ -8,12 +8,14 @@ import time
 from typing import Any
 
 import pytest
-from quire.v1 import worker_pb2
+from quire.v1 import types_pb2, worker_pb2
 from structlog.testing import capture_logs
 
 from tests.workers.gateway_end import LAST_ROW, Gateway
+from workers import wire
 from workers.executors.base import ModelExecutor
 from workers.executors.weightless import PagedAttentionExecutor
+from workers.operations import Sampling
 from workers.scheduler import Scheduler
 from workers.server import WorkerServer
 
@@ -124,5 +126,68 @@ async def test_decodes_that_cannot_be_read_fail_alone(cut_bytes: int, options: l
     gateway.ask(op_id=8, snapshot=worker_pb2.SnapshotCommand())
     while (await gateway.next("snapshot")).op_id != 8:
         pass
+    stream.cancel()
+    worker.stop(5)
+
+
+def draws(**settings: Any) -> bytes:
+    output = types_pb2.OutputOptions(sampling=types_pb2.SamplingParams(temperature=1.0, **settings))
+    return worker_pb2.ForwardOptions(rows=1, output=output).SerializeToString()
+
+
+def of_a_decode(op_id: int, which: int) -> list[int]:
+    """A row of a DecodesCommand, of the third token of a sequence."""
+    row = [0] * 9
+    row[0:2], row[3:5], row[6] = [op_id, op_id], [2, 5], which << 1
+    return row
+
+
+async def test_a_command_that_cannot_be_decoded_is_an_error_of_that_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one message with others, as it would be if a worker did not know a setting that a gateway knows."""
+
+    class OldSampling(Sampling):
+        def __init__(self, **given: Any) -> None:
+            if given.get("penalty_from") is not None:
+                raise TypeError("unexpected keyword argument 'penalty_from'")
+            super().__init__(**given)
+
+    monkeypatch.setattr(wire, "Sampling", OldSampling)
+    executor = PagedAttentionExecutor.create(kv_pages=32)
+    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16))
+    gateway = Gateway()
+    stream = asyncio.create_task(gateway.connect(worker))
+    worker.start()
+    await gateway.next("ready")
+    prefill: dict[str, Any] = {"token_ids": [1, 2], "kind": "OPERATION_KIND_PREFILL"}
+    for op_id in (11, 12, 13, 14):
+        gateway.ask(
+            op_id=op_id, forward=worker_pb2.ForwardCommand(sequence=op_id, options=LAST_ROW, **prefill)
+        )
+        assert (await gateway.next("forward")).op_id == op_id
+    unknown, garbage = draws(penalty_from=1), b"\xff\xff"
+    rows = [of_a_decode(11, 0), of_a_decode(12, 1), of_a_decode(13, 2), of_a_decode(14, 3)]
+    decodes = worker_pb2.DecodesCommand(
+        rows=b"".join(struct.pack("<9Q", *row) for row in rows), options=[LAST_ROW, unknown, garbage, draws()]
+    )
+    commands = [worker_pb2.WorkerCommand(decodes=decodes)]
+    for op_id, options in ((21, LAST_ROW), (22, unknown), (23, garbage), (24, draws(seed=1))):
+        forward = worker_pb2.ForwardCommand(sequence=op_id, options=options, **prefill)
+        commands.append(worker_pb2.WorkerCommand(op_id=op_id, forward=forward))
+    commands += [worker_pb2.WorkerCommand(op_id=31), worker_pb2.WorkerCommand(op_id=32, replace_weights={})]
+    gateway.requests.put_nowait(worker_pb2.ConnectRequest(commands=commands))
+    gateway.ask(op_id=99, snapshot=worker_pb2.SnapshotCommand(ordered=True))
+    found: dict[int, str] = {}
+    while not {11, 14, 21, 24, 12, 13, 22, 23, 31, 32, 99} <= found.keys():
+        event = await asyncio.wait_for(gateway.events.get(), 30)
+        if event.WhichOneof("event") == "decodes":
+            numbers = struct.unpack(f"<{len(event.decodes.rows) // 8}Q", event.decodes.rows)
+            found.update(dict.fromkeys(numbers[::5], "decodes"))
+        else:
+            found[event.op_id] = str(event.WhichOneof("event"))
+    failed = {op_id for op_id, kind in found.items() if kind == "error"}
+    assert failed == {12, 13, 22, 23, 31, 32}
+    assert not stream.done() and not worker.ended.done()
     stream.cancel()
     worker.stop(5)

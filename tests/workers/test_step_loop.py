@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.workers.stepping import Worker
 from workers import extra_samples, sampling, step_loop
@@ -75,6 +76,23 @@ def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) 
     found = worker.answers(*map(forward, (1, 2, 3)))
     assert isinstance(found[1], Forward) and isinstance(found[3], Forward)
     assert failure(found, 2) is FailureReason.FAULT
+
+
+def test_logits_that_overflow_are_logged_once_and_an_adapters_are_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = Worker()
+
+    def overflow(_chunks: Sequence[Chunk], _decodes: Decodes) -> DecodesDone:
+        raise sampling.BadLogitsError([0])
+
+    monkeypatch.setattr(worker, "_execute", overflow)
+    with capture_logs() as logs:
+        for op_id in range(1, 7):
+            found = worker.answers(forward(op_id))
+            assert failure(found, op_id) is FailureReason.FAULT
+    (line,) = [entry for entry in logs if entry["log_level"] == "error"]
+    assert line["whose"] == "the model" and "exc_info" not in line
 
 
 def test_only_the_cause_of_a_failed_step_of_decodes_fails(monkeypatch: pytest.MonkeyPatch) -> None:

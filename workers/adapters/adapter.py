@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from workers.adapters.config import CONFIG_FILE, LoraSettings, read_settings
 from workers.adapters.errors import AdapterError, errors_of_file, quoted
 from workers.adapters.tensors import WEIGHTS_FILE, PairEntries, find_pairs, name_in_file, read_pair
-from workers.models.lora import LoraWeights
+from workers.models.lora import BaseMatrix, LoraWeights
 
 PICKLE_FILE = "adapter_model.bin"
 
@@ -34,7 +35,12 @@ class Adapter:
 
 
 def read_adapter(
-    directory: Path, modules: Mapping[str, tuple[int, int]], *, max_rank: int, max_bytes: int
+    directory: Path,
+    modules: Mapping[str, tuple[int, int]],
+    *,
+    max_rank: int,
+    max_bytes: int,
+    base: Mapping[str, BaseMatrix] = MappingProxyType({}),
 ) -> Adapter:
     """Read a directory. Takes `max_bytes` of memory and a few MiB.
 
@@ -43,13 +49,14 @@ def read_adapter(
         modules: The outputs and inputs of each module that may have an adapter.
         max_rank: The largest rank that is allowed.
         max_bytes: The most memory that the weights may take, as float32.
+        base: The matrices of the model that the adapter may repeat, by the names of their tensors.
 
     Raises:
         AdapterError: The adapter is not supported, does not fit the model, or changed while it was read.
     """
     before = identity(directory)
     settings = read_settings(directory)
-    pairs = find_pairs(directory, modules)
+    pairs = find_pairs(directory, modules, base)
     with errors_of_file(directory / CONFIG_FILE):
         _check_targets(settings, pairs, modules)
         scales = {module: _scale(settings, pair, max_rank) for module, pair in pairs.items()}

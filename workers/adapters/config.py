@@ -30,28 +30,29 @@ _READ = names(
     """
 )
 # Without effect at any value: the origin of the file, training, and settings of what is refused by itself.
+# Whole modules are, by their tensors.
 _WITHOUT_EFFECT = names(
     """
     auto_mapping base_model_name_or_path revision peft_version inference_mode lora_dropout runtime_config
-    loftq_config eva_config corda_config lora_ga_config qalora_group_size megatron_core ensure_weight_tying
+    modules_to_save loftq_config eva_config corda_config lora_ga_config qalora_group_size megatron_core
+    ensure_weight_tying
     """
 )
-_MERGE = "merge the adapter into the model and serve that"
+MERGE = "merge the adapter into the model and serve that"
 # Refused unless the value is null, false or empty.
 _REFUSED = {
-    "use_dora": f"DoRA is not supported, only plain LoRA: {_MERGE}",
+    "use_dora": f"DoRA is not supported, only plain LoRA: {MERGE}",
     "lora_bias": "an adapter with biases is not supported: train without",
-    "modules_to_save": f"whole modules in an adapter are not supported: {_MERGE}",
-    "trainable_token_indices": f"an adapter with embeddings is not supported: {_MERGE}",
+    "trainable_token_indices": f"an adapter with embeddings is not supported: {MERGE}",
     "fan_in_fan_out": "transposed weights are not supported: no model that has adapters here has them",
-    "target_parameters": f"parameters, such as those of experts, cannot have an adapter: {_MERGE}",
-    "layer_replication": f"an adapter that repeats layers is not supported: {_MERGE}",
+    "target_parameters": f"parameters, such as those of experts, cannot have an adapter: {MERGE}",
+    "layer_replication": f"an adapter that repeats layers is not supported: {MERGE}",
     "alora_invocation_tokens": "an adapter that begins at certain tokens (aLoRA) is not supported",
     "megatron_config": "adapters of Megatron's layers are not supported: convert it to plain LoRA",
     "use_qalora": "QA-LoRA is not supported, only plain LoRA",
     "arrow_config": "routing between adapters (Arrow) is not supported: request one adapter by name",
     "use_bdlora": "block-diagonal adapters are not supported: save it as plain LoRA",
-    "kasa_config": f"KaSA changes the weights of the model: {_MERGE}",
+    "kasa_config": f"KaSA changes the weights of the model: {MERGE}",
     "monteclora_config": "adapters with random weights (MonteCLoRA) are not supported",
     "velora_config": "VeLoRA is not supported, only plain LoRA",
 }

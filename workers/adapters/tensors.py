@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
+from workers.adapters.config import MERGE
 from workers.adapters.errors import AdapterError, errors_of_file, quoted
 from workers.models.checkpoint import DTYPES, TensorEntry, name_of, read_header, read_parts
-from workers.models.lora import LoraPair
+from workers.models.lora import BaseMatrix, LoraPair
 from workers.models.registry import WRAPPERS
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -24,6 +25,8 @@ _MAX_HEADER_BYTES = 4 << 20
 _PREFIX = "base_model.model."
 # Also with the name of the adapter in memory, which PEFT reads and other writers leave in.
 _SUFFIXES = {f".lora_{part}{name}.weight": part for part in "AB" for name in ("", ".default")}
+# PEFT's names of a whole module that is saved beside the adapter.
+_OF_WHOLE_MODULES = (".modules_to_save.default", ".modules_to_save", ".original_module", ".base_layer")
 _RENAMED = tuple(pair for wrapper in WRAPPERS.values() for pair in wrapper.renamed)
 _LEFT_OUT = tuple(prefix for wrapper in WRAPPERS.values() for prefix in wrapper.left_out)
 # Parts of names of tensors that are not of plain LoRA, and what they are.
@@ -31,9 +34,12 @@ _OTHER_TENSORS = {
     "lora_magnitude_vector": "a tensor of DoRA, which is not supported",
     "lora_embedding_": "an adapter of an embedding, which is not supported",
     "trainable_tokens": "an adapter of an embedding, which is not supported",
-    "embed_tokens.": "a whole embedding, as for an enlarged vocabulary, which is not supported",
-    "lm_head.": "a whole output layer, as for an enlarged vocabulary, which is not supported",
+    "embed_tokens.": "a whole embedding that differs from the model's, which is not supported",
+    "lm_head.": "a whole output layer that differs from the model's, which is not supported",
     ".bias": "a bias, which is not supported",
+    "layernorm.": f"of a whole module, which is not supported: {MERGE}",
+    "norm.": f"of a whole module, which is not supported: {MERGE}",
+    "_proj.weight": f"of a whole module, which is not supported: {MERGE}",
 }
 _OTHER_MODULES = {
     "experts.": "experts",
@@ -67,14 +73,18 @@ class PairEntries:
         return 4 * sum(math.prod(entry.shape) for entry in self.parts.values())
 
 
-def find_pairs(directory: Path, modules: Mapping[str, tuple[int, int]]) -> dict[str, PairEntries]:
+def find_pairs(
+    directory: Path, modules: Mapping[str, tuple[int, int]], base: Mapping[str, BaseMatrix]
+) -> dict[str, PairEntries]:
     """The pairs in adapter_model.safetensors, by the name of the module in the model.
 
-    Tensors of the other parts of a multimodal model are left out, as its weights are.
+    Tensors of the other parts of a multimodal model are left out, as its weights are. So are the embedding
+    and the output layer, which PEFT may save with an adapter, if they are those of the model.
 
     Args:
         directory: The adapter.
         modules: The outputs and inputs of each module that may have an adapter.
+        base: The matrices of the model that an adapter may repeat, by the names of their tensors.
 
     Raises:
         AdapterError: The file is not safetensors, or has a tensor that the model cannot have.
@@ -83,6 +93,8 @@ def find_pairs(directory: Path, modules: Mapping[str, tuple[int, int]]) -> dict[
     with errors_of_file(file):
         pairs: dict[str, PairEntries] = {}
         for tensor, entry in sorted(read_header(file, _MAX_HEADER_BYTES).items()):
+            if _repeats(tensor, entry, base):
+                continue
             name, part = _split(tensor)
             if name.startswith(_LEFT_OUT):
                 continue
@@ -124,6 +136,23 @@ def _read(entry: TensorEntry, scale: float) -> torch.Tensor:
         times = "" if scale == 1.0 else f", times its scale of {scale:g},"
         raise AdapterError(f"tensor {quoted(entry.name)}{times} is not finite: train the adapter again")
     return tensor
+
+
+def _repeats(tensor: str, entry: TensorEntry, base: Mapping[str, BaseMatrix]) -> bool:
+    """Whether a tensor is that of the model, so that it changes nothing. Raises AdapterError."""
+    name = tensor.removeprefix(_PREFIX).removesuffix(".weight")
+    for whole in _OF_WHOLE_MODULES:
+        name = name.removesuffix(whole)
+    before, after = next((pair for pair in _RENAMED if name.startswith(pair[0])), ("", ""))
+    matrix = base.get(f"{after}{name.removeprefix(before)}.weight")
+    if matrix is None or entry.dtype not in DTYPES or entry.shape != matrix.shape:
+        return False
+    for first, part in read_parts(entry):
+        ours = matrix.rows(range(first, first + len(part))).to(part.device)
+        # One of them may have been rounded to the dtype of the other.
+        if not (torch.equal(part.to(ours.dtype), ours) or torch.equal(part, ours.to(part.dtype))):
+            return False
+    return True
 
 
 def _split(tensor: str) -> tuple[str, str]:

@@ -54,15 +54,19 @@ class ModelExecutor:
         engine: Engine,
         text: ModelText | None = None,
         adapters: AdapterTable[Any] | None = None,
+        *,
+        backend_reason: str = "",
     ) -> None:
-        """`adapters`: None if the model supports none."""
+        """`adapters`: None if the model supports none. `backend_reason`: see `Capabilities`."""
         self.engine = engine
         self.adapters = adapters
         # None: its weights cannot be replaced.
         self.replacement: WeightsReplacement[Any] | None = None
         self.text = text or ModelText()
         self._model = model
-        self._capabilities = _capabilities(self.name, model, engine)
+        self._capabilities = dataclasses.replace(
+            _capabilities(self.name, model, engine), backend_reason=backend_reason
+        )
         if adapters is not None:
             self._capabilities = dataclasses.replace(
                 self._capabilities, supports_lora=True, max_lora_adapters=adapters.max_adapters

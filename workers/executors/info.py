@@ -31,6 +31,8 @@ class Capabilities:
     supports_prefix_reuse: bool = True
     supports_lora: bool = False
     max_lora_adapters: int = 0
+    # The setting or tensor because of which the transformers library runs the model and not native code.
+    backend_reason: str = ""
 
 
 @dataclass(slots=True)

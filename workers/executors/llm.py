@@ -104,12 +104,13 @@ class LlmExecutor(ModelExecutor):
             torch.cuda.set_device(device)  # kernels are launched on the thread's current device
             check_cuda_device(device)
         check_not_pickled(directory)
-        backend, vocab_size = choose_backend(directory, backend, on_cuda=device.type == "cuda")
+        choice = choose_backend(directory, backend, on_cuda=device.type == "cuda")
+        backend = choice.backend
         # Before the weights, which take longer to load.
-        text = read_text(directory, vocab_size, max_text_bytes)
+        text = read_text(directory, choice.vocab_size, max_text_bytes)
         group = None if ranks is None else ranks.collectives
         if ranks is not None:
-            check_ranks(directory, backend, ranks.ranks)
+            check_ranks(directory, choice, ranks.ranks)
             if batch_invariant and device.type == "cuda":
                 raise ModelError("batch_invariant = on needs tensor_parallel = 1 on a GPU")
             connect(ranks, device)
@@ -121,6 +122,7 @@ class LlmExecutor(ModelExecutor):
                     device,
                     progress,
                     backend=backend,
+                    reason=choice.reason,
                     self_check=self_check,
                     batch_invariant=batch_invariant,
                     group=group,
@@ -151,7 +153,7 @@ class LlmExecutor(ModelExecutor):
             batch_invariant=model.batch_invariant,
             num_experts=description.num_experts,
         )
-        executor = cls(described, engine, text, adapters)
+        executor = cls(described, engine, text, adapters, backend_reason=choice.reason)
         executor.ranks = ranks
         if device.type != "cuda" or backend == NATIVE:
             executor.replacement = executor._new_replacement(served, description, backend, lora)
@@ -164,7 +166,7 @@ class LlmExecutor(ModelExecutor):
         ranks = self.ranks
 
         def read(source: Path) -> tuple[Model, ModelDescription]:
-            other = choose_backend(source, backend)[0]
+            other = choose_backend(source, backend)
             # On a GPU they are read into main memory, and copied into place.
             on_gpu = served.model.device.type == "cuda"
             own_dtype = str(served.model.dtype).removeprefix("torch.")
@@ -174,7 +176,8 @@ class LlmExecutor(ModelExecutor):
                     own_dtype,
                     torch.device("cpu"),
                     None,
-                    backend=other,
+                    backend=other.backend,
+                    reason=other.reason,
                     self_check=False,
                     pack=not on_gpu,
                     group=None if ranks is None else ranks.collectives,
@@ -249,7 +252,7 @@ def _adapter_table(served: _Served, limits: LoraLimits) -> AdapterTable[PackedLo
         raise KvSizingError("the weights leave no memory for adapters: lower max_lora_bytes") from error
 
     def read(source: AdapterSource) -> LoadedAdapter[PackedLora]:
-        adapter = read_source(source, modules, limits)
+        adapter = read_source(source, modules, limits, served.model.base_matrices())
         packed = served.model.pack_lora(adapter.weights)
         return LoadedAdapter(packed, adapter.rank, packed.bytes)
 

@@ -10,6 +10,8 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -20,56 +22,75 @@ from workers.kv.sizing import KvSizingError
 from workers.machine_limits import available_bytes
 from workers.models import passed_checks
 from workers.models.active_kernels import check_cuda_kernels
-from workers.models.config import CONFIG_FILE, ModelConfig
-from workers.models.errors import ModelError, UnsupportedError
+from workers.models.config import ModelConfig
+from workers.models.errors import ModelError, UnsupportedError, without_path
 from workers.models.files import errors_naming
+from workers.models.lora import BaseMatrix
 from workers.models.model import Model, ModelDescription
 from workers.models.shard import Group, check_split
-from workers.models.weights import LoadPlan, Progress, load_planned, plan_load
+from workers.models.weights import LoadPlan, Progress, check_names, load_planned, plan_load
 from workers.operations import AdapterSource
 
 _log = logging.getLogger(__name__)
 
 AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
 
-# How errors of the transformers library begin, and how many characters are shown if more text follows.
-_LIBRARY_CANNOT, _MAX_LIBRARY_CHARACTERS = "the transformers library cannot ", 300
+# How many characters of an error of the transformers library are shown if more text follows.
+_MAX_LIBRARY_CHARACTERS = 300
 # Part of torch's RuntimeError.
 _NO_MEMORY = "can't allocate memory"
 
 
-def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> tuple[str, int]:
-    """The backend for a directory, "native" or "transformers", and the size of the model's vocabulary.
+class Choice(NamedTuple):
+    """The backend for a directory.
 
-    With "auto" it is native code if that supports all settings of the config.
+    Attributes:
+        backend: "native" or "transformers".
+        vocab_size: The size of the model's vocabulary.
+        reason: The setting or tensor that native code does not support; "" if it does, or was not asked for.
+    """
+
+    backend: str
+    vocab_size: int
+    reason: str = ""
+
+
+def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Choice:
+    """The backend for a directory.
+
+    With "auto" it is native code if that supports all settings of the config and all tensors of the files.
 
     Raises:
         ModelError: config.json cannot be read, has invalid settings, or settings that the requested backend
             does not support.
     """
+    reason = ""
     if asked != TRANSFORMERS:
         try:
             config = ModelConfig.from_directory(directory)
             if on_cuda:
                 check_cuda_kernels(config.head_dim)
-            return NATIVE, config.vocab_size
+            if asked == AUTO:
+                check_names(directory, config)
+            return Choice(NATIVE, config.vocab_size)
         except UnsupportedError as error:
             if asked == NATIVE:
                 raise
-            _log.info("trying the transformers backend, since native code cannot run this model: %s", error)
+            reason = without_path(str(error), directory)
+            _log.info("trying the transformers backend, since native code cannot run this model: %s", reason)
     # Here and below: the library takes seconds to import, and native code does not need it.
     from workers.models.library.settings import read_settings  # noqa: PLC0415
 
     try:
-        return TRANSFORMERS, read_settings(directory).vocab_size
+        return Choice(TRANSFORMERS, read_settings(directory).vocab_size, reason)
     except ModelError as error:
-        raise _explained(error, directory) from error
+        raise _explained(error, directory, reason) from error
 
 
-def check_ranks(directory: Path, backend: str, ranks: int) -> None:
-    """Raises ModelError for a model that cannot be split over ranks. `backend`: from `choose_backend`."""
-    if backend != NATIVE:
-        reason = _native_error(directory)
+def check_ranks(directory: Path, choice: Choice, ranks: int) -> None:
+    """Raises ModelError for a model that cannot be split over ranks."""
+    if choice.backend != NATIVE:
+        reason = choice.reason
         raise ModelError(
             f"{directory}: tensor_parallel = {ranks} needs a model that native code runs"
             + (f": {reason}" if reason else "")
@@ -99,6 +120,7 @@ def load_served(  # noqa: PLR0913 - the settings of a load
     *,
     backend: str,
     self_check: bool,
+    reason: str = "",
     batch_invariant: bool = False,
     pack: bool = True,
     group: Group | None = None,
@@ -106,6 +128,7 @@ def load_served(  # noqa: PLR0913 - the settings of a load
     """Load a directory with the backend from `choose_backend`; batch_invariant: for the self-check on a GPU.
 
     With `pack`, native weights are packed, if there are kernels. With a group a rank's part is loaded.
+    Messages have the `reason` of the choice.
 
     Raises KvSizingError if memory is too small, and ModelError, also if the self-check finds wrong results.
     """
@@ -124,37 +147,35 @@ def load_served(  # noqa: PLR0913 - the settings of a load
             ) from error
         if not isinstance(error, ModelError):
             raise
-        raise _explained(error, directory) from error
+        raise _explained(error, directory, reason) from error
 
 
-def read_source(source: AdapterSource, modules: Mapping[str, tuple[int, int]], limits: LoraLimits) -> Adapter:
+def read_source(
+    source: AdapterSource,
+    modules: Mapping[str, tuple[int, int]],
+    limits: LoraLimits,
+    base: Mapping[str, BaseMatrix] = MappingProxyType({}),
+) -> Adapter:
     """Read an adapter; see `read_adapter`. Raises AdapterError, also for other files than were found."""
     directory = Path(source.directory)
-    adapter = read_adapter(directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes)
+    adapter = read_adapter(
+        directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes, base=base
+    )
     if source.identity not in ("", adapter.identity):
         raise AdapterError("the files of the adapter have changed since it was found")
     return adapter
 
 
-def _explained(error: ModelError, directory: Path) -> ModelError:
-    """The error with the directory, and for an error of the library with the reason against native code.
+def _explained(error: ModelError, directory: Path, reason: str) -> ModelError:
+    """The error with the directory, and after an error of the library with the reason against native code.
 
     The library's own message may be as short as "KeyError".
     """
     text = str(error) if str(directory) in str(error) else f"{directory}: {error}"
-    reason = _native_error(directory) if _LIBRARY_CANNOT in text else ""
+    if not reason or reason in without_path(text, directory):
+        return ModelError(text)
     # The library's message may be long.
-    return ModelError(f"{text[:_MAX_LIBRARY_CHARACTERS]}; and native code: {reason}" if reason else text)
-
-
-def _native_error(directory: Path) -> str:
-    """Why native code cannot run the config. "" if it can, or does not know the model's family."""
-    try:
-        ModelConfig.from_directory(directory)
-    except ModelError as error:
-        reason = str(error).removeprefix(f"{directory}/")
-        return "" if reason.startswith(f"{CONFIG_FILE}: model_type: ") else reason
-    return ""
+    return ModelError(f"{text[:_MAX_LIBRARY_CHARACTERS]}; and native code: {reason}")
 
 
 def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> None:

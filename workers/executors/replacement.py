@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from workers.models.errors import ModelError
+from workers.kv.sizing import KvSizingError
+from workers.models.errors import ModelError, for_clients
 from workers.models.model import ModelDescription
 from workers.operations import Failed, FailureReason, ReplacementRead, WeightsRead
 
@@ -43,14 +44,14 @@ class WeightsReplacement(Generic[_Weights]):
         # Called by `discard`, for weights that this process does not own.
         self.on_discard: Callable[[], None] | None = None
         # The command whose weights are wanted. 0: none.
-        self._wanted = 0
+        self._wanted, self._directory = 0, ""
         self._ready: tuple[_Weights, ModelDescription] | None = None
         # Held while weights are read: those of cancelled commands must not be in memory together.
         self._reading = threading.Lock()
 
     def read(self, op_id: int, directory: str) -> None:
         """Starts to read. What was read before is dropped."""
-        self._wanted, self._ready = op_id, None
+        self._wanted, self._ready, self._directory = op_id, None, directory
         threading.Thread(target=self._run, args=(op_id, directory), name="weights", daemon=True).start()
 
     def _run(self, op_id: int, directory: str) -> None:
@@ -64,6 +65,8 @@ class WeightsReplacement(Generic[_Weights]):
                 outcome = self._read(Path(directory))
                 _log.info("other weights were read in %.4f s", time.monotonic() - began_s)
             except Exception as error:
+                known = isinstance(error, ModelError | KvSizingError)
+                _log.warning("weights cannot be used: %s", error if known else repr(error))
                 outcome = error
         self.submit(ReplacementRead(op_id, outcome))
 
@@ -73,8 +76,9 @@ class WeightsReplacement(Generic[_Weights]):
             return ()
         if isinstance(read.outcome, Exception):
             self.discard()
-            known = isinstance(read.outcome, ModelError | MemoryError | OSError)
-            why = str(read.outcome) if known else repr(read.outcome)
+            # The caller of LoadWeights sees it: see `WorkerError.detail`.
+            known = isinstance(read.outcome, ModelError | KvSizingError)
+            why = for_clients(str(read.outcome), Path(self._directory)) if known else ""
             return (Failed(read.op_id, FailureReason.WEIGHTS, why),)
         self._ready = read.outcome  # type: ignore[assignment]  # what `_read` returns
         assert self._ready is not None

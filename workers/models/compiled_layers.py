@@ -79,6 +79,8 @@ class CompiledSublayers:
         self._sublayers = sublayers.Sublayers(described, dtype, memory, model)
         self._ropes = tuple(ropes)
         self._kv: weakref.ref[KvTensors] | None = None
+        # Where heads have a width without kernels, MLPs alone are compiled, and pages are not packed.
+        self._uses_pages = any(isinstance(one.body, Attention) for one in model)
         last = model[-1].body
         self._returns_wanted = isinstance(last, Attention) and last.is_last
 
@@ -90,7 +92,8 @@ class CompiledSublayers:
         assert not isinstance(context.lora_slots, SortedRows), "these are slots on the CPU"
         if self._kv is None or self._kv() is not context.kv:
             self._kv = weakref.ref(context.kv)
-            self._pages = sublayers.LayerPages([context.kv.layer(i) for i in range(len(context.kv.layers))])
+            layers = [context.kv.layer(index) for index in range(len(context.kv.layers))]
+            self._pages = sublayers.LayerPages(layers, are_used=self._uses_pages)
         has_x = x is not None
         if x is None:
             x = torch.empty_like(residual)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kernels.gated_activation import Activation
 from kernels.rope import RopeSpec, rope_frequencies
-from workers.models.config_keys import check_keys
+from workers.models.config_keys import settings_read
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.files import errors_naming, parse_object, read_file
 from workers.models.generation_defaults import read_end_tokens
@@ -112,7 +112,7 @@ class ModelConfig:
                 f"num_attention_heads: must be a multiple of num_key_value_heads, "
                 f"got {self.num_attention_heads} and {self.num_key_value_heads}"
             )
-        if self.head_dim % 2:
+        if self.rotary_dim % 2:
             raise ModelError(f"head_dim: must be even, got {self.head_dim}")
         if len(self.layers) != self.num_hidden_layers:
             raise ModelError(
@@ -162,8 +162,7 @@ class ModelConfig:
             raise ModelError(f"model_type: must be the name of a model family, got {wrapper!r}")
         settings = _text_part(settings)
         family = family_of(settings.get("model_type"))
-        check_keys(settings, family)
-        settings = {**family.defaults, **settings}
+        settings = {**family.defaults, **settings_read(settings, family)}
         hidden_size = integer(settings, "hidden_size")
         heads = integer(settings, "num_attention_heads")
         head_dim = _head_dim(settings, hidden_size, heads)
@@ -209,11 +208,14 @@ def _text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
     if wrapper is None:
         return settings
     text = settings.get(wrapper.text)
+    if text is None:  # then all settings of the part have their defaults
+        text = {}
     if not isinstance(text, Mapping):
         raise ModelError(f"{wrapper.text}: must be an object, got {text!r}")
     # These settings are outside of the text part.
     shared = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
-    return {name: settings[name] for name in shared if settings.get(name) is not None} | dict(text)
+    outside = {name: settings[name] for name in shared if settings.get(name) is not None}
+    return {"model_type": wrapper.text_type} | outside | dict(text)
 
 
 def _layers(settings: Mapping[str, object], family: Family) -> tuple[LayerConfig, ...]:

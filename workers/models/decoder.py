@@ -7,7 +7,7 @@ Dimension letters: T tokens of the batch; R wanted rows; C hidden width; V vocab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional
 from kernels.cpu.sublayers import Memory
 from kernels.linear import Weight, linear, pack_weight
 from kernels.lora import row_slots
-from kernels.packed_pages import can_pack_width
+from kernels.packed_pages import can_pack_width, packed_width
 from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec, rope_table
 from workers.kv.tensors import KvTensors, LayerKv
@@ -27,7 +27,7 @@ from workers.models.few_rows import FewRows, TilesOfPlaces, device_ms
 from workers.models.inputs import ForwardInputs
 from workers.models.layers import ForwardContext, Norm, Sublayer
 from workers.models.linear import Linear, LoadTarget
-from workers.models.lora import LoraWeights, PackedLora, pack_lora
+from workers.models.lora import BaseMatrix, LoraWeights, PackedLora, pack_lora
 from workers.models.shard import Shard, Slice
 
 
@@ -76,7 +76,8 @@ class Decoder:
         self.batch_invariant = False
         self._final_norm = final_norm
         self._shard = shard
-        of_layer = LayerKv(len(shard.kv_heads), config.head_dim, config.head_dim)
+        width = packed_width(config.head_dim, self.dtype, self.device)
+        of_layer = LayerKv(len(shard.kv_heads), width, width)
         self.kv_layers = (of_layer,) * config.num_hidden_layers
         self._ropes = tuple(config.ropes)
         self.rotation_bytes = len(self._ropes) * config.rotary_dim * torch.float32.itemsize
@@ -123,7 +124,7 @@ class Decoder:
             sublayer.body.pack()
         self._compile()
         is_packed = isinstance(self.lm_head, PackedWeight)
-        # Attention of heads of other widths runs in torch.
+        # Heads of other widths are normalised, and may be attended to, in torch.
         self.batch_invariant = is_packed and can_pack_width(self.config.head_dim)
 
     def fuse_few_rows(self, tiles: TilesOfPlaces) -> None:
@@ -146,6 +147,24 @@ class Decoder:
             prefix + name: shape
             for prefix, projection in self._projections()
             for name, shape in projection.modules()
+        }
+
+    def base_matrices(self) -> dict[str, BaseMatrix]:
+        """The embedding and the head; none in a group, where a rank has a part of them."""
+        if self._shard.group is not None:
+            return {}
+
+        def rows_of(matrix: Weight) -> Callable[[range], torch.Tensor]:
+            def rows(which: range) -> torch.Tensor:
+                indices = torch.tensor(which, device=self.device)
+                return matrix.rows(indices) if isinstance(matrix, PackedWeight) else matrix[indices]
+
+            return rows
+
+        shape = self.config.vocab_size, self.config.hidden_size
+        return {
+            "model.embed_tokens.weight": BaseMatrix(shape, rows_of(self.embedding)),
+            "lm_head.weight": BaseMatrix(shape, rows_of(self.lm_head)),
         }
 
     def allocate_lora(self, slots: int, max_rank: int) -> None:

@@ -6,6 +6,11 @@ UnsupportedError: it can be read, and asks for something that native code does n
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+_LIBRARY_EXCEPTION = re.compile(r"(the transformers library cannot [^:;]*)(: [^;]*)")
+_PATH = re.compile(r"(?<![^\s('\"=])/[^\s:,;'\")]+")
 # Messages quote values from the directory, which may be hostile; each stays one line of a log.
 _MAX_CHARACTERS = 600
 
@@ -13,6 +18,18 @@ _MAX_CHARACTERS = 600
 def printable(text: str) -> str:
     """The text with its other characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def without_path(message: str, directory: Path) -> str:
+    """The message of a ModelError about a directory, with the names of its files and without its path."""
+    path = str(ModelError(str(directory))).removesuffix("...")  # as messages show it
+    return message.removeprefix(f"{path}: ").replace(f"{path}/", "").replace(path, "the directory")
+
+
+def for_clients(message: str, directory: Path) -> str:
+    """The same without other paths either, and without the text of exceptions of the transformers library."""
+    said = _LIBRARY_EXCEPTION.sub(r"\1", without_path(message, directory))
+    return _PATH.sub("a file", said)
 
 
 class ModelError(Exception):

@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 # The most layers that are measured. Their weights are far larger than a cache.
 _LAYERS = 32
 _REPEATS = 3
+# The numbers of rows that are measured: powers of two.
+_ROW_CLASSES = tuple(1 << exponent for exponent in range(MOST_ROWS.bit_length()))
 # The device waits this long, some milliseconds, while the host launches what is measured.
 _PAUSE_CYCLES = 10_000_000
 
@@ -102,19 +104,25 @@ class TilesOfPlaces:
         self._measure = measure
         self._products: dict[Place, list[_Product]] = {}
         self._fastest: dict[tuple[Place, int], Tiles | None] = {}
+        self._measured: set[Place] = set()
 
     def add(self, product: _Product) -> None:
         """Make a product known, before any is used."""
         self._products.setdefault(product.place, []).append(product)
 
     def of(self, place: Place, rows: int) -> Tiles | None:
-        """Those for up to MOST_ROWS rows; None: separate operations are faster, or were not measured."""
-        key = place, 1 << (rows - 1).bit_length()
-        if key not in self._fastest:
+        """Those for up to MOST_ROWS rows; None: separate operations are faster, or were not measured.
+
+        The first use of a place, which is in the warm-up, measures all numbers of rows, so that no caller's
+        step does.
+        """
+        if place not in self._measured:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 return None
-            self._fastest[key] = self.choose(*key)
-        return self._fastest[key]
+            self._measured.add(place)
+            for most in _ROW_CLASSES:
+                self._fastest[place, most] = self.choose(place, most)
+        return self._fastest[place, 1 << (rows - 1).bit_length()]
 
     def choose(self, place: Place, rows: int) -> Tiles | None:
         """Measure each way with the weights of several layers, one after the other, as a step reads them."""

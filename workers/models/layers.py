@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn import functional
 
 from kernels.gated_activation import Activation, gated_activation
 from kernels.lora import RowSlots
 from kernels.paged_attention import paged_attention
-from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from kernels.rope import RopeSpec
 from kernels.rope_kv_write import rope_kv_write
 from workers.kv.tensors import KvTensors
@@ -224,8 +225,8 @@ class Attention:
         return self._attend(self._write(projected, context), context)
 
     def _attend(self, query: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[T, H, D] -> [T, H * D]."""
-        return paged_attention(
+        """[T, H, D] -> [T, H * D]. Queries are as wide as the pages."""
+        attended = paged_attention(
             query,
             *context.kv.layer(self.index),
             context.inputs.attention,
@@ -233,24 +234,29 @@ class Attention:
             sliding_window=self.layer.window,
             softcap=self.config.attention_softcap,
             batch_invariant=context.batch_invariant,
-        ).flatten(1)
+        )
+        return attended[:, :, : self.config.head_dim].flatten(1)
 
     def _write(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Queries [T, H, D], of projected rows [T, (H + 2 * K) * D]. Writes keys and values."""
+        """Queries [T, H, D], of projected rows [T, (H + 2 * K) * D]. Writes keys and values.
+
+        In pages of a larger width, heads have zeros at their ends, which change no score.
+        """
         eps, rope = self.config.rms_norm_eps, self.layer.rope
         if self.row_norms is not None:
             sizes = [len(weight) for weight in self.row_norms]
             parts = torch.split(projected[:, : sum(sizes)], sizes, dim=1)  # [T, H * D], [T, K * D]
             normalise_rows([*zip(parts, self.row_norms, strict=True)], self.shard.group, eps)
         rotations = None if rope is None else context.rotations[rope]
-        return rope_kv_write(
-            projected,
-            self.head_norm,
-            rotations,
-            context.inputs.slots,
-            *context.kv.layer(self.index),
-            eps,
-        )
+        k_pages, v_pages = context.kv.layer(self.index)
+        head_norm, missing = self.head_norm, k_pages.shape[3] - self.config.head_dim
+        if missing:
+            heads = projected.reshape(len(projected), -1, self.config.head_dim)  # [T, H + 2 * K, D]
+            if head_norm is not None:
+                normed = rms_norm_reference(heads[:, : len(head_norm)], head_norm, eps)
+                heads, head_norm = torch.cat([normed, heads[:, len(head_norm) :]], dim=1), None
+            projected = functional.pad(heads, (0, missing)).flatten(1)
+        return rope_kv_write(projected, head_norm, rotations, context.inputs.slots, k_pages, v_pages, eps)
 
 
 class GatedMlp:

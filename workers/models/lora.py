@@ -5,7 +5,7 @@ A model has slots, and a forward the slot of each row (`ForwardInputs.lora_slots
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,12 +122,24 @@ def _keep_together(pairs: Sequence[LoraPairs], dtype: torch.dtype) -> int:
     return memory.nbytes + plain
 
 
+@dataclass(frozen=True, slots=True)
+class BaseMatrix:
+    """A matrix of a model that adapters may repeat: its shape, and some of its rows as [n, width]."""
+
+    shape: tuple[int, int]
+    rows: Callable[[range], torch.Tensor]
+
+
 class WithoutLora:
     """The part of `workers.models.model.Model` that is about adapters, in a model that takes none."""
 
     max_lora_slots = 0
 
     def lora_modules(self) -> dict[str, tuple[int, int]]:
+        """None."""
+        return {}
+
+    def base_matrices(self) -> dict[str, BaseMatrix]:
         """None."""
         return {}
 

@@ -14,7 +14,7 @@ import torch
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
-from workers.models.lora import LoraWeights, PackedLora
+from workers.models.lora import BaseMatrix, LoraWeights, PackedLora
 
 PAGE_SIZE = 16
 
@@ -90,6 +90,9 @@ class Model(Protocol):
 
     def lora_modules(self) -> dict[str, tuple[int, int]]:
         """The numbers of outputs and inputs of each module that may have an adapter, by its name."""
+
+    def base_matrices(self) -> dict[str, BaseMatrix]:
+        """The matrices that adapters may repeat, by the names of their tensors."""
 
     def allocate_lora(self, slots: int, max_rank: int) -> None:
         """Make empty slots, before the first forward. Raises UnsupportedError if it takes no adapters."""

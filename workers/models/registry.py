@@ -98,10 +98,9 @@ class Family:
     """The properties of a family that its configs do not say.
 
     Attributes:
-        defaults: The library's values of absent settings, if they differ from the defaults of `config`. A
-            setting that is null is not absent.
+        defaults: The library's values of absent settings, if they differ from those of `config`. A setting
+            that is null is not absent.
         reads: The settings that this family reads in addition to those that all families read.
-        ignores: The settings that its configs have and the library's code does not read.
         qkv_bias: The q, k and v projections have a bias; None: as `attention_bias` says.
         output_bias: The output projection of attention has a bias; None: as `attention_bias` says.
         mlp_bias: The projections of the MLP have a bias; None: as `mlp_bias` says.
@@ -122,7 +121,6 @@ class Family:
 
     defaults: Mapping[str, object] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()
-    ignores: frozenset[str] = frozenset()
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     mlp_bias: bool | None = False
@@ -141,23 +139,51 @@ class Family:
     wide_routing: bool = False
 
 
+def _defaults(
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_hidden_layers: int,
+    num_attention_heads: int,
+    max_position_embeddings: int,
+    bos_token_id: int | None,
+    eos_token_id: int | None,
+    **more: object,
+) -> dict[str, object]:
+    """The defaults of a family."""
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": num_attention_heads,
+        "max_position_embeddings": max_position_embeddings,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        **more,
+    }
+
+
 _WINDOW = names("sliding_window")
 _QWEN_WINDOWS = names("sliding_window use_sliding_window max_window_layers layer_types")
-_QWEN_DEFAULTS: dict[str, object] = {
-    "num_key_value_heads": 32,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "max_position_embeddings": 32768,
-}
+_LLAMA_DEFAULTS = _defaults(32000, 4096, 11008, 32, 32, 2048, 1, 2)
+_MISTRAL_DEFAULTS = _defaults(32000, 4096, 14336, 32, 32, 131072, 1, 2, num_key_value_heads=8)
+_QWEN_DEFAULTS = _defaults(
+    *(151936, 4096, 22016, 32, 32, 32768, None, None),
+    num_key_value_heads=32,
+    sliding_window=4096,
+    max_window_layers=28,
+)
 _GEMMA_DEFAULTS: dict[str, object] = {
+    "num_key_value_heads": 4,
     "head_dim": 256,
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+_OLMO_DEFAULTS = _defaults(50304, 4096, 11008, 32, 32, 2048, None, 50279, rms_norm_eps=1e-5)
 _GEMMA_READS = names("sliding_window layer_types query_pre_attn_scalar final_logit_softcapping")
-_EXPERTS_IGNORED = names("output_router_logits router_aux_loss_coef router_jitter_noise")
 _QWEN_EXPERTS = ExpertNames(
     "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"
 )
@@ -169,23 +195,17 @@ _MIXTRAL_EXPERTS = ExpertNames(
 )
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(mlp_bias=None),
+    "llama": Family(defaults=_LLAMA_DEFAULTS, mlp_bias=None),
     "mistral": Family(
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        defaults=_MISTRAL_DEFAULTS | {"sliding_window": 4096},
         reads=_WINDOW,
         qkv_bias=False,
         output_bias=False,
     ),
     "mixtral": Family(
-        defaults={
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "num_experts_per_tok": 2,
-            "num_local_experts": 8,
-        },
+        defaults=_MISTRAL_DEFAULTS
+        | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2, "num_local_experts": 8},
         reads=_WINDOW | {"num_experts_per_tok", "num_local_experts"},
-        ignores=_EXPERTS_IGNORED,
         qkv_bias=False,
         output_bias=False,
         experts=_MIXTRAL_EXPERTS,
@@ -207,35 +227,38 @@ FAMILIES: dict[str, Family] = {
         windows_opt_in=True,
     ),
     "qwen3_moe": Family(
-        defaults={
-            "num_key_value_heads": 4,
-            "sliding_window": 4096,
-            "num_experts_per_tok": 8,
-            "num_experts": 128,
-            "moe_intermediate_size": 768,
-        },
+        defaults=_defaults(
+            *(151936, 2048, 6144, 24, 32, 32768, None, None),
+            num_key_value_heads=4,
+            sliding_window=4096,
+            num_experts_per_tok=8,
+            num_experts=128,
+            moe_intermediate_size=768,
+        ),
         reads=names(
             "sliding_window use_sliding_window num_experts num_local_experts num_experts_per_tok"
             " moe_intermediate_size decoder_sparse_step norm_topk_prob mlp_only_layers"
         ),
-        ignores=_EXPERTS_IGNORED | {"max_window_layers"},
         qk_norm="head",
         windows_opt_in=True,
         experts=_QWEN_EXPERTS,
     ),
     "gemma": Family(
-        defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True}
-        | {"hidden_act": "gelu_pytorch_tanh"},
-        ignores=names("hidden_activation"),
+        defaults=_defaults(
+            *(256000, 3072, 24576, 28, 16, 8192, 2, 1),
+            num_key_value_heads=16,
+            head_dim=256,
+            tie_word_embeddings=True,
+            hidden_act="gelu_pytorch_tanh",
+        ),
         wide_norms=True,
         norm_offset=1.0,
         scales_embeddings=True,
     ),
     "gemma2": Family(
-        defaults=_GEMMA_DEFAULTS
-        | {"num_key_value_heads": 4, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        defaults=_defaults(256000, 2304, 9216, 26, 8, 8192, 2, 1, **_GEMMA_DEFAULTS)
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         reads=_GEMMA_READS | {"attn_logit_softcapping"},
-        ignores=names("hidden_act cache_implementation"),
         norms=SANDWICH_NORMS,
         wide_norms=True,
         norm_offset=1.0,
@@ -244,9 +267,9 @@ FAMILIES: dict[str, Family] = {
         activation="hidden_activation",
     ),
     "gemma3_text": Family(
-        defaults=_GEMMA_DEFAULTS | {"num_key_value_heads": 4, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        defaults=_defaults(262208, 2304, 9216, 26, 8, 131072, 2, 1, **_GEMMA_DEFAULTS)
+        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
         reads=_GEMMA_READS | {"sliding_window_pattern", "rope_local_base_freq"},
-        ignores=names("hidden_act cache_implementation attn_logit_softcapping _sliding_window_pattern"),
         qk_norm="head",
         norms=SANDWICH_NORMS,
         wide_norms=True,
@@ -257,41 +280,36 @@ FAMILIES: dict[str, Family] = {
         activation="hidden_activation",
     ),
     "phi3": Family(
-        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        defaults=_defaults(32064, 3072, 8192, 32, 32, 4096, 1, 32000)
+        | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         reads=_WINDOW | {"original_max_position_embeddings", "partial_rotary_factor"},
-        ignores=names("resid_pdrop embd_pdrop"),
         qkv_bias=False,
         output_bias=False,
         attention_names=("qkv_proj",),
         mlp_names=("gate_up_proj",),
     ),
     "smollm3": Family(
-        defaults={
-            "num_key_value_heads": 4,
-            "rope_theta": 2e6,
-            "tie_word_embeddings": True,
-            "no_rope_layer_interval": 4,
-        },
+        defaults=_defaults(
+            *(128256, 2048, 11008, 36, 16, 32768, 128000, 128001),
+            num_key_value_heads=4,
+            rope_theta=2e6,
+            tie_word_embeddings=True,
+            no_rope_layer_interval=4,
+        ),
         reads=names("sliding_window use_sliding_window layer_types no_rope_layers no_rope_layer_interval"),
-        ignores=names("max_window_layers"),
         mlp_bias=None,
         layer_types=_sliding_without_rope,
         windows_opt_in=True,
     ),
     "olmo2": Family(
-        defaults={"rms_norm_eps": 1e-5},
+        defaults=_OLMO_DEFAULTS,
         qk_norm="row",
         norms=POST_NORMS,
         wide_norms=True,
     ),
     "olmo3": Family(
         # In the old spelling the library uses `rope_theta` for the full layers only.
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 4096,
-            "rope_theta": 5e5,
-            "rope_local_base_freq": 5e5,
-        },
+        defaults=_OLMO_DEFAULTS | {"sliding_window": 4096, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
         reads=names("sliding_window layer_types"),
         qk_norm="row",
         norms=POST_NORMS,
@@ -301,7 +319,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": Family(
         reads=names("embedding_multiplier logits_scaling residual_multiplier attention_multiplier"),
-        defaults={"attention_multiplier": 1.0},
+        defaults=_LLAMA_DEFAULTS | {"attention_multiplier": 1.0},
         mlp_bias=None,
     ),
 }
@@ -313,12 +331,14 @@ class Wrapper:
 
     Attributes:
         text: The setting with the config of the text part.
+        text_type: The `model_type` of the text part, if that does not say it.
         renamed: Pairs of prefixes of tensor names: in its checkpoints, and in those of a text model. The
             first match counts.
         left_out: The prefixes of the tensors of the other parts.
     """
 
     text: str
+    text_type: str
     renamed: tuple[tuple[str, str], ...]
     left_out: tuple[str, ...]
 
@@ -326,6 +346,7 @@ class Wrapper:
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper(
         text="text_config",
+        text_type="gemma3_text",
         renamed=(
             ("model.language_model.", "model."),
             ("language_model.model.", "model."),

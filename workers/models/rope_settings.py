@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kernels.rope import RopeSpec
-from workers.models.config_keys import check_rope_keys
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.registry import FULL, SLIDING, Family
 from workers.models.values import boolean, integer, number, optional_number, positive_numbers
@@ -91,7 +90,6 @@ def _type_of(parameters: Mapping[str, object]) -> str:
 
 def _read(settings: Mapping[str, object], parameters: Mapping[str, object], theta_name: str) -> RopeSpec:
     """One rotary embedding. In the old spelling its base is the setting `theta_name`."""
-    check_rope_keys(parameters)
     longest = integer(settings, "max_position_embeddings")
     served = max_seq_len(settings)
     original = integer(settings, "original_max_position_embeddings", longest)

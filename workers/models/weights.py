@@ -7,8 +7,10 @@ of memory is the weights plus one part of a tensor, never the weights twice.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,15 +23,19 @@ from workers.models.builder import build_decoder
 from workers.models.checkpoint import AUTO, TensorEntry
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
-from workers.models.errors import ModelError
+from workers.models.errors import ModelError, UnsupportedError
 from workers.models.linear import LoadTarget
 from workers.models.model import ModelDescription
 from workers.models.registry import WRAPPERS
 from workers.models.shard import Group
 
+_log = logging.getLogger(__name__)
+
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of the files after every part. In the last call both are equal."""
 
+# The names of all tensors but the head's begin with the first, and in checkpoints of a base model with these.
+_PREFIX, _IN_BASE_MODELS = "model.", ("embed_tokens.", "layers.", "norm.")
 # Some checkpoints have these tensors. They are computed here instead of loaded.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 _HEAD = "lm_head.weight"
@@ -84,10 +90,18 @@ def plan_load(
     entries = _of_text(checkpoint.read_entries(directory), config)
     stored = entries[_EMBEDDING].dtype if _EMBEDDING in entries else None
     chosen = checkpoint.choose_dtype(dtype, config.dtype, stored, device)
-    _check_number_of_experts(config, directory, entries)
-    targets = build_decoder(config, chosen, "meta").targets()
-    _check_entries(config, directory, targets, entries)
-    _check_tied_head(config, entries)
+    targets = _targets(config, directory, entries, chosen)
+    _check_shapes(targets, entries)
+    if _has_own_head(config, entries):
+        _log.warning(
+            "%s: tensor %s differs from %s, so the two are not tied, though tie_word_embeddings says so",
+            entries[_HEAD].file,
+            _HEAD,
+            _EMBEDDING,
+        )
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+        targets = build_decoder(config, chosen, "meta").targets()
+        _check_shapes(targets, entries)
     num_parameters = sum(math.prod(target.shape) for target in targets.values())
     if group is not None:
         targets = build_decoder(config, chosen, "meta", group).targets()
@@ -97,6 +111,16 @@ def plan_load(
     shares = group.ranks if group is not None and group.rank == 0 and device.type == "cpu" else 1
     check_weights_fit(str(directory), shares * weight_bytes, free_bytes)
     return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group)
+
+
+def check_names(directory: Path, config: ModelConfig) -> None:
+    """Compare the names of the tensors with those that native code needs.
+
+    Raises:
+        UnsupportedError: They differ; the message names a tensor.
+        ModelError: The headers of the files cannot be read.
+    """
+    _targets(config, directory, _of_text(checkpoint.read_entries(directory), config), torch.float32)
 
 
 def load_planned(
@@ -187,76 +211,82 @@ def copy_weights(source: Decoder, into: Decoder) -> None:
 def _of_text(entries: Mapping[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
     """The tensors of the text part, by their names in a text model.
 
+    As the library, takes the tensors of a base model, which have no prefix, and of two that are tied either.
+
     Raises ModelError if two tensors have the same name there.
     """
-    if config.wrapper is None:
-        return dict(entries)
-    wrapper = WRAPPERS[config.wrapper]
+    renamed_prefixes: Sequence[tuple[str, str]] = ()
+    left_out: tuple[str, ...] = ()
+    if config.wrapper is not None:
+        renamed_prefixes, left_out = WRAPPERS[config.wrapper].renamed, WRAPPERS[config.wrapper].left_out
     found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
-        if not name.startswith(wrapper.left_out):
-            before, after = next((pair for pair in wrapper.renamed if name.startswith(pair[0])), ("", ""))
+        if not name.startswith(left_out):
+            before, after = next((pair for pair in renamed_prefixes if name.startswith(pair[0])), ("", ""))
             renamed = after + name.removeprefix(before)
+            if renamed.startswith(_IN_BASE_MODELS):
+                renamed = _PREFIX + renamed
             if renamed in found:
                 raise ModelError(f"{entry.file}: tensor {name} is also there as {found[renamed].name}")
             found[renamed] = entry
+    if config.tie_word_embeddings and _HEAD in found and _EMBEDDING not in found:
+        found[_EMBEDDING] = found.pop(_HEAD)
     return found
 
 
-def _check_number_of_experts(
-    config: ModelConfig, directory: Path, entries: Mapping[str, TensorEntry]
-) -> None:
-    """Raises ModelError for more experts than tensors, before a target is allocated for each expert."""
+def _targets(
+    config: ModelConfig, directory: Path, entries: Mapping[str, TensorEntry], dtype: torch.dtype
+) -> dict[str, LoadTarget]:
+    """The targets of a whole model, on the device "meta".
+
+    Raises UnsupportedError unless a checkpoint has exactly their tensors.
+    """
+    # Before a target is made for each of them.
     count = config.experts.count if config.experts is not None else 0
     experts = count * sum(layer.sparse for layer in config.layers)
     if experts > len(entries):
-        raise ModelError(
+        raise UnsupportedError(
             f"{directory}: the config asks for {experts} experts, but the files have {len(entries)} tensors"
         )
-
-
-def _check_tied_head(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:
-    """Raises ModelError if the config ties head and embedding, and the files have two that differ.
-
-    The transformers library would use the head of the file, contrary to the config.
-    """
-    head, embedding = entries.get(_HEAD), entries[_EMBEDDING]
-    if head is None or not config.tie_word_embeddings:
-        return
-    # Tensors of the same shape and dtype have the same parts. NaN is ignored here and refused later.
-    same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and all(
-        torch.equal(one.nan_to_num(), other.nan_to_num())
-        for (_, one), (_, other) in zip(
-            checkpoint.read_parts(head), checkpoint.read_parts(embedding), strict=True
-        )
-    )
-    if not same:
-        raise ModelError(
-            f"{head.file}: tensor {_HEAD} differs from {_EMBEDDING}, but tie_word_embeddings says that they"
-            " are the same"
-        )
-
-
-def _check_entries(
-    config: ModelConfig,
-    directory: Path,
-    targets: Mapping[str, LoadTarget],
-    entries: Mapping[str, TensorEntry],
-) -> None:
-    """Raises ModelError unless a checkpoint has exactly the tensors of the targets."""
-    for name, target in targets.items():
-        entry = entries.get(name)
-        if entry is None:
-            raise ModelError(f"{directory}: tensor {name} is missing")
-        if entry.shape != target.shape:
-            shapes = f"shape {list(entry.shape)}, but the config asks for {list(target.shape)}"
-            raise ModelError(f"{entry.file}: tensor {name} has {shapes}")
-        if entry.dtype not in checkpoint.DTYPES:
-            known = ", ".join(checkpoint.DTYPES)
-            raise ModelError(f"{entry.file}: tensor {name} must be one of {known}, got {entry.dtype}")
+    targets = build_decoder(config, dtype, "meta").targets()
+    for name in targets:
+        if name not in entries:
+            more = ", and tie_word_embeddings is false: a base model without a head" if name == _HEAD else ""
+            raise UnsupportedError(f"{directory}: tensor {name} is missing{more}")
     for name, entry in entries.items():
         # A checkpoint with a tied head may contain the embedding twice.
         tied_head = name == _HEAD and config.tie_word_embeddings
         if name not in targets and not tied_head and not name.endswith(_COMPUTED_SUFFIX):
             # If a tensor such as a bias were ignored, the model would be a different one.
-            raise ModelError(f"{entry.file}: tensor {name} is not part of this {config.model_type} model")
+            kind = config.model_type
+            raise UnsupportedError(f"{entry.file}: tensor {entry.name} is not part of this {kind} model")
+    return targets
+
+
+def _has_own_head(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> bool:
+    """Whether the config ties head and embedding, but the files have two that differ.
+
+    As in the transformers library, which does not tie them then.
+    """
+    head, embedding = entries.get(_HEAD), entries[_EMBEDDING]
+    if head is None or not config.tie_word_embeddings:
+        return False
+    # Tensors of the same shape and dtype have the same parts. NaN is ignored here and refused later.
+    return (head.shape, head.dtype) != (embedding.shape, embedding.dtype) or not all(
+        torch.equal(one.nan_to_num(), other.nan_to_num())
+        for (_, one), (_, other) in zip(
+            checkpoint.read_parts(head), checkpoint.read_parts(embedding), strict=True
+        )
+    )
+
+
+def _check_shapes(targets: Mapping[str, LoadTarget], entries: Mapping[str, TensorEntry]) -> None:
+    """Raises ModelError unless each tensor has the shape of its target, and a dtype that is known."""
+    for name, target in targets.items():
+        entry = entries[name]
+        if entry.shape != target.shape:
+            shapes = f"shape {list(entry.shape)}, but the config asks for {list(target.shape)}"
+            raise ModelError(f"{entry.file}: tensor {entry.name} has {shapes}")
+        if entry.dtype not in checkpoint.DTYPES:
+            known = ", ".join(checkpoint.DTYPES)
+            raise ModelError(f"{entry.file}: tensor {entry.name} must be one of {known}, got {entry.dtype}")

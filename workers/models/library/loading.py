@@ -209,7 +209,7 @@ def _load(plan: LibraryPlan, progress: Progress | None) -> PreTrainedModel:
         progress(total_bytes, total_bytes)
     _check_loaded(plan.directory, plan.settings, info)
     assert isinstance(module, PreTrainedModel)
-    _check_tied(plan.directory, module)
+    _warn_of_own_tensors(plan.directory, module)
     return module
 
 
@@ -229,17 +229,16 @@ def _check_loaded(directory: Path, settings: LibrarySettings, info: Mapping[str,
         raise ModelError(f"{directory}: tensors could not be converted for {model}")
 
 
-def _check_tied(directory: Path, module: PreTrainedModel) -> None:
-    """Raises ModelError if the config ties two tensors, and those of the files differ.
-
-    The library would load both, contrary to the config, and remove them from `all_tied_weights_keys`.
-    """
+def _warn_of_own_tensors(directory: Path, module: PreTrainedModel) -> None:
+    """Log which tensors the config ties, but are not tied since those of the files differ."""
     wanted: Mapping[str, str] = module.get_expanded_tied_weights_keys(all_submodels=True)
     for name, other in wanted.items():
         if name not in module.all_tied_weights_keys:
-            raise ModelError(
-                f"{directory}: tensor {name} differs from {other}, but tie_word_embeddings says that they are"
-                " the same"
+            _log.warning(
+                "%s: tensor %s differs from %s, so the two are not tied, though tie_word_embeddings says so",
+                directory,
+                name,
+                other,
             )
 
 

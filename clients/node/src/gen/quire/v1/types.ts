@@ -423,6 +423,12 @@ export interface ExecutorCapabilities {
    * drafts are an exception. False: not guaranteed, though true of many models of the transformers library on a CPU.
    */
   batchInvariant: boolean;
+  /**
+   * For people: the setting of config.json, or the tensor, because of which the transformers library runs the model and
+   * not native code, so that it is slower and takes no adapters. Empty: native code runs it, or --model-backend says
+   * otherwise.
+   */
+  backendReason: string;
 }
 
 /** Usage of the pages of a KV pool. The last four fields count from the start of the worker. */
@@ -2608,6 +2614,7 @@ function createBaseExecutorCapabilities(): ExecutorCapabilities {
     supportsHiddenStates: false,
     products: "",
     batchInvariant: false,
+    backendReason: "",
   };
 }
 
@@ -2675,6 +2682,9 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
     }
     if (message.batchInvariant !== false) {
       writer.uint32(160).bool(message.batchInvariant);
+    }
+    if (message.backendReason !== "") {
+      writer.uint32(170).string(message.backendReason);
     }
     return writer;
   },
@@ -2852,6 +2862,14 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
             message.batchInvariant = reader.bool();
             continue;
           }
+          case 21: {
+            if (tag !== 170) {
+              break;
+            }
+
+            message.backendReason = reader.string();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2891,6 +2909,7 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
     message.supportsHiddenStates = object.supportsHiddenStates ?? false;
     message.products = object.products ?? "";
     message.batchInvariant = object.batchInvariant ?? false;
+    message.backendReason = object.backendReason ?? "";
     return message;
   },
 };

@@ -1,0 +1,129 @@
+"""A quantised model is refused at once, by the server and the commands that look at it before."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from service.quantised import quantised
+from tests import quire_command
+from tests.bad_directories import make_good, setting
+from workers.common.protocol import EXIT_CONFIG
+
+Damage = Callable[[Path], object]
+
+
+def with_tensor(name: str, tensor: torch.Tensor) -> Damage:
+    def change(directory: Path) -> None:
+        file = directory / "model.safetensors"
+        save_file(load_file(file) | {name: tensor}, file)
+
+    return change
+
+
+def only_gguf(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+
+
+def gguf_alone(directory: Path) -> None:
+    only_gguf(directory)
+    (directory / "config.json").unlink()
+
+
+PACKED = torch.zeros(8, 8, dtype=torch.int32)
+QUANTISED: dict[str, tuple[Damage, str]] = {
+    "bitsandbytes": (
+        setting(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        "quantised (bitsandbytes, says quantization_config of config.json): use the original model",
+    ),
+    "gptq": (setting(quantization_config={"quant_method": "gptq", "bits": 4}), "quantised (gptq"),
+    "without a method": (setting(quantization_config={"bits": 4}), "quantised (in some way"),
+    "fp8": (setting(quantization_config={"quant_method": "fp8"}), "quantised (fp8"),
+    "an older spelling": (setting(compression_config={"format": "int-quantized"}), "compression_config"),
+    "mlx": (setting(quantization={"group_size": 64, "bits": 4}), "says quantization of config.json"),
+    "of the text part": (setting(text_config={"quantization_config": {"quant_method": "awq"}}), "(awq"),
+    "tensors of GPTQ and AWQ": (
+        with_tensor("model.layers.0.mlp.up_proj.qweight", PACKED),
+        "by the tensors of model.safetensors",
+    ),
+    "8-bit floats": (
+        with_tensor("model.layers.0.mlp.up_proj.x", torch.zeros(4, dtype=torch.float8_e4m3fn)),
+        "by the tensors of model.safetensors",
+    ),
+    "gguf beside a config": (only_gguf, "it is in GGUF format, for llama.cpp: use the original model"),
+}
+SERVED = ("bitsandbytes", "tensors of GPTQ and AWQ", "gguf beside a config")
+
+
+def make(directory: Path, damage: Damage) -> Path:
+    make_good(directory, sharded=False)
+    damage(directory)
+    return directory
+
+
+def ran(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        quire_command.command(*command), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(("damage", "says"), QUANTISED.values(), ids=list(QUANTISED))
+def test_it_is_noticed(damage: Damage, says: str, tmp_path: Path) -> None:
+    assert says in quantised(make(tmp_path / "model", damage))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        setting(),
+        setting(quantization_config=None),
+        setting(quantization_config={}),
+        setting(text_config=7),
+        lambda directory: (directory / "config.json").write_text("[]"),
+        lambda directory: (directory / "config.json").write_text("{"),
+        lambda directory: (directory / "model.safetensors").write_bytes(b"x"),
+        # Of a tool whose result is elsewhere.
+        lambda directory: (directory / "quantize_config.json").write_text("{}"),
+        lambda directory: (directory / "model.gguf").touch(),
+    ],
+)
+def test_others_are_left_to_workers(damage: Damage, tmp_path: Path) -> None:
+    assert quantised(make(tmp_path / "model", damage)) == ""
+    assert quantised(tmp_path / "nowhere") == ""
+
+
+@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("more", [(), ("--gateways", "2", "--workers", "2")], ids=["one", "several"])
+def test_the_server_refuses_it_before_its_port_listens(
+    kind: str, more: Sequence[str], tmp_path: Path
+) -> None:
+    directory = make(tmp_path / "model", QUANTISED[kind][0])
+    done = ran("serve", "--listen", "127.0.0.1:0", "--model", str(directory), "--log-format", "json", *more)
+    assert done.returncode == EXIT_CONFIG
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"quire: {directory} cannot be served: ") and QUANTISED[kind][1] in line
+
+
+def test_a_directory_of_gguf_has_the_same_status(tmp_path: Path) -> None:
+    directory = make(tmp_path / "model", gguf_alone)
+    for model in (directory, directory / "model-Q4_K_M.gguf"):
+        done = ran("serve", "--listen", "127.0.0.1:0", "--model", str(model))
+        assert done.returncode == EXIT_CONFIG
+        assert "it is in GGUF format, for llama.cpp: use the original model" in done.stderr
+
+
+def test_config_check_refuses_it(tmp_path: Path) -> None:
+    directory = make(tmp_path / "model", QUANTISED["gptq"][0])
+    file = tmp_path / "quire.toml"
+    file.write_text(f"listen = '127.0.0.1:0'\nmodel = {json.dumps(str(directory))}\n")
+    done = ran("config", "check", str(file))
+    assert done.returncode == 1
+    assert "quantised (gptq, says quantization_config of config.json): use the original" in done.stderr
+    assert f"{file}:2: model = " in done.stderr

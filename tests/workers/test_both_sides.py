@@ -1,0 +1,82 @@
+"""Messages and the dataclasses that they become have the same fields, in both directions."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import pytest
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+from quire.v1 import types_pb2, worker_pb2
+
+from workers.adapters.slots import LoraAdapterMetrics
+from workers.executors.info import Capabilities, StepCounts
+from workers.kv.table import PoolUsage
+from workers.kv_messages import KvPages
+from workers.models.chat_template import ChatTemplate
+from workers.models.generation_defaults import SamplingDefaults
+from workers.models.model import ModelDescription
+from workers.operations import (
+    FailureReason,
+    Kind,
+    LogitsFormat,
+    OutputSpec,
+    Priority,
+    ReplaceStep,
+    Sampling,
+)
+
+# What only the gateway knows of an adapter.
+OF_GATEWAYS = ("adapter_id", "sequences")
+
+
+def fields_of(record: Any) -> set[str]:
+    """Those that are given to it. Some classes have slots instead of fields."""
+    if not dataclasses.is_dataclass(record):
+        return set(record.__slots__)
+    return {field.name for field in dataclasses.fields(record) if field.init}
+
+
+@pytest.mark.parametrize(
+    ("record", "message", "more"),
+    [
+        # What callers ask for.
+        (Sampling, types_pb2.SamplingParams, ()),
+        (OutputSpec, types_pb2.OutputOptions, ()),
+        # What workers say.
+        (PoolUsage, types_pb2.PoolUsage, ()),
+        (StepCounts, types_pb2.StepCounts, ()),
+        (LoraAdapterMetrics, types_pb2.LoraAdapterMetrics, OF_GATEWAYS),
+        (ModelDescription, types_pb2.ModelDescription, ()),
+        (ChatTemplate, types_pb2.ChatTemplate, ()),
+        (Capabilities, types_pb2.ExecutorCapabilities, ("max_batch_tokens", "max_batch_items")),
+        (KvPages, worker_pb2.KvPages, ()),
+    ],
+)
+def test_both_sides_have_the_same_fields(record: Any, message: Any, more: tuple[str, ...]) -> None:
+    assert fields_of(record) | set(more) == set(message.DESCRIPTOR.fields_by_name)
+
+
+def test_recommended_settings_are_those_of_requests() -> None:
+    assert fields_of(SamplingDefaults) < set(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (Kind, worker_pb2.OperationKind),
+        (Priority, types_pb2.Priority),
+        (LogitsFormat, types_pb2.LogitsFormat),
+        (FailureReason, worker_pb2.WorkerErrorReason),
+    ],
+)
+def test_both_sides_have_the_same_values(ours: type[enum.Enum], theirs: EnumTypeWrapper) -> None:
+    prefix = theirs.keys()[0].removesuffix("UNSPECIFIED")
+    named = {name.removeprefix(prefix) for name in theirs.keys()}  # noqa: SIM118 - no mapping
+    assert named - {"UNSPECIFIED", "NONE"} == {one.name for one in ours}
+
+
+def test_both_sides_have_the_same_steps_of_a_replacement() -> None:
+    (steps,) = worker_pb2.ReplaceWeightsCommand.DESCRIPTOR.oneofs
+    assert {field.name.upper() for field in steps.fields} == set(ReplaceStep.__members__)

@@ -1,0 +1,153 @@
+"""Checkpoints whose tensors are not quite what the config says, as transformers loads them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.bad_directories import setting
+from tests.families import seeing_config, settings_of
+from tests.model_factory import float32_losses, hf_logits, hf_model, load_decoder, make_family_model
+from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
+from workers.executors.llm import LlmExecutor
+from workers.executors.loading import choose_backend
+from workers.models.errors import ModelError
+
+torch.set_num_threads(1)
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+def rewrite(directory: Path, change: Callable[[Tensors], Tensors]) -> None:
+    """Puts all tensors of a model into one file, after a change."""
+    tensors: Tensors = {}
+    for shard in directory.glob("*.safetensors"):
+        tensors |= load_file(shard)
+    for file in directory.glob("model*"):
+        file.unlink()
+    changed = {name: tensor.contiguous() for name, tensor in change(tensors).items()}
+    save_file(changed, directory / "model.safetensors")
+
+
+def base_model(tensors: Tensors) -> Tensors:
+    """Without a head, as AutoModel saves it."""
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != HEAD}
+
+
+def partly_prefixed(tensors: Tensors) -> Tensors:
+    return {name.removeprefix("model.") if ".0." in name else name: one for name, one in tensors.items()}
+
+
+def own_head(tensors: Tensors) -> Tensors:
+    return tensors | {HEAD: tensors[EMBEDDING].flip(0)}
+
+
+def repeated_head(tensors: Tensors) -> Tensors:
+    return tensors | {HEAD: tensors[EMBEDDING].clone()}
+
+
+def head_alone(tensors: Tensors) -> Tensors:
+    others = {name: tensor for name, tensor in tensors.items() if name != EMBEDDING}
+    return others | {HEAD: tensors[EMBEDDING]}
+
+
+def assert_is_the_librarys(directory: Path, backend: str) -> None:
+    (text,) = random_texts(3, (40,))
+    expected, losses = hf_logits(directory, text), float32_losses(hf_model(directory), [text])[0, -1]
+    executor = LlmExecutor.load(directory, kv_pages=8, backend=backend, dtype="float32")
+    executor.warmup()
+    if backend == "native":
+        decoder = load_decoder(directory, torch.float32, pack=True)
+        inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
+        logits = decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))
+        assert (logits - expected).abs().max() < losses
+    assert executor.prefill(1, text).token_id == expected[-1].argmax()
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+@pytest.mark.parametrize("change", [base_model, partly_prefixed, own_head, repeated_head, head_alone])
+@pytest.mark.parametrize("name", ["llama3", "gemma", "gemma3"])
+def test_tied_models(name: str, change: Callable[[Tensors], Tensors], backend: str, tmp_path: Path) -> None:
+    make_family_model(tmp_path, *settings_of(name), seed=7)
+    rewrite(tmp_path, change)
+    assert choose_backend(tmp_path, "auto").backend == "native"
+    assert_is_the_librarys(tmp_path, backend)
+
+
+def test_a_head_of_its_own_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_family_model(tmp_path, *settings_of("llama3"), seed=7)
+    rewrite(tmp_path, own_head)
+    for backend in ("native", "transformers"):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            LlmExecutor.load(tmp_path, kv_pages=8, backend=backend)
+        assert f"tensor {HEAD} differs from {EMBEDDING}, so the two are not tied" in caplog.text
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_a_head_that_is_the_embedding_need_not_be_tied(backend: str, tmp_path: Path) -> None:
+    make_family_model(tmp_path, *settings_of("llama3"), seed=7)
+    rewrite(tmp_path, repeated_head)
+    setting(tie_word_embeddings=False)(tmp_path)
+    assert_is_the_librarys(tmp_path, backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "native", "transformers"])
+def test_a_base_model_without_a_head_is_refused(backend: str, tmp_path: Path) -> None:
+    """The library would serve it with a random one."""
+    make_family_model(tmp_path, *settings_of("qwen3"), seed=7)
+    rewrite(tmp_path, base_model)
+    with pytest.raises(ModelError, match=r"tensor lm_head\.weight is missing"):
+        LlmExecutor.load(tmp_path, kv_pages=8, backend=backend)
+
+
+def test_tensors_that_native_code_does_not_know_are_left_to_the_library(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here experts that are stacked, as the library has them in memory."""
+    make_family_model(tmp_path, *settings_of("mixtral"), seed=7)
+    stacked = dict(hf_model(tmp_path).state_dict())
+    rewrite(tmp_path, lambda _: stacked)
+    why = "tensor model.layers.0.block_sparse_moe.gate.weight is missing"
+    with caplog.at_level(logging.INFO):
+        executor = LlmExecutor.load(tmp_path, kv_pages=8)
+    assert executor.info().backend == "transformers"
+    assert executor.capabilities().backend_reason == why and not executor.capabilities().supports_lora
+    assert f"since native code cannot run this model: {why}" in caplog.text
+    (text,) = random_texts(3, (40,))
+    assert executor.prefill(1, text).token_id == hf_logits(tmp_path, text)[-1].argmax()
+    with pytest.raises(ModelError, match=why):
+        LlmExecutor.load(tmp_path, kv_pages=8, backend="native")
+
+
+def test_a_setting_that_native_code_does_not_support_is_named(tmp_path: Path) -> None:
+    make_family_model(tmp_path, *settings_of("llama"), seed=7)
+    setting(attention_chunk_size=64)(tmp_path)
+    executor = LlmExecutor.load(tmp_path, kv_pages=8)
+    assert executor.info().backend == "transformers"
+    assert executor.capabilities().backend_reason == (
+        "config.json: attention_chunk_size: is not supported, got 64"
+    )
+    asked = LlmExecutor.load(tmp_path, kv_pages=8, backend="transformers")
+    assert asked.capabilities().backend_reason == ""
+
+
+def test_the_text_part_of_a_model_that_sees_may_lack_a_prefix(tmp_path: Path) -> None:
+    from transformers import Gemma3ForConditionalGeneration
+
+    torch.manual_seed(1)
+    whole = Gemma3ForConditionalGeneration(seeing_config()).eval()  # type: ignore[no-untyped-call]
+    whole.save_pretrained(tmp_path)
+    rewrite(
+        tmp_path,
+        lambda tensors: {
+            name.removeprefix("model.").removeprefix("language_model."): one for name, one in tensors.items()
+        },
+    )
+    assert choose_backend(tmp_path, "auto").backend == "native"

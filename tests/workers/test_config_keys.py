@@ -1,0 +1,199 @@
+"""The keys of a config.json against transformers: which may be absent, and which its code reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from tests.families import MODELS, settings_of
+from tests.model_factory import float32_losses, hf_logits, hf_model, load_decoder, make_family_model
+from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
+from workers.models.config import ModelConfig
+from workers.models.config_keys import REFUSED_UNLESS, keys_read
+from workers.models.errors import ModelError
+from workers.models.registry import FAMILIES, WRAPPERS
+
+torch.set_num_threads(1)
+
+_LIBRARY = Path(transformers.__file__).parent
+# The library's code that runs for every model.
+_FOR_ALL = (
+    "masking_utils.py",
+    "cache_utils.py",
+    "modeling_rope_utils.py",
+    "integrations/sdpa_attention.py",
+    "integrations/moe.py",
+)
+_READS = re.compile(r'\b(?:\w*config|cfg)\.(\w+)|(?:getattr|hasattr)\((?:self\.)?\w*config, "(\w+)"')
+_READS_ROPE = re.compile(r'rope_\w+(?:\[|\.get\()"(\w+)"')
+# Declared or read, and without effect on a forward: training, and what a call returns.
+_WITHOUT_EFFECT = {
+    "attention_dropout", "embd_pdrop", "initializer_range", "output_router_logits", "pad_token_id",
+    "pretraining_tp", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise", "use_cache",
+}  # fmt: skip
+# Of other models: layers that keep a state, experts under names that no native family has, and the parts
+# that see.
+_OF_OTHERS = {"number_of_conv_states", "n_routed_experts", "json"}
+_OF_WRAPPERS = {"image_token_id", "mm_tokens_per_image", "text_config", "vision_config"}
+_ANY_MODEL = {field.name for field in dataclasses.fields(PreTrainedConfig)} | set(dir(PreTrainedConfig))
+
+
+def read_by(file: Path) -> set[str]:
+    """The names of settings that a file of the library reads."""
+    return {first or second for first, second in _READS.findall(file.read_text())} - _ANY_MODEL
+
+
+def declared(model_type: str) -> set[str]:
+    own = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+    return own - {field.name for field in dataclasses.fields(PreTrainedConfig)}
+
+
+def test_what_the_library_reads_for_every_model_is_known() -> None:
+    found = {name for file in _FOR_ALL for name in read_by(_LIBRARY / file)}
+    assert {"layer_types", "sliding_window", "is_causal"} <= found
+    shared = frozenset.intersection(*map(keys_read, FAMILIES.values()))
+    of_experts = keys_read(FAMILIES["qwen3_moe"])
+    assert found - _OF_OTHERS - {"hidden_act"} <= shared | of_experts | REFUSED_UNLESS.keys()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_a_family_declares_or_reads_is_read(model_type: str) -> None:
+    module = model_type.removesuffix("_text")
+    found = read_by(_LIBRARY / "models" / module / f"modeling_{module}.py") | declared(model_type)
+    other_activation = {"hidden_act", "hidden_activation"} - declared(model_type)
+    known = keys_read(FAMILIES[model_type]) | REFUSED_UNLESS.keys() | _WITHOUT_EFFECT | _OF_WRAPPERS
+    # gemma3 declares a cap that its layers do not use: see test_a_cap_of_gemma3_changes_nothing.
+    ignored = {"attn_logit_softcapping"} if model_type == "gemma3_text" else set()
+    assert found - known - other_activation - ignored - {"max_window_layers"} == set()
+
+
+def by_library(settings: dict[str, Any]) -> PreTrainedConfig:
+    return CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+
+
+def assert_same_config(settings: dict[str, Any]) -> None:
+    theirs = by_library(settings)
+    ours = ModelConfig.from_settings(settings)
+    assert ours == ModelConfig.from_settings(theirs.to_dict())
+    for name in (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"),
+    ):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    if theirs.rope_parameters.get("rope_type") != "longrope":  # which is served up to the original length
+        assert ours.max_position_embeddings == theirs.max_position_embeddings
+    # The default of a full vocabulary may be outside of this one.
+    known = [token for token in (theirs.eos_token_id, theirs.bos_token_id) if token in range(ours.vocab_size)]
+    assert [*ours.eos_token_ids, *([] if ours.bos_token_id is None else [ours.bos_token_id])] == known
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_all_keys_may_be_absent(model_type: str) -> None:
+    assert_same_config({"model_type": model_type})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_key_may_be_absent(name: str) -> None:
+    model_type, settings = settings_of(name)
+    whole = {"model_type": model_type, **settings}
+    written = json.loads(json.dumps(by_library(whole).to_dict(), default=str))
+    refused = []
+    for full in (whole, written):
+        for key in full.keys() - {"model_type"}:
+            less = {name: value for name, value in full.items() if name != key}
+            try:
+                by_library(less)
+            except Exception:  # the library does not let it be absent, beside the others
+                refused.append(key)
+                continue
+            if key == "layer_types" or not is_inconsistent(less):
+                assert_same_config(less)
+    assert len(refused) <= 4, refused
+
+
+def is_inconsistent(settings: dict[str, Any]) -> bool:
+    """Whether the rest says something else than the default of what is left out, which no model then is."""
+    theirs = by_library(settings)
+    try:
+        ModelConfig.from_settings(theirs.to_dict())
+    except ModelError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        {},
+        # As published for gemma-3-4b-it.
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+    ],
+)
+def test_the_text_part_may_say_little(wrapper: str, text: dict[str, Any] | None) -> None:
+    settings = {"model_type": wrapper, "eos_token_id": [1, 106], "text_config": text}
+    theirs = by_library(settings).get_text_config(decoder=True)
+    ours = ModelConfig.from_settings(settings)
+    expected = ModelConfig.from_settings(theirs.to_dict())
+    assert ours == dataclasses.replace(expected, wrapper=wrapper, eos_token_ids=(1, 106))
+
+
+def without_defaults(settings: dict[str, Any]) -> Iterator[str]:
+    """The keys of a config whose values are those that the library has without them."""
+    whole = by_library(settings).to_dict()
+    for key in settings.keys() - {"model_type"}:
+        less = {name: value for name, value in settings.items() if name != key}
+        try:
+            same = by_library(less).to_dict() == whole
+        except Exception:
+            continue
+        if same:
+            yield key
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3", "gemma3", "olmo2", "granite"])
+def test_a_model_without_the_keys_that_may_be_absent_has_the_same_logits(name: str, tmp_path: Path) -> None:
+    directory = make_family_model(tmp_path, *settings_of(name), seed=7)
+    file, (text,) = directory / "config.json", random_texts(3, (40,))
+    expected, losses = hf_logits(directory, text), float32_losses(hf_model(directory), [text])[0, -1]
+    settings = json.loads(file.read_text())
+    left_out = set(without_defaults(settings))
+    assert len(left_out) >= 4
+    file.write_text(json.dumps({key: value for key, value in settings.items() if key not in left_out}))
+    decoder = load_decoder(directory, torch.float32, pack=True)
+    inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
+    logits = decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))
+    assert (logits - expected).abs().max() < losses
+
+
+def test_a_cap_of_gemma3_changes_nothing(tmp_path: Path) -> None:
+    model_type, settings = settings_of("gemma3")
+    plain = make_family_model(tmp_path / "a", model_type, settings, seed=7)
+    capped = make_family_model(tmp_path / "b", model_type, settings | {"attn_logit_softcapping": 0.5}, seed=7)
+    (text,) = random_texts(3, (20,))
+    assert torch.equal(hf_logits(plain, text), hf_logits(capped, text))
+
+
+def test_the_parameters_of_rotations_that_the_library_reads_are_read() -> None:
+    text = (_LIBRARY / "modeling_rope_utils.py").read_text()
+    ours = (Path(__file__).parents[2] / "workers" / "models" / "rope_settings.py").read_text()
+    found = set(_READS_ROPE.findall(text))
+    assert {"rope_type", "factor", "beta_fast"} <= found
+    assert {name for name in found if f'"{name}"' not in ours} == set()
