@@ -48,6 +48,7 @@ from service.setting_rules import (
     is_file,
     is_journal,
     is_listen_address,
+    is_path,
     is_revision,
 )
 
@@ -404,7 +405,7 @@ class Config:
         None,
         "directory for the journal and for the adoption of workers; auto is one for each address and model in"
         " the user's state directory, and none with port 0",
-        Text(bool, f"must be a directory, or {AUTO}"),
+        Text(is_path, f"must be a directory, or {AUTO}"),
     )
     log_level: str = _setting(
         "info", "minimum level of log records", ("debug", "info", "warning", "error"), group="log"
@@ -499,6 +500,11 @@ class Setting:
     def is_switch(self) -> bool:
         """Whether it is off or on."""
         return self.choices == SWITCH
+
+    @property
+    def is_path(self) -> bool:
+        """Whether it names a file or a directory of this machine."""
+        return isinstance(self._rule, Text) and self._rule.accepts in (is_file, is_directory, is_path)
 
     @property
     def metavar(self) -> str:

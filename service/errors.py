@@ -411,6 +411,12 @@ class WorkerFault(QuireError, code="INTERNAL", reason="WORKER_FAULT"):
     message = "the step failed in the worker; nothing was applied"
 
 
+class HelperFailed(QuireError, code="INTERNAL", reason="HELPER_FAILED"):
+    """A process that the call needs, such as one for templates, did not start. The log says why."""
+
+    message = "a helper process of the server did not start; nothing was applied"
+
+
 class SequenceQuarantined(QuireError, code="INTERNAL", reason="SEQUENCE_QUARANTINED"):
     """Workers died while they computed this cache. It is quarantined and can only be released."""
 

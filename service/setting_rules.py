@@ -80,6 +80,11 @@ def is_directory(value: str) -> bool:
     return not value or os.path.isdir(value)  # noqa: PTH112 - see is_file
 
 
+def is_path(value: str) -> bool:
+    """Whether it names something."""
+    return bool(value)
+
+
 def _is_http_address(value: str) -> bool:
     return not value or (is_listen_address(value) and not value.startswith("unix:"))
 

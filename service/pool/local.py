@@ -24,6 +24,7 @@ from service.logging import get_logger
 from service.pool.gpus import Gpu
 from service.pool.process import LocalProcess, boot_id, can_watch, start_ticks
 from service.pool.registry import Epochs, Registry, RegistryEntry
+from workers.common import child_process
 from workers.common.code import worker_code
 from workers.common.protocol import PROTOCOL, SECRET_VARIABLE, without
 
@@ -159,7 +160,7 @@ class LocalLauncher:
             # newline from the pipe: then it is in the registry.
             stdin=subprocess.PIPE,
             bufsize=0,
-            cwd="/",
+            cwd=child_process.DIRECTORY,
             env=_environment(secret),
             start_new_session=self._grace_s > 0,
         )
@@ -221,7 +222,7 @@ def _command(socket: str, config: worker_pb2.WorkerConfig) -> list[str]:
 def _environment(secret: str) -> dict[str, str]:
     """The gateway's environment and import path: the worker runs in another directory."""
     environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    environment["PYTHONPATH"] = child_process.import_path()
     environment[SECRET_VARIABLE] = secret
     # How long idle compute threads spin. With the default they keep the cores busy between two steps, so that
     # the gateway and its clients wait; see docs/performance.md.

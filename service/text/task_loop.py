@@ -76,7 +76,11 @@ def main(handle: Callable[[bytes], bytes]) -> int:
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(_take_socket())
     _set_limits(max_memory_bytes)
+    # What went wrong until now, the parent logs.
+    _drop_errors()
     try:
+        # It runs.
+        connection.send(b"")
         while connection.wait(idle_s):
             task = connection.receive()
             # SIGPROF is not handled, so it ends the process, also in native code.
@@ -99,6 +103,13 @@ def _take_socket() -> socket.socket:
     os.dup2(null, 0)
     os.close(null)
     return taken
+
+
+def _drop_errors() -> None:
+    """Nothing reads the standard error from now on."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
 
 
 def _set_limits(max_memory_bytes: int) -> None:
