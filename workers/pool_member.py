@@ -23,6 +23,7 @@ import uvloop
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from workers import models
+from workers.common.child_process import open_standard_files
 from workers.common.protocol import EXIT_CONFIG, GATEWAY_NAME, PROTOCOL, without
 from workers.logging import background_log
 from workers.orphan_timer import OrphanTimer
@@ -269,6 +270,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    open_standard_files()
     sys.stdout.flush()
     # Not sys.exit: that would wait for a compute thread in a long step.
     status = main()

@@ -29,20 +29,17 @@ def import_path() -> str:
 
 
 def open_standard_files() -> None:
-    """Opens the null device as those of standard input, output and error that are closed.
-
-    To be called before anything is opened. Otherwise a socket or a database gets the number of one of them:
-    what is printed is written into that, and a child process inherits it.
-    """
+    """As `quire.cli.standard_files`, for a worker that is started by hand. Commands open theirs first."""
     for descriptor, (name, mode) in enumerate(_STANDARD_FILES):
         try:
             os.fstat(descriptor)
         except OSError:
             opened = os.open(os.devnull, os.O_RDWR)
-            os.dup2(opened, descriptor)
-            if opened != descriptor:
+            if opened == descriptor:
+                os.set_inheritable(descriptor, True)
+            else:
+                os.dup2(opened, descriptor)
                 os.close(opened)
-            os.set_inheritable(descriptor, True)
         if getattr(sys, name) is None:
             file = open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - never closed
             setattr(sys, name, file)
