@@ -24,6 +24,7 @@ from service.config import (
 )
 from service.model_names import is_hub_id, is_model, model_problem
 from service.setting_rules import AUTO, POSTGRES, is_private
+from workers.common.trusted import require_trusted
 
 # Names of values that are not shown.
 _SECRET = re.compile("token|secret|passw|key|credential")
@@ -242,6 +243,7 @@ def _shown(name: str, value: object) -> object:
 
 def _read(path: str) -> dict[str, Any]:
     try:
+        require_trusted(Path(path))
         with Path(path).open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)
         if len(content) > _MAX_FILE_BYTES:
@@ -249,7 +251,10 @@ def _read(path: str) -> dict[str, Any]:
         # Some editors put a byte order mark before it.
         return tomllib.loads(content.decode("utf-8-sig"))
     except OSError as error:
-        raise ConfigError("config", "--config or QUIRE_CONFIG", path, f"{error.strerror}") from None
+        # That of a directory above it.
+        elsewhere = "" if error.filename in (None, path) else f"{error.filename}: "
+        why = f"{elsewhere}{error.strerror}"
+        raise ConfigError("config", "--config or QUIRE_CONFIG", path, why) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("config", path, path, f"must be a TOML file: {error}") from None
 

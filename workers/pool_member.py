@@ -25,6 +25,7 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 from workers import models
 from workers.common.child_process import open_standard_files
 from workers.common.protocol import EXIT_CONFIG, GATEWAY_NAME, PROTOCOL, without
+from workers.common.trusted import require_trusted
 from workers.logging import background_log
 from workers.orphan_timer import OrphanTimer
 from workers.process import (
@@ -221,9 +222,10 @@ async def _serve(options: argparse.Namespace) -> int:
     if options.alive_fd is not None:
         member.saying = asyncio.create_task(_say_alive(options.alive_fd))
     try:
-        ca, key, certificate = (
-            (options.pool / name).read_bytes() for name in ("ca.pem", "worker-key.pem", "worker.pem")
-        )
+        names = ("ca.pem", "worker-key.pem", "worker.pem")
+        for name in names:
+            require_trusted(options.pool / name)
+        ca, key, certificate = ((options.pool / name).read_bytes() for name in names)
     except OSError as error:
         _log.error("the pool's certificates cannot be read", error=error.strerror, file=error.filename)
         return EXIT_CONFIG

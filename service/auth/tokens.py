@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from service.caches.tenants import UNBOUNDED, Quota
+from workers.common.trusted import require_trusted
 
 _MAX_FILE_BYTES = 4 << 20
 _NAME = re.compile(r"[!-~]{1,128}")
@@ -96,6 +97,7 @@ def read_token_store(path: Path, *, has_ca: bool = False) -> TokenStore:
 
     Raises OSError, or a ValueError that names the mistake.
     """
+    require_trusted(path)
     with path.open("rb") as file:
         data = file.read(_MAX_FILE_BYTES + 1)
     if len(data) > _MAX_FILE_BYTES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import importlib
 import json
 import os
@@ -27,6 +28,7 @@ from service.model_names import is_hub_id
 from service.postgres.errors import DatabaseFailed
 from service.printable import escaped
 from service.setting_rules import POSTGRES
+from workers.common.trusted import require_trusted
 
 if TYPE_CHECKING:
     from service.postgres.database import Database
@@ -202,6 +204,12 @@ def _state(config: Config) -> Iterator[ConfigError]:
         if config.journal == "sqlite":
             yield ConfigError("journal", "", "sqlite", "needs a data_dir if the port is chosen at each start")
         return
+    try:
+        require_trusted(directory)
+    except OSError as error:
+        if error.errno == errno.EPERM:
+            yield ConfigError("data_dir", "", str(directory), f"{error.filename}: {error.strerror}")
+            return
     # Path.exists raises if a directory of the path cannot be read.
     there = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110
     if not there.is_dir():

@@ -32,6 +32,7 @@ from service import durable_file
 from service.logging import get_logger
 from service.setting_rules import MAX_SOCKET_PATH_BYTES
 from workers.common.protocol import PROTOCOL
+from workers.common.trusted import require_trusted
 
 _log = get_logger(__name__)
 
@@ -129,6 +130,7 @@ class Registry:
         path = self._path / f"{name}.sock"
         if self._has_path() and len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
             return path
+        require_trusted(Path(tempfile.gettempdir()))
         path = Path(tempfile.mkdtemp(prefix=_PREFIX)) / f"{name}.sock"
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             path.parent.rmdir()
