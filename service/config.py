@@ -49,7 +49,9 @@ from service.setting_rules import (
     is_journal,
     is_listen_address,
     is_path,
+    is_reachable,
     is_revision,
+    with_port,
 )
 
 ENV_PREFIX = "QUIRE_"
@@ -190,7 +192,7 @@ class Config:
     advertise: str = _setting(
         "",
         "the address at which clients reach this gateway and no other; answers name that of their cache's",
-        HTTP_ADDRESS,
+        Text(is_reachable, "must be host:port or [ipv6]:port, without port 0", pattern=HTTP_ADDRESS.pattern),
     )
     workers: int | None = _setting(
         1,
@@ -202,7 +204,7 @@ class Config:
     workers_at: str = _setting(
         "",
         "use these workers, which `quire worker` has started, in place of own ones: host:port,host:port",
-        Text(are_addresses, "must be host:port, or several separated by commas"),
+        Text(are_addresses, "must be host:port, or several different ones separated by commas"),
     )
     pool_listen: str = _setting(
         "",
@@ -425,6 +427,20 @@ class Config:
         Text(is_collector, "must be http://host:port, or https:// for TLS", pattern="^(https?://.+)?$"),
         group="traces",
     )
+
+    def addresses(self) -> Iterator[tuple[str, int, str]]:
+        """What this server listens on: the setting, the gateway's index, and the address.
+
+        Each of several gateways has its own port for metrics.
+        """
+        for name in ADDRESSES:
+            if address := getattr(self, name):
+                for index in range(self.gateways if name == "metrics_listen" else 1):
+                    yield name, index, self.metrics_address(index) if index else address
+
+    def metrics_address(self, index: int) -> str:
+        """That of `metrics_listen` of the gateway with this index."""
+        return with_port(self.metrics_listen, index) if self.metrics_listen else ""
 
     @property
     def worker_addresses(self) -> list[str]:

@@ -173,7 +173,10 @@ def test_secrets_have_what_either_side_reads() -> None:
 def test_units(unit: Path, tmp_path: Path) -> None:
     text = unit.read_text()
     (command,) = re.findall(r"^ExecStart=/opt/quire/bin/quire (.*)$", text, flags=re.MULTILINE)
-    complete_parser().parse_args(shlex.split(command.replace("%i", "1")))
+    for instance in (1, 10, 100):
+        options = complete_parser().parse_args(shlex.split(command.replace("%i", str(instance))))
+        if options.command == "worker":
+            assert options.listen == f"0.0.0.0:{50060 + instance}"
     (grace_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, flags=re.MULTILINE)
     if "serve" in command:
         assert int(grace_s) > Config().lame_duck_s + Config().drain_grace_s

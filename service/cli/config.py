@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.cli.state import unused
-from service.config import ADDRESSES, Config, ConfigError
+from service.config import Config, ConfigError
 from service.config_sources import Settings, json_schema, line_of, read_settings
 from service.data_directory import data_directory
 from service.journal.base import JournalUnusable
@@ -156,15 +156,14 @@ def _addresses(config: Config) -> Iterator[ConfigError]:
     from service.auth.unix_socket import LockedUnixSocket
     from service.listening import ADDRESS_IS_FREE, why_not_listening
 
-    for name in ADDRESSES:
-        address = getattr(config, name)
+    for name, _, address in config.addresses():
         problem: str | None = ADDRESS_IS_FREE
         if address.startswith("unix:"):
             try:
                 LockedUnixSocket(address.removeprefix("unix:")).close()
             except OSError as error:
                 problem = error.strerror
-        elif address:
+        else:
             problem = why_not_listening(address)
         if problem != ADDRESS_IS_FREE:
             yield ConfigError(name, "", address, f"cannot listen: {problem}")

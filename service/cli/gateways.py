@@ -73,9 +73,7 @@ def run(config: Config) -> int:
 
 def _first_line(config: Config, member: Membership) -> bytes:
     """What a gateway reads at its start: its settings, and its place."""
-    host, _, port = config.metrics_listen.rpartition(":")
-    if int(port or 0):
-        config = dataclasses.replace(config, metrics_listen=f"{host}:{int(port) + member.shard.index}")
+    config = dataclasses.replace(config, metrics_listen=config.metrics_address(member.shard.index))
     content = {
         "config": dataclasses.asdict(_with_absolute_paths(config)),
         "member": dataclasses.asdict(member),

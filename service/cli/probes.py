@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from service.auth.connections import TooFewDescriptors, with_descriptors
-from service.config import ADDRESSES, Config
+from service.config import Config
 from service.config_sources import read_settings
 from service.data_directory import data_directory, state_dir
 from service.listening import ADDRESS_IS_FREE, why_not_listening
@@ -118,7 +118,7 @@ def _files(config: Config) -> Iterator[Finding]:
 
 
 def _addresses(config: Config) -> Iterator[Finding]:
-    for address in filter(None, (getattr(config, name) for name in ADDRESSES)):
+    for _, _, address in config.addresses():
         if address.startswith("unix:"):
             yield Finding("address", OK, address)
             continue
