@@ -87,6 +87,11 @@ class TokenStore:
         known, principal = self._tokens.get(_blinded(digest, self._key), (bytes(len(digest)), None))
         return principal if hmac.compare_digest(known, digest) else None
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any token is known."""
+        return bool(self._tokens)
+
     def quota_of(self, tenant: str) -> Quota:
         """The quota of a tenant."""
         return self._quotas.get(tenant, UNBOUNDED)
