@@ -51,6 +51,7 @@ from service.shards.keeper import Keeper, RunningCore
 from service.shards.leases import Lease, Leases
 from service.shards.one_host import Membership, stop_parent
 from service.shards.peers import Addresses, PeerInterceptor, Peers
+from service.text.sandbox import hide_memory
 from service.text.text_model import TextModel
 
 if TYPE_CHECKING:
@@ -205,6 +206,8 @@ class Gateway:
 
     async def start(self) -> int:
         """Binds the port and starts serving. Returns the port; 0 for a Unix socket. Raises RuntimeError."""
+        # On kernels without Landlock, from helper processes of this user.
+        hide_memory()
         await self.health.update()
         # Its methods come from a table, which the type checker cannot see.
         servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, self.core.api)

@@ -1,8 +1,9 @@
 """A sandboxed process for untrusted programs: templates, grammars and tokenizers may loop, leak or crash.
 
 The process gets tasks one by one over a socket. It inherits no other file descriptor and no environment
-variable with a secret. The kernel ends it if a task exceeds the CPU time or the process the memory.
-`task_loop.py` runs in the process. A `TaskProcess` is the parent's side: it blocks, so it is used in threads.
+variable with a secret, and gives up files, the network and other processes (`sandbox.py`). The kernel ends it
+if a task exceeds the CPU time or the process the memory. `task_loop.py` runs in the process. A `TaskProcess`
+is the parent's side: it blocks, so it is used in threads.
 
 What fails before the first task is not the task's fault, but this server's: it is logged.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -28,7 +30,7 @@ from typing import TypeVar
 from service.errors import Draining, HelperFailed
 from service.logging import get_logger
 from service.printable import escaped
-from service.text.task_loop import Connection
+from service.text.task_loop import MAX_GREETING_BYTES, Connection
 from workers.common import child_process
 
 _log = get_logger(__name__)
@@ -141,7 +143,7 @@ class TaskProcess:
         with os.fdopen(reads, "rb") as said:
             self._connection.deadline_s = time.monotonic() + _START_TIMEOUT_S
             try:
-                self._connection.receive(0)
+                _log_missing(self._connection.receive(MAX_GREETING_BYTES).decode())
             except (OSError, EOFError, OverflowError):
                 was_killed = self.is_closed
                 self.close()
@@ -276,6 +278,16 @@ class TaskPool:
             # Marks the exception as retrieved.
             _ = running.cancelled() or running.exception()
             raise
+
+
+@functools.cache
+def _log_missing(what: str) -> None:
+    """What processes cannot be confined with here. Once."""
+    if what:
+        event = (
+            "helper processes can read files of this user, or reach others: the system lacks what prevents it"
+        )
+        _log.warning(event, missing=escaped(what))
 
 
 def environment() -> dict[str, str]:
