@@ -25,7 +25,7 @@ from service.api import admin
 from service.api.grpc_services import HealthApi, add_reflection
 from service.api.interceptor import CallInterceptor, Observing
 from service.auth.authenticator import Authenticator, current_tenant_name
-from service.auth.connections import server_options
+from service.auth.connections import handshake_limits, server_options
 from service.auth.tls import server_credentials
 from service.config import Config, needing_extra
 from service.core import AnsweringCore, Core, OpenShard, open_alone, open_leased
@@ -53,6 +53,7 @@ from service.shards.one_host import Membership, stop_parent
 from service.shards.peers import Addresses, PeerInterceptor, Peers
 from service.text.sandbox import hide_memory
 from service.text.text_model import TextModel
+from workers.common.handshakes import Handshakes, has_spoken
 
 if TYPE_CHECKING:
     from service.openai.front import OpenAiFront
@@ -67,6 +68,7 @@ _HEALTH_NAMES = ("", EXECUTOR_SERVICE, RUNNER_SERVICE)
 # How long streams that do not end by themselves (health watches) stay open after all calls have ended.
 _FINAL_GRACE_S = 0.2
 _POLL_INTERVAL_S = 0.02
+_HANDSHAKE_INTERVAL_S = 1.0
 _REFUSING_POLL_S, _MOST_REFUSING_POLLS = 0.05, 10
 
 
@@ -270,6 +272,9 @@ class Gateway:
             group.create_task(self.state.watch.run(), name="watch")
             group.create_task(self.state.receiver.run(), name="receiver")
             group.create_task(self.state.connections.run(self._port), name="connections")
+            if self._port > 1:
+                handshakes = Handshakes(self._port, has_spoken, handshake_limits(self.config))
+                group.create_task(handshakes.run(_HANDSHAKE_INTERVAL_S), name="handshakes")
             if self.front is not None:
                 group.create_task(self.front.run(), name="front")
             if self.exporter is not None:
