@@ -22,6 +22,7 @@ from service.pool import pool_files
 from service.pool.endpoints import AttachedEndpoint, Endpoint, LeasedEndpoint
 from service.pool.launcher import PoolFailed
 from service.pool.registry import Epochs, Registry
+from service.pool.threads import in_thread
 from service.shards.leases import Lease
 from workers.common.handshakes import HandshakeLimits, Handshakes, Peer, peer_named
 from workers.common.protocol import HOP_SLACK_BYTES, PROTOCOL, WORKER_NAME
@@ -106,7 +107,7 @@ class RemoteLauncher:
         if self._registry is not None:
             try:
                 await self._registry.wait_open()
-                await asyncio.to_thread(self._on_locked)
+                await in_thread(self._on_locked)
                 self._epochs.continue_after(self._registry.last_epoch())
                 self._gateway_id = self._registry.gateway_id()
             except (OSError, ValueError) as error:
