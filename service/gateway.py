@@ -50,6 +50,7 @@ from service.shards.ids import Shard
 from service.shards.keeper import Keeper, RunningCore
 from service.shards.leases import Lease, Leases
 from service.shards.one_host import Membership, stop_parent
+from service.shards.operators import Operators
 from service.shards.peers import Addresses, PeerInterceptor, Peers
 from service.text.sandbox import hide_memory
 from service.text.text_model import TextModel
@@ -224,11 +225,13 @@ class Gateway:
             core = self.core
             parts = core.adapter_loader, core.adapters, core.caches.adapters_in_use
             stop = self.stop if self._member is None else stop_parent
-            operators = cast(
-                admin_pb2_grpc.AdminServiceServicer,
-                admin.AdminApi(self.state, core.restarts, *parts, stop, core.dispatcher),
-            )
+            api = admin.AdminApi(self.state, core.restarts, *parts, stop, core.dispatcher)
+            if self._forwarding is not None:
+                api.others = Operators(self._forwarding, api.here)
+            operators = cast(admin_pb2_grpc.AdminServiceServicer, api)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self.server)
+            if self._peer_server is not None:
+                admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self._peer_server)
             names.append(ADMIN_SERVICE)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         if self.config.reflection == "on":
