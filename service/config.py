@@ -48,7 +48,10 @@ from service.setting_rules import (
     is_file,
     is_journal,
     is_listen_address,
+    is_path,
+    is_reachable,
     is_revision,
+    with_port,
 )
 
 ENV_PREFIX = "QUIRE_"
@@ -189,7 +192,7 @@ class Config:
     advertise: str = _setting(
         "",
         "the address at which clients reach this gateway and no other; answers name that of their cache's",
-        HTTP_ADDRESS,
+        Text(is_reachable, "must be host:port or [ipv6]:port, without port 0", pattern=HTTP_ADDRESS.pattern),
     )
     workers: int | None = _setting(
         1,
@@ -201,7 +204,7 @@ class Config:
     workers_at: str = _setting(
         "",
         "use these workers, which `quire worker` has started, in place of own ones: host:port,host:port",
-        Text(are_addresses, "must be host:port, or several separated by commas"),
+        Text(are_addresses, "must be host:port, or several different ones separated by commas"),
     )
     pool_listen: str = _setting(
         "",
@@ -404,7 +407,7 @@ class Config:
         None,
         "directory for the journal and for the adoption of workers; auto is one for each address and model in"
         " the user's state directory, and none with port 0",
-        Text(bool, f"must be a directory, or {AUTO}"),
+        Text(is_path, f"must be a directory, or {AUTO}"),
     )
     log_level: str = _setting(
         "info", "minimum level of log records", ("debug", "info", "warning", "error"), group="log"
@@ -424,6 +427,20 @@ class Config:
         Text(is_collector, "must be http://host:port, or https:// for TLS", pattern="^(https?://.+)?$"),
         group="traces",
     )
+
+    def addresses(self) -> Iterator[tuple[str, int, str]]:
+        """What this server listens on: the setting, the gateway's index, and the address.
+
+        Each of several gateways has its own port for metrics.
+        """
+        for name in ADDRESSES:
+            if address := getattr(self, name):
+                for index in range(self.gateways if name == "metrics_listen" else 1):
+                    yield name, index, self.metrics_address(index) if index else address
+
+    def metrics_address(self, index: int) -> str:
+        """That of `metrics_listen` of the gateway with this index."""
+        return with_port(self.metrics_listen, index) if self.metrics_listen else ""
 
     @property
     def worker_addresses(self) -> list[str]:
@@ -499,6 +516,11 @@ class Setting:
     def is_switch(self) -> bool:
         """Whether it is off or on."""
         return self.choices == SWITCH
+
+    @property
+    def is_path(self) -> bool:
+        """Whether it names a file or a directory of this machine."""
+        return isinstance(self._rule, Text) and self._rule.accepts in (is_file, is_directory, is_path)
 
     @property
     def metavar(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import itertools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from service.config import (
-    ADDRESSES,
     ENV_PREFIX,
     OTHER_ENV,
     SETTINGS,
@@ -23,7 +21,8 @@ from service.config import (
     plain,
 )
 from service.model_names import is_hub_id, is_model, model_problem
-from service.setting_rules import AUTO, POSTGRES, is_private
+from service.setting_rules import AUTO, MAX_PORT, POSTGRES, is_private, overlap
+from workers.common.trusted import require_trusted
 
 # Names of values that are not shown.
 _SECRET = re.compile("token|secret|passw|key|credential")
@@ -144,10 +143,29 @@ def _conflicts(config: Config) -> Iterator[_Conflict]:
         if value and not (is_private(value) or config.tls_cert or config.insecure == "on"):
             problem = "remote clients need TLS (tls_cert and tls_key), or insecure = on"
             yield (name, "tls_cert", "insecure"), problem
-    given = {name: getattr(config, name) for name in ADDRESSES if getattr(config, name)}
-    for first, second in itertools.combinations(given, 2):
-        if _overlap(given[first], given[second]):
-            yield (second, first), f"{first} has this port already"
+    yield from _address_conflicts(config)
+
+
+def _address_conflicts(config: Config) -> Iterator[_Conflict]:
+    """As `_conflicts`, about ports, also of those that come from a setting and the number of a gateway."""
+    port = int(config.metrics_listen.rpartition(":")[2] or 0)
+    if port and port + config.gateways - 1 > MAX_PORT:
+        problem = f"needs a port for each of gateways = {config.gateways}, of which the last is {MAX_PORT}"
+        yield ("metrics_listen", "gateways"), problem
+        return
+    taken: list[tuple[str, int, str]] = []
+    for name, index, address in config.addresses():
+        for other, _, its_address in taken:
+            if name != other and overlap(address, its_address):
+                of_gateways = ("gateways",) if index else ()
+                where = f"with gateways = {config.gateways}, gateway {index} has {address}: " if index else ""
+                yield (name, other, *of_gateways), f"{where}{other} has this port already"
+        taken.append((name, index, address))
+    # Elsewhere the same port is another one.
+    for address in filter(is_private, config.worker_addresses):
+        for name, _, own in taken:
+            if overlap(address, own):
+                yield ("workers_at", name), f"{address} is this server's own {name}, not a worker's"
 
 
 def _pool_conflicts(config: Config) -> Iterator[_Conflict]:
@@ -206,14 +224,6 @@ def _gateway_conflicts(config: Config) -> Iterator[_Conflict]:
                 yield (name, *others), problem
 
 
-def _overlap(one: str, other: str) -> bool:
-    """Whether only one of two addresses can be bound, as far as their texts say."""
-    (host, _, port), (other_host, _, other_port) = one.rpartition(":"), other.rpartition(":")
-    hosts = {"127.0.0.1" if name == "localhost" else name for name in (host, other_host)}
-    takes_all = "[::]" in hosts or ("0.0.0.0" in hosts and not any(name[0] == "[" for name in hosts))  # noqa: S104
-    return port.lstrip("0") == other_port.lstrip("0") != "" and (len(hosts) == 1 or takes_all)
-
-
 def json_schema() -> dict[str, Any]:
     """The JSON schema of the configuration file, for editors."""
     return {
@@ -242,6 +252,7 @@ def _shown(name: str, value: object) -> object:
 
 def _read(path: str) -> dict[str, Any]:
     try:
+        require_trusted(Path(path))
         with Path(path).open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)
         if len(content) > _MAX_FILE_BYTES:
@@ -249,7 +260,10 @@ def _read(path: str) -> dict[str, Any]:
         # Some editors put a byte order mark before it.
         return tomllib.loads(content.decode("utf-8-sig"))
     except OSError as error:
-        raise ConfigError("config", "--config or QUIRE_CONFIG", path, f"{error.strerror}") from None
+        # That of a directory above it.
+        elsewhere = "" if error.filename in (None, path) else f"{error.filename}: "
+        why = f"{elsewhere}{error.strerror}"
+        raise ConfigError("config", "--config or QUIRE_CONFIG", path, why) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("config", path, path, f"must be a TOML file: {error}") from None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from service.adapters.loader import AdapterLoader, FindAdapter
 from service.adapters.registry import Adapters
 from service.adapters.store import AdapterStore
+from service.api.admin import CoreOperations
 from service.api.elsewhere import RunHere
 from service.api.executor import ExecutorApi
 from service.api.server_state import ServerState
@@ -218,6 +219,7 @@ class AnsweringCore:
         self._forwarding = forwarding
         self.caches, self.versions = core.caches, core.versions
         self.run_here: RunHere = core.api.run_here
+        self.operations = CoreOperations(core.state, core.restarts, core.dispatcher)
         forwarding.cores[core.shard.index] = self
 
     async def run(self) -> None:

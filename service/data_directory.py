@@ -1,8 +1,12 @@
-"""The data directory, which survives the gateway: its journal, and the registry of its workers."""
+"""The data directory, which survives the gateway: its journal, and the registry of its workers.
+
+What is in it is trusted: which weights are served, and with which secrets workers are called.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -10,12 +14,31 @@ import tempfile
 from pathlib import Path
 
 from service.config import Config
+from workers.common.trusted import require_trusted
 
 _MODEL_BYTES = 4
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
 # The suffix of a directory whose removal has started, and may have been interrupted.
 REMOVED = ".removed"
 _NAME = re.compile(rf"[A-Za-z0-9.-]+-[0-9a-f]{{{2 * _MODEL_BYTES}}}({re.escape(REMOVED)})*")
+
+
+# What another attempt may find mended, such as a full disk.
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+class StateUnusable(Exception):
+    """A server cannot have its state in a directory. The message is one line, for the operator."""
+
+    def __init__(self, directory: Path, error: OSError) -> None:
+        # Not the name of a file in it.
+        elsewhere = f"{error.filename}: " if error.filename in map(str, directory.parents) else ""
+        why = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror
+        super().__init__(
+            f"the data directory {directory} cannot be used: {elsewhere}{why}; choose another --data-dir"
+        )
+        # Whether another start can succeed.
+        self.may_pass = error.errno in _PASSING
 
 
 def state_dir() -> Path:
@@ -54,8 +77,32 @@ def why_not_writable(directory: Path) -> str:
         return str(error.strerror)
 
 
+def prepare(config: Config) -> None:
+    """Makes the data directory, if the server has one. Raises StateUnusable if it is not this user's alone.
+
+    Also if it cannot be written to, unless nothing has to be: without a journal on disk.
+    """
+    directory = data_directory(config)
+    # The state of a gateway of several hosts is in the database.
+    if directory is None or config.peer_listen:
+        return
+    try:
+        require_trusted(directory)
+    except OSError as error:
+        if error.errno == errno.EPERM or config.journal != "memory":
+            raise StateUnusable(directory, error) from None
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        if config.journal != "memory":
+            raise StateUnusable(directory, error) from None
+
+
 def data_directories() -> list[Path]:
-    """The default directories of this user, of all addresses and models."""
+    """The default directories of this user, of all addresses and models. Raises OSError."""
+    require_trusted(state_dir())
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(state_dir()) as entries:
         return [
             Path(entry.path)

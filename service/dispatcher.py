@@ -139,8 +139,8 @@ class Dispatcher:
         """
 
         def release(_durable: bool) -> None:
-            made = [cache for key in request_ids for cache in self.caches.index.lookup(key, tenant)]
-            self.release([cache.cache_id for cache in made if cache is not None], tenant)
+            index = self.caches.index
+            self.release([cache_id for key in request_ids for cache_id in index.ids_of(key, tenant)], tenant)
 
         # The current commits are complete when this empty one is.
         self._compactor.commit((), release)

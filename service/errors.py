@@ -18,6 +18,10 @@ _SHOWN_CHARACTERS = 64
 NOT_FAILURES = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
+# The reason of an id that no worker has.
+UNKNOWN_WORKER = "UNKNOWN_WORKER"
+
+
 class QuireError(Exception):
     """A failure with a stable reason and the name of its gRPC code.
 
@@ -415,6 +419,12 @@ class WorkerFault(QuireError, code="INTERNAL", reason="WORKER_FAULT"):
     """A step failed in the worker; nothing was applied."""
 
     message = "the step failed in the worker; nothing was applied"
+
+
+class HelperFailed(QuireError, code="INTERNAL", reason="HELPER_FAILED"):
+    """A process that the call needs, such as one for templates, did not start. The log says why."""
+
+    message = "a helper process of the server did not start; nothing was applied"
 
 
 class SequenceQuarantined(QuireError, code="INTERNAL", reason="SEQUENCE_QUARANTINED"):

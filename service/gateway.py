@@ -25,7 +25,7 @@ from service.api import admin
 from service.api.grpc_services import HealthApi, add_reflection
 from service.api.interceptor import CallInterceptor, Observing
 from service.auth.authenticator import Authenticator, current_tenant_name
-from service.auth.connections import server_options
+from service.auth.connections import handshake_limits, server_options
 from service.auth.tls import server_credentials
 from service.config import Config, needing_extra
 from service.core import AnsweringCore, Core, OpenShard, open_alone, open_leased
@@ -50,8 +50,11 @@ from service.shards.ids import Shard
 from service.shards.keeper import Keeper, RunningCore
 from service.shards.leases import Lease, Leases
 from service.shards.one_host import Membership, stop_parent
+from service.shards.operators import Operators
 from service.shards.peers import Addresses, PeerInterceptor, Peers
+from service.text.sandbox import hide_memory
 from service.text.text_model import TextModel
+from workers.common.handshakes import Handshakes, has_spoken
 
 if TYPE_CHECKING:
     from service.openai.front import OpenAiFront
@@ -66,6 +69,7 @@ _HEALTH_NAMES = ("", EXECUTOR_SERVICE, RUNNER_SERVICE)
 # How long streams that do not end by themselves (health watches) stay open after all calls have ended.
 _FINAL_GRACE_S = 0.2
 _POLL_INTERVAL_S = 0.02
+_HANDSHAKE_INTERVAL_S = 1.0
 _REFUSING_POLL_S, _MOST_REFUSING_POLLS = 0.05, 10
 
 
@@ -205,6 +209,8 @@ class Gateway:
 
     async def start(self) -> int:
         """Binds the port and starts serving. Returns the port; 0 for a Unix socket. Raises RuntimeError."""
+        # On kernels without Landlock, from helper processes of this user.
+        hide_memory()
         await self.health.update()
         # Its methods come from a table, which the type checker cannot see.
         servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, self.core.api)
@@ -219,11 +225,13 @@ class Gateway:
             core = self.core
             parts = core.adapter_loader, core.adapters, core.caches.adapters_in_use
             stop = self.stop if self._member is None else stop_parent
-            operators = cast(
-                admin_pb2_grpc.AdminServiceServicer,
-                admin.AdminApi(self.state, core.restarts, *parts, stop, core.dispatcher),
-            )
+            api = admin.AdminApi(self.state, core.restarts, *parts, stop, core.dispatcher)
+            if self._forwarding is not None:
+                api.others = Operators(self._forwarding, api.here)
+            operators = cast(admin_pb2_grpc.AdminServiceServicer, api)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self.server)
+            if self._peer_server is not None:
+                admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self._peer_server)
             names.append(ADMIN_SERVICE)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         if self.config.reflection == "on":
@@ -267,6 +275,9 @@ class Gateway:
             group.create_task(self.state.watch.run(), name="watch")
             group.create_task(self.state.receiver.run(), name="receiver")
             group.create_task(self.state.connections.run(self._port), name="connections")
+            if self._port > 1:
+                handshakes = Handshakes(self._port, has_spoken, handshake_limits(self.config))
+                group.create_task(handshakes.run(_HANDSHAKE_INTERVAL_S), name="handshakes")
             if self.front is not None:
                 group.create_task(self.front.run(), name="front")
             if self.exporter is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import itertools
 import os
 import re
 import urllib.parse
 from collections.abc import Callable
+from ipaddress import IPv4Address, IPv6Address
 
 from service.model_names import MAX_HUB_ID
 
@@ -20,6 +22,7 @@ _KIB, MIB = 1 << 10, 1 << 20
 MAX_SOCKET_PATH_BYTES = 107
 _REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.))\w[\w./-]*[\w-]|\w", re.ASCII)
 MAX_WORKERS = 256
+MAX_PORT = 65_535
 _RESOURCE = re.compile(r"[\w.:/-]+=\d+(\.\d+)?", re.ASCII)
 DAY_S = 86_400
 YEAR_S = 365 * DAY_S
@@ -68,11 +71,37 @@ def is_listen_address(value: str) -> bool:
         path = value.removeprefix("unix:")
         return path.startswith("/") and len(path.encode()) <= MAX_SOCKET_PATH_BYTES
     host, colon, port = value.rpartition(":")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > MAX_PORT:
         return False
     host.encode("idna")
     # An IPv6 address contains colons, so it needs brackets.
     return ":" not in host or (host.startswith("[") and host.endswith("]"))
+
+
+def with_port(address: str, further: int) -> str:
+    """The address with a port that is higher by `further`. Port 0, a free one each time, stays."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + further}" if int(port) else address
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether only one of two addresses can be bound, as far as their texts say."""
+    if one.startswith("unix:") or other.startswith("unix:"):
+        return one == other
+    (host, _, port), (other_host, _, other_port) = one.rpartition(":"), other.rpartition(":")
+    hosts = {_host(host), _host(other_host)}
+    takes_all = IPv6Address(0) in hosts or (
+        IPv4Address(0) in hosts and not any(isinstance(name, IPv6Address) for name in hosts)
+    )
+    return int(port) == int(other_port) != 0 and (len(hosts) == 1 or takes_all)
+
+
+def _host(name: str) -> object:
+    """A host, so that two texts for one address are the same."""
+    try:
+        return ipaddress.ip_address("127.0.0.1" if name.lower() == "localhost" else name.strip("[]"))
+    except ValueError:
+        return name.lower()
 
 
 def is_directory(value: str) -> bool:
@@ -80,13 +109,30 @@ def is_directory(value: str) -> bool:
     return not value or os.path.isdir(value)  # noqa: PTH112 - see is_file
 
 
-def _is_http_address(value: str) -> bool:
+def is_path(value: str) -> bool:
+    """Whether it names something."""
+    return bool(value)
+
+
+def is_http_address(value: str) -> bool:
+    """Whether it is host:port or [ipv6]:port, or empty. Raises UnicodeError as `is_listen_address`."""
     return not value or (is_listen_address(value) and not value.startswith("unix:"))
 
 
 def are_addresses(value: str) -> bool:
-    """Whether it is a list of host:port with commas, or empty."""
-    return not value or all(_is_http_address(address) and address for address in value.split(","))
+    """Whether it is a list of host:port with commas, all different and none with port 0, or empty."""
+    addresses = value.split(",") if value else []
+    are_valid = all(address and is_http_address(address) and _port(address) for address in addresses)
+    return are_valid and not any(overlap(*pair) for pair in itertools.combinations(addresses, 2))
+
+
+def is_reachable(value: str) -> bool:
+    """Whether it is host:port of a port that others can call, or empty."""
+    return is_http_address(value) and (not value or _port(value) > 0)
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def are_resources(value: str) -> bool:
@@ -120,7 +166,7 @@ def is_revision(value: str) -> bool:
 
 FILE = Text(is_file, "must be a file")
 HOST_PORT = r"([^:]+|\[.*\]):[0-9]+"
-HTTP_ADDRESS = Text(_is_http_address, "must be host:port or [ipv6]:port", pattern=f"^({HOST_PORT})?$")
+HTTP_ADDRESS = Text(is_http_address, "must be host:port or [ipv6]:port", pattern=f"^({HOST_PORT})?$")
 SWITCH = ("off", "on")
 LOGGED_CALLS = ("off", "errors", "all")
 COUNT = Range(1, 1 << 20)

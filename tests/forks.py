@@ -337,15 +337,14 @@ def asked(server: str) -> SimpleNamespace:
         stdin: int,
         stdout: IO[str],
         stderr: IO[str],
+        cwd: str,
         start_new_session: bool,
         **of: Any,
     ) -> Forked:
         assert stdin == subprocess.DEVNULL
         with Path(os.devnull).open("rb") as nothing:
             files = (nothing.fileno(), stdout.fileno(), stderr.fileno())
-            return Forked(
-                server, command, cwd=str(Path.cwd()), files=files, is_session=start_new_session, **of
-            )
+            return Forked(server, command, cwd=cwd, files=files, is_session=start_new_session, **of)
 
     return SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
 
@@ -354,7 +353,7 @@ class _Child:
     """A fork of this process itself, which has one thread: what `quire worker` starts again and again."""
 
     def __init__(
-        self, command: Sequence[str], *, stdin: int, env: dict[str, str], pass_fds: Sequence[int]
+        self, command: Sequence[str], *, stdin: int, cwd: str, env: dict[str, str], pass_fds: Sequence[int]
     ) -> None:
         assert stdin == subprocess.PIPE
         reads, writes = os.pipe()
@@ -367,7 +366,7 @@ class _Child:
                 for kept in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
                     os.closerange(first, kept)
                     first = kept + 1
-                status = _become(command, env, "/", is_session=False)
+                status = _become(command, env, cwd, is_session=False)
             finally:
                 os._exit(status)
         os.close(reads)

@@ -11,6 +11,9 @@ import sys
 gc.disable()
 
 try:
+    from workers.common.child_process import open_standard_files
+
+    open_standard_files()
     from workers.logging import background_log
     from workers.process import STOP_TIMEOUT_S, main
 except ModuleNotFoundError as missing:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from workers import process
+from workers.common.child_process import open_standard_files
 from workers.executors.loading import NATIVE, load_served, read_source
 from workers.executors.memory import LoraLimits, StepLimits, allocate_pages, gpu_num_pages, new_runner
 from workers.kv.sizing import KvSizingError
@@ -261,4 +262,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    open_standard_files()
     main()

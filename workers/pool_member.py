@@ -23,7 +23,10 @@ import uvloop
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from workers import models
+from workers.common.child_process import open_standard_files
+from workers.common.handshakes import HandshakeLimits, Handshakes, Peer, peer_named
 from workers.common.protocol import DIRECT, EXIT_CONFIG, GATEWAY_NAME, PROTOCOL, without
+from workers.common.trusted import require_trusted
 from workers.logging import background_log
 from workers.orphan_timer import OrphanTimer
 from workers.process import (
@@ -48,10 +51,13 @@ _LIMITS = [
 ]
 # Anyone can connect and never finish the handshake: file descriptors have to be left for files.
 _CONNECTIONS = [
-    ("grpc.max_allowed_incoming_connections", 256),
+    ("grpc.max_allowed_incoming_connections", 512),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.so_reuseport", 0),
 ]
+# Those on which no gateway has called yet.
+_HANDSHAKES = HandshakeLimits(most=64, most_of_address=32, timeout_s=10.0)
+_HANDSHAKE_INTERVAL_S = 0.25
 # A worker that waits for a lease sends and gets nothing else.
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 10_000),
@@ -87,6 +93,9 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
         self._running: asyncio.Task[None] | None = None
         self.calling: asyncio.Task[None] | None = None
         self.saying: asyncio.Task[None] | None = None
+        self.watching: asyncio.Task[None] | None = None
+        # The clients whose calls last, with a certificate of the pool.
+        self.peers: set[Peer | None] = set()
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def Connect(  # type: ignore[override]  # the style of grpc.aio that calls context.write
@@ -95,6 +104,18 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
         context: grpc.aio.ServicerContext[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse],
     ) -> None:
         """Serves a gateway that has called this worker."""
+        peer = peer_named(context.peer())
+        self.peers.add(peer)
+        try:
+            await self._connect(request_iterator, context)
+        finally:
+            self.peers.discard(peer)
+
+    async def _connect(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.ConnectRequest],
+        context: grpc.aio.ServicerContext[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse],
+    ) -> None:
         names = context.auth_context().get("x509_subject_alternative_name", ())
         if GATEWAY_NAME.encode() not in names:
             _log.warning("a call without a gateway's certificate was refused", peer=context.peer())
@@ -220,9 +241,10 @@ async def _serve(options: argparse.Namespace) -> int:
     if options.alive_fd is not None:
         member.saying = asyncio.create_task(_say_alive(options.alive_fd))
     try:
-        ca, key, certificate = (
-            (options.pool / name).read_bytes() for name in ("ca.pem", "worker-key.pem", "worker.pem")
-        )
+        names = ("ca.pem", "worker-key.pem", "worker.pem")
+        for name in names:
+            require_trusted(options.pool / name)
+        ca, key, certificate = ((options.pool / name).read_bytes() for name in names)
     except OSError as error:
         _log.error("the pool's certificates cannot be read", error=error.strerror, file=error.filename)
         return EXIT_CONFIG
@@ -240,6 +262,8 @@ async def _serve(options: argparse.Namespace) -> int:
             _log.error("the address cannot be bound", listen=options.listen)
             return EXIT_CONFIG
         await server.start()
+        handshakes = Handshakes(port, lambda peer, _: peer in member.peers, _HANDSHAKES, is_final=False)
+        member.watching = asyncio.create_task(handshakes.run(_HANDSHAKE_INTERVAL_S))
         host = options.listen.rpartition(":")[0]
         _log.info("waiting for a gateway", listen=f"{host}:{port}")
     return await member.done
@@ -269,6 +293,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    open_standard_files()
     sys.stdout.flush()
     # Not sys.exit: that would wait for a compute thread in a long step.
     status = main()

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from quire.v1 import admin_pb2, worker_pb2
@@ -63,6 +64,7 @@ class AdapterLoader:
         self._caches = caches
         self._config = config
         self._find_adapter = find_adapter
+        self._finders = ThreadPoolExecutor(_MOST_LOADS, "find-adapter")
         self._directory = Path(config.adapters).resolve() if config.adapters else None
         self._loads = 0
         # When it was noticed first that a version is retired, by number.
@@ -138,7 +140,9 @@ class AdapterLoader:
             raise InvalidArgument("BAD_ADAPTER", "file", "must be unset if there is a source")
         path = Path(first.source)
         if self._find_adapter is not None and is_hub_id(first.source):
-            path = await asyncio.to_thread(self._find_adapter, first.source)
+            # Threads of their own: a download takes minutes.
+            loop = asyncio.get_running_loop()
+            path = await loop.run_in_executor(self._finders, self._find_adapter, first.source)
         elif not path.is_absolute():
             what = "neither an absolute path of the server's machine, nor an adapter of the hub"
             raise InvalidArgument("BAD_SOURCE", "source", f"the source is {what}")

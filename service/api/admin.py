@@ -46,6 +46,63 @@ class Stop(Protocol):
         """`leave_workers`: keep them running for the next gateway on the same data directory."""
 
 
+class CoreOperations:
+    """What operators do to one core: to its caches and workers."""
+
+    def __init__(self, state: ServerState, restarts: RollingRestart, dispatcher: Dispatcher) -> None:
+        self._state, self._restarts, self._dispatcher = state, restarts, dispatcher
+
+    @property
+    def num_ready(self) -> int:
+        """How many workers are ready."""
+        ready = executor_pb2.WORKER_STATE_READY
+        return sum(1 for slot in self._state.slots if slot.state == ready)
+
+    async def warm_up(self, workers: int) -> int:
+        """Waits for so many workers, or for all with 0. Returns how many are ready."""
+        # Polling is enough: this call is rare.
+        while self.num_ready < (workers or len(self._state.slots)):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+        return self.num_ready
+
+    async def drain(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
+        """Replaces workers. Raises InvalidArgument or NoWorker."""
+        grace_s = self._state.config.drain_grace_s
+        if request.HasField("grace"):
+            grace_s = validation.grace_seconds(request.grace)
+        return admin_pb2.DrainResponse(workers=await self._restarts.replace(request.worker_id, grace_s))
+
+    async def move_cache(self, request: admin_pb2.MoveCacheRequest) -> admin_pb2.MoveCacheResponse:
+        """Moves a cache to a worker. Raises QuireError."""
+        move = Move(request.cache_id, request.worker_id)
+        (moved,) = await self._dispatcher.run((move,), current_tenant())
+        if isinstance(moved, QuireError):
+            raise moved
+        assert isinstance(moved, Moved)
+        response = admin_pb2.MoveCacheResponse(
+            copied_tokens=moved.copied_tokens,
+            replayed_tokens=moved.replayed_tokens,
+            copied_bytes=moved.copied_bytes,
+        )
+        response.time.FromNanoseconds(int(moved.took_s * 1e9))
+        return response
+
+
+class OtherGateways(Protocol):
+    """What does for all gateways of the server what one is asked. None in its place: there is one."""
+
+    async def warmup(self, request: admin_pb2.WarmupRequest, context: Any) -> admin_pb2.WarmupResponse:
+        """See `AdminApi.Warmup`."""
+
+    async def drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
+        """See `AdminApi.Drain`."""
+
+    async def move_cache(
+        self, request: admin_pb2.MoveCacheRequest, context: Any
+    ) -> admin_pb2.MoveCacheResponse:
+        """See `AdminApi.MoveCache`."""
+
+
 class AdminApi:
     """Implements the service. A wait ends at the caller's deadline or when the server stops."""
 
@@ -61,47 +118,37 @@ class AdminApi:
     ) -> None:
         """`caches_of_versions`: the number of caches of each version of an adapter, by its number."""
         self._state = state
-        self._restarts = restarts
         self._loader = loader
         self._adapters = adapters
         self._caches_of_versions = caches_of_versions
         self._stop = stop
-        self._dispatcher = dispatcher
+        self.here = CoreOperations(state, restarts, dispatcher)
+        self.others: OtherGateways | None = None
 
-    async def Warmup(self, request: admin_pb2.WarmupRequest, _context: Context) -> admin_pb2.WarmupResponse:
-        """Waits until workers are ready."""
-        num_workers = len(self._state.slots)
-        if request.workers > num_workers and self._state.config.workers is not None:
+    async def Warmup(self, request: admin_pb2.WarmupRequest, context: Context) -> admin_pb2.WarmupResponse:
+        """Waits until workers are ready, of all gateways."""
+        config = self._state.config
+        # One of several on one host has a part of them.
+        num_workers = config.worker_slots if self.others is not None else len(self._state.slots)
+        if request.workers > num_workers and config.workers is not None:
             raise InvalidArgument("TOO_MANY_WORKERS", "workers", f"there are {num_workers} workers")
-        # Polling is enough: this call is rare.
-        while self._ready() < (request.workers or len(self._state.slots)):  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_S)
-        return admin_pb2.WarmupResponse(workers_ready=self._ready())
+        if self.others is not None:
+            return await self.others.warmup(request, context)
+        return admin_pb2.WarmupResponse(workers_ready=await self.here.warm_up(request.workers))
 
-    async def Drain(self, request: admin_pb2.DrainRequest, _context: Context) -> admin_pb2.DrainResponse:
-        """Replaces workers."""
-        grace_s = self._state.config.drain_grace_s
-        if request.HasField("grace"):
-            grace_s = validation.grace_seconds(request.grace)
-        return admin_pb2.DrainResponse(workers=await self._restarts.replace(request.worker_id, grace_s))
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
+        """Replaces workers, of whichever gateway."""
+        if self.others is not None:
+            return await self.others.drain(request, context)
+        return await self.here.drain(request)
 
     async def MoveCache(
-        self, request: admin_pb2.MoveCacheRequest, _context: Context
+        self, request: admin_pb2.MoveCacheRequest, context: Context
     ) -> admin_pb2.MoveCacheResponse:
-        """Moves a cache to a worker."""
-        validation.check_cache_id(request.cache_id)
-        move = Move(request.cache_id, request.worker_id)
-        (moved,) = await self._dispatcher.run((move,), current_tenant())
-        if isinstance(moved, QuireError):
-            raise moved
-        assert isinstance(moved, Moved)
-        response = admin_pb2.MoveCacheResponse(
-            copied_tokens=moved.copied_tokens,
-            replayed_tokens=moved.replayed_tokens,
-            copied_bytes=moved.copied_bytes,
-        )
-        response.time.FromNanoseconds(int(moved.took_s * 1e9))
-        return response
+        """Moves a cache to a worker of the gateway that has it."""
+        if self.others is not None:
+            return await self.others.move_cache(request, context)
+        return await self.here.move_cache(request)
 
     async def LoadAdapter(
         self, requests: AsyncIterator[Any], _context: Context
@@ -150,7 +197,3 @@ class AdminApi:
         """Starts to stop the server."""
         self._stop(leave_workers=request.leave_workers)
         return admin_pb2.ShutdownResponse()
-
-    def _ready(self) -> int:
-        ready = executor_pb2.WORKER_STATE_READY
-        return sum(1 for slot in self._state.slots if slot.state == ready)

@@ -88,24 +88,26 @@ class Authenticator:
         except (OSError, ValueError) as error:
             raise ConfigError("tokens", "the file", config.tokens, str(error)) from None
 
-    def authenticate(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+    def authenticate(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         """Authenticates a call by its token, before its request is read, and sets the current tenant.
 
-        A call without a token passes if client certificates are in use: `authenticate_by_certificate` checks
+        If client certificates are in use, a call without a token passes, and if no tokens are configured any
+        call: clients such as OpenAI's always send one. False then: `authenticate_by_certificate` has to check
         it later. Raises Unauthenticated, RoleMissing or QuotaExceeded.
         """
         if method.startswith(_UNAUTHENTICATED):
-            return
+            return True
         values = [value for key, value in metadata or () if key == AUTHORIZATION]
-        if not values and self._certificates:
+        if self._certificates and not (values and self._token_store.has_tokens):
             self._authenticate_forwarded(dict(metadata or ()))
-            return
+            return False
         if not values:
             raise Unauthenticated("NO_TOKEN", "a bearer token is required in the metadata: authorization")
         principal = self._principal_of(values)
         if principal is None:
             raise Unauthenticated("BAD_TOKEN", "the token is not valid")
         self._authorize(method, principal)
+        return True
 
     def _authenticate_forwarded(self, metadata: Mapping[str, str | bytes]) -> None:
         """Sets the tenant of a call whose certificate another gateway has seen."""

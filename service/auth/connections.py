@@ -14,6 +14,7 @@ from pathlib import Path
 from service.config import Config
 from service.logging import get_logger
 from service.setting_rules import MAX_WORKERS
+from workers.common.handshakes import HandshakeLimits
 
 _log = get_logger(__name__)
 # Concurrent calls per connection. Further ones wait in the client.
@@ -34,6 +35,8 @@ _TOO_FEW_DESCRIPTORS = 32
 _DESCRIPTORS = "/proc/self/fd"
 _CAN_COUNT = Path(_DESCRIPTORS).is_dir()
 _COUNT_INTERVAL_S = 1.0
+# Connections that may have said nothing, however few there may be.
+_LEAST_SILENT = 16
 
 
 def server_options(config: Config) -> list[tuple[str, int]]:
@@ -61,6 +64,12 @@ def server_options(config: Config) -> list[tuple[str, int]]:
         # Where there are several gateways, clients find out soon that one of them is silent.
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
     ]
+
+
+def handshake_limits(config: Config) -> HandshakeLimits:
+    """How many connections of a port may have said nothing: a part, so that they do not keep others out."""
+    most = max(_LEAST_SILENT, config.max_connections // 4)
+    return HandshakeLimits(most, max(_LEAST_SILENT, most // 4), config.message_timeout_s)
 
 
 class ConnectionCount:

@@ -14,6 +14,7 @@ import grpc
 
 from service.auth.reloaded_file import ReloadedFile
 from service.config import Config, ConfigError
+from workers.common.trusted import require_trusted
 
 _T = TypeVar("_T")
 
@@ -63,6 +64,9 @@ def _watched(config: Config, what: str, read: Callable[[Config], _T]) -> Reloade
 
 def _context(config: Config) -> ssl.SSLContext:
     """Raises OSError or ValueError."""
+    for path in (config.tls_cert, config.tls_key, config.tls_client_ca):
+        if path:
+            require_trusted(Path(path))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(config.tls_cert, config.tls_key, password=_no_password)

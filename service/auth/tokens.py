@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from service.caches.tenants import UNBOUNDED, Quota
+from workers.common.trusted import require_trusted
 
 _MAX_FILE_BYTES = 4 << 20
 _NAME = re.compile(r"[!-~]{1,128}")
@@ -86,6 +87,11 @@ class TokenStore:
         known, principal = self._tokens.get(_blinded(digest, self._key), (bytes(len(digest)), None))
         return principal if hmac.compare_digest(known, digest) else None
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any token is known."""
+        return bool(self._tokens)
+
     def quota_of(self, tenant: str) -> Quota:
         """The quota of a tenant."""
         return self._quotas.get(tenant, UNBOUNDED)
@@ -96,6 +102,7 @@ def read_token_store(path: Path, *, has_ca: bool = False) -> TokenStore:
 
     Raises OSError, or a ValueError that names the mistake.
     """
+    require_trusted(path)
     with path.open("rb") as file:
         data = file.read(_MAX_FILE_BYTES + 1)
     if len(data) > _MAX_FILE_BYTES:

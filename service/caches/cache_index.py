@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 
 from service.caches.entries import CacheEntry
+from service.caches.leases import LeaseEnds
 from service.caches.requests import Fork, Handle, Handles, Remembered
 from service.caches.tenants import Tenant
 from service.errors import CacheNotFound, reused_request_id
@@ -26,6 +27,7 @@ class CacheIndex:
         # By tenant and order, the oldest first. `_orders`, for binary search, also has some released ones.
         self._by_order: dict[Tenant, dict[int, CacheEntry]] = {}
         self._orders: dict[Tenant, list[int]] = {}
+        self.leases = LeaseEnds()
         # The tenant of callers without a name.
         self.anonymous = Tenant()
 
@@ -113,6 +115,13 @@ class CacheIndex:
         made = [entry] if entry is not None and entry.visible else self.children(request_id, tenant)
         return [None if entry is None else _remembered(entry) for entry in made]
 
+    def ids_of(self, request_id: str, tenant: Tenant | None = None) -> list[str]:
+        """The ids of the caches that `lookup` finds. Their tokens are not copied."""
+        tenant = tenant or self.anonymous
+        entry = self.created_by(request_id, tenant)
+        made = [entry] if entry is not None and entry.visible else self.children(request_id, tenant)
+        return [entry.state.cache_id for entry in made if entry is not None]
+
     def weights_of(self, cache_id: str, tenant: Tenant | None = None) -> int | None:
         """The weights of a cache. None: there is no such cache."""
         entry = self.find(cache_id, tenant or self.anonymous)
@@ -129,6 +138,7 @@ class CacheIndex:
         self.begin(entry)
         self.by_id[entry.state.cache_id] = entry
         self._by_number[entry.number] = entry
+        self.leases.add(entry)
         self._by_order.setdefault(entry.tenant, {})[order] = entry
         self._orders.setdefault(entry.tenant, []).append(order)
         fork = entry.state.fork
@@ -140,6 +150,7 @@ class CacheIndex:
         if self.by_id.get(entry.state.cache_id) is entry:
             del self.by_id[entry.state.cache_id]
             del self._by_number[entry.number]
+            self.leases.remove(entry)
             entries = self._by_order[entry.tenant]
             del entries[entry.order]
             if not entries:

@@ -64,4 +64,6 @@ class Renewals(OperationKind[Renew]):
         return [LeaseRenewed(entry.number, min(lease_s, self._parts.limits.max_lease_s))]
 
     def applied(self, operation: Operation, request: Renew) -> Result:
+        # It may end earlier than before.
+        self._parts.index.leases.moved(operation.entry)
         return Handles((operation.entry.handle,))

@@ -312,8 +312,7 @@ class CacheMachine:
         if not self.admission.journal_works:
             # No release could be written, so a caller that loops would get the same caches again.
             return 0
-        unused = (e for e in self.index if e.expires_at_s <= now_s and not e.busy)
-        expired = list(itertools.islice(unused, at_most))
+        expired = self.index.leases.due(now_s, at_most)
         for entry in expired:
             self._queues.release(entry)
         return len(expired)

@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from workers.common import child_process
 
 _END_S = 1.0
 
@@ -30,20 +31,22 @@ class NoAnswer(Exception):
 
 def ask(module: str, *arguments: str, timeout_s: float) -> list[dict[str, Any]]:
     """Runs `python -m module`, which prints objects as lines of JSON. Raises NoAnswer."""
-    environment = dict(os.environ)
-    # As this process imports: the child may be started from a checkout.
-    environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    environment = os.environ | {"PYTHONPATH": child_process.import_path()}
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
         # -P: modules are not imported from the current directory.
         command = [sys.executable, "-P", "-m", module, *arguments]
-        child = subprocess.Popen(  # noqa: S603 - our own program
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=errors,
-            env=environment,
-            start_new_session=True,
-        )
+        try:
+            child = subprocess.Popen(  # noqa: S603 - our own program
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=errors,
+                cwd=child_process.current_directory(),
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise NoAnswer(f"its process cannot be started: {error.strerror}", ()) from None
         why = ""
         try:
             status = child.wait(timeout_s)

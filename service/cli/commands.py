@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, TypeAlias
 
 from service.config_sources import add_flags
+from service.setting_rules import MAX_PORT, is_http_address
 
 if TYPE_CHECKING:
     # What add_subparsers returns has no public name.
@@ -184,6 +185,13 @@ def _validity(text: str) -> int:
     return days
 
 
+def _address(text: str) -> str:
+    if not (text and is_http_address(text)):
+        problem = f"must be HOST:PORT or [IPV6]:PORT, with a port up to {MAX_PORT}"
+        raise argparse.ArgumentTypeError(f"{text!r} is refused: {problem}")
+    return text
+
+
 def add_worker(commands: Commands) -> None:
     """`quire worker`."""
     worker = commands.add_parser(
@@ -197,8 +205,9 @@ def add_worker(commands: Commands) -> None:
     directory = "the directory with ca.pem, worker.pem and worker-key.pem of `quire pool init`"
     worker.add_argument("--pool", required=True, metavar="DIRECTORY", help=directory)
     where = worker.add_mutually_exclusive_group(required=True)
-    where.add_argument("--listen", metavar="HOST:PORT", help="wait for a gateway here")
-    where.add_argument("--gateway", metavar="HOST:PORT", help="call the gateway with this --pool-listen")
+    where.add_argument("--listen", metavar="HOST:PORT", type=_address, help="wait for a gateway here")
+    there = "call the gateway with this --pool-listen"
+    where.add_argument("--gateway", metavar="HOST:PORT", type=_address, help=there)
     elsewhere = "the model's directory on this host, if the gateway's does not exist here"
     worker.add_argument("--model", metavar="DIRECTORY", help=elsewhere)
     worker.add_argument("--device", choices=("auto", "cpu", "cuda"), help="in place of the gateway's setting")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import importlib
 import json
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.cli.state import unused
-from service.config import ADDRESSES, Config, ConfigError
+from service.config import Config, ConfigError
 from service.config_sources import Settings, json_schema, line_of, read_settings
 from service.data_directory import data_directory, why_not_writable
 from service.journal.base import JournalUnusable
@@ -28,6 +29,7 @@ from service.postgres.errors import DatabaseFailed
 from service.printable import escaped
 from service.quantised import quantised
 from service.setting_rules import POSTGRES
+from workers.common.trusted import require_trusted
 
 if TYPE_CHECKING:
     from service.postgres.database import Database
@@ -162,15 +164,14 @@ def _addresses(config: Config) -> Iterator[ConfigError]:
     from service.auth.unix_socket import LockedUnixSocket
     from service.listening import ADDRESS_IS_FREE, why_not_listening
 
-    for name in ADDRESSES:
-        address = getattr(config, name)
+    for name, _, address in config.addresses():
         problem: str | None = ADDRESS_IS_FREE
         if address.startswith("unix:"):
             try:
                 LockedUnixSocket(address.removeprefix("unix:")).close()
             except OSError as error:
                 problem = error.strerror
-        elif address:
+        else:
             problem = why_not_listening(address)
         if problem != ADDRESS_IS_FREE:
             yield ConfigError(name, "", address, f"cannot listen: {problem}")
@@ -210,6 +211,12 @@ def _state(config: Config) -> Iterator[ConfigError]:
         if config.journal == "sqlite":
             yield ConfigError("journal", "", "sqlite", "needs a data_dir if the port is chosen at each start")
         return
+    try:
+        require_trusted(directory)
+    except OSError as error:
+        if error.errno == errno.EPERM:
+            yield ConfigError("data_dir", "", str(directory), f"{error.filename}: {error.strerror}")
+            return
     # Path.exists raises if a directory of the path cannot be read.
     there = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110
     if not there.is_dir():

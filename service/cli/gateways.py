@@ -21,16 +21,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from service.config import Config, ConfigError
+from service.config import SETTINGS, Config, ConfigError
 from service.config_sources import needs_a_worker
 from service.data_directory import data_directory
 from service.journal.base import JournalUnusable
 from service.listening import ADDRESS_IS_FREE, reserved, why_not_listening
 from service.logging import get_logger
+from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from service.pool import gpus
 from service.shards.ids import Shard
 from service.shards.one_host import LEAVE_WORKERS, STOP, Membership, memberships
+from workers.common import child_process
 
 _log = get_logger(__name__)
 # One that lives shorter is restarted with a delay.
@@ -70,12 +73,24 @@ def run(config: Config) -> int:
 
 def _first_line(config: Config, member: Membership) -> bytes:
     """What a gateway reads at its start: its settings, and its place."""
-    host, _, port = config.metrics_listen.rpartition(":")
-    if int(port or 0):
-        config = dataclasses.replace(config, metrics_listen=f"{host}:{int(port) + member.shard.index}")
-    content = {"config": dataclasses.asdict(config), "member": dataclasses.asdict(member)}
+    config = dataclasses.replace(config, metrics_listen=config.metrics_address(member.shard.index))
+    content = {
+        "config": dataclasses.asdict(_with_absolute_paths(config)),
+        "member": dataclasses.asdict(member),
+    }
     # What JSON does not have is the path of the directory.
     return json.dumps(content, default=str).encode() + b"\n"
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """Gateways start in another directory."""
+    names = [name for name, setting in SETTINGS.items() if setting.is_path]
+    if not (config.has_remote_workers or config.model in (SHIPPED_MODEL, WEIGHTLESS_MODEL)):
+        names.append("model")
+    absolute: dict[str, Any] = {
+        name: str(Path(path).absolute()) for name in names if (path := getattr(config, name))
+    }
+    return dataclasses.replace(config, **absolute)
 
 
 def _read_first_line() -> tuple[Config, Membership]:
@@ -150,12 +165,11 @@ class _Parent:
                 return 0
 
     async def _start(self, index: int) -> asyncio.subprocess.Process:
-        environment = dict(os.environ)
-        # As this process imports: the child may be started from a checkout.
-        environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+        environment = os.environ | {"PYTHONPATH": child_process.import_path()}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "service.cli.gateways"),
             stdin=asyncio.subprocess.PIPE,
+            cwd=child_process.DIRECTORY,
             env=environment,
             # Ctrl-C in a terminal is for the parent alone.
             start_new_session=True,

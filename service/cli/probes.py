@@ -26,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.auth.unix_socket import IN_USE
 from service.cli.state import unused
-from service.config import ADDRESSES, Config
+from service.config import Config
 from service.config_sources import read_settings
 from service.data_directory import data_directories, data_directory, state_dir
 from service.listening import ADDRESS_IS_FREE, why_not_listening
@@ -138,7 +138,7 @@ def _is_running(config: Config) -> bool:
 
 def _addresses(config: Config) -> Iterator[Finding]:
     is_running = _is_running(config)
-    for address in filter(None, (getattr(config, name) for name in ADDRESSES)):
+    for _, _, address in config.addresses():
         if address.startswith("unix:"):
             yield Finding("address", OK, address)
             continue

@@ -18,7 +18,7 @@ from service.adapters.store import FILES, bad_adapter
 from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.config import Config, ConfigError
 from service.config_sources import read_settings
-from service.data_directory import data_directory
+from service.data_directory import StateUnusable, data_directory, prepare
 from service.errors import LoadFailed
 from service.logging import configure_logging
 from service.model_names import has_other_format, is_hub_id
@@ -44,10 +44,14 @@ def run(options: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
+    except StateUnusable as error:
+        print(f"quire: {escaped(str(error))}", file=sys.stderr)
+        return 1 if error.may_pass else EXIT_CONFIG
 
 
 def _run(config: Config) -> int:
-    """Raises ConfigError for a setting that is checked only when it is used."""
+    """Raises ConfigError for a setting that is checked only when it is used, or StateUnusable."""
+    prepare(config)
     may_download = config.model_download == "on"
     if is_hub_id(config.model) and not config.has_remote_workers:
         from service.cli import hub

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from workers.common import child_process
 from workers.common.protocol import EXIT_CONFIG
 
 # Between two starts: at first, and at most.
@@ -25,18 +27,13 @@ _STOP_GRACE_S = 10.0
 _START_S = 60.0
 _TICK_S = 0.5
 _FLAGS = ("pool", "listen", "gateway", "model", "device", "device_index", "threads", "kv_pages")
+_PATHS = ("pool", "model")
 _LOG_FLAGS = ("log_format", "log_level")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs until SIGTERM, SIGINT, or a configuration that cannot work. Returns the exit status."""
-    command = [sys.executable, "-m", "workers.pool_member"]
-    for name in (*_FLAGS, *_LOG_FLAGS):
-        value = getattr(options, name)
-        if value is not None:
-            command += ["--" + name.replace("_", "-"), str(value)]
-    paths = [path or str(Path.cwd()) for path in sys.path]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = _command(options)
     stopping = threading.Event()
     child: subprocess.Popen[bytes] | None = None
 
@@ -57,14 +54,13 @@ def run(options: argparse.Namespace) -> int:
     while not stopping.is_set():
         began_s = time.monotonic()
         alive, said = os.pipe()
-        # It ends when its standard input closes: with this process, whatever ends that.
-        child = subprocess.Popen(  # noqa: S603
-            [*command, "--alive-fd", str(said)], stdin=subprocess.PIPE, env=environment, pass_fds=(said,)
-        )
+        child = _start(command, said)
         os.close(said)
-        if stopping.is_set():
-            end(child)
-        status = _wait(child, alive, options.hang_timeout_s)
+        status = None
+        if child is not None:
+            if stopping.is_set():
+                end(child)
+            status = _wait(child, alive, options.hang_timeout_s)
         os.close(alive)
         if status == EXIT_CONFIG:
             return status
@@ -72,6 +68,34 @@ def run(options: argparse.Namespace) -> int:
         backoff_s = _BACKOFF_S if settled else min(2 * backoff_s, _MAX_BACKOFF_S)
         stopping.wait(backoff_s)
     return 0
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    """What starts the worker, which does so in another directory."""
+    # -P: modules are not imported from the current directory.
+    command = [sys.executable, "-P", "-m", "workers.pool_member"]
+    for name in (*_FLAGS, *_LOG_FLAGS):
+        value = getattr(options, name)
+        if value is not None:
+            text = str(Path(value).absolute()) if name in _PATHS else str(value)
+            command += ["--" + name.replace("_", "-"), text]
+    return command
+
+
+def _start(command: Sequence[str], said: int) -> subprocess.Popen[bytes] | None:
+    """`said`: what it writes to while it is alive. None: it cannot be started for now."""
+    try:
+        # It ends when its standard input closes: with this process, whatever ends that.
+        return subprocess.Popen(  # noqa: S603
+            [*command, "--alive-fd", str(said)],
+            stdin=subprocess.PIPE,
+            cwd=child_process.DIRECTORY,
+            env=os.environ | {"PYTHONPATH": child_process.import_path()},
+            pass_fds=(said,),
+        )
+    except OSError as error:
+        print(f"quire: the worker cannot be started: {error.strerror}", file=sys.stderr)
+        return None
 
 
 def _wait(child: subprocess.Popen[bytes], alive: int, hang_timeout_s: float) -> int:

@@ -17,6 +17,7 @@ from uvicorn.server import ServerState
 
 from service.config import Config as Settings
 from service.http_requests import RequestConnection
+from workers.common.handshakes import Peer, plain_address
 
 # How often timeouts are checked. Each check counts as this much time, so a client is not cut off because the
 # server itself was not running.
@@ -41,27 +42,32 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, {**app_state, _KEY: self}, _loop)
         self.conn = RequestConnection(_MAX_HEADER_BYTES)
         self._settings = settings
-        self._idle_s = self._unread_s = 0.0
+        # How long it has had no complete request.
+        self.idle_s = 0.0
+        self._unread_s = 0.0
         self._unread_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._settings.max_connections:
-            transport.abort()
+            # The one that has been without a request for longest: such ones do not keep others out.
+            connections = [one for one in self.connections if isinstance(one, Connection)]
+            idlest = max(connections, key=lambda one: one.idle_s)
+            (idlest if idlest.idle_s else self).abort()
 
     def on_response_complete(self) -> None:
-        self._idle_s = 0.0
+        self.idle_s = 0.0
         super().on_response_complete()
 
     def check_timeouts(self) -> None:
         """Aborts it if nothing has moved for too long. Must be called every CHECK_INTERVAL_S."""
-        self._idle_s = 0.0 if self._has_running_request() else self._idle_s + CHECK_INTERVAL_S
+        self.idle_s = 0.0 if self._has_running_request() else self.idle_s + CHECK_INTERVAL_S
         unread_bytes = self.transport.get_write_buffer_size()
         is_stuck = 0 < self._unread_bytes <= unread_bytes
         self._unread_s = self._unread_s + CHECK_INTERVAL_S if is_stuck else 0.0
         self._unread_bytes = unread_bytes
         # Idle: no request, or an incomplete one. Or the response is not read.
-        if self._idle_s > self._settings.message_timeout_s or self._unread_s > self._settings.session_stall_s:
+        if self.idle_s > self._settings.message_timeout_s or self._unread_s > self._settings.session_stall_s:
             self.abort()
 
     @property
@@ -71,6 +77,12 @@ class Connection(H11Protocol):
     def abort(self) -> None:
         """Closes it at once and drops unsent data."""
         self.transport.abort()
+
+    @property
+    def peer(self) -> Peer | None:
+        """The client's address."""
+        client = self.client
+        return None if client is None else (plain_address(client[0]), client[1])
 
     def identities(self) -> Mapping[str, Sequence[bytes]]:
         """The identities in the client's certificate, by gRPC's names for them."""

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from service.api.server_state import ServerState
 from service.auth.authenticator import Authenticator
+from service.auth.connections import handshake_limits
 from service.auth.tls import http_context
 from service.config import Config
 from service.listening import listening_socket
@@ -32,10 +33,12 @@ from service.openai.models import Models
 from service.runtimes import router as runtimes
 from service.runtimes.executions import Executions
 from service.text.text_model import TextModel
+from workers.common.handshakes import Handshakes, Peer
 
 _BACKLOG = 1024
 # Time for uvicorn's own shutdown, after the grace for requests.
 _SHUTDOWN_S = 1.0
+_HANDSHAKE_INTERVAL_S = 1.0
 
 
 class OpenAiFront:
@@ -62,6 +65,8 @@ class OpenAiFront:
         self.bodies = BodyReader(state.receiver, config.max_request_bytes, config.max_arriving_bytes)
         self._socket: socket.socket | None = None
         self._ended = asyncio.Event()
+        # The clients of the connections, as they were a moment ago.
+        self._peers: frozenset[Peer | None] = frozenset()
         self._middleware = Middleware(self._routes(executions, text, forward), authenticator, state)
         app = self._middleware if traced is None else traced(self._middleware)
         self._server = _Server(self._uvicorn_config(config, app))
@@ -109,11 +114,18 @@ class OpenAiFront:
     async def run(self) -> None:
         """Serves until `stop`. Call `bind` before."""
         assert self._socket is not None
-        checking = asyncio.create_task(self._check_connections())
+        config, port = self._state.config, self._socket.getsockname()[1]
+        # With TLS a connection is uvicorn's only after its handshake.
+        handshakes = Handshakes(port, lambda peer, _: peer in self._peers, handshake_limits(config))
+        checking = [
+            asyncio.create_task(self._check_connections()),
+            asyncio.create_task(handshakes.run(_HANDSHAKE_INTERVAL_S)),
+        ]
         try:
             await self._server.serve(sockets=[self._socket])
         finally:
-            checking.cancel()
+            for task in checking:
+                task.cancel()
             self._socket.close()
             self._ended.set()
 
@@ -138,6 +150,7 @@ class OpenAiFront:
             await asyncio.sleep(CHECK_INTERVAL_S)
             for connection in self.connections:
                 connection.check_timeouts()
+            self._peers = frozenset(connection.peer for connection in self.connections)
 
     # Requests without a batch.
 

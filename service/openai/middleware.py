@@ -120,9 +120,8 @@ class Middleware:
         if self._authenticator is not None:
             method = _LIST if path.startswith(_MODELS) else _EXECUTE
             tokens = request.headers.getlist(AUTHORIZATION)
-            self._authenticator.authenticate(method, [(AUTHORIZATION, token) for token in tokens])
             # Not by the tenant in the context: that may be of an earlier request on this connection.
-            if not tokens:
+            if not self._authenticator.authenticate(method, [(AUTHORIZATION, token) for token in tokens]):
                 self._authenticator.authenticate_by_certificate(
                     method, connection_of(request.scope).identities()
                 )

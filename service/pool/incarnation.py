@@ -37,6 +37,8 @@ _EXIT_DELAY_S = 0.1
 # Op ids of the pool's own commands. Those of the state machine are below.
 _FIRST_OP_ID = 1 << 62
 _DRAIN_POLL_S = 0.02
+# How much of what an adopted worker has is looked at before other tasks run: some milliseconds.
+_CLAIMED_TOKENS, _CLAIMED_CACHES = 1 << 19, 1024
 # Answers to forwards, which only the dispatcher needs.
 _FORWARDS = ("forward", "decodes")
 
@@ -310,7 +312,27 @@ class Incarnation:
             return
         holdings = {holding.sequence: holding.length for holding in ready.holdings}
         ready.ClearField("holdings")
-        self._send_adopt(ready, self._dispatcher.claims(holdings))
+        if len(holdings) <= _CLAIMED_CACHES and sum(holdings.values()) <= _CLAIMED_TOKENS:
+            self._send_adopt(ready, self._dispatcher.claims(holdings))
+        else:
+            self._claiming = asyncio.create_task(self._claim(ready, holdings), name="claim")
+
+    async def _claim(self, ready: worker_pb2.WorkerReady, holdings: Mapping[int, int]) -> None:
+        """Claims in portions what an adopted worker has: the tokens of all caches can be hundreds of MB."""
+        claims: list[Claim] = []
+        portion: dict[int, int] = {}
+        tokens = 0
+        for number, length in holdings.items():
+            portion[number] = length
+            tokens += length
+            if tokens >= _CLAIMED_TOKENS or len(portion) >= _CLAIMED_CACHES:
+                claims += self._dispatcher.claims(portion)
+                portion, tokens = {}, 0
+                await asyncio.sleep(0)
+        claims += self._dispatcher.claims(portion)
+        # It may have ended meanwhile.
+        if not self.link.closed.is_set():
+            self._send_adopt(ready, claims)
 
     def _send_adopt(self, ready: worker_pb2.WorkerReady, claims: Iterable[Claim]) -> None:
         """Asks an adopted worker to keep the claimed ones of its sequences, and to drop the others."""

@@ -24,6 +24,8 @@ from service.logging import get_logger
 from service.pool.gpus import Gpu
 from service.pool.process import LocalProcess, boot_id, can_watch, start_ticks
 from service.pool.registry import Epochs, Registry, RegistryEntry
+from service.pool.threads import in_thread
+from workers.common import child_process
 from workers.common.code import worker_code
 from workers.common.protocol import PROTOCOL, SECRET_VARIABLE, without
 
@@ -94,7 +96,7 @@ class LocalLauncher:
             _remove_stale_directories(self._temporary.parent)
         try:
             await self._registry.wait_open()
-            await asyncio.to_thread(self._on_locked)
+            await in_thread(self._on_locked)
             self._epochs.continue_after(self._registry.last_epoch())
             if not self._can_watch:
                 raise OSError(0, "this system cannot watch processes of another gateway")
@@ -144,7 +146,7 @@ class LocalLauncher:
     async def _worker_code(self) -> str:
         """Empty if it cannot be read, as while files are being replaced: that differs from any."""
         try:
-            return await asyncio.to_thread(worker_code)
+            return await in_thread(worker_code)
         except OSError as error:
             _log.warning("cannot read the code of workers", file=error.filename, error=error.strerror)
             return ""
@@ -159,7 +161,7 @@ class LocalLauncher:
             # newline from the pipe: then it is in the registry.
             stdin=subprocess.PIPE,
             bufsize=0,
-            cwd="/",
+            cwd=child_process.DIRECTORY,
             env=_environment(secret),
             start_new_session=self._grace_s > 0,
         )
@@ -221,7 +223,7 @@ def _command(socket: str, config: worker_pb2.WorkerConfig) -> list[str]:
 def _environment(secret: str) -> dict[str, str]:
     """The gateway's environment and import path: the worker runs in another directory."""
     environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    environment["PYTHONPATH"] = child_process.import_path()
     environment[SECRET_VARIABLE] = secret
     # How long idle compute threads spin. With the default they keep the cores busy between two steps, so that
     # the gateway and its clients wait; see docs/performance.md.

@@ -20,6 +20,7 @@ import grpc
 
 from service.config import ConfigError
 from workers.common.protocol import GATEWAY_NAME, WORKER_NAME
+from workers.common.trusted import require_trusted
 
 # A clock may be behind.
 _BACKDATED = dt.timedelta(days=1)
@@ -31,6 +32,7 @@ def gateway_certificates(pool: Path) -> tuple[bytes, bytes, bytes]:
     found = []
     for name in ("ca.pem", "gateway-key.pem", "gateway.pem"):
         try:
+            require_trusted(pool / name)
             found.append((pool / name).read_bytes())
         except OSError as error:
             problem = f"{name} cannot be read ({error.strerror}): `quire pool init` makes such a directory"

@@ -24,6 +24,7 @@ from service.config import Config, ConfigError
 from service.logging import get_logger
 from service.pool import pool_files
 from service.pool.remote import LeasedWorker, RemoteLauncher
+from workers.common import child_process
 
 _log = get_logger(__name__)
 _NAME_BYTES = 8
@@ -106,18 +107,25 @@ class RayLauncher(RemoteLauncher):
             self._child.stdin.write(f"{verb} {name}\n".encode())
 
     async def _keep_child(self) -> None:
-        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        environment = {"RAY_USAGE_STATS_ENABLED": "0"} | os.environ | {"PYTHONPATH": path}
+        environment = {"RAY_USAGE_STATS_ENABLED": "0"} | os.environ
+        environment["PYTHONPATH"] = child_process.import_path()
         command = [sys.executable, "-m", "service.pool.ray_placement", json.dumps(self._options())]
         while True:
-            self._child = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                # Ctrl-C is for the gateway, which this process ends with.
-                start_new_session=True,
-                env=environment,
-            )
+            try:
+                self._child = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    # Ctrl-C is for the gateway, which this process ends with.
+                    start_new_session=True,
+                    # Paths in `ray_runtime_env` can be relative.
+                    cwd=child_process.current_directory(),
+                    env=environment,
+                )
+            except OSError as error:
+                _log.error("the process for Ray cannot be started", error=error.strerror)
+                await asyncio.sleep(_BACKOFF_S)
+                continue
             assert self._child.stdout is not None
             while line := await self._child.stdout.readline():
                 self._on_event(json.loads(line))

@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from workers.common import child_process
+
 # How long an actor waits to be told something, and its worker for its first gateway.
 _UNUSED_S = 120.0
 # How long a call that waits for news may last: drivers that are gone must not use up the actor's threads.
@@ -98,16 +100,18 @@ class RayWorker:
             self._ended.wait()
 
     def _run(self, flags: Sequence[str]) -> int:
-        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         keeper = subprocess.Popen(  # noqa: S603 - our own program
-            [sys.executable, "-m", __name__, *flags],
+            [sys.executable, "-P", "-m", __name__, *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": path},
+            cwd=child_process.DIRECTORY,
+            env=os.environ | {"PYTHONPATH": child_process.import_path()},
         )
         assert keeper.stdout is not None
-        pid = int(keeper.stdout.readline())
+        if not (line := keeper.stdout.readline()):
+            raise RuntimeError(f"the worker's process ended with status {keeper.wait()}; see Ray's logs")
+        pid = int(line)
         threading.Thread(target=self._watch, args=(keeper.stdout,), name="worker-watch", daemon=True).start()
         return pid
 
@@ -126,7 +130,7 @@ def keep(flags: Sequence[str]) -> None:
     os.setsid()
     print(os.getpid(), flush=True)
     worker = subprocess.Popen(  # noqa: S603 - our own program
-        [sys.executable, "-m", "workers.pool_member", *flags],
+        [sys.executable, "-P", "-m", "workers.pool_member", *flags],
         # It ends when this closes: with this process.
         stdin=subprocess.PIPE,
         stdout=sys.stderr,

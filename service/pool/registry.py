@@ -30,8 +30,10 @@ from quire.v1 import worker_pb2
 
 from service import durable_file
 from service.logging import get_logger
+from service.pool.threads import in_thread
 from service.setting_rules import MAX_SOCKET_PATH_BYTES
 from workers.common.protocol import PROTOCOL
+from workers.common.trusted import require_trusted
 
 _log = get_logger(__name__)
 
@@ -129,6 +131,7 @@ class Registry:
         path = self._path / f"{name}.sock"
         if self._has_path() and len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
             return path
+        require_trusted(Path(tempfile.gettempdir()))
         path = Path(tempfile.mkdtemp(prefix=_PREFIX)) / f"{name}.sock"
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             path.parent.rmdir()
@@ -211,7 +214,7 @@ class Epochs:
         if self._registry is not None and self._registry.is_open:
             # One write at a time, so that the highest epoch is written last.
             async with self._lock:
-                await asyncio.to_thread(self._write, self._registry)
+                await in_thread(self._write, self._registry)
         return epoch
 
     def _write(self, registry: Registry) -> None:

@@ -22,15 +22,20 @@ from service.pool import pool_files
 from service.pool.endpoints import AttachedEndpoint, Endpoint, LeasedEndpoint
 from service.pool.launcher import PoolFailed
 from service.pool.registry import Epochs, Registry
+from service.pool.threads import in_thread
 from service.shards.leases import Lease
+from workers.common.handshakes import HandshakeLimits, Handshakes, Peer, peer_named
 from workers.common.protocol import HOP_SLACK_BYTES, PROTOCOL, WORKER_NAME
 
 _log = get_logger(__name__)
 # Workers that wait without need; further ones are refused, and call again.
 _MAX_WAITING = 64
-# Connections beside those of the workers in use. Anyone can open some and never finish the handshake.
-_MAX_FURTHER_CONNECTIONS = 256
+# Connections beside those of the workers in use: between two looks at those of which no worker is known yet.
+_MAX_FURTHER_CONNECTIONS = 512
 _HANDSHAKE_TIMEOUT_MS = 10_000
+# Of these. Anyone can open some and never finish the handshake.
+_HANDSHAKES = HandshakeLimits(most=64, most_of_address=32, timeout_s=_HANDSHAKE_TIMEOUT_MS / 1e3)
+_HANDSHAKE_INTERVAL_S = 0.25
 _CLOSE_GRACE_S = 0.5
 _ID_BYTES = 16
 _Context = grpc.aio.ServicerContext[worker_pb2.ConnectResponse, worker_pb2.ConnectRequest]
@@ -102,7 +107,7 @@ class RemoteLauncher:
         if self._registry is not None:
             try:
                 await self._registry.wait_open()
-                await asyncio.to_thread(self._on_locked)
+                await in_thread(self._on_locked)
                 self._epochs.continue_after(self._registry.last_epoch())
                 self._gateway_id = self._registry.gateway_id()
             except (OSError, ValueError) as error:
@@ -133,12 +138,16 @@ class RemoteLauncher:
         )
         worker_pb2_grpc.add_WorkerPoolServiceServicer_to_server(self._waiting, self._server)
         try:
-            self._server.add_secure_port(self._config.pool_listen, self._server_credentials)
+            port = self._server.add_secure_port(self._config.pool_listen, self._server_credentials)
             await self._server.start()
         except RuntimeError:
             raise PoolFailed(
                 f"pool_listen = {self._config.pool_listen}: the address cannot be bound"
             ) from None
+        handshakes = Handshakes(
+            port, lambda peer, _: peer in self._waiting.peers, _HANDSHAKES, is_final=False
+        )
+        self._watching = asyncio.create_task(handshakes.run(_HANDSHAKE_INTERVAL_S), name="handshakes")
         _log.info("workers can call", pool_listen=self._config.pool_listen)
 
     async def start(self, config: worker_pb2.WorkerConfig) -> LeasedWorker:
@@ -168,6 +177,7 @@ class RemoteLauncher:
         if self._registry is not None:
             self._registry.close()
         if self._server is not None:
+            self._watching.cancel()
             # Stopping it takes a moment in which nothing depends on it.
             self._closing = asyncio.ensure_future(self._server.stop(_CLOSE_GRACE_S))
 
@@ -178,6 +188,8 @@ class WaitingWorkers(worker_pb2_grpc.WorkerPoolServiceServicer):
     def __init__(self) -> None:
         self._waiting: deque[AttachedEndpoint] = deque()
         self._arrived = asyncio.Event()
+        # The clients whose calls last, with a certificate of the pool.
+        self.peers: set[Peer | None] = set()
 
     async def take(self) -> AttachedEndpoint:
         """The one that has waited longest. Waits for one."""
@@ -190,6 +202,16 @@ class WaitingWorkers(worker_pb2_grpc.WorkerPoolServiceServicer):
         self, request_iterator: AsyncIterator[worker_pb2.ConnectResponse], context: _Context
     ) -> None:
         """Lasts until the stream is closed by either side."""
+        peer = peer_named(context.peer())
+        self.peers.add(peer)
+        try:
+            await self._attach(request_iterator, context)
+        finally:
+            self.peers.discard(peer)
+
+    async def _attach(
+        self, request_iterator: AsyncIterator[worker_pb2.ConnectResponse], context: _Context
+    ) -> None:
         if WORKER_NAME not in pool_files.names_of(context):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate is not a worker's")
         if len(self._waiting) >= _MAX_WAITING:

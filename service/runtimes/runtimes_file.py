@@ -22,6 +22,7 @@ from service.runtimes.remote.config import ProviderConfig
 from service.runtimes.remote.runtime import RemoteRuntime
 from service.runtimes.remote.spending import Spending
 from service.runtimes.router import Router, Routing
+from workers.common.trusted import require_trusted
 
 _log = get_logger(__name__)
 _MAX_BYTES = 1 << 20
@@ -97,6 +98,7 @@ class RuntimesFile:
 def load(path: Path) -> Runtimes:
     """Reads a file. Raises BadRuntimes with the line, but without contents of the file."""
     try:
+        require_trusted(path)
         data = path.read_bytes()
         if len(data) > _MAX_BYTES:
             raise BadRuntimes(f"has more than {_MAX_BYTES} bytes")

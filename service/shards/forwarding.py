@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from quire.v1 import executor_pb2
 
 from service.api import validation
+from service.api.admin import CoreOperations
 from service.api.budget import AnswerBudget
 from service.api.calls import CALLS, ids_in
 from service.api.elsewhere import RunHere
@@ -55,6 +56,7 @@ class AnsweringShard(Protocol):
     run_here: RunHere
     caches: Any
     versions: Any
+    operations: CoreOperations
 
 
 # In the trailing metadata of a forwarded call: the address of the gateway that has its cache.
@@ -88,7 +90,7 @@ class Forwarding:
 
     async def answer(self, method: str, request: Any, context: CallContext, here: RunHere) -> Any:
         """The response to a call that `concerns` other shards. Raises QuireError."""
-        shards = [self._shard_of(cache_id) for cache_id in ids_in(method, request)]
+        shards = [self.shard_of(cache_id) for cache_id in ids_in(method, request)]
         named = {shard for shard in shards if shard is not None}
         if named <= {self.home.index}:
             return await here(method, request, context)
@@ -104,7 +106,8 @@ class Forwarding:
             context.set_trailing_metadata(((GATEWAY_METADATA, name),))
         return answer
 
-    def _shard_of(self, cache_id: str) -> int | None:
+    def shard_of(self, cache_id: str) -> int | None:
+        """The shard that an id names. None: it names none of this server."""
         shard = shard_of(cache_id)
         return shard if shard is not None and shard < self.home.count else None
 
@@ -136,6 +139,14 @@ class Forwarding:
         self._answers.adjust(size_bytes)
         context.add_done_callback(lambda _: self._answers.adjust(-size_bytes))
         return answer
+
+    def one_of_each_other(self) -> list[int]:
+        """A shard of each of the other gateways, in order."""
+        own = {self.home.index, *self.cores}
+        peers = sorted(
+            (shard, address) for shard, address in self._addresses.peers.items() if shard not in own
+        )
+        return [*{address: shard for shard, address in reversed(peers)}.values()][::-1]
 
     async def _answer_batch(
         self, method: str, batch: Any, context: CallContext, here: RunHere, shards: list[int | None]

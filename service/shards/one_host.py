@@ -23,6 +23,7 @@ from service.config import ConfigError
 from service.journal.files import DATABASE, lock
 from service.setting_rules import MAX_SOCKET_PATH_BYTES
 from service.shards.ids import Shard
+from workers.common.trusted import require_trusted
 
 _SHARDS, _COUNT = "shards", "count"
 _SECRET_BYTES = 32
@@ -49,7 +50,7 @@ def check_count(directory: Path | None, gateways: int) -> None:
     if directory is None:
         return
     found = None
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = (directory / _SHARDS / _COUNT).read_text().strip()
     if found is None and (directory / DATABASE).exists():
         found = "1"
@@ -77,6 +78,7 @@ def memberships(directory: Path | None, gateways: int) -> Iterator[Sequence[Memb
             durable_file.write(shards / _COUNT, str(gateways))
             directories = [shards / str(index) for index in range(gateways)]
         if sockets is None or len(os.fsencode(sockets / f"{gateways}.sock")) > MAX_SOCKET_PATH_BYTES:
+            require_trusted(Path(tempfile.gettempdir()))
             sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-gateways-")))
         # As gRPC names them, by URIs.
         addresses = [f"unix:{quote(str(sockets / f'{index}.sock'))}" for index in range(gateways)]

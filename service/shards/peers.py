@@ -77,14 +77,16 @@ class Peers:
         timeout_s: float | None,
         metadata: Metadata,
     ) -> Any:
-        """The answer of a gateway to a call of ModelExecutorService. `metadata`: the caller's.
+        """The answer of a gateway to a call of ModelExecutorService, or of another as SERVICE/METHOD.
+
+        `metadata`: the caller's.
 
         Raises GatewayUnavailable, or what it answers.
         """
         key = address, method
         if key not in self._methods:
             self._methods[key] = self._channel(address).unary_unary(
-                f"/quire.v1.ModelExecutorService/{method}",
+                f"/quire.v1.{method if '/' in method else f'ModelExecutorService/{method}'}",
                 request_serializer=type(request).SerializeToString,
                 response_deserializer=response.FromString,
             )

@@ -1,6 +1,6 @@
 """The loop in a `TaskProcess`: reads tasks, runs them within limits, writes results.
 
-The kernel enforces the limits, so they hold in native code too.
+The kernel enforces the limits, so they hold in native code too. See `sandbox` for what it takes away.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import sys
 import time
 from collections.abc import Callable
 
+from service.text.sandbox import confine
+
 _LENGTH_BYTES = 4
+MAX_GREETING_BYTES = 1 << 10
 _PART_BYTES = 1 << 16
 
 
@@ -76,7 +79,14 @@ def main(handle: Callable[[bytes], bytes]) -> int:
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(_take_socket())
     _set_limits(max_memory_bytes)
+    null = os.open(os.devnull, os.O_WRONLY)
+    missing = confine()
+    # What went wrong until now, the parent logs. Nothing reads standard error from now on.
+    os.dup2(null, 2)
+    os.close(null)
     try:
+        # It runs. What the system could not take from it, the parent logs, too.
+        connection.send(missing.encode()[:MAX_GREETING_BYTES])
         while connection.wait(idle_s):
             task = connection.receive()
             # SIGPROF is not handled, so it ends the process, also in native code.

@@ -93,21 +93,12 @@ class TextModel:
                 tenant = self._tenant()
                 return await loaded.encoder.encode(text, add_special_tokens=add_special_tokens, tenant=tenant)
             if len(text) <= _SHORT_CHARACTERS:
-                return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+                return _encoded(tokenizer, text, add_special_tokens, field)
             async with self._threads:
-                # This call releases the GIL.
-                (encoded,) = await asyncio.to_thread(
-                    tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens
-                )
-            return encoded.ids
-        except (QuireError, *NOT_FAILURES):
-            raise
+                return await asyncio.to_thread(_encoded, tokenizer, text, add_special_tokens, field)
         except TaskFailed as error:
             message = f"the model's tokenizer cannot encode it: it {error}"
             raise InvalidArgument("BAD_TEXT", field, message) from None
-        except BaseException:  # panics of the library included: the text causes them
-            _log.exception("a text could not be encoded")
-            raise InvalidArgument("BAD_TEXT", field, "the model's tokenizer cannot encode it") from None
 
     async def encode_chat(self, chat: runner_pb2.Chat, *, max_tokens: int) -> Sequence[int]:
         """The tokens of messages, formatted by the model's template. Raises as `encode`."""
@@ -163,6 +154,21 @@ class TextModel:
         return self._loaded
 
 
+def _encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: str) -> Sequence[int]:
+    """A text's tokens. May run in a thread. Raises InvalidArgument if the library fails."""
+    try:
+        if len(text) <= _SHORT_CHARACTERS:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # This call releases the GIL.
+        (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    except NOT_FAILURES:
+        raise
+    except BaseException:  # panics of the library included: the text causes them
+        _log.exception("a text could not be encoded")
+        raise InvalidArgument("BAD_TEXT", field, "the model's tokenizer cannot encode it") from None
+    return encoded.ids
+
+
 def _constraints(tokenizer: Tokenizer) -> Constraints | Unsupported:
     """Takes a second for a large vocabulary."""
     try:
@@ -183,7 +189,7 @@ def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
         if not decodes_in_bounds(tokenizer):
             raise ValueError("its decoder may produce long texts from few tokens")
         encoder = None if encodes_in_bounds(tokenizer) else BoundedEncoder(ready.tokenizer_json)
-    except OSError:
+    except (OSError, QuireError):
         # The system has no process or descriptor left. Not stored: the next call tries again.
         raise
     except BaseException as error:  # the library has no type for its errors, and panics are no Exceptions

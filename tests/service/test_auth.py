@@ -20,6 +20,7 @@ from service.api.interceptor import CallInterceptor
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, TokenStore, new_token, read_token_store
 from service.config import Config
+from service.errors import Unauthenticated
 from tests.service.served import channel_to, state_of
 
 PATIENCE_S = 30.0
@@ -244,3 +245,35 @@ async def test_the_file_is_reloaded_and_a_broken_one_changes_nothing(
 def test_with_certificates_a_file_may_have_quotas_only(tmp_path: Path) -> None:
     file = written(tmp_path / "tokens", "[tenants.alice]", "max_caches = 1")
     assert Authenticator(file, certificates=True).tenant("alice").quota.max_caches == 1
+
+
+PEER = {"x509_common_name": [b"carol"]}
+EXECUTE = f"/{SERVICE}/Decode"
+
+
+def caller(authenticator: Authenticator, *authorization: str) -> str:
+    """As whom a call with carol's certificate is made."""
+    metadata = [("authorization", value) for value in authorization]
+    if not authenticator.authenticate(EXECUTE, metadata):
+        authenticator.authenticate_by_certificate(EXECUTE, PEER)
+    tenant = current_tenant()
+    assert tenant is not None
+    return tenant.name
+
+
+@pytest.mark.parametrize("content", [None, "[tenants.alice]\nmax_caches = 1"])
+def test_without_tokens_a_bearer_is_no_credential(tmp_path: Path, content: str | None) -> None:
+    """Of a certificate's owner. OpenAI's clients always send one."""
+    file = None if content is None else written(tmp_path / "tokens", content)
+    authenticator = Authenticator(file, certificates=True)
+    for values in ((), ("Bearer unused",), ("Basic x",), ("Bearer ",), ("Bearer a", "Bearer b")):
+        assert caller(authenticator, *values) == "carol"
+
+
+def test_with_tokens_and_certificates_a_token_decides(tmp_path: Path) -> None:
+    token, line = entry("alice")
+    authenticator = Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=True)
+    assert caller(authenticator, f"Bearer {token}") == "alice"
+    assert caller(authenticator) == "carol"
+    with pytest.raises(Unauthenticated, match="not valid"):
+        caller(authenticator, "Bearer unused")

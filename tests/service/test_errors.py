@@ -78,6 +78,7 @@ ERRORS = [
     errors.DeadlinePassed(),
     errors.MessageTimeout(30.0),
     errors.WorkerFault(),
+    errors.HelperFailed(),
     errors.SequenceQuarantined(),
     errors.InternalError(),
     *(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import structlog
 from quire.v1 import executor_pb2, worker_pb2
 
 from service.caches.effects import Claim
+from service.pool import incarnation
+from service.pool.registry import Epochs, Registry
 from service.pool.rolling_restart import RollingRestart
 from tests.service.test_supervisor import (
     Behaviour,
@@ -182,3 +186,32 @@ async def test_detached_workers_keep_running_and_others_stop(bench_of: MakeBench
         assert processes.was_detached and processes.grace_s is None
         await processes.stop(grace_s=0)
     assert bench.launcher.closed
+
+
+async def test_what_a_worker_has_is_looked_at_in_portions(
+    bench_of: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digests of all tokens would stop everything else."""
+    monkeypatch.setattr(incarnation, "_CLAIMED_TOKENS", 20)
+    bench = bench_of(works)
+    bench.dispatcher.claimed = CLAIMS[:1]
+    add_orphan(bench, keeps)
+    async with running(bench):
+        events = await bench.events(3)
+        assert events[:2] == [("holds", {1: 12, 2: 20}), ("holds", {3: 5})]
+        assert events[2] == ("ready", 5, {1: 10})
+
+
+async def test_a_worker_starts_though_all_shared_threads_are_busy(tmp_path: Path) -> None:
+    loop, may_end = asyncio.get_running_loop(), threading.Event()
+    busy = [loop.run_in_executor(None, may_end.wait) for _ in range(64)]
+    try:
+        registry = Registry(tmp_path)
+        registry.open()
+        async with asyncio.timeout(60):
+            assert await Epochs(registry).next() == 1
+            assert registry.last_epoch() == 1
+        registry.close()
+    finally:
+        may_end.set()
+        await asyncio.gather(*busy)

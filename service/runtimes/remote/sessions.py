@@ -21,6 +21,7 @@ from service.errors import ProviderFailure
 from service.logging import get_logger
 from service.outbound import proxy_of
 from service.runtimes.remote.config import ProviderConfig
+from workers.common.trusted import require_trusted
 
 _log = get_logger(__name__)
 _MAX_SECRET_BYTES = 1 << 16
@@ -166,6 +167,7 @@ def _configured_text(config: ProviderConfig) -> str:
     if config.api_key_env:
         return os.environ.get(config.api_key_env, "").strip()
     try:
+        require_trusted(Path(config.api_key_file))
         with Path(config.api_key_file).open("rb") as file:
             return file.read(_MAX_SECRET_BYTES).decode("ascii", errors="replace").strip()
     except OSError:

@@ -467,6 +467,10 @@ async def test_tls_settings_are_the_gateways(tmp_path: Path) -> None:
     async with serving(runtime, **tls_settings(pair, authority)) as served:
         assert await statuses(served.port, authority, alice, LAST_REQUEST) == [b"200"]
         assert runtime.tenants == ["alice"]
+        # As OpenAI's clients send it, who have no other way to leave it out.
+        with_bearer = LAST_REQUEST.replace(b"connection:", b"authorization: Bearer unused\r\nconnection:", 1)
+        assert await statuses(served.port, authority, alice, with_bearer) == [b"200"]
+        assert runtime.tenants.pop() == "alice"
         assert await statuses(served.port, authority, None, LAST_REQUEST) == []
         assert await statuses(served.port, other, alice, LAST_REQUEST) == []
         install(other.server())

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 from quire.cli import options
 from quire.cli.load.options import add_load
+from quire.cli.standard_files import open_standard_files
 from quire.cli.terminal import CommandFailed, tell
 
 _Adders: TypeAlias = Mapping[str, Callable[[Any], None]]  # by the command's name
@@ -48,6 +49,7 @@ _NO_SERVER = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status. argparse exits with 2 on invalid usage."""
+    open_standard_files()
     parsed = _parsed(sys.argv[1:] if arguments is None else arguments)
     try:
         status = _run(parsed)

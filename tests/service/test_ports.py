@@ -1,0 +1,136 @@
+"""Ports that follow from several settings: each is one, and nothing else of this server has it."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+from quire.cli.main import complete_parser, main
+
+from service.cli import gateways
+from service.config import Config, ConfigError
+from service.setting_rules import are_addresses, overlap
+from service.shards.ids import Shard
+from service.shards.one_host import Membership
+from tests.load_config import load_config
+
+TWO = {"gateways": "2", "workers": "2"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting", "said"),
+    [
+        (
+            {"metrics_listen": "127.0.0.1:50050"},
+            "metrics_listen",
+            r"gateways = 2, gateway 1 has 127\.0\.0\.1:50051: listen has this port already",
+        ),
+        (
+            {"metrics_listen": "0.0.0.0:50050"},
+            "metrics_listen",
+            r"gateways = 2, gateway 1 has 0\.0\.0\.0:50051: listen has",
+        ),
+        (
+            {"metrics_listen": "127.0.0.1:65535"},
+            "metrics_listen",
+            "needs a port for each of gateways = 2, of which the last is 65535",
+        ),
+        (
+            {"metrics_listen": "127.0.0.1:8079", "openai_listen": "127.0.0.1:8080"},
+            "metrics_listen",
+            "gateway 1 has 127.0.0.1:8080: openai_listen has this port already",
+        ),
+        (
+            {"metrics_listen": "127.0.0.1:8080", "openai_listen": "localhost:8080"},
+            "metrics_listen",
+            "openai_listen has this port already",
+        ),
+        ({"openai_listen": "127.0.0.1:50051"}, "openai_listen", "listen has this port already"),
+    ],
+)
+def test_ports_of_several_gateways(flags: dict[str, str], setting: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_config(TWO | flags, {})
+    assert refused.value.setting == setting
+
+
+def test_the_last_ports_and_free_ones_are_possible() -> None:
+    config = load_config(TWO | {"metrics_listen": "127.0.0.1:65534", "openai_listen": "127.0.0.1:0"}, {})
+    assert [config.metrics_address(index) for index in range(2)] == ["127.0.0.1:65534", "127.0.0.1:65535"]
+    config = load_config(TWO | {"metrics_listen": "127.0.0.1:0", "openai_listen": "127.0.0.1:0"}, {})
+    assert config.metrics_address(1) == "127.0.0.1:0"
+    assert load_config({"metrics_listen": "127.0.0.1:65535"}, {}).metrics_address(0) == "127.0.0.1:65535"
+    # Of one gateway the next port is free.
+    load_config({"metrics_listen": "127.0.0.1:50050"}, {})
+
+
+def test_each_gateway_is_told_its_port() -> None:
+    config = Config(gateways=2, metrics_listen="[::1]:9000")
+    for index in range(2):
+        line = json.loads(gateways._first_line(config, Membership(Shard(index, 2), None, [], "")))
+        assert line["config"]["metrics_listen"] == f"[::1]:{9000 + index}"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_shared"),
+    [
+        ("127.0.0.1:1", "localhost:1", True),
+        ("127.0.0.1:1", "LocalHost:01", True),
+        ("[::1]:1", "[0:0:0:0:0:0:0:1]:1", True),
+        ("[0::0]:1", "10.0.0.1:1", True),
+        ("0.0.0.0:1", "10.0.0.1:1", True),
+        ("0.0.0.0:1", "[::1]:1", False),
+        ("127.0.0.1:1", "127.0.0.1:2", False),
+        ("127.0.0.1:0", "127.0.0.1:0", False),
+        ("a:1", "b:1", False),
+        ("A:1", "a:1", True),
+        ("unix:/a", "127.0.0.1:1", False),
+    ],
+)
+def test_which_addresses_are_one(one: str, other: str, is_shared: bool) -> None:
+    assert overlap(one, other) == overlap(other, one) == is_shared
+
+
+@pytest.mark.parametrize(
+    ("value", "is_valid"),
+    [
+        ("a:1,a:2", True),
+        ("a:1,b:1", True),
+        ("a:1,A:1", False),
+        ("a:0", False),
+        ("localhost:1,127.0.0.1:1", False),
+        ("a:70000", False),
+    ],
+)
+def test_addresses_of_workers_are_different_ones(value: str, is_valid: bool) -> None:
+    assert are_addresses(value) == is_valid
+
+
+def test_a_server_is_not_its_own_worker(tmp_path_factory: pytest.TempPathFactory) -> None:
+    pool = {"pool": str(tmp_path_factory.mktemp("pool"))}
+    with pytest.raises(ConfigError, match=r"localhost:50051 is this server's own listen") as refused:
+        load_config(pool | {"workers_at": "localhost:50051"}, {})
+    assert refused.value.setting == "workers_at"
+    remote = {"workers_at": "gpu-1:50051", "listen": "0.0.0.0:50051", "insecure": "on"}
+    assert load_config(pool | remote, {}).worker_addresses == ["gpu-1:50051"]
+
+
+def test_clients_cannot_call_port_0() -> None:
+    with pytest.raises(ConfigError, match="without port 0"):
+        load_config({"advertise": "host:0"}, {})
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:500610", "h:+1", "h", "", "unix:/x", "h:-1"])
+def test_a_worker_needs_a_port_that_there_is(listen: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        complete_parser().parse_args(["worker", "--pool", "p", "--listen", listen])
+    assert "--listen: " in capsys.readouterr().err
+
+
+def test_config_check_tries_the_port_of_each_gateway(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = ["--metrics-listen", f"127.0.0.1:{port - 1}", "--gateways", "2", "--workers", "2"]
+        assert main(["config", "check", "--listen", "127.0.0.1:0", *flags]) == 1
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err

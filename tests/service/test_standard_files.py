@@ -1,0 +1,96 @@
+"""Commands, gateways and workers start without standard files: nothing else gets their numbers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from quire.v1 import executor_pb2, executor_pb2_grpc
+
+from benchmarks.checkout import ROOT, environment
+
+CLOSED = ("<&-", ">&-", "2>&-", "<&- >&-", "<&- 2>&-", "<&- >&- 2>&-")
+SHOWN = (
+    "import os, socket, sys; from {module} import open_standard_files; open_standard_files();"
+    " given = socket.socket();"
+    " links = [os.readlink(f'/proc/self/fd/{{n}}') for n in range(3)];"
+    " kept = [os.get_inheritable(n) for n in range(3)];"
+    " print('out'); print('err', file=sys.stderr); sys.stdin.read();"
+    " os.write({to}, repr((links, kept, given.fileno())).encode())"
+)
+
+
+def closed(redirections: str, *command: str) -> list[str]:
+    return ["/bin/sh", "-c", f'exec "$@" {redirections}', "sh", *command]
+
+
+@pytest.mark.parametrize("module", ["quire.cli.standard_files", "workers.common.child_process"])
+@pytest.mark.parametrize("redirections", CLOSED)
+def test_closed_files_become_the_null_device(module: str, redirections: str) -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(reads, "rb") as said:
+        code = SHOWN.format(module=module, to=writes)
+        subprocess.run(
+            closed(redirections, sys.executable, "-c", code),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            pass_fds=(writes,),
+            env=environment(ROOT),
+            check=True,
+        )
+        os.close(writes)
+        links, kept, number = eval(said.read())
+    assert [link == "/dev/null" for link in links] == [
+        name in redirections.split() or name == "<&-" for name in ("<&-", ">&-", "2>&-")
+    ]
+    assert kept == [True] * 3 and number > 2
+
+
+@pytest.mark.parametrize("redirections", CLOSED)
+@pytest.mark.parametrize(
+    "command", [("state", "list"), ("--version",), ("status", "--target", "127.0.0.1:1")]
+)
+def test_a_command_runs_without_them(redirections: str, command: tuple[str, ...], tmp_path: Path) -> None:
+    ended = subprocess.run(
+        closed(redirections, sys.executable, "-m", "quire.cli", *command),
+        capture_output=True,
+        env=environment(ROOT) | {"XDG_STATE_HOME": str(tmp_path)},
+    )
+    assert ended.returncode == (1 if command[0] == "status" else 0)
+    assert b"Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("redirections", ["<&-", "<&- >&- 2>&-"])
+def test_a_worker_by_hand_says_what_it_lacks(redirections: str) -> None:
+    command = [sys.executable, "-m", "workers", "--socket", "/nowhere", "--config", "{}"]
+    assert subprocess.run(closed(redirections, *command), env=environment(ROOT)).returncode == 2
+
+
+def test_a_server_serves_without_any(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    flags = ("--model", "paged-attention", "--listen", address, "--data-dir", str(tmp_path / "d"))
+    command = closed("<&- >&- 2>&-", sys.executable, "-m", "quire.cli", "serve", *flags)
+    with (
+        subprocess.Popen(command, env=environment(ROOT)) as server,
+        grpc.insecure_channel(address) as channel,
+    ):
+        try:
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+            give_up_s = time.monotonic() + 120
+            status = stub.GetStatus(executor_pb2.GetStatusRequest(), wait_for_ready=True, timeout=60)
+            while status.workers[0].state != executor_pb2.WORKER_STATE_READY:
+                assert time.monotonic() < give_up_s and server.poll() is None
+                time.sleep(0.05)
+                status = stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=60)
+            for pid in (server.pid, status.workers[0].pid):
+                links = [str(Path(f"/proc/{pid}/fd/{number}").readlink()) for number in range(3)]
+                assert links[1:] == ["/dev/null"] * 2
+        finally:
+            server.send_signal(signal.SIGTERM)
+        assert server.wait() == 0

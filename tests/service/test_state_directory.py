@@ -1,0 +1,128 @@
+"""A server that cannot have its state to itself, or cannot write it, ends with one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from quire.cli.main import main
+
+from service.auth.authenticator import Authenticator
+from service.auth.tls import server_credentials
+from service.config import Config, ConfigError
+from service.config_sources import read_settings
+from service.data_directory import StateUnusable, prepare
+from service.errors import BadRuntimes
+from service.pool import pool_files
+from service.runtimes.runtimes_file import load
+from tests.certificates import Authority
+from tests.quire_command import run
+from workers.common.protocol import EXIT_CONFIG
+
+SERVE = ("serve", "--model", "paged-attention", "--listen", "127.0.0.1:1")
+
+
+@pytest.fixture
+def everybodys(tmp_path: Path) -> Path:
+    """A directory that all users can write to."""
+    path = tmp_path / "everybodys"
+    path.mkdir()
+    path.chmod(0o777)
+    return path
+
+
+def start(*flags: str, **environ: str) -> tuple[int, str]:
+    with run(*SERVE, *flags, **environ) as server:
+        said = server.communicate(timeout=60)[1]
+    return server.returncode, said
+
+
+@pytest.mark.parametrize(
+    ("home", "why"),
+    [("/dev/null", "/dev/null: Not a directory"), ("/proc/nope", "No such file or directory")],
+)
+@pytest.mark.parametrize("flags", [(), ("--gateways", "2", "--workers", "2")])
+def test_a_home_that_is_no_directory(home: str, why: str, flags: tuple[str, ...]) -> None:
+    status, said = start(*flags, HOME=home, XDG_STATE_HOME="")
+    assert status == EXIT_CONFIG
+    assert said.startswith(f"quire: the data directory {home}/.local/state/quire/") and said.count("\n") == 1
+    assert why in said
+
+
+def test_without_a_home_another_users_directory_is_not_used(
+    everybodys: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the system's temporary directory, in which anybody can make one first."""
+    (everybodys / "quire").mkdir()
+    (everybodys / "quire").chmod(0o777)
+    everybodys.chmod(0o1777)
+    status, said = start(HOME="", XDG_STATE_HOME="", TMPDIR=str(everybodys))
+    assert status == EXIT_CONFIG and f"{everybodys}/quire: other users can write to it" in said
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(everybodys))
+    assert main(["state", "list"]) != 0
+    assert "other users can write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("journal", ["auto", "sqlite", "memory"])
+def test_a_directory_below_one_that_all_can_write_to_is_refused(everybodys: Path, journal: str) -> None:
+    config = Config(data_dir=str(everybodys / "data"), journal=journal)
+    with pytest.raises(StateUnusable, match=f"{everybodys}: other users can write to it") as refused:
+        prepare(config)
+    assert not refused.value.may_pass and not (everybodys / "data").exists()
+
+
+def test_a_file_and_a_directory_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StateUnusable, match="Not a directory"):
+        prepare(Config(data_dir=str(tmp_path / "file")))
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path / "tmpxyz"))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", fail)
+    for number, may_pass in ((errno.EROFS, False), (errno.EACCES, False), (errno.ENOSPC, True)):
+        with pytest.raises(StateUnusable, match=os.strerror(number)) as refused:
+            prepare(Config(data_dir=str(tmp_path)))
+        assert refused.value.may_pass == may_pass and "tmpxyz" not in str(refused.value)
+        # Nothing is stored, and worker sockets have another place.
+        prepare(Config(data_dir=str(tmp_path), journal="memory"))
+
+
+def test_without_a_directory_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    prepare(Config(listen="127.0.0.1:0"))
+    prepare(Config(peer_listen="127.0.0.1:1"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_config_check_says_it(everybodys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", "--data-dir", str(everybodys), "--listen", "127.0.0.1:0"]) == 1
+    assert "other users can write to it" in capsys.readouterr().err
+
+
+def test_files_that_all_can_write_are_not_read(everybodys: Path) -> None:
+    files = {name: everybodys / name for name in ("tokens", "runtimes", "quire.toml", "cert", "key")}
+    for path in files.values():
+        path.touch()
+    with pytest.raises(ConfigError, match="other users can write to it"):
+        Authenticator.of(Config(tokens=str(files["tokens"])))
+    with pytest.raises(BadRuntimes, match="other users can write to it"):
+        load(files["runtimes"])
+    (error,) = read_settings({"config": str(files["quire.toml"])}, {}).errors
+    assert error.allowed == f"{everybodys}: other users can write to it"
+    pair = Authority(everybodys / "ca").server()
+    with pytest.raises(ConfigError, match="other users can write to it"):
+        server_credentials(Config(tls_cert=str(pair.cert), tls_key=str(pair.key)))
+
+
+def test_the_keys_of_a_pool_are_this_users(everybodys: Path) -> None:
+    pool_files.write_certificates(everybodys, 1)
+    with pytest.raises(ConfigError, match="other users can write to it"):
+        pool_files.secret(everybodys)

@@ -1,0 +1,181 @@
+"""A helper process that does not start is a fault of the server, not of the request that needed it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from quire.v1 import types_pb2, worker_pb2
+
+from service.errors import HelperFailed, QuireError
+from service.text import task_process
+from service.text.chat_template import ChatTemplates
+from service.text.constraints import Constraints
+from service.text.task_process import TaskFailed, TaskProcess
+from service.text.text_model import TextModel
+from tests.service.text.kinds import byte_level
+from tests.service.text.test_task_process import LIMITS, MODULE, is_gone
+from workers.common import child_process
+
+
+@pytest.fixture
+def gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of this process does not exist any more."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    tmp_path.rmdir()
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No module of ours can be imported, as while the server's files are replaced."""
+    (tmp_path / "service").mkdir()
+    (tmp_path / "service" / "__init__.py").write_text("raise ImportError('it was\\x1b replaced')")
+    monkeypatch.setattr(child_process, "import_path", lambda: str(tmp_path))
+
+
+def test_the_directory_of_the_server_is_gone(gone: None) -> None:
+    process = TaskProcess(MODULE, LIMITS)
+    assert process.run(b"echo a") == b"a"
+    process.close()
+
+
+def test_one_that_ends_before_its_first_task_is_logged(broken: None) -> None:
+    process = TaskProcess(MODULE, LIMITS)
+    with structlog.testing.capture_logs() as lines, pytest.raises(HelperFailed):
+        process.run(b"echo a")
+    assert is_gone(process.pid)
+    (line,) = lines
+    assert line["log_level"] == "error" and line["module"] == MODULE and line["status"] == 1
+    assert line["error"] == r"ImportError: it was\x1b replaced"
+
+
+def test_one_that_cannot_be_started_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with structlog.testing.capture_logs() as lines, pytest.raises(HelperFailed):
+        TaskProcess(MODULE, LIMITS).run(b"echo a")
+    assert [line["error"] for line in lines] == ["No such file or directory"]
+
+
+def test_one_that_hangs_at_its_start_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_process, "_START_TIMEOUT_S", 0.01)
+    process = TaskProcess(MODULE, LIMITS)
+    with structlog.testing.capture_logs() as lines, pytest.raises(HelperFailed):
+        process.run(b"echo a")
+    assert len(lines) == 1 and is_gone(process.pid)
+
+
+@pytest.mark.parametrize("setup_task", [b"loop", b"crash", b"abort", b"write 2000000", b"allocate x"])
+def test_the_task_before_the_first_one_is_not_the_callers(setup_task: bytes) -> None:
+    process = TaskProcess(MODULE, LIMITS, setup_task)
+    with structlog.testing.capture_logs() as lines, pytest.raises(HelperFailed):
+        process.run(b"echo a")
+    assert len(lines) == 1 and is_gone(process.pid)
+
+
+def test_killing_it_while_it_starts_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = TaskProcess(MODULE, LIMITS)
+    spawn = task_process._spawn
+
+    def spawn_and_kill(*args: Any) -> Any:
+        found = spawn(*args)
+        found[0].kill()
+        process.is_closed = True
+        return found
+
+    monkeypatch.setattr(task_process, "_spawn", spawn_and_kill)
+    with structlog.testing.capture_logs() as lines, pytest.raises(TaskFailed, match="was stopped"):
+        process.run(b"echo a")
+    assert lines == []
+
+
+async def render() -> None:
+    templates = ChatTemplates()
+    try:
+        await templates.render(types_pb2.ChatTemplate(sources={"default": "a"}), [])
+    finally:
+        templates.close()
+
+
+async def constrain() -> None:
+    constraints = Constraints([b"a", b"b"], [])
+    try:
+        await constraints.matcher_factory("regex", "a", frozenset(), 2)
+    finally:
+        constraints.close()
+
+
+async def mask() -> None:
+    """The process that computes masks is another than the one that has checked the grammar."""
+    constraints = Constraints([b"a", b"b"], [])
+    constraints._check = lambda *_: ""  # type: ignore[method-assign]
+    try:
+        (await constraints.matcher_factory("regex", "a", frozenset(), 2))().allowed()
+    finally:
+        constraints.close()
+
+
+async def encode() -> None:
+    ready = worker_pb2.WorkerReady(tokenizer_json=byte_level().to_str().encode())
+    text = TextModel(lambda: ready, lambda: "")
+    try:
+        await text.encode("a", max_tokens=10)
+    finally:
+        text.close()
+
+
+@pytest.mark.parametrize("call", [render, constrain, mask, encode])
+async def test_every_user_of_one_gets_an_error_of_the_server(
+    broken: None, call: Callable[[], Coroutine[None, None, None]]
+) -> None:
+    with structlog.testing.capture_logs() as lines, pytest.raises(HelperFailed) as failed:
+        await call()
+    assert failed.value.code == "INTERNAL"
+    assert [line["event"] for line in lines] == ["a helper process did not start"]
+
+
+async def test_what_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = worker_pb2.WorkerReady(tokenizer_json=byte_level().to_str().encode())
+    text = TextModel(lambda: ready, lambda: "")
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", "/nowhere/python")
+        for _ in range(2):
+            with pytest.raises(HelperFailed):
+                await text.encode("a", max_tokens=10)
+    assert await text.encode("a", max_tokens=10)
+    text.close()
+
+
+async def test_without_a_free_thread_a_text_is_not_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ready = worker_pb2.WorkerReady(tokenizer_json=byte_level().to_str().encode())
+    text = TextModel(lambda: ready, lambda: "")
+    await text.encode("a", max_tokens=10)
+    monkeypatch.setattr(asyncio.get_running_loop(), "run_in_executor", no_thread)
+    with pytest.raises(RuntimeError) as failed:
+        await text.encode("a" * 1000, max_tokens=1000)
+    assert not isinstance(failed.value, QuireError)
+    text.close()
+
+
+def test_what_a_child_imports_is_where_this_process_started(gone: None) -> None:
+    entries = child_process.import_path().split(":")
+    assert all(entry.startswith("/") for entry in entries)
+    assert child_process.current_directory() == "/"
+    code = "import sys, service.text.task_loop; print(sys.path[0])"
+    printed = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=child_process.DIRECTORY,
+        env={"PYTHONPATH": child_process.import_path()},
+        capture_output=True,
+        check=True,
+    )
+    assert printed.stdout

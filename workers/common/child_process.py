@@ -1,0 +1,45 @@
+"""What a process needs that starts others: its own standard files, and where those start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+# Where children start, with absolute paths: the directory in which this process was started may be removed.
+DIRECTORY = "/"
+_STANDARD_FILES = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+
+_started_in = ""
+with contextlib.suppress(OSError):
+    _started_in = os.getcwd()  # noqa: PTH109 - as a text
+
+
+def current_directory() -> str:
+    """Where a child starts that is given relative paths: in the current directory, while that exists."""
+    try:
+        return os.getcwd()  # noqa: PTH109 - as a text
+    except OSError:
+        return DIRECTORY
+
+
+def import_path() -> str:
+    """The PYTHONPATH with which a child imports as this process does."""
+    return os.pathsep.join(os.path.join(_started_in, entry) for entry in sys.path)  # noqa: PTH118 - texts
+
+
+def open_standard_files() -> None:
+    """As `quire.cli.standard_files`, for a worker that is started by hand. Commands open theirs first."""
+    for descriptor, (name, mode) in enumerate(_STANDARD_FILES):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened == descriptor:
+                os.set_inheritable(descriptor, True)
+            else:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+        if getattr(sys, name) is None:
+            file = open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - never closed
+            setattr(sys, name, file)

@@ -1,0 +1,164 @@
+"""Closes connections on which nobody has said who they are, so that they keep no others out.
+
+gRPC accepts connections itself, limits how many there are, and closes the newest beyond that. So whoever
+opens enough and says nothing would keep all others out. Here the oldest are closed instead, of each address
+and in all, and those that take too long. They are found among the process's descriptors, in Linux's /proc.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+_DESCRIPTORS = "/proc/self/fd"
+_CAN_LOOK = Path(_DESCRIPTORS).is_dir()
+# In Linux's struct tcp_info.
+_TCP_INFO_BYTES, _BYTES_RECEIVED = 136, slice(128, 136)
+# What every client of gRPC sends first, with TLS or without, is longer.
+_LEAST_BYTES = 24
+
+# The address and the port of a client.
+Peer = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class HandshakeLimits:
+    """How many connections may be unknown at once, and for how long."""
+
+    most: int
+    most_of_address: int
+    timeout_s: float
+
+
+class Handshakes:
+    """Watches the connections to one TCP port of this process."""
+
+    def __init__(
+        self,
+        port: int,
+        is_done: Callable[[Peer, socket.socket], bool],
+        limits: HandshakeLimits,
+        *,
+        is_final: bool = True,
+    ) -> None:
+        """`is_done`: whether the client of a connection is known; in a thread. `is_final`: and stays so."""
+        self._port, self._is_done, self._limits, self._is_final = port, is_done, limits, is_final
+        # The inodes of sockets that need no further look.
+        self._others: set[int] = set()
+        # By inode, the oldest first: since when a client is unknown.
+        self._unknown_since_s: dict[int, float] = {}
+
+    async def run(self, interval_s: float) -> None:
+        """Checks until cancelled."""
+        if not _CAN_LOOK:
+            return
+        # Its own thread: the others may all be busy when it is needed most.
+        with ThreadPoolExecutor(1, "handshakes") as thread:
+            while True:
+                # Without a free descriptor nothing is done.
+                with contextlib.suppress(OSError):
+                    await asyncio.get_running_loop().run_in_executor(thread, self.check)
+                await asyncio.sleep(interval_s)
+
+    def check(self) -> int:
+        """Closes what is beyond the limits. Returns how many. Raises OSError if no descriptor is free."""
+        now_s, held = time.monotonic(), self._connections()
+        try:
+            unknown: dict[int, float] = {}
+            for inode, (peer, connection) in sorted(held.items()):
+                if not self._is_done(peer, connection):
+                    unknown[inode] = self._unknown_since_s.get(inode, now_s)
+                elif self._is_final:
+                    self._others.add(inode)
+            # Inodes are about in the order of their making.
+            order = sorted(unknown, key=lambda inode: (unknown[inode], inode))
+            of_address = Counter(held[inode][0][0] for inode in order)
+            closed: set[int] = set()
+            for inode in order:
+                peer, connection = held[inode]
+                is_late = now_s - unknown[inode] > self._limits.timeout_s
+                are_too_many = len(order) - len(closed) > self._limits.most
+                if is_late or are_too_many or of_address[peer[0]] > self._limits.most_of_address:
+                    of_address[peer[0]] -= 1
+                    closed.add(inode)
+                    # Whoever owns it sees its end.
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
+            self._unknown_since_s = {inode: unknown[inode] for inode in order if inode not in closed}
+            self._others |= closed
+        finally:
+            for _, connection in held.values():
+                connection.close()
+        return len(closed)
+
+    def _connections(self) -> dict[int, tuple[Peer, socket.socket]]:
+        """Those to the port, by inode: the client, and a duplicate of the socket, which the caller closes."""
+        found: dict[int, tuple[Peer, socket.socket]] = {}
+        others: set[int] = set()
+        for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208 - names, and no objects for each
+            # Skips what is closed meanwhile.
+            with contextlib.suppress(OSError):
+                status = os.fstat(int(name))
+                if not stat.S_ISSOCK(status.st_mode):
+                    continue
+                if status.st_ino in self._others:
+                    others.add(status.st_ino)
+                    continue
+                # A duplicate: the owner may close the original.
+                connection = socket.socket(fileno=os.dup(int(name)))
+                peer = _peer_of(connection, self._port)
+                if peer is not None and status.st_ino not in found:
+                    found[status.st_ino] = peer, connection
+                    continue
+                connection.close()
+                if peer is None:
+                    others.add(status.st_ino)
+        self._others = others
+        return found
+
+
+def _peer_of(connection: socket.socket, port: int) -> Peer | None:
+    """The client of a connection to the port. None: it is something else."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        return None
+    with contextlib.suppress(OSError):
+        if connection.getsockname()[1] == port and not connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        ):
+            host, its_port = connection.getpeername()[:2]
+            return plain_address(host), its_port
+    return None
+
+
+def plain_address(host: str) -> str:
+    """An address in one form: IPv4 that has come by IPv6 is IPv4."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def peer_named(name: str) -> Peer | None:
+    """The client that gRPC names, as `ipv4:127.0.0.1:5000` or `ipv6:%5B::1%5D:5000`."""
+    kind, _, address = unquote(name).partition(":")
+    host, _, port = address.rpartition(":")
+    return (plain_address(host.strip("[]")), int(port)) if kind in ("ipv4", "ipv6") else None
+
+
+def has_spoken(_peer: Peer, connection: socket.socket) -> bool:
+    """Whether a client has sent as much as the begin of a handshake. True where the system does not tell."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except (OSError, AttributeError):
+        return True
+    received = int.from_bytes(info[_BYTES_RECEIVED], "little")
+    return len(info) < _TCP_INFO_BYTES or received >= _LEAST_BYTES
