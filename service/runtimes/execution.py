@@ -105,9 +105,13 @@ class Execution:
     def put(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
         """Chunks of samples that have ended are dropped."""
         self._has_chunks = True
-        if self.state is State.CLOSED:
+        if self.state is State.CLOSED or not self._unfinished:
             return
-        was_unfinished = bool(self._unfinished)
+        self._accept(chunks)
+        if not self._unfinished and not self._is_read:
+            self._finish_unread()
+
+    def _accept(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
         accepted: list[runner_pb2.SampleChunk] = []
         for chunk in chunks:
             key = chunk.item_id, chunk.sample
@@ -120,8 +124,6 @@ class Execution:
             accepted.append(chunk)
         self._buffer.add(accepted)
         self._changed.set()
-        if was_unfinished and not self._unfinished and not self._is_read:
-            self._finish_unread()
 
     @property
     def is_full(self) -> bool:
@@ -163,15 +165,14 @@ class Execution:
 
     def _fail_unfinished(self, error: QuireError) -> None:
         status = to_status(error, self.started.request_id)
-        self._end_unfinished(finish_reason=runner_pb2.FINISH_REASON_ERROR, error=status)
+        self.put(self._ends(finish_reason=runner_pb2.FINISH_REASON_ERROR, error=status))
 
-    def _end_unfinished(self, **end: Any) -> None:
-        self.put(
-            [
-                runner_pb2.SampleChunk(item_id=item_id, sample=sample, position=position, **end)
-                for (item_id, sample), position in self._unfinished.items()
-            ]
-        )
+    def _ends(self, **end: Any) -> list[runner_pb2.SampleChunk]:
+        """A last chunk for each unfinished sample."""
+        return [
+            runner_pb2.SampleChunk(item_id=item_id, sample=sample, position=position, **end)
+            for (item_id, sample), position in self._unfinished.items()
+        ]
 
     # For the reader.
 
@@ -235,9 +236,10 @@ class Execution:
 
     def cancel(self) -> None:
         """Ends it; it cannot be resumed. A reader gets the end of its samples."""
-        if self._unfinished:
-            self._end_unfinished(finish_reason=runner_pb2.FINISH_REASON_CANCELLED)
-        self.end()
+        if self.state is not State.CLOSED:
+            # Not with `put`: an execution that is only about to close must not count as finished unread.
+            self._accept(self._ends(finish_reason=runner_pb2.FINISH_REASON_CANCELLED))
+            self.end()
         self._release()
 
     def _release(self) -> None:

@@ -115,11 +115,15 @@ class Executions:
         if tenant is not None and list(running.values()).count(tenant) >= share:
             raise TooManyExecutions(share, _RETRY_S, of_tenant=True)
 
-    def _cancel_an_unread_one(self) -> None:
-        """If too many are finished unread: the oldest one of the tenant with the most."""
+    def _cancel_an_unread_one(self, ended: Tenant | None) -> None:
+        """If too many are finished unread: the oldest one of the tenant with the most.
+
+        Of equal ones it is `ended`, whose execution is one too many: others lose nothing by it.
+        """
         unread = self._open[State.FINISHED_UNREAD]
         if len(unread) > self._state.config.max_executions:
-            ((largest, _),) = Counter(unread.values()).most_common(1)
+            counts = Counter(unread.values())
+            largest = max(counts, key=lambda tenant: (counts[tenant], tenant is ended))
             next(execution for execution, tenant in unread.items() if tenant is largest).cancel()
 
     def _check(self, request: runner_pb2.ExecuteRequest) -> None:
@@ -208,7 +212,8 @@ class Executions:
             group.pop(execution, None)
         if execution.state is not State.CLOSED:
             self._open[execution.state][execution] = tenant
-            self._cancel_an_unread_one()
+            if execution.state is State.FINISHED_UNREAD:
+                self._cancel_an_unread_one(tenant)
             return
         kept = self._kept.get(key)
         if kept is not None and kept[1] is execution:

@@ -125,6 +125,45 @@ async def test_a_tenant_with_many_unread_executions_does_not_displace_others() -
     assert [served.cancel(f"a{number}", ALICE) for number in range(5)] == [False] * 3 + [True] * 2
 
 
+@pytest.mark.parametrize("owner", [ALICE, BOB, None], ids=["same", "other", "anonymous"])
+@pytest.mark.parametrize("how", ["cancel", "keep", "failure", "server"])
+async def test_one_that_ends_without_a_result_displaces_no_kept_one(how: str, owner: Tenant | None) -> None:
+    """It never counts as finished unread, not even for a moment."""
+    runtime = Slow()
+    served = executions(runtime, max_executions=1)
+    first = None if owner is None else ALICE
+    runtime.may_end.set()
+    await ended(served.open(request("kept"), first, None))
+    runtime.may_end.clear()
+    asked = request("b")
+    if how == "keep":
+        asked.keep.CopyFrom(duration_pb2.Duration(nanos=20_000_000))
+    running = served.open(asked, owner, None)
+    running.detach(running.attach({}))
+    if how == "cancel":
+        assert served.cancel("b", owner)
+    elif how == "failure":
+        runtime.failures = {"x": NoWorker()}
+        runtime.may_end.set()
+    elif how == "server":
+        running.end()
+    while served.num_unfinished:
+        await asyncio.sleep(0.01)
+    assert not served.cancel("b", owner)
+    assert served.cancel("kept", first)
+
+
+async def test_of_tenants_that_keep_equally_many_the_one_whose_execution_ends_loses_one() -> None:
+    served = executions(FakeRuntime("local"), max_executions=2)
+    for tenant, name in ((ALICE, "a"), (BOB, "b"), (BOB, "c")):
+        await ended(served.open(request(name), tenant, None))
+    assert served.cancel("a", ALICE) and not served.cancel("b", BOB) and served.cancel("c", BOB)
+    alone = executions(FakeRuntime("local"), max_executions=1)
+    await ended(alone.open(request("a"), ALICE, None))
+    await ended(alone.open(request("b"), BOB, None))
+    assert alone.cancel("a", ALICE) and not alone.cancel("b", BOB)
+
+
 async def test_a_client_that_resumes_gets_the_finished_execution() -> None:
     served = executions(FakeRuntime("local"), max_executions=1)
     await ended(served.open(request("a"), None, None))
