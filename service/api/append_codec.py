@@ -59,9 +59,9 @@ PRIORITIES = {
 
 def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
     """A Prefill. Raises InvalidArgument, and AdapterNotFound or Unsupported for an adapter."""
-    limits = limits.of(request.cache_id)
-    validation.check_tokens(request.token_ids, limits)
     validation.check_creation(request)
+    limits = limits.of(request.cache_id) if request.cache_id else limits.of_creation(request.request_id)
+    validation.check_tokens(request.token_ids, limits)
     validation.check_sample_seeds(len(request.sample_seeds))
     options = worker_pb2.ForwardOptions(rows=1, sample_seeds=request.sample_seeds)
     if request.HasField("score_from"):

@@ -54,10 +54,19 @@ class Tenant:
     def salt(self, cache_salt: str, adapter: int = 0) -> bytes:
         """The salt that separates prefixes by tenant, by `cache_salt` and by adapter."""
         of_adapter = f"a{adapter}/" if adapter else ""
+        return of_adapter.encode() + self._own_salt(cache_salt)
+
+    def has_salt(self, salt: bytes, cache_salt: str) -> bool:
+        """Whether a cache of this tenant with `salt`, whatever its adapter, was made with `cache_salt`."""
+        # The rest is empty or begins with a digit.
+        rest = salt.partition(b"/")[2] if salt.startswith(b"a") else salt
+        return rest == self._own_salt(cache_salt)
+
+    def _own_salt(self, cache_salt: str) -> bytes:
         if not self.name and not cache_salt:
-            return of_adapter.encode()
+            return b""
         # The length keeps ("a", "bc") apart from ("ab", "c").
-        return f"{of_adapter}{len(self.name)}:{self.name}{cache_salt}".encode()
+        return f"{len(self.name)}:{self.name}{cache_salt}".encode()
 
     def admit(self, now_s: float) -> None:
         """Admits one more request. Raises QuotaExceeded if too many run, or the rate is too high."""

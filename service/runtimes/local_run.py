@@ -33,6 +33,7 @@ from service.caches.requests import (
     Request,
     cache_ids,
 )
+from service.caches.tenants import Tenant
 from service.dispatcher import Dispatcher, Found
 from service.errors import (
     DeadlinePassed,
@@ -71,6 +72,7 @@ class LocalRun:
         self._caller = dispatcher.new_caller()
         self._request_id = current_request_id()
         self._caches = BatchCaches(dispatcher, batch)
+        self._tenant = batch.tenant or Tenant()
         self._lease_s = max(batch.keep_s, least_lease_s) if batch.keep_s else None
         if batch.keep_s:
             sink.on_release(self._caches.stop_keeping)
@@ -218,7 +220,7 @@ class LocalRun:
                 # If no run can use one, all are released.
                 for each in filter(None, forked):
                     self._caches.add(each.cache_id)
-                _require_same_model(item, cache)
+                self._require_same(item, cache)
             if item_id in self._batch.resumed and not (forked or any(caches)):
                 raise ExecutionLost
             if item.num_samples > 1 and len(item.spec.prompt) > 1 and not forked:
@@ -252,8 +254,9 @@ class LocalRun:
             raise
         assert isinstance(forked, Handles)
         self._caches.discard(parent)
+        salt = self._tenant.salt(item.cache_salt, item.adapter)
         caches = [
-            Remembered(handle.cache_id, prompt, item.weights, item.adapter) for handle in forked.handles
+            Remembered(handle.cache_id, prompt, item.weights, item.adapter, salt) for handle in forked.handles
         ]
         return [*caches], done_of(prefix).reused_tokens
 
@@ -320,7 +323,7 @@ class LocalRun:
         """Takes the tokens that a sample's cache holds after the prompt. Raises QuireError."""
         prompt = item.spec.prompt
         self._caches.add(cache.cache_id)
-        _require_same_model(item, cache)
+        self._require_same(item, cache)
         if not _is_either_prefix(cache.token_ids, prompt):
             raise reused_request_id()
         sample.cache_id = cache.cache_id
@@ -332,6 +335,16 @@ class LocalRun:
                     return
                 if time_slice.due:
                     await time_slice.yield_to_others()
+
+    def _require_same(self, item: PreparedItem, cache: Remembered) -> None:
+        """Raises InvalidArgument, WeightsChanged or ExecutionLost if a cache cannot continue an item."""
+        if not self._tenant.has_salt(cache.salt, item.cache_salt):
+            raise reused_request_id()
+        if cache.weights != item.weights:
+            raise WeightsChanged
+        if cache.adapter != item.adapter:
+            # The adapter's id names another version by now.
+            raise ExecutionLost
 
     def _fail(self, sample: Sample, error: QuireError) -> None:
         if isinstance(error, DeadlinePassed):
@@ -347,15 +360,6 @@ class LocalRun:
         # Fewer if the run has ended meanwhile.
         for (_, future), mask in zip(batch, masks, strict=False):
             self._continue(future, mask)
-
-
-def _require_same_model(item: PreparedItem, cache: Remembered) -> None:
-    """Raises WeightsChanged or ExecutionLost if a cache cannot continue an item."""
-    if cache.weights != item.weights:
-        raise WeightsChanged
-    if cache.adapter != item.adapter:
-        # The adapter's id names another version by now.
-        raise ExecutionLost
 
 
 def _is_either_prefix(token_ids: Sequence[int], prompt: Sequence[int]) -> bool:

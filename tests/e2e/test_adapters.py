@@ -179,10 +179,17 @@ def test_a_cache_keeps_its_version_until_it_is_released(gateway: GatewayProcess,
     second = upload(gateway, "versions", adapted.adapters[1])
     assert second.version > first.version
     after = Text(gateway, "versions")
-    assert refused(lambda: Text(gateway, "versions", request_id="before")) == "REQUEST_ID_REUSED"
+    again = Text(gateway, "versions", request_id="before")
+    assert (again.cache_id, again.tokens) == (before.cache_id, before.tokens)
+    assert refused(lambda: Text(gateway, "of nobody", request_id="before")) == "ADAPTER_NOT_FOUND"
+    assert refused(lambda: Text(gateway, "", request_id="before")) == "REQUEST_ID_REUSED"
+    load(gateway, "other", adapted.adapters[1])
+    assert refused(lambda: Text(gateway, "other", request_id="before")) == "REQUEST_ID_REUSED"
     assert ids(gateway)["versions"].version == second.version and ids(gateway)["versions"].caches == 1
     assert unload(gateway, "versions") and not unload(gateway, "versions")
     assert refused(lambda: Text(gateway, "versions")) == "ADAPTER_NOT_FOUND"
+    again = Text(gateway, "versions", request_id="before")
+    assert (again.cache_id, again.tokens) == (before.cache_id, before.tokens), "its version is there"
     assert "versions" not in ids(gateway)
     assert before.finish() == adapted.tokens[1]
     assert after.finish() == adapted.tokens[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -20,7 +21,7 @@ from service.caches.requests import (
 )
 from service.caches.tenants import Quota, Tenant
 from service.dispatcher import Outcome
-from service.errors import CacheNotFound, PositionMismatch, QuotaExceeded, ShardMoved
+from service.errors import CacheNotFound, InvalidArgument, PositionMismatch, QuotaExceeded, ShardMoved
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.invariants import check_invariants
 
@@ -219,3 +220,17 @@ def test_a_tenant_holds_nothing_of_a_shard_that_another_gateway_has(gateway: Sha
     gateway.dispatcher.close()
     assert (alice.caches, alice.tokens, alice.in_flight) == (0, 0, 0)
     assert len(found) == 6 and all(isinstance(outcome, ShardMoved) for _, outcome in found)
+
+
+@pytest.mark.parametrize("name", ["alice", ""])
+@pytest.mark.parametrize("adapter", [0, 7])
+def test_a_repeated_creation_has_the_salt_of_the_first(gateway: Shared, adapter: int, name: str) -> None:
+    """Else a caller would get a cache whose pages are shared with callers from whom it is kept apart."""
+    tenant = Tenant(name) if name else None
+    asked = replace(prefill(1, 2, request_id="r"), adapter=adapter, cache_salt="of the first")
+    (made,) = gateway.ask_as(tenant, asked)
+    (again,) = gateway.ask_as(tenant, asked)
+    assert isinstance(made, Appended) and isinstance(again, Appended) and made.cache_id == again.cache_id
+    for other in ("", "another", "of the first "):
+        (refused,) = gateway.ask_as(tenant, replace(asked, cache_salt=other))
+        assert isinstance(refused, InvalidArgument) and refused.reason == "REQUEST_ID_REUSED", other

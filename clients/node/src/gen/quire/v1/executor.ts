@@ -73,9 +73,10 @@ export interface PrefillRequest {
     | Duration
     | undefined;
   /**
-   * For a new cache, an idempotency key. A repeat with the same key and tokens returns the first request's cache and
-   * response instead of making a second cache, until another append follows. Also written to the logs. At most 128
-   * printable ASCII characters.
+   * For a new cache, an idempotency key. A repeat with the same key, tokens, adapter_id and cache_salt returns the first
+   * request's cache and response instead of making a second cache, until another append follows; also if the adapter_id
+   * names another version of the adapter by then, or none. With others it fails with REQUEST_ID_REUSED. Also written to
+   * the logs. At most 128 printable ASCII characters.
    */
   requestId: string;
   /**
