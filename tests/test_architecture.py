@@ -80,6 +80,8 @@ SERVICE_ROOMS = {
     "service.logging": ("service.printable",),
     "service.durable_file": ("service.logging",),
     "service.uploads": ("service.errors",),
+    "service.fair_queue": ("service.caches.requests",),
+    "service.turns": ("service.caches.requests", "service.fair_queue"),
     "service.auth": ("service.caches.tenants", "service.config", "service.errors", "service.logging"),
     "service.caches": ("service.errors", "service.token_bucket"),
     "service.journal": (
@@ -109,19 +111,19 @@ SERVICE_ROOMS = {
         "service.dispatcher", "service.errors", "service.auth", "service.logging", "service.memory",
         "service.pool.model_versions", "service.pool.supervisor", "service.pool.rolling_restart",
         "service.pool.wire",
-        "service.printable", "service.running_clock",
+        "service.printable", "service.running_clock", "service.turns",
     ),
-    "service.text": ("service.errors", "service.logging", "service.printable"),
+    "service.text": ("service.errors", "service.logging", "service.printable", "service.turns"),
     "service.runtimes": (
         "service.api", "service.caches.requests", "service.caches.tenants", "service.completion",
         "service.config", "service.dispatcher", "service.auth", "service.durable_file", "service.errors",
         "service.logging", "service.pool", "service.printable", "service.text", "service.token_bucket",
         "service.uploads",
-        "service.model_names",
+        "service.fair_queue", "service.model_names", "service.turns",
     ),
     "service.openai": (
         "service.api", "service.config", "service.auth", "service.errors", "service.listening",
-        "service.logging", "service.printable", "service.runtimes", "service.text",
+        "service.logging", "service.printable", "service.runtimes", "service.text", "service.turns",
     ),
     "service.metrics": (
         "service.adapters.registry", "service.api", "service.caches", "service.config",

@@ -30,6 +30,7 @@ from service.config import Config
 from service.errors import NoWorker, QueueFull, WeightsChanged
 from service.memory import ProcessMemory
 from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
+from service.turns import Turns
 
 # The retry delay for calls that cannot wait because too many do.
 _RETRY_S = 1.0
@@ -65,7 +66,7 @@ class ServerState:
         self.answers = AnswerBudget(config.max_unread_bytes)
         self.receiver = RequestReceiver(config)
         # Held while a large message is parsed.
-        self.parsing = asyncio.Semaphore(MAX_CONCURRENT)
+        self.parsing = Turns(MAX_CONCURRENT)
         self.connections = ConnectionCount(config)
         self.memory = ProcessMemory()
         self.call_log = CallLog(config)

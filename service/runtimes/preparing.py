@@ -5,7 +5,6 @@ Expensive parts (long texts, templates, grammars) run in a bounded number of thr
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from array import array
@@ -99,8 +98,7 @@ class ItemPreparer:
         first_mask = None
         if new_matcher is not None:
             matcher = new_matcher()
-            loop = asyncio.get_running_loop()
-            first_mask = await loop.run_in_executor(matcher.threads, matcher.allowed)
+            first_mask = await matcher.in_thread(matcher.allowed)
         tokenizer = None if item.tokens_only else await self._text.tokenizer()
         if self._state.model_version != limits.weights:
             # The weights were switched while the item was prepared.

@@ -25,6 +25,7 @@ from typing import TypeVar
 
 from service.errors import Draining
 from service.text.task_loop import Connection
+from service.turns import Turns
 
 _Result = TypeVar("_Result")
 _KEPT_ENVIRONMENT = ("PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_TIME")
@@ -157,20 +158,20 @@ class TaskPool:
     ) -> None:
         self._new_process = new_process
         self._max_tasks = max_tasks
-        self._permits = asyncio.Semaphore(max_processes)
+        self._turns = Turns(max_processes)
         # The most recently used last.
         self.idle: list[TaskProcess] = []
         self._busy: set[TaskProcess] = set()
         self._is_closed = False
 
-    async def run(self, work: Callable[[TaskProcess], _Result]) -> _Result:
-        """Calls `work` with a process, in a thread. Cancelling the call ends the process.
+    async def run(self, work: Callable[[TaskProcess], _Result], tenant: str = "") -> _Result:
+        """Calls `work` with a process, in a thread, when it is the tenant's turn.
 
-        Retries if something other than this task ended the process. Raises what `work` raises; Draining once
-        the pool is closed.
+        Cancelling the call ends the process. Retries if something other than this task ended the process.
+        Raises what `work` raises; Draining once the pool is closed.
         """
         while True:
-            async with self._permits:
+            async with self._turns.turn(tenant):
                 if self._is_closed:
                     raise Draining
                 process = self.idle.pop() if self.idle else self._new_process()

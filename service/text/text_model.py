@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ from service.text.detokenizer import TokenDecoder
 from service.text.task_process import TaskFailed
 from service.text.token_bytes import token_bytes
 from service.text.tokenizer_bounds import decodes_in_bounds, encodes_in_bounds
+from service.turns import Turns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -68,7 +71,7 @@ class TextModel:
         self._tenant = tenant
         self._loaded: _Loaded | None = None
         self._load_lock = asyncio.Lock()
-        self._threads = asyncio.Semaphore(_MAX_THREADS)
+        self._threads, self._turns = ThreadPoolExecutor(_MAX_THREADS, "encode"), Turns(_MAX_THREADS)
         self._templates = ChatTemplates()
 
     async def tokenizer(self) -> TokenDecoder | None:
@@ -94,11 +97,11 @@ class TextModel:
                 return await loaded.encoder.encode(text, add_special_tokens=add_special_tokens, tenant=tenant)
             if len(text) <= _SHORT_CHARACTERS:
                 return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            async with self._threads:
-                # This call releases the GIL.
-                (encoded,) = await asyncio.to_thread(
-                    tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens
-                )
+            # This call releases the GIL.
+            encode = functools.partial(
+                tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens
+            )
+            (encoded,) = await self._turns.in_thread(self._tenant(), self._threads, encode)
             return encoded.ids
         except (QuireError, *NOT_FAILURES):
             raise
@@ -120,15 +123,15 @@ class TextModel:
             raise InvalidArgument("EMPTY_PROMPT", "chat.messages", "at least one message is needed")
         messages = openai_messages(chat, _arguments)
         tools = tools_of(chat) if chat.tools_json else None
-        name = chat.template or DEFAULT
+        name, tenant = chat.template or DEFAULT, self._tenant()
         try:
-            text = await self._templates.render(template, messages, name=name, tools=tools)
+            text = await self._templates.render(template, messages, name=name, tools=tools, tenant=tenant)
         except TemplateError as error:
             raise InvalidArgument("BAD_CHAT", "chat", str(error)) from None
         if tools:
             # A template that fails without tools uses them.
             with contextlib.suppress(TemplateError):
-                if text == await self._templates.render(template, messages, name=name):
+                if text == await self._templates.render(template, messages, name=name, tenant=tenant):
                     message = "the model's chat template does not support tools"
                     raise InvalidArgument("BAD_CHAT", "chat.tools_json", message)
         # The template has written the special tokens.
@@ -150,11 +153,13 @@ class TextModel:
                 loaded.constraints = await asyncio.to_thread(_constraints, loaded.tokenizer)
         if isinstance(loaded.constraints, Unsupported):
             raise loaded.constraints.without_traceback()
-        return await loaded.constraints.matcher_factory(kind, grammar, end_ids, vocab_size)
+        constraints, tenant = loaded.constraints, self._tenant()
+        return await constraints.matcher_factory(kind, grammar, end_ids, vocab_size, tenant)
 
     def close(self) -> None:
         """Ends all processes. Idempotent."""
         self._templates.close()
+        self._threads.shutdown(wait=False)
         if self._loaded is not None:
             if self._loaded.encoder is not None:
                 self._loaded.encoder.close()
