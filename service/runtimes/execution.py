@@ -79,8 +79,9 @@ class Execution:
         self._keep_timer: asyncio.TimerHandle | None = None
         self._release_callbacks: list[Callable[[], None]] = []
 
-    def start(self, run: Run) -> None:
+    def start(self, run: Run) -> asyncio.Task[None]:
         self._task = asyncio.create_task(self._run(run), name="execution")
+        return self._task
 
     @property
     def is_done(self) -> bool:

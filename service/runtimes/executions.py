@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from quire.v1 import runner_pb2
@@ -54,7 +55,8 @@ class Executions:
     ) -> Execution:
         """A new execution, or the one that this request resumes. The caller attaches a reader at once.
 
-        Raises InvalidArgument, RuntimeNotFound, NoWorker, TooManyExecutions, ExecutionLost or Draining.
+        Raises InvalidArgument, RuntimeNotFound, NoWorker, TooManyExecutions, QuotaExceeded, ExecutionLost or
+        Draining.
         """
         self._check(request)
         _check_progress(request)
@@ -146,6 +148,8 @@ class Executions:
         if found is None:
             return None
         digest, execution = found
+        if tenant is not None:
+            tenant.admit_reader(time.monotonic())
         if digest != _digest(request):
             raise reused_request_id()
         execution.started.resumed = True
@@ -163,6 +167,8 @@ class Executions:
         request_id = request.request_id or secrets.token_hex(16)
         key = tenant, request_id
         resumed = self._resumed_items(request, keep_s)
+        now_s = time.monotonic()
+        preparation = None if tenant is None else tenant.prepare(len(request.items), now_s)
         samples = [(item.item_id, sample) for item in request.items for sample in range(num_samples(item))]
         execution = Execution(
             request_id,
@@ -181,11 +187,16 @@ class Executions:
             items=request.items,
             priority=PRIORITIES[request.priority],
             # A kept execution continues without its client, so the client's deadline does not end it.
-            deadline_s=None if timeout_s is None or keep_s else time.monotonic() + timeout_s,
+            deadline_s=None if timeout_s is None or keep_s else now_s + timeout_s,
             keep_s=keep_s,
             resumed=resumed,
         )
-        execution.start(functools.partial(self._router.execute, request, batch))
+        if preparation is not None:
+            batch = replace(batch, prepared=lambda items: preparation.made(items, time.monotonic()))
+        running = execution.start(functools.partial(self._router.execute, request, batch))
+        if preparation is not None:
+            # Not in the task, which may end before it begins.
+            running.add_done_callback(lambda _: preparation.end())
         return execution
 
     def _resumed_items(self, request: runner_pb2.ExecuteRequest, keep_s: float) -> frozenset[str]:

@@ -90,6 +90,7 @@ class LocalRuntime:
                 # Short items are prepared without awaiting anything, and a batch may have a thousand.
                 if time_slice.due:
                     await time_slice.yield_to_others()
+            batch.prepared(len(ready))
             await run.run(ready)
         finally:
             run.close()
