@@ -107,7 +107,8 @@ SERVICE_ROOMS = {
         "service.model_names",
     ),
     "service.api": (
-        "service.adapters", "service.caches.effects", "service.caches.requests", "service.config",
+        "service.adapters", "service.caches.effects", "service.caches.requests", "service.caches.tenants",
+        "service.config",
         "service.dispatcher", "service.errors", "service.auth", "service.logging", "service.memory",
         "service.pool.model_versions", "service.pool.supervisor", "service.pool.rolling_restart",
         "service.pool.wire",

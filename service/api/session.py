@@ -24,6 +24,7 @@ from quire.v1 import executor_pb2
 
 from service.api import validation
 from service.api.append_codec import held_bytes
+from service.api.budget import SMALL_BYTES, in_memory
 from service.api.calls import CALLS, Call, Outcome, start_weight
 from service.api.elsewhere import SessionCalls
 from service.api.parsing import parsed
@@ -107,14 +108,16 @@ class Session:
         # The scheduler treats the whole Session as one caller, however many calls it has in flight.
         self._caller = dispatcher.new_caller()
         self._tenant = current_tenant()
+        self._answers = state.answers.of(self._tenant)
         # Stored here because answers are built in the context of the task that delivers the last outcome.
         self._request_id = current_request_id()
         # With the ids of this call, for log lines.
         self._own = contextvars.copy_context()
         self._open: dict[int, _OpenCall] = {}
-        # The expected bytes of the answers of open calls, and the bytes of those that wait to be written.
+        # The expected memory for the answers of open calls, and for those that wait to be written.
         self._held_bytes = 0
-        self._results: deque[executor_pb2.SessionResult] = deque()
+        # With the size of each, and the memory that it counts.
+        self._results: deque[tuple[executor_pb2.SessionResult, int, int]] = deque()
         self._something_to_write = asyncio.Event()
         self._room = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
@@ -233,7 +236,7 @@ class Session:
             try:
                 if isinstance(call, QuireError):
                     raise call
-                self._state.answers.take(call.answer_bytes)
+                self._answers.take(call.answer_bytes)
             except QuireError as error:
                 self._deliver_error(tag, error)
                 continue
@@ -247,7 +250,7 @@ class Session:
     def _adjust_held_bytes(self, size_bytes: int) -> None:
         """Counts more bytes of this session's answers, or fewer if negative."""
         self._held_bytes += size_bytes
-        self._state.answers.adjust(size_bytes)
+        self._answers.adjust(size_bytes)
 
     def _run(self, calls: Sequence[_OpenCall]) -> None:
         """Starts the requests of all calls together, so that they share steps."""
@@ -300,6 +303,8 @@ class Session:
         answer.SetInParent()
         try:
             outcomes = [outcome for outcome in call.outcomes if outcome is not None]
+            # The calls that were started with it may run on, and keep it.
+            call.outcomes = [None] * len(call.outcomes)
             if call.task is not None:
                 if isinstance(call.answer, QuireError):
                     raise call.answer
@@ -327,8 +332,10 @@ class Session:
         self._deliver(executor_pb2.SessionResult(tag=tag, error=status))
 
     def _deliver(self, result: executor_pb2.SessionResult) -> None:
-        self._results.append(result)
-        self._adjust_held_bytes(result.ByteSize())
+        size_bytes = result.ByteSize()
+        held_bytes = size_bytes if size_bytes <= SMALL_BYTES else in_memory(size_bytes)
+        self._results.append((result, size_bytes, held_bytes))
+        self._adjust_held_bytes(held_bytes)
         self._something_to_write.set()
 
     # Writing.
@@ -339,25 +346,33 @@ class Session:
             await self._something_to_write.wait()
             self._something_to_write.clear()
             while self._results:
-                message, size_bytes = self._next_message()
-                await self._write_message(message, size_bytes)
-                self._adjust_held_bytes(-size_bytes)
+                held_bytes = await self._write_message(*self._next_message())
+                self._adjust_held_bytes(-held_bytes)
                 self._room.set()
             failed = reader.done() and not reader.cancelled() and reader.exception() is not None
             if failed or (reader.done() and not self._open):
                 return
 
-    async def _write_message(self, message: executor_pb2.SessionResponse, size_bytes: int) -> None:
+    async def _write_message(
+        self, message: executor_pb2.SessionResponse, size_bytes: int, held_bytes: int
+    ) -> int:
         """Writes one message. If the client does not read it in time, everything else is dropped.
 
-        Then only this message takes memory until it is read or the connection ends.
+        Then only this message takes memory until it is read or the connection ends. `held_bytes`: what its
+        results count. Returns what the message counts from now on.
         """
+        written_bytes = held_bytes
+        if size_bytes > SMALL_BYTES:
+            # Also of small results.
+            written_bytes = in_memory(size_bytes)
+            self._adjust_held_bytes(written_bytes - held_bytes)
 
         def give_up() -> None:
             self._abandon()
-            self._adjust_held_bytes(size_bytes - self._held_bytes)
+            self._adjust_held_bytes(written_bytes - self._held_bytes)
 
         await write_in_time(self._context.write(message), self._config.session_stall_s, give_up)
+        return written_bytes
 
     def _abandon(self) -> None:
         assert self._reader is not None
@@ -366,16 +381,19 @@ class Session:
         self._results.clear()
         _log.info("a session's client does not read its answers", stall_s=self._config.session_stall_s)
 
-    def _next_message(self) -> tuple[executor_pb2.SessionResponse, int]:
+    def _next_message(self) -> tuple[executor_pb2.SessionResponse, int, int]:
+        """The next message, its size, and what its results count."""
         message = executor_pb2.SessionResponse()
-        size_bytes = 0
+        size_bytes = held_bytes = 0
         while self._results:
-            result_bytes = self._results[0].ByteSize()
+            result, result_bytes, result_held_bytes = self._results[0]
             if size_bytes and size_bytes + result_bytes > _TARGET_MESSAGE_BYTES:
                 break
-            message.results.append(self._results.popleft())
+            message.results.append(result)
+            del self._results[0]
             size_bytes += result_bytes
-        return message, size_bytes
+            held_bytes += result_held_bytes
+        return message, size_bytes, held_bytes
 
     def _undo_open_calls(self) -> None:
         tickets = [ticket for call in self._open.values() for ticket in call.tickets]

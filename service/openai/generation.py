@@ -89,6 +89,7 @@ class CompletionHandler:
     ) -> None:
         """Sends the response in one piece. Its chunks count as unread until it is sent."""
         held_bytes = 0
+        answers = self.state.answers.of(current_tenant())
         time_slice = TimeSlice()
         try:
             while chunks := await execution.read(reader):
@@ -96,7 +97,7 @@ class CompletionHandler:
                 response.begin(execution.started)
                 for chunk in chunks:
                     size_bytes = response.add(chunk)
-                    self.state.answers.take(size_bytes)
+                    answers.take(size_bytes)
                     held_bytes += size_bytes
                     if time_slice.due:
                         await time_slice.yield_to_others()
@@ -107,7 +108,7 @@ class CompletionHandler:
             await body.write(response.pieces())
             await body.end()
         finally:
-            self.state.answers.adjust(-held_bytes)
+            answers.adjust(-held_bytes)
 
     async def _send_stream(
         self, execution: Execution, reader: int, response: CompletionResponse, send: Send

@@ -17,6 +17,7 @@ from quire.v1 import runner_pb2
 
 from service.api.budget import AnswerBudget
 from service.api.status import to_status
+from service.caches.tenants import Tenant
 from service.errors import NOT_FAILURES, Draining, InternalError, QuireError, ResumedElsewhere
 from service.logging import get_logger
 from service.runtimes.base import SampleKey
@@ -53,10 +54,12 @@ class Execution:
         on_state: Callable[[Execution], None],
         unread: AnswerBudget,
         read: ReplayBudget,
+        tenant: Tenant | None = None,
     ) -> None:
         """`samples`: all that must end. `on_state` is called after each change of `state`.
 
-        The budgets are shared by several executions: one counts unread chunks, one those kept after reading.
+        The budgets are shared by several executions: one counts unread chunks, those that are being sent
+        included, one those kept after reading.
         """
         # The runtime is final when the first chunk is there.
         self.started = runner_pb2.ExecutionStarted(request_id=request_id)
@@ -65,8 +68,8 @@ class Execution:
         self.state = State.RUNNING
         # Unfinished samples, and the end position of each one's last chunk.
         self._unfinished = dict.fromkeys(samples, 0)
-        self._buffer = ReplayBuffer(unread, read, keeps=keep_s > 0)
-        self._unread_budget = unread
+        self._buffer = ReplayBuffer(unread.of(tenant), read, keeps=keep_s > 0, tenant=tenant)
+        self._unread_budget = unread.of(tenant)
         # Whether a sample ended without an error. Otherwise there is nothing to resume for.
         self._is_worth_keeping = False
         self._changed = asyncio.Event()
@@ -184,6 +187,7 @@ class Execution:
         """
         # `read` skips what the reader has. Doing it here could block the event loop.
         self._buffer.read_again(progress)
+        self._buffer.sent()
         self._reader += 1
         self._is_read = True
         if self._keep_timer is not None:
@@ -221,6 +225,7 @@ class Execution:
         if reader != self._reader or self.state is State.CLOSED:
             return
         self._is_read = False
+        self._buffer.sent()
         if not self._keep_s:
             self.end()
             return

@@ -24,6 +24,7 @@ from service.runtimes.execution import Execution, State
 from service.runtimes.items import check_cost, check_ids, num_samples
 from service.runtimes.replay_buffer import ReplayBudget
 from service.runtimes.router import Router
+from service.turns import share_of
 
 _POLICIES = frozenset(runner_pb2.RoutingPolicy.values())
 # The retry delay for a client that is refused because there are too many.
@@ -106,14 +107,14 @@ class Executions:
             execution.end()
 
     def _check_number(self, tenant: Tenant | None) -> None:
-        """Raises TooManyExecutions if a tenant may not start another one.
+        """Raises TooManyExecutions if a tenant may not start another one, nor read one that has finished.
 
         Where callers have tokens, no tenant gets more than half of them.
         """
         most, running = self._state.config.max_executions, self._open[State.RUNNING]
         if len(running) >= most:
             raise TooManyExecutions(most, _RETRY_S)
-        share = (most + 1) // 2
+        share = share_of(most, tenant)
         if tenant is not None and list(running.values()).count(tenant) >= share:
             raise TooManyExecutions(share, _RETRY_S, of_tenant=True)
 
@@ -152,6 +153,9 @@ class Executions:
             tenant.admit_reader(time.monotonic())
         if digest != _digest(request):
             raise reused_request_id()
+        if execution.state is State.FINISHED_UNREAD:
+            # It is about to be read, and then takes a place like one that runs.
+            self._check_number(tenant)
         execution.started.resumed = True
         return execution
 
@@ -177,6 +181,7 @@ class Executions:
             lambda changed: self._on_state(key, changed),
             self._unread if keep_s else self._state.answers,
             self._read,
+            tenant,
         )
         self._on_state(key, execution)
         if keep_s:

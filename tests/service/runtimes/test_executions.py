@@ -408,3 +408,45 @@ async def test_resuming_counts_in_the_rate(alice: Tenant) -> None:
         await ended(served.open(request("a"), alice, None))
     with pytest.raises(QuotaExceeded, match="max_per_s"):
         served.open(request("a"), alice, None)
+
+
+async def test_readers_of_finished_executions_count() -> None:
+    """A tenant that reads nothing of what it has resumed takes no place of others, now or again."""
+    served = executions(FakeRuntime("local"), max_executions=4)
+    for number in range(4):
+        await ended(served.open(request(f"a{number}"), ALICE, None))
+    for _ in range(3):
+        held: list[tuple[Execution, int]] = []
+        for number in range(2):
+            execution = served.open(request(f"a{number}"), ALICE, None)
+            held.append((execution, execution.attach({})))
+        for number in (2, 3):
+            with pytest.raises(TooManyExecutions, match="of the tenant"):
+                served.open(request(f"a{number}"), ALICE, None)
+        # To read one again takes no further place.
+        again = served.open(request("a0"), ALICE, None)
+        held[0] = again, again.attach({})
+        with pytest.raises(TooManyExecutions, match="of the tenant"):
+            served.open(request(), ALICE, None)
+        await ended(served.open(request("b"), BOB, None))
+        assert served.cancel("b", BOB)
+        # They stall, and lose their places.
+        for execution, reader in held:
+            execution.detach(reader)
+    assert [served.cancel(f"a{number}", ALICE) for number in range(4)] == [True] * 4
+
+
+async def test_without_tenants_readers_count_too() -> None:
+    served = executions(FakeRuntime("local"), max_executions=2)
+    for name in "ab":
+        await ended(served.open(request(name), None, None))
+    served._router.runtimes = [Slow()]
+    for name in "cd":
+        served.open(request(name), None, None)
+    with pytest.raises(TooManyExecutions):
+        served.open(request("a"), None, None)
+    assert served.cancel("c", None)
+    reading = served.open(request("a"), None, None)
+    reading.attach({})
+    with pytest.raises(TooManyExecutions):
+        served.open(request("b"), None, None)

@@ -569,7 +569,10 @@ export interface GatewayLimits {
   /** Caches, and bytes of their token journal, of all callers: CACHE_LIMIT, JOURNAL_FULL. */
   maxCaches: number;
   maxJournalBytes: bigint;
-  /** Bytes of responses that are being computed or are unread, of all callers: ANSWERS_FULL. */
+  /**
+   * Memory for responses that are being computed or are unread, of all callers: ANSWERS_FULL. A response of more than
+   * 4096 bytes counts three times. One tenant may use half.
+   */
   maxUnreadBytes: bigint;
   /** How long a call may be queued, whatever its deadline: OVERLOADED. */
   maxWaitS: number;
