@@ -33,6 +33,8 @@ class AnswerBudget:
         """`whole`: what this is a tenant's share of."""
         self.max_bytes = max_bytes
         self.used_bytes = 0
+        # Of large answers.
+        self.large_bytes = 0
         self._whole = whole
         # Of tenants: those that are referred to, and those where something is counted.
         self._shares: WeakValueDictionary[Tenant, AnswerBudget] = WeakValueDictionary()
@@ -49,22 +51,30 @@ class AnswerBudget:
 
     def check(self, size_bytes: int) -> None:
         """Raises AnswersFull if there is no room for a further answer."""
-        if self.used_bytes and self.used_bytes + size_bytes > self.max_bytes:
+        if size_bytes <= SMALL_BYTES:
+            # Who asks for little does not wait for those who ask for much.
+            if self.used_bytes - self.large_bytes + size_bytes > self.max_bytes:
+                raise AnswersFull(self.max_bytes)
+        elif self.used_bytes + size_bytes > self.max_bytes and (
+            self.large_bytes or size_bytes <= self.max_bytes
+        ):
             raise AnswersFull(self.max_bytes)
 
     def take(self, size_bytes: int) -> None:
         """Reserves memory for an answer before it is computed. Raises AnswersFull.
 
-        A single answer is always admitted, however large.
+        One that could never fit is admitted if it is the only large one.
         """
-        # This runs for each token, so without tenants it calls nothing.
-        if self.used_bytes and self.used_bytes + size_bytes > self.max_bytes:
-            raise AnswersFull(self.max_bytes)
+        # This runs for each token: without tenants, a small answer calls nothing.
+        if size_bytes > SMALL_BYTES or self.used_bytes - self.large_bytes + size_bytes > self.max_bytes:
+            self.check(size_bytes)
         if self._whole is None:
             self.used_bytes += size_bytes
+            if size_bytes > SMALL_BYTES:
+                self.large_bytes += size_bytes
         else:
             self._whole.check(size_bytes)
-            self.adjust(size_bytes)
+            self.adjust(size_bytes, is_large=size_bytes > SMALL_BYTES)
 
     @property
     def is_exceeded(self) -> bool:
@@ -76,16 +86,18 @@ class AnswerBudget:
             return False
         return self.used_bytes * len(whole._used) >= whole.max_bytes  # noqa: SLF001 - its own class
 
-    def adjust(self, size_bytes: int) -> None:
-        """Counts more bytes, without a check; or fewer, if negative."""
+    def adjust(self, size_bytes: int, *, is_large: bool = False) -> None:
+        """Counts more bytes, without a check; or fewer, if negative. `is_large`: of large answers."""
         self.used_bytes += size_bytes
+        if is_large:
+            self.large_bytes += size_bytes
         whole = self._whole
         if whole is not None:
-            whole.used_bytes += size_bytes
+            whole.adjust(size_bytes, is_large=is_large)
             (whole._used.add if self.used_bytes else whole._used.discard)(self)  # noqa: SLF001
 
     def take_until_done(self, size_bytes: int, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """`take`, and release when the call has ended."""
         if size_bytes > SMALL_BYTES:
             self.take(size_bytes)
-            context.add_done_callback(lambda _: self.adjust(-size_bytes))  # type: ignore[arg-type]
+            context.add_done_callback(lambda _: self.adjust(-size_bytes, is_large=True))  # type: ignore[arg-type]

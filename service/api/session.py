@@ -24,7 +24,7 @@ from quire.v1 import executor_pb2
 
 from service.api import validation
 from service.api.append_codec import held_bytes
-from service.api.budget import SMALL_BYTES, in_memory
+from service.api.budget import COPIES, SMALL_BYTES, in_memory
 from service.api.calls import CALLS, Call, Outcome, start_weight
 from service.api.elsewhere import SessionCalls
 from service.api.parsing import parsed
@@ -115,9 +115,9 @@ class Session:
         self._own = contextvars.copy_context()
         self._open: dict[int, _OpenCall] = {}
         # The expected memory for the answers of open calls, and for those that wait to be written.
-        self._held_bytes = 0
-        # With the size of each, and the memory that it counts.
-        self._results: deque[tuple[executor_pb2.SessionResult, int, int]] = deque()
+        self._held_bytes = self._large_bytes = 0
+        # With the size of each.
+        self._results: deque[tuple[executor_pb2.SessionResult, int]] = deque()
         self._something_to_write = asyncio.Event()
         self._room = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
@@ -139,7 +139,7 @@ class Session:
             with contextlib.suppress(asyncio.CancelledError, QuireError):
                 await self._reader
             self._undo_open_calls()
-            self._adjust_held_bytes(-self._held_bytes)
+            self._give_back_all()
 
     def drain(self) -> None:
         """Stops reading. The stream ends when all calls that were read are answered."""
@@ -241,16 +241,25 @@ class Session:
                 self._deliver_error(tag, error)
                 continue
             self._held_bytes += call.answer_bytes
+            if call.answer_bytes > SMALL_BYTES:
+                self._large_bytes += call.answer_bytes
             self._open[tag] = call
             if self._logs_slow_calls:
                 call.began_s = time.monotonic()
             opened.append(call)
         return opened
 
-    def _adjust_held_bytes(self, size_bytes: int) -> None:
+    def _adjust_held_bytes(self, size_bytes: int, *, is_large: bool) -> None:
         """Counts more bytes of this session's answers, or fewer if negative."""
         self._held_bytes += size_bytes
-        self._answers.adjust(size_bytes)
+        if is_large:
+            self._large_bytes += size_bytes
+        self._answers.adjust(size_bytes, is_large=is_large)
+
+    def _give_back_all(self) -> None:
+        large_bytes = self._large_bytes
+        self._adjust_held_bytes(-large_bytes, is_large=True)
+        self._adjust_held_bytes(-self._held_bytes, is_large=False)
 
     def _run(self, calls: Sequence[_OpenCall]) -> None:
         """Starts the requests of all calls together, so that they share steps."""
@@ -296,7 +305,7 @@ class Session:
 
     def _complete(self, call: _OpenCall) -> None:
         del self._open[call.tag]
-        self._adjust_held_bytes(-call.answer_bytes)
+        self._adjust_held_bytes(-call.answer_bytes, is_large=call.answer_bytes > SMALL_BYTES)
         result = executor_pb2.SessionResult(tag=call.tag)
         answer = getattr(result, call.kind)
         # Also an answer whose fields all have their defaults is one.
@@ -333,9 +342,9 @@ class Session:
 
     def _deliver(self, result: executor_pb2.SessionResult) -> None:
         size_bytes = result.ByteSize()
-        held_bytes = size_bytes if size_bytes <= SMALL_BYTES else in_memory(size_bytes)
-        self._results.append((result, size_bytes, held_bytes))
-        self._adjust_held_bytes(held_bytes)
+        is_large = size_bytes > SMALL_BYTES
+        self._results.append((result, size_bytes))
+        self._adjust_held_bytes(in_memory(size_bytes) if is_large else size_bytes, is_large=is_large)
         self._something_to_write.set()
 
     # Writing.
@@ -346,33 +355,34 @@ class Session:
             await self._something_to_write.wait()
             self._something_to_write.clear()
             while self._results:
-                held_bytes = await self._write_message(*self._next_message())
-                self._adjust_held_bytes(-held_bytes)
+                await self._write_message(*self._next_message())
                 self._room.set()
             failed = reader.done() and not reader.cancelled() and reader.exception() is not None
             if failed or (reader.done() and not self._open):
                 return
 
     async def _write_message(
-        self, message: executor_pb2.SessionResponse, size_bytes: int, held_bytes: int
-    ) -> int:
+        self, message: executor_pb2.SessionResponse, size_bytes: int, large_bytes: int
+    ) -> None:
         """Writes one message. If the client does not read it in time, everything else is dropped.
 
-        Then only this message takes memory until it is read or the connection ends. `held_bytes`: what its
-        results count. Returns what the message counts from now on.
+        Then only this message takes memory until it is read or the connection ends. `large_bytes`: the size
+        of its large results. Many small ones make a large message.
         """
-        written_bytes = held_bytes
-        if size_bytes > SMALL_BYTES:
-            # Also of small results.
+        is_large = size_bytes > SMALL_BYTES
+        written_bytes = size_bytes
+        if is_large:
             written_bytes = in_memory(size_bytes)
-            self._adjust_held_bytes(written_bytes - held_bytes)
+            self._adjust_held_bytes(large_bytes - size_bytes, is_large=False)
+            self._adjust_held_bytes(written_bytes - COPIES * large_bytes, is_large=True)
 
         def give_up() -> None:
             self._abandon()
-            self._adjust_held_bytes(written_bytes - self._held_bytes)
+            self._give_back_all()
+            self._adjust_held_bytes(written_bytes, is_large=is_large)
 
         await write_in_time(self._context.write(message), self._config.session_stall_s, give_up)
-        return written_bytes
+        self._adjust_held_bytes(-written_bytes, is_large=is_large)
 
     def _abandon(self) -> None:
         assert self._reader is not None
@@ -382,18 +392,19 @@ class Session:
         _log.info("a session's client does not read its answers", stall_s=self._config.session_stall_s)
 
     def _next_message(self) -> tuple[executor_pb2.SessionResponse, int, int]:
-        """The next message, its size, and what its results count."""
+        """The next message, its size, and the size of its large results."""
         message = executor_pb2.SessionResponse()
-        size_bytes = held_bytes = 0
+        size_bytes = large_bytes = 0
         while self._results:
-            result, result_bytes, result_held_bytes = self._results[0]
+            result, result_bytes = self._results[0]
             if size_bytes and size_bytes + result_bytes > _TARGET_MESSAGE_BYTES:
                 break
             message.results.append(result)
             del self._results[0]
             size_bytes += result_bytes
-            held_bytes += result_held_bytes
-        return message, size_bytes, held_bytes
+            if result_bytes > SMALL_BYTES:
+                large_bytes += result_bytes
+        return message, size_bytes, large_bytes
 
     def _undo_open_calls(self) -> None:
         tickets = [ticket for call in self._open.values() for ticket in call.tickets]

@@ -15,6 +15,7 @@ from quire.v1 import runner_pb2
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from service.api.budget import SMALL_BYTES
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.auth.authenticator import current_tenant
@@ -88,7 +89,7 @@ class CompletionHandler:
         self, execution: Execution, reader: int, response: CompletionResponse, send: Send
     ) -> None:
         """Sends the response in one piece. Its chunks count as unread until it is sent."""
-        held_bytes = 0
+        held_bytes = large_bytes = 0
         answers = self.state.answers.of(current_tenant())
         time_slice = TimeSlice()
         try:
@@ -99,6 +100,8 @@ class CompletionHandler:
                     size_bytes = response.add(chunk)
                     answers.take(size_bytes)
                     held_bytes += size_bytes
+                    if size_bytes > SMALL_BYTES:
+                        large_bytes += size_bytes
                     if time_slice.due:
                         await time_slice.yield_to_others()
                 if held_bytes > self.state.config.max_response_bytes:
@@ -108,7 +111,8 @@ class CompletionHandler:
             await body.write(response.pieces())
             await body.end()
         finally:
-            answers.adjust(-held_bytes)
+            answers.adjust(-large_bytes, is_large=True)
+            answers.adjust(large_bytes - held_bytes)
 
     async def _send_stream(
         self, execution: Execution, reader: int, response: CompletionResponse, send: Send

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from quire.v1 import executor_pb2
 
 from service.api import validation
-from service.api.budget import AnswerBudget, in_memory
+from service.api.budget import SMALL_BYTES, AnswerBudget, in_memory
 from service.api.calls import CALLS, ids_in
 from service.api.elsewhere import RunHere
 from service.api.status import renumber, to_status
@@ -135,8 +135,9 @@ class Forwarding:
         finally:
             self.in_flight -= 1
         size_bytes = in_memory(answer.ByteSize())
-        answers.adjust(size_bytes)
-        context.add_done_callback(lambda _: answers.adjust(-size_bytes))
+        is_large = size_bytes > SMALL_BYTES
+        answers.adjust(size_bytes, is_large=is_large)
+        context.add_done_callback(lambda _: answers.adjust(-size_bytes, is_large=is_large))
         return answer
 
     async def _answer_batch(
