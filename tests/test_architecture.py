@@ -123,7 +123,8 @@ SERVICE_ROOMS = {
         "service.fair_queue", "service.model_names", "service.turns",
     ),
     "service.openai": (
-        "service.api", "service.config", "service.auth", "service.errors", "service.listening",
+        "service.api", "service.caches.tenants", "service.config", "service.auth", "service.errors",
+        "service.listening",
         "service.logging", "service.printable", "service.runtimes", "service.text", "service.turns",
     ),
     "service.metrics": (

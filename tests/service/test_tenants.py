@@ -19,9 +19,17 @@ from service.caches.requests import (
     Request,
     Truncate,
 )
+from service.caches.reservations import Limits
 from service.caches.tenants import Quota, Tenant
 from service.dispatcher import Outcome
-from service.errors import CacheNotFound, InvalidArgument, PositionMismatch, QuotaExceeded, ShardMoved
+from service.errors import (
+    CacheNotFound,
+    InvalidArgument,
+    PositionMismatch,
+    QueueFull,
+    QuotaExceeded,
+    ShardMoved,
+)
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.invariants import check_invariants
 
@@ -234,3 +242,15 @@ def test_a_repeated_creation_has_the_salt_of_the_first(gateway: Shared, adapter:
     for other in ("", "another", "of the first "):
         (refused,) = gateway.ask_as(tenant, replace(asked, cache_salt=other))
         assert isinstance(refused, InvalidArgument) and refused.reason == "REQUEST_ID_REUSED", other
+
+
+def test_a_tenant_has_half_of_the_queue() -> None:
+    """Whatever one tenant sends, others are admitted; without tenants callers cannot be told apart."""
+    gateway = Shared(Limits(max_queued_operations=6))
+    outcomes = gateway.ask_as(Tenant("alice"), *(prefill(n) for n in range(5)))
+    assert [type(outcome) for outcome in outcomes] == [Appended] * 3 + [QueueFull] * 2
+    refused = outcomes[3]
+    assert isinstance(refused, QueueFull) and refused.metadata == {"limit": "3"}
+    assert [type(outcome) for outcome in gateway.ask_as(None, *(prefill(n) for n in range(7)))] == (
+        [Appended] * 6 + [QueueFull]
+    )
