@@ -54,12 +54,18 @@ class CompletionHandler:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
         async with self.body_reader.read(Request(scope, receive)) as value:
-            await _until_disconnected(receive, self._handle(value, scope, send))
+            body = [value]
+            del value
+            await _until_disconnected(receive, self._handle(body, scope, send))
 
-    async def _handle(self, value: object, scope: Scope, send: Send) -> None:
+    async def _handle(self, body: list[object], scope: Scope, send: Send) -> None:
+        """`body`: what was parsed, which is taken from it: Python's numbers take many times their bytes."""
+        (value,) = body
         if not (isinstance(value, dict) and self.models.is_remote(value.get("model"))):
             await self.state.first_worker(None)
         completion_request = self.parse(value, self._resolve)
+        body.clear()
+        del value
         request = runner_pb2.ExecuteRequest(
             runtime=completion_request.model.runtime,
             items=completion_request.items,
