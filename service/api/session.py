@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import grpc
 from quire.v1 import executor_pb2
@@ -84,6 +84,19 @@ class _OpenCall:
     answer: Any = None
 
 
+class _Encoded:
+    """A message with one result, as it is sent. Has what is needed of a SessionResponse that is written."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        # For traces. It is no error.
+        self.results = (executor_pb2.SessionResult(),)
+
+    def SerializeToString(self) -> bytes:
+        """See `google.protobuf.message.Message`."""
+        return self._data
+
+
 # The tag of a call, and the call or why it is refused.
 _Checked: TypeAlias = tuple[int, _OpenCall | QuireError]
 
@@ -117,7 +130,7 @@ class Session:
         # The expected memory for the answers of open calls, and for those that wait to be written.
         self._held_bytes = self._large_bytes = 0
         # With the size of each.
-        self._results: deque[tuple[executor_pb2.SessionResult, int]] = deque()
+        self._results: deque[tuple[executor_pb2.SessionResult | _Encoded, int]] = deque()
         self._something_to_write = asyncio.Event()
         self._room = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
@@ -306,7 +319,8 @@ class Session:
     def _complete(self, call: _OpenCall) -> None:
         del self._open[call.tag]
         self._adjust_held_bytes(-call.answer_bytes, is_large=call.answer_bytes > SMALL_BYTES)
-        result = executor_pb2.SessionResult(tag=call.tag)
+        response = executor_pb2.SessionResponse()
+        result = response.results.add(tag=call.tag)
         answer = getattr(result, call.kind)
         # Also an answer whose fields all have their defaults is one.
         answer.SetInParent()
@@ -331,17 +345,28 @@ class Session:
             _log.exception("an answer could not be made", call=call.kind)
             self._deliver_error(call.tag, InternalError())
         else:
-            self._deliver(result)
+            if call.answer_bytes <= _TARGET_MESSAGE_BYTES:
+                self._deliver(result, result.ByteSize())
+            else:
+                self._deliver_alone(response, result)
             if self._logs_slow_calls:
                 self._own.run(self._state.call_log.slow, call.call.method, call.began_s, answer)
 
     def _deliver_error(self, tag: int, error: QuireError) -> None:
         self._state.call_log.count(error)
         status = to_status(error.without_traceback(), self._request_id)
-        self._deliver(executor_pb2.SessionResult(tag=tag, error=status))
+        result = executor_pb2.SessionResult(tag=tag, error=status)
+        self._deliver(result, result.ByteSize())
 
-    def _deliver(self, result: executor_pb2.SessionResult) -> None:
-        size_bytes = result.ByteSize()
+    def _deliver_alone(
+        self, response: executor_pb2.SessionResponse, result: executor_pb2.SessionResult
+    ) -> None:
+        """Delivers a result that may be as large as a message: it is encoded once, and not copied."""
+        data = response.SerializeToString()
+        is_alone = len(data) > _TARGET_MESSAGE_BYTES
+        self._deliver(_Encoded(data) if is_alone else result, len(data))
+
+    def _deliver(self, result: executor_pb2.SessionResult | _Encoded, size_bytes: int) -> None:
         is_large = size_bytes > SMALL_BYTES
         self._results.append((result, size_bytes))
         self._adjust_held_bytes(in_memory(size_bytes) if is_large else size_bytes, is_large=is_large)
@@ -362,7 +387,7 @@ class Session:
                 return
 
     async def _write_message(
-        self, message: executor_pb2.SessionResponse, size_bytes: int, large_bytes: int
+        self, message: executor_pb2.SessionResponse | _Encoded, size_bytes: int, large_bytes: int
     ) -> None:
         """Writes one message. If the client does not read it in time, everything else is dropped.
 
@@ -381,7 +406,8 @@ class Session:
             self._give_back_all()
             self._adjust_held_bytes(written_bytes, is_large=is_large)
 
-        await write_in_time(self._context.write(message), self._config.session_stall_s, give_up)
+        writing = self._context.write(cast(executor_pb2.SessionResponse, message))
+        await write_in_time(writing, self._config.session_stall_s, give_up)
         self._adjust_held_bytes(-written_bytes, is_large=is_large)
 
     def _abandon(self) -> None:
@@ -391,7 +417,7 @@ class Session:
         self._results.clear()
         _log.info("a session's client does not read its answers", stall_s=self._config.session_stall_s)
 
-    def _next_message(self) -> tuple[executor_pb2.SessionResponse, int, int]:
+    def _next_message(self) -> tuple[executor_pb2.SessionResponse | _Encoded, int, int]:
         """The next message, its size, and the size of its large results."""
         message = executor_pb2.SessionResponse()
         size_bytes = large_bytes = 0
@@ -399,6 +425,9 @@ class Session:
             result, result_bytes = self._results[0]
             if size_bytes and size_bytes + result_bytes > _TARGET_MESSAGE_BYTES:
                 break
+            if isinstance(result, _Encoded):
+                del self._results[0]
+                return result, result_bytes, result_bytes
             message.results.append(result)
             del self._results[0]
             size_bytes += result_bytes
