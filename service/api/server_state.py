@@ -199,6 +199,10 @@ class ServerState:
         limits = self._limits.get(weights)
         if limits is None:
             raise WeightsChanged
+        return self.with_adapter(limits, adapter)
+
+    def with_adapter(self, limits: RequestLimits, adapter: int) -> RequestLimits:
+        """Limits where the id of an adapter's version names that one, whatever it names now."""
         version = self._adapters.get(adapter)
         if version is None:
             return limits

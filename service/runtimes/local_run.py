@@ -47,6 +47,7 @@ from service.errors import (
 from service.logging import current_request_id, get_logger
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.batch_caches import PROMPT, SAMPLES, BatchCaches, sample_part
+from service.runtimes.items import num_samples
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import Sample
 from service.text.constraints import Matcher
@@ -94,6 +95,15 @@ class LocalRun:
     def close(self) -> None:
         """Releases caches, unless the batch is kept: also those that an earlier run has left to this one."""
         self._caches.end()
+
+    def earlier_adapter(self, item: runner_pb2.ExecuteItem) -> int:
+        """The adapter of the caches that an earlier run has made for an item. 0: none."""
+        if item.adapter_id:
+            parts = (SAMPLES, *map(sample_part, range(num_samples(item))))
+            found = (cache for part in parts for cache in self._caches.recall(item.item_id, part))
+            for cache in filter(None, found):
+                return cache.adapter
+        return 0
 
     async def run(self, items: Sequence[PreparedItem]) -> None:
         """Returns when all samples have ended. Cancelling it cancels their requests."""
@@ -346,7 +356,7 @@ class LocalRun:
         if cache.weights != item.weights:
             raise WeightsChanged
         if cache.adapter != item.adapter:
-            # The adapter's id names another version by now.
+            # It is another adapter's, or of a version that is not there any more.
             raise ExecutionLost
 
     def _fail(self, sample: Sample, error: QuireError) -> None:

@@ -71,13 +71,20 @@ class ItemPreparer:
         self._text = text
 
     async def prepare(
-        self, item: runner_pb2.ExecuteItem, deadline_s: float | None, kept_as: str = ""
+        self,
+        item: runner_pb2.ExecuteItem,
+        deadline_s: float | None,
+        kept_as: str = "",
+        earlier_adapter: int = 0,
     ) -> PreparedItem:
         """Validates and prepares an item. Raises a QuireError.
 
         `deadline_s`: of the item, on the monotonic clock. `kept_as`: the execution's key if it is kept.
+        `earlier_adapter`: of the caches that an earlier run has made for it.
         """
         limits = self._state.limits
+        if earlier_adapter:
+            limits = self._state.with_adapter(limits, earlier_adapter)
         items.check(item)
         adapter = validation.check_adapter(item.adapter_id, "", limits)
         validation.check_cache_salt(item.cache_salt)
