@@ -331,7 +331,10 @@ class Config:
         MEMORY_BYTES,
     )
     max_unread_bytes: int = _setting(
-        512 * MIB, "maximum size of all answers that are being computed or not yet read", MEMORY_BYTES
+        512 * MIB,
+        "maximum memory for all answers that are being computed or not yet read; one of more than 4 KiB"
+        " counts three times, as often as it is in memory, and a tenant can use half",
+        MEMORY_BYTES,
     )
     max_arriving_bytes: int = _setting(
         256 * MIB,

@@ -226,10 +226,10 @@ class KvExhausted(QuireError, code="RESOURCE_EXHAUSTED", reason="KV_EXHAUSTED", 
 
 
 class QueueFull(QuireError, code="RESOURCE_EXHAUSTED", reason="QUEUE_FULL"):
-    """The queue has as many operations as the server allows."""
+    """The queue has as many operations as the server, or the tenant, may have."""
 
-    def __init__(self, limit: int, retry_after_s: float) -> None:
-        message = f"{limit} operations are already waiting or running"
+    def __init__(self, limit: int, retry_after_s: float, *, of_tenant: bool = False) -> None:
+        message = f"{limit} operations{' of the tenant' if of_tenant else ''} are already waiting or running"
         super().__init__(message, retry_after_s=retry_after_s, limit=limit)
 
 
@@ -285,10 +285,10 @@ class ArrivingFull(QuireError, code="RESOURCE_EXHAUSTED", reason="ARRIVING_FULL"
 
 
 class SessionLimit(QuireError, code="RESOURCE_EXHAUSTED", reason="SESSION_LIMIT", retry_after_s=1.0):
-    """As many Sessions are open as the server allows."""
+    """As many Sessions are open as the server, or the tenant, may have."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"{limit} Sessions are open, the limit", limit=limit)
+    def __init__(self, limit: int, *, of_tenant: bool = False) -> None:
+        super().__init__(f"{limit} Sessions{' of the tenant' if of_tenant else ''} are open", limit=limit)
 
 
 class SlowConsumer(QuireError, code="RESOURCE_EXHAUSTED", reason="SLOW_CONSUMER"):

@@ -146,6 +146,7 @@ class AdminApi:
         self, request: admin_pb2.MoveCacheRequest, context: Context
     ) -> admin_pb2.MoveCacheResponse:
         """Moves a cache to a worker of the gateway that has it."""
+        validation.check_cache_id(request.cache_id)
         if self.others is not None:
             return await self.others.move_cache(request, context)
         return await self.here.move_cache(request)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
 from service.api import validation
+from service.api.budget import COPIES, SMALL_BYTES
 from service.api.masks import bytes_in_worker, out_of_vocab
 from service.api.validation import ROW_ANSWER_BYTES, RequestLimits
 from service.api.verify_rows import check_tree, check_verify_rows
@@ -59,9 +60,9 @@ PRIORITIES = {
 
 def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
     """A Prefill. Raises InvalidArgument, and AdapterNotFound or Unsupported for an adapter."""
-    limits = limits.of(request.cache_id)
-    validation.check_tokens(request.token_ids, limits)
     validation.check_creation(request)
+    limits = limits.of(request.cache_id) if request.cache_id else limits.of_creation(request.request_id)
+    validation.check_tokens(request.token_ids, limits)
     validation.check_sample_seeds(len(request.sample_seeds))
     options = worker_pb2.ForwardOptions(rows=1, sample_seeds=request.sample_seeds)
     if request.HasField("score_from"):
@@ -244,16 +245,18 @@ def _packed(token_ids: Sequence[int]) -> array[int]:
 
 
 def held_bytes(requests: Sequence[Request | QuireError]) -> int:
-    """An upper estimate of the answers' size, and of the memory in workers beyond the requests."""
-    size_bytes = 0
+    """An upper estimate of the memory for the answers, and of the memory in workers beyond the requests."""
+    answer_bytes = worker_bytes = 0
     for one in requests:
         if isinstance(one, Append):
-            size_bytes += one.answer_bytes + one.worker_bytes
+            answer_bytes += one.answer_bytes
+            worker_bytes += one.worker_bytes
         elif isinstance(one, Fork):
-            size_bytes += validation.forked_bytes(one.count)
+            answer_bytes += validation.forked_bytes(one.count)
         elif isinstance(one, QuireError):
-            size_bytes += validation.ANSWER_BYTES
-    return size_bytes
+            answer_bytes += validation.ANSWER_BYTES
+    # As `in_memory`: this runs for each token.
+    return (answer_bytes if answer_bytes <= SMALL_BYTES else COPIES * answer_bytes) + worker_bytes
 
 
 def write_decode(_request: Append, result: Appended, into: _OneOutput) -> None:

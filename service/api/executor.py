@@ -18,6 +18,7 @@ from quire.v1 import executor_pb2 as pb
 from service.adapters.registry import Adapters
 from service.api import validation
 from service.api.append_codec import held_bytes, write_handle
+from service.api.budget import in_memory
 from service.api.calls import CALLS, Call
 from service.api.elsewhere import Elsewhere, SessionCalls
 from service.api.server_state import ServerState
@@ -76,8 +77,11 @@ class ExecutorApi:
             requests = [one for one in checked if not isinstance(one, QuireError)]
         else:
             checked = requests = (call.check(request, limits, timeout_s),)
-        self._state.answers.take_until_done(held_bytes(checked), context)
-        outcomes = await self._dispatcher.run(requests, current_tenant())
+        tenant, answers = current_tenant(), self._state.answers
+        if tenant is not None:
+            answers = answers.of(tenant)
+        answers.take_until_done(held_bytes(checked), context)
+        outcomes = await self._dispatcher.run(requests, tenant)
         response = call.response()
         if call.is_batch:
             call.write_items(checked, outcomes, current_request_id(), response)
@@ -131,7 +135,8 @@ class ExecutorApi:
         self._dispatcher.require_lease()
         after = _page_start(request.page_token)
         size = min(request.page_size or validation.DEFAULT_PAGE_SIZE, validation.MAX_PAGE_SIZE)
-        self._state.answers.take_until_done(size * validation.HANDLE_BYTES, context)
+        answers = self._state.answers.of(current_tenant())
+        answers.take_until_done(in_memory(size * validation.HANDLE_BYTES), context)
         response = pb.ListCachesResponse()
         last = 0
         for number, handle in self._dispatcher.caches.index.handles(after, current_tenant()):
@@ -152,7 +157,8 @@ class ExecutorApi:
         chat_template = ready.chat_template if wants_template else None
         # An upper estimate: special tokens are always sent, and twice with a template.
         template_bytes = ready.chat_template.ByteSize() * (2 if wants_template else 1)
-        self._state.answers.take_until_done(len(tokenizer_json) + template_bytes, context)
+        size_bytes = in_memory(len(tokenizer_json) + template_bytes)
+        self._state.answers.of(current_tenant()).take_until_done(size_bytes, context)
         return pb.GetModelInfoResponse(
             model=ready.model,
             tokenizer_json=tokenizer_json,

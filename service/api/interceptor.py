@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import operator
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -98,18 +99,21 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             behaviour = _writing_stream(behaviour)
         deserializer = cast(Callable[[bytes], Any], handler.request_deserializer)
+        serializer = handler.response_serializer
         receive: Receive = self._receiver.stream if handler.request_streaming else self._receiver.request
         if method.startswith(_PREFIX):
             if self._authenticator is not None:
                 receive = _receive_authenticated(method, receive, self._authenticator)
             behaviour = self._own_behaviour(method, behaviour, receive)
             deserializer = deferring_deserializer(deserializer, self._state)
+            # Also of a message that a Session has encoded itself.
+            serializer = operator.methodcaller("SerializeToString")
         else:
             behaviour = self._foreign_behaviour(method, behaviour, receive)
         behaviour = self._observed(method, behaviour)
         if not handler.response_streaming:
             behaviour = _AwaitableFunction(behaviour)
-        return make(behaviour, deserializer, handler.response_serializer)
+        return make(behaviour, deserializer, serializer)
 
     def _refusing_handler(self, method: str, error: QuireError) -> Handler:
         """A handler that ends a call of any shape without reading its request."""

@@ -21,6 +21,7 @@ from quire.v1 import types_pb2
 from service.api.masks import check_num_ids
 from service.api.time_slice import TimeSlice
 from service.api.validation import check_sample_seeds
+from service.auth.authenticator import current_tenant
 from service.errors import QuireError, SequenceTooLong, malformed_request, too_many
 
 if TYPE_CHECKING:
@@ -50,11 +51,11 @@ class LargeRequest:
         self._state = state
 
     async def parse(self) -> Message | QuireError:
-        """Parses the message, after others if too many are being parsed. Call it once: it drops the bytes.
+        """Parses the message, when it is the tenant's turn. Call it once: it drops the bytes.
 
         Returns an error and does not raise it: the caller first takes the request id for its log line.
         """
-        async with self._state.parsing:
+        async with self._state.parsing.turn(current_tenant()):
             time_slice = TimeSlice()
             data, self._data = self._data, b""
             try:

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from itertools import takewhile
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from service.auth.authenticator import current_tenant
+from service.caches.tenants import Tenant
 from service.config import Config
 from service.errors import ArrivingFull, MessageTimeout, QuireError, SessionLimit, malformed_request
 from service.logging import get_logger
 from service.running_clock import RunningClock
+from service.turns import share_of
 
 _log = get_logger(__name__)
 _END = grpc.aio.EOF
@@ -81,7 +85,7 @@ class RequestReceiver:
         # For `asyncio.current_task`: looking up the running loop would cost 0.2 us per call.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._max_streams = config.max_sessions
-        self.streams = 0
+        self._streams: Counter[Tenant | None] = Counter()
         # Why tasks were cancelled, until each has handled it.
         self._cancelled: dict[asyncio.Task[Any], QuireError] = {}
 
@@ -89,6 +93,11 @@ class RequestReceiver:
     def arriving(self) -> int:
         """The number of requests that have not arrived completely."""
         return len(self._slow_requests.began_s)
+
+    @property
+    def streams(self) -> int:
+        """The number of open request streams."""
+        return self._streams.total()
 
     async def request(self, _messages: object, context: _Context) -> Any:
         """The message of a call, or the error that it is refused with."""
@@ -117,14 +126,21 @@ class RequestReceiver:
 
     async def stream(self, messages: Any, context: _Context) -> Any:
         """The stream of messages of a call, or the error that it is refused with."""
+        tenant = current_tenant()
+        # Where callers have tenants, none has more than half.
         if self.streams >= self._max_streams:
             return SessionLimit(self._max_streams)
-        self.streams += 1
-        context.add_done_callback(self._on_done)  # type: ignore[arg-type]
+        share = share_of(self._max_streams, tenant)
+        if self._streams[tenant] >= share:
+            return SessionLimit(share, of_tenant=True)
+        self._streams[tenant] += 1
+        context.add_done_callback(lambda _: self._on_done(tenant))  # type: ignore[arg-type]
         return messages
 
-    def _on_done(self, _context: _Context) -> None:
-        self.streams -= 1
+    def _on_done(self, tenant: Tenant | None) -> None:
+        self._streams[tenant] -= 1
+        if not self._streams[tenant]:
+            del self._streams[tenant]
 
     async def run(self) -> None:
         """Cancels requests that take too long, until cancelled itself."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import importlib
 import sys
@@ -30,6 +31,7 @@ from service.config import Config
 from service.errors import NoWorker, QueueFull, WeightsChanged
 from service.memory import ProcessMemory
 from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
+from service.turns import Turns
 
 # The part of a call's time that it waits for a worker. The rest is for the answer.
 _TIME_SHARE = 0.9
@@ -46,13 +48,18 @@ class ServerState:
         versions: ModelVersions,
         version_of: Callable[[str], int | None],
         adapters: Adapters,
+        creation_of: Callable[[str], tuple[int, int] | None] = lambda _: None,
     ) -> None:
-        """`version_of`: returns the model version of a caller's cache, or None if there is no such cache."""
+        """`version_of`: returns the model version of a caller's cache, or None if there is no such cache.
+
+        `creation_of`: the model version and the adapter of the cache that a caller's request made, by its id.
+        """
         self.config = config
         self.draining = False
         self.watch = LoopWatch()
         self._versions = versions
         self._version_of = version_of
+        self._creation_of = creation_of
         self._adapters = adapters
         # For each model version that callers may use, once a worker has loaded it.
         self._limits: dict[int, RequestLimits] = {}
@@ -62,7 +69,7 @@ class ServerState:
         self.answers = AnswerBudget(config.max_unread_bytes)
         self.receiver = RequestReceiver(config)
         # Held while a large message is parsed.
-        self.parsing = asyncio.Semaphore(MAX_CONCURRENT)
+        self.parsing = Turns(MAX_CONCURRENT)
         self.connections = ConnectionCount(config)
         self.memory = ProcessMemory()
         self.call_log = CallLog(config)
@@ -104,6 +111,7 @@ class ServerState:
                 if ready.executor.supports_lora
                 else functools.partial(no_adapter, reason=ready.executor.backend_reason)
             ),
+            limits_of_creation=self._limits_of_creation,
         )
 
     def adapter_ids(self) -> list[str]:
@@ -187,6 +195,31 @@ class ServerState:
         if version is not None and version not in self._limits:
             raise WeightsChanged
         return None if version is None else self._limits[version]
+
+    def _limits_of_creation(self, request_id: str) -> RequestLimits | None:
+        """The limits for the repetition of a creation: it means the weights and adapter of the first request.
+
+        So the adapter's id, which may name a later version by now or none, names that one. None: it is new.
+        Raises WeightsChanged.
+        """
+        made = self._creation_of(request_id)
+        if made is None:
+            return None
+        weights, adapter = made
+        limits = self._limits.get(weights)
+        if limits is None:
+            raise WeightsChanged
+        return self.with_adapter(limits, adapter)
+
+    def with_adapter(self, limits: RequestLimits, adapter: int) -> RequestLimits:
+        """Limits where the id of an adapter's version names that one, whatever it names now."""
+        version = self._adapters.get(adapter)
+        if version is None:
+            return limits
+        now = limits.adapter_of
+        return dataclasses.replace(
+            limits, adapter_of=lambda name: adapter if name == version.adapter_id else now(name)
+        )
 
     @property
     def uptime_ms(self) -> int:

@@ -17,13 +17,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import grpc
 from quire.v1 import executor_pb2
 
 from service.api import validation
 from service.api.append_codec import held_bytes
+from service.api.budget import COPIES, SMALL_BYTES, in_memory
 from service.api.calls import CALLS, Call, Outcome, start_weight
 from service.api.elsewhere import SessionCalls
 from service.api.parsing import parsed
@@ -83,6 +84,19 @@ class _OpenCall:
     answer: Any = None
 
 
+class _Encoded:
+    """A message with one result, as it is sent. Has what is needed of a SessionResponse that is written."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        # For traces. It is no error.
+        self.results = (executor_pb2.SessionResult(),)
+
+    def SerializeToString(self) -> bytes:
+        """See `google.protobuf.message.Message`."""
+        return self._data
+
+
 # The tag of a call, and the call or why it is refused.
 _Checked: TypeAlias = tuple[int, _OpenCall | QuireError]
 
@@ -107,14 +121,16 @@ class Session:
         # The scheduler treats the whole Session as one caller, however many calls it has in flight.
         self._caller = dispatcher.new_caller()
         self._tenant = current_tenant()
+        self._answers = state.answers.of(self._tenant)
         # Stored here because answers are built in the context of the task that delivers the last outcome.
         self._request_id = current_request_id()
         # With the ids of this call, for log lines.
         self._own = contextvars.copy_context()
         self._open: dict[int, _OpenCall] = {}
-        # The expected bytes of the answers of open calls, and the bytes of those that wait to be written.
-        self._held_bytes = 0
-        self._results: deque[executor_pb2.SessionResult] = deque()
+        # The expected memory for the answers of open calls, and for those that wait to be written.
+        self._held_bytes = self._large_bytes = 0
+        # With the size of each.
+        self._results: deque[tuple[executor_pb2.SessionResult | _Encoded, int]] = deque()
         self._something_to_write = asyncio.Event()
         self._room = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
@@ -136,7 +152,7 @@ class Session:
             with contextlib.suppress(asyncio.CancelledError, QuireError):
                 await self._reader
             self._undo_open_calls()
-            self._adjust_held_bytes(-self._held_bytes)
+            self._give_back_all()
 
     def drain(self) -> None:
         """Stops reading. The stream ends when all calls that were read are answered."""
@@ -233,21 +249,30 @@ class Session:
             try:
                 if isinstance(call, QuireError):
                     raise call
-                self._state.answers.take(call.answer_bytes)
+                self._answers.take(call.answer_bytes)
             except QuireError as error:
                 self._deliver_error(tag, error)
                 continue
             self._held_bytes += call.answer_bytes
+            if call.answer_bytes > SMALL_BYTES:
+                self._large_bytes += call.answer_bytes
             self._open[tag] = call
             if self._logs_slow_calls:
                 call.began_s = time.monotonic()
             opened.append(call)
         return opened
 
-    def _adjust_held_bytes(self, size_bytes: int) -> None:
+    def _adjust_held_bytes(self, size_bytes: int, *, is_large: bool) -> None:
         """Counts more bytes of this session's answers, or fewer if negative."""
         self._held_bytes += size_bytes
-        self._state.answers.adjust(size_bytes)
+        if is_large:
+            self._large_bytes += size_bytes
+        self._answers.adjust(size_bytes, is_large=is_large)
+
+    def _give_back_all(self) -> None:
+        large_bytes = self._large_bytes
+        self._adjust_held_bytes(-large_bytes, is_large=True)
+        self._adjust_held_bytes(-self._held_bytes, is_large=False)
 
     def _run(self, calls: Sequence[_OpenCall]) -> None:
         """Starts the requests of all calls together, so that they share steps."""
@@ -293,13 +318,16 @@ class Session:
 
     def _complete(self, call: _OpenCall) -> None:
         del self._open[call.tag]
-        self._adjust_held_bytes(-call.answer_bytes)
-        result = executor_pb2.SessionResult(tag=call.tag)
+        self._adjust_held_bytes(-call.answer_bytes, is_large=call.answer_bytes > SMALL_BYTES)
+        response = executor_pb2.SessionResponse()
+        result = response.results.add(tag=call.tag)
         answer = getattr(result, call.kind)
         # Also an answer whose fields all have their defaults is one.
         answer.SetInParent()
         try:
             outcomes = [outcome for outcome in call.outcomes if outcome is not None]
+            # The calls that were started with it may run on, and keep it.
+            call.outcomes = [None] * len(call.outcomes)
             if call.task is not None:
                 if isinstance(call.answer, QuireError):
                     raise call.answer
@@ -317,18 +345,31 @@ class Session:
             _log.exception("an answer could not be made", call=call.kind)
             self._deliver_error(call.tag, InternalError())
         else:
-            self._deliver(result)
+            if call.answer_bytes <= _TARGET_MESSAGE_BYTES:
+                self._deliver(result, result.ByteSize())
+            else:
+                self._deliver_alone(response, result)
             if self._logs_slow_calls:
                 self._own.run(self._state.call_log.slow, call.call.method, call.began_s, answer)
 
     def _deliver_error(self, tag: int, error: QuireError) -> None:
         self._state.call_log.count(error)
         status = to_status(error.without_traceback(), self._request_id)
-        self._deliver(executor_pb2.SessionResult(tag=tag, error=status))
+        result = executor_pb2.SessionResult(tag=tag, error=status)
+        self._deliver(result, result.ByteSize())
 
-    def _deliver(self, result: executor_pb2.SessionResult) -> None:
-        self._results.append(result)
-        self._adjust_held_bytes(result.ByteSize())
+    def _deliver_alone(
+        self, response: executor_pb2.SessionResponse, result: executor_pb2.SessionResult
+    ) -> None:
+        """Delivers a result that may be as large as a message: it is encoded once, and not copied."""
+        data = response.SerializeToString()
+        is_alone = len(data) > _TARGET_MESSAGE_BYTES
+        self._deliver(_Encoded(data) if is_alone else result, len(data))
+
+    def _deliver(self, result: executor_pb2.SessionResult | _Encoded, size_bytes: int) -> None:
+        is_large = size_bytes > SMALL_BYTES
+        self._results.append((result, size_bytes))
+        self._adjust_held_bytes(in_memory(size_bytes) if is_large else size_bytes, is_large=is_large)
         self._something_to_write.set()
 
     # Writing.
@@ -339,25 +380,35 @@ class Session:
             await self._something_to_write.wait()
             self._something_to_write.clear()
             while self._results:
-                message, size_bytes = self._next_message()
-                await self._write_message(message, size_bytes)
-                self._adjust_held_bytes(-size_bytes)
+                await self._write_message(*self._next_message())
                 self._room.set()
             failed = reader.done() and not reader.cancelled() and reader.exception() is not None
             if failed or (reader.done() and not self._open):
                 return
 
-    async def _write_message(self, message: executor_pb2.SessionResponse, size_bytes: int) -> None:
+    async def _write_message(
+        self, message: executor_pb2.SessionResponse | _Encoded, size_bytes: int, large_bytes: int
+    ) -> None:
         """Writes one message. If the client does not read it in time, everything else is dropped.
 
-        Then only this message takes memory until it is read or the connection ends.
+        Then only this message takes memory until it is read or the connection ends. `large_bytes`: the size
+        of its large results. Many small ones make a large message.
         """
+        is_large = size_bytes > SMALL_BYTES
+        written_bytes = size_bytes
+        if is_large:
+            written_bytes = in_memory(size_bytes)
+            self._adjust_held_bytes(large_bytes - size_bytes, is_large=False)
+            self._adjust_held_bytes(written_bytes - COPIES * large_bytes, is_large=True)
 
         def give_up() -> None:
             self._abandon()
-            self._adjust_held_bytes(size_bytes - self._held_bytes)
+            self._give_back_all()
+            self._adjust_held_bytes(written_bytes, is_large=is_large)
 
-        await write_in_time(self._context.write(message), self._config.session_stall_s, give_up)
+        writing = self._context.write(cast(executor_pb2.SessionResponse, message))
+        await write_in_time(writing, self._config.session_stall_s, give_up)
+        self._adjust_held_bytes(-written_bytes, is_large=is_large)
 
     def _abandon(self) -> None:
         assert self._reader is not None
@@ -366,16 +417,23 @@ class Session:
         self._results.clear()
         _log.info("a session's client does not read its answers", stall_s=self._config.session_stall_s)
 
-    def _next_message(self) -> tuple[executor_pb2.SessionResponse, int]:
+    def _next_message(self) -> tuple[executor_pb2.SessionResponse | _Encoded, int, int]:
+        """The next message, its size, and the size of its large results."""
         message = executor_pb2.SessionResponse()
-        size_bytes = 0
+        size_bytes = large_bytes = 0
         while self._results:
-            result_bytes = self._results[0].ByteSize()
+            result, result_bytes = self._results[0]
             if size_bytes and size_bytes + result_bytes > _TARGET_MESSAGE_BYTES:
                 break
-            message.results.append(self._results.popleft())
+            if isinstance(result, _Encoded):
+                del self._results[0]
+                return result, result_bytes, result_bytes
+            message.results.append(result)
+            del self._results[0]
             size_bytes += result_bytes
-        return message, size_bytes
+            if result_bytes > SMALL_BYTES:
+                large_bytes += result_bytes
+        return message, size_bytes, large_bytes
 
     def _undo_open_calls(self) -> None:
         tickets = [ticket for call in self._open.values() for ticket in call.tickets]

@@ -95,7 +95,9 @@ class Appends(OperationKind[Append]):
         entry, state = operation.entry, operation.entry.state
         length, position = state.tokens.length, request.position
         creates_again = entry.visible and not request.cache_id
-        if not request.cache_id and request.adapter != state.adapter:
+        if not request.cache_id and not (
+            request.adapter == state.adapter and entry.tenant.has_salt(state.salt, request.cache_salt)
+        ):
             raise reused_request_id()
         if creates_again:
             position = 0

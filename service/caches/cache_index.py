@@ -122,6 +122,11 @@ class CacheIndex:
         made = [entry] if entry is not None and entry.visible else self.children(request_id, tenant)
         return [entry.state.cache_id for entry in made if entry is not None]
 
+    def creation_of(self, request_id: str, tenant: Tenant | None = None) -> tuple[int, int] | None:
+        """The weights and the adapter of the cache that a request with this id makes or has made."""
+        entry = self.created_by(request_id, tenant or self.anonymous)
+        return None if entry is None else (entry.state.weights, entry.state.adapter)
+
     def weights_of(self, cache_id: str, tenant: Tenant | None = None) -> int | None:
         """The weights of a cache. None: there is no such cache."""
         entry = self.find(cache_id, tenant or self.anonymous)
@@ -170,4 +175,4 @@ class CacheIndex:
 
 def _remembered(entry: CacheEntry) -> Remembered:
     state = entry.state
-    return Remembered(state.cache_id, state.tokens.copy(), state.weights, state.adapter)
+    return Remembered(state.cache_id, state.tokens.copy(), state.weights, state.adapter, state.salt)

@@ -239,3 +239,4 @@ class Remembered:
     token_ids: Sequence[int]
     weights: int
     adapter: int
+    salt: bytes

@@ -145,6 +145,10 @@ class Admission:
             raise QueueFull(math.ceil(most / 2), self._rate.retry_after_s(queued))
         if queued >= most:
             raise QueueFull(most, self._rate.retry_after_s(queued))
+        # Without tenants callers cannot be told apart.
+        if tenant.name and tenant.in_flight >= most / 2:
+            share, retry_after_s = math.ceil(most / 2), self._rate.retry_after_s(tenant.in_flight)
+            raise QueueFull(share, retry_after_s, of_tenant=True)
         if not self.journal_works and not (append is not None and append.is_scoring):
             raise JournalUnavailable
 

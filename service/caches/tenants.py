@@ -1,7 +1,8 @@
 """Tenants and their quotas. Pure: no clock, no I/O.
 
-The state machine counts what a tenant holds and enforces its quota. Calls to providers, which the state
-machine does not see, are counted by `remote_call`. The authenticator finds the tenant of a call.
+The state machine counts what a tenant holds and enforces its quota. It does not see calls to providers, which
+`remote_call` counts, nor the preparation of requests, which `prepare` counts. The authenticator finds the
+tenant of a call.
 """
 
 from __future__ import annotations
@@ -46,37 +47,59 @@ class Tenant:
     caches: int = 0
     tokens: int = 0
     in_flight: int = 0
-    # Running calls to providers, which count as in flight.
-    _remote_calls: int = field(default=0, repr=False)
+    # Running calls to providers, and preparations, which count as in flight.
+    unseen: int = field(default=0, repr=False)
     # None: no request was made yet.
     _rate: TokenBucket | None = field(default=None, repr=False)
 
     def salt(self, cache_salt: str, adapter: int = 0) -> bytes:
         """The salt that separates prefixes by tenant, by `cache_salt` and by adapter."""
         of_adapter = f"a{adapter}/" if adapter else ""
-        if not self.name and not cache_salt:
-            return of_adapter.encode()
-        # The length keeps ("a", "bc") apart from ("ab", "c").
-        return f"{of_adapter}{len(self.name)}:{self.name}{cache_salt}".encode()
+        return of_adapter.encode() + self._own_salt(cache_salt)
 
-    def admit(self, now_s: float) -> None:
-        """Admits one more request. Raises QuotaExceeded if too many run, or the rate is too high."""
+    def has_salt(self, salt: bytes, cache_salt: str) -> bool:
+        """Whether a cache of this tenant with `salt`, whatever its adapter, was made with `cache_salt`."""
+        # The rest is empty or begins with a digit.
+        rest = salt.partition(b"/")[2] if salt.startswith(b"a") else salt
+        return rest == self._own_salt(cache_salt)
+
+    def _own_salt(self, cache_salt: str) -> bytes:
+        if not self.name and not cache_salt:
+            return b""
+        # The length keeps ("a", "bc") apart from ("ab", "c").
+        return f"{len(self.name)}:{self.name}{cache_salt}".encode()
+
+    def admit(self, now_s: float, requests: int = 1) -> None:
+        """Admits more requests. Raises QuotaExceeded if too many run, or the rate is too high."""
         quota = self.quota
-        in_flight = self.in_flight + self._remote_calls
+        in_flight = self.in_flight + self.unseen
         if quota.max_in_flight is not None and in_flight >= quota.max_in_flight:
             raise QuotaExceeded("max_in_flight", quota.max_in_flight, _RETRY_S)
         if quota.max_per_s is not None:
-            self._spend(quota.max_per_s, now_s)
+            self._spend(quota.max_per_s, now_s, requests)
+
+    def admit_reader(self, now_s: float) -> None:
+        """Admits a call that reads what requests have made. Raises QuotaExceeded if the rate is too high."""
+        if self.quota.max_per_s is not None:
+            self._spend(self.quota.max_per_s, now_s, 1)
+
+    def prepare(self, requests: int, now_s: float) -> Preparation:
+        """Admits the preparation of requests, before its work is done. Its end calls `end`.
+
+        More than a second's worth are admitted at once, if none were before. Raises as `admit`.
+        """
+        self.admit(now_s, requests)
+        return Preparation(self, requests)
 
     @contextmanager
     def remote_call(self, now_s: float) -> Iterator[None]:
         """Around a call of a provider, with its wait: it is one more request. Raises as `admit`."""
         self.admit(now_s)
-        self._remote_calls += 1
+        self.unseen += 1
         try:
             yield
         finally:
-            self._remote_calls -= 1
+            self.unseen -= 1
 
     def require(self, *, caches: int = 0, tokens: int = 0) -> None:
         """Raises QuotaExceeded if it would hold too much. Only a release helps: there is no retry delay."""
@@ -86,13 +109,43 @@ class Tenant:
         if quota.max_tokens is not None and self.tokens + tokens > quota.max_tokens:
             raise QuotaExceeded("max_tokens", quota.max_tokens)
 
-    def _spend(self, per_s: float, now_s: float) -> None:
-        """Takes one token of the rate limit. Raises QuotaExceeded."""
+    def give_back(self, requests: int, now_s: float) -> None:
+        """Requests that were admitted will be admitted again."""
+        if self._rate is not None:
+            self._rate.take(-requests, now_s)
+
+    def _spend(self, per_s: float, now_s: float, requests: int) -> None:
+        """Takes tokens of the rate limit. Raises QuotaExceeded."""
         if self._rate is None:
             self._rate = TokenBucket(max(per_s, 1.0), per_s)
         # The quota may have changed.
         self._rate.capacity, self._rate.per_s = max(per_s, 1.0), per_s
-        wait_s = self._rate.wait_s(1.0, now_s)
+        wait_s = self._rate.wait_s(requests, now_s)
         if wait_s > 0:
             raise QuotaExceeded("max_per_s", per_s, wait_s)
-        self._rate.take(1.0, now_s)
+        self._rate.take(requests, now_s)
+
+
+class Preparation:
+    """Requests that are being prepared: one in flight, and each counts in the rate until it is made itself.
+
+    So one whose preparation fails has counted, too.
+    """
+
+    def __init__(self, tenant: Tenant, requests: int) -> None:
+        self._tenant = tenant
+        self._requests = requests
+        self._is_over = False
+        tenant.unseen += 1
+
+    def made(self, requests: int, now_s: float) -> None:
+        """So many of the requests are made now, which count by themselves from now on. Ends it."""
+        self.end()
+        requests = min(requests, self._requests)
+        self._requests -= requests
+        self._tenant.give_back(requests, now_s)
+
+    def end(self) -> None:
+        """Nothing is prepared any more. Idempotent."""
+        self._tenant.unseen -= not self._is_over
+        self._is_over = True

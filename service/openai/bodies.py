@@ -7,7 +7,6 @@ before it is parsed. Parsing takes at most some 50 ms.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -21,6 +20,7 @@ from service.api.request_receiver import RequestReceiver
 from service.auth.authenticator import current_tenant_name
 from service.errors import ArrivingFull, InvalidArgument, QuireError
 from service.text.bounded_json import count_values, loads
+from service.turns import Turns, share_of
 
 _MAX_VALUES = 1 << 20
 # Parsed in about a millisecond.
@@ -38,7 +38,7 @@ class BodyReader:
         self.held_bytes = 0
         self._tenant_bytes: Counter[str] = Counter()
         # Large bodies are parsed one at a time, so that the event loop runs other tasks between two.
-        self._parse_lock = asyncio.Lock()
+        self._parsing = Turns(1)
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[Any]:
@@ -62,7 +62,7 @@ class BodyReader:
             refused = await self._receiver.request(None, cast("grpc.aio.ServicerContext[Any, Any]", body))
             if isinstance(refused, QuireError):
                 raise refused
-            yield await self.parse(body.data)
+            yield await self.parse(body.data, tenant)
         finally:
             self.held_bytes -= body.size_bytes
             self._tenant_bytes[tenant] -= body.size_bytes
@@ -75,8 +75,7 @@ class BodyReader:
         if max(size_bytes, body.declared_bytes) > self.max_body_bytes:
             most = f"a request may have at most {self.max_body_bytes} bytes"
             return InvalidArgument("REQUEST_TOO_LARGE", "", most)
-        # Without tenants callers cannot be told apart.
-        share_bytes = self._max_bytes // 2 if tenant else self._max_bytes
+        share_bytes = share_of(self._max_bytes, tenant)
         total_bytes, tenant_bytes = self.held_bytes + more_bytes, self._tenant_bytes[tenant] + more_bytes
         for held_bytes, limit in ((total_bytes, self._max_bytes), (tenant_bytes, share_bytes)):
             if limit < held_bytes != size_bytes:
@@ -85,9 +84,9 @@ class BodyReader:
         body.size_bytes = size_bytes
         return None
 
-    async def parse(self, data: bytearray) -> Any:
+    async def parse(self, data: bytearray, tenant: str = "") -> Any:
         """Parses JSON, and clears `data`. Raises InvalidArgument."""
-        async with self._parse_lock if len(data) > _SMALL_BYTES else contextlib.nullcontext():
+        async with self._parsing.turn(tenant) if len(data) > _SMALL_BYTES else contextlib.nullcontext():
             if await count_values(data, _MAX_VALUES) > _MAX_VALUES:
                 most = f"{_MAX_VALUES} values (a string, list or object counts as 8)"
                 raise InvalidArgument("REQUEST_TOO_LARGE", "", f"the request has more than {most}")

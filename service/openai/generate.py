@@ -263,9 +263,9 @@ class GenerateHandler(CompletionHandler):
 
     forward: Forward
 
-    async def _handle(self, value: object, scope: Scope, send: Send) -> None:
+    async def _handle(self, body: list[object], scope: Scope, send: Send) -> None:
         try:
-            await super()._handle(value, scope, send)
+            await super()._handle(body, scope, send)
         except InvalidArgument as error:
             raise InvalidArgument(error.reason, renamed(error.field, _PARAMS), error.message) from None
 

@@ -15,6 +15,7 @@ from quire.v1 import runner_pb2
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from service.api.budget import SMALL_BYTES
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.auth.authenticator import current_tenant
@@ -53,12 +54,18 @@ class CompletionHandler:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
         async with self.body_reader.read(Request(scope, receive)) as value:
-            await _until_disconnected(receive, self._handle(value, scope, send))
+            body = [value]
+            del value
+            await _until_disconnected(receive, self._handle(body, scope, send))
 
-    async def _handle(self, value: object, scope: Scope, send: Send) -> None:
+    async def _handle(self, body: list[object], scope: Scope, send: Send) -> None:
+        """`body`: what was parsed, which is taken from it: Python's numbers take many times their bytes."""
+        (value,) = body
         if not (isinstance(value, dict) and self.models.is_remote(value.get("model"))):
             await self.state.first_worker(None)
         completion_request = self.parse(value, self._resolve)
+        body.clear()
+        del value
         request = runner_pb2.ExecuteRequest(
             runtime=completion_request.model.runtime,
             items=completion_request.items,
@@ -88,7 +95,8 @@ class CompletionHandler:
         self, execution: Execution, reader: int, response: CompletionResponse, send: Send
     ) -> None:
         """Sends the response in one piece. Its chunks count as unread until it is sent."""
-        held_bytes = 0
+        held_bytes = large_bytes = 0
+        answers = self.state.answers.of(current_tenant())
         time_slice = TimeSlice()
         try:
             while chunks := await execution.read(reader):
@@ -96,8 +104,10 @@ class CompletionHandler:
                 response.begin(execution.started)
                 for chunk in chunks:
                     size_bytes = response.add(chunk)
-                    self.state.answers.take(size_bytes)
+                    answers.take(size_bytes)
                     held_bytes += size_bytes
+                    if size_bytes > SMALL_BYTES:
+                        large_bytes += size_bytes
                     if time_slice.due:
                         await time_slice.yield_to_others()
                 if held_bytes > self.state.config.max_response_bytes:
@@ -107,7 +117,8 @@ class CompletionHandler:
             await body.write(response.pieces())
             await body.end()
         finally:
-            self.state.answers.adjust(-held_bytes)
+            answers.adjust(-large_bytes, is_large=True)
+            answers.adjust(large_bytes - held_bytes)
 
     async def _send_stream(
         self, execution: Execution, reader: int, response: CompletionResponse, send: Send

@@ -20,7 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.api.call_log import elapsed_ms
 from service.api.server_state import ServerState
 from service.api.validation import is_request_id
-from service.auth.authenticator import AUTHORIZATION, Authenticator
+from service.auth.authenticator import AUTHORIZATION, Authenticator, current_tenant
+from service.caches.tenants import Tenant
 from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError, SessionLimit
 from service.listening import is_address
 from service.logging import bind_request_id, get_logger
@@ -29,6 +30,7 @@ from service.openai.connection import connection_of
 from service.openai.generation import event
 from service.printable import escaped
 from service.setting_rules import is_private
+from service.turns import share_of
 
 _log = get_logger(__name__)
 HEALTH = "/health"
@@ -53,7 +55,8 @@ class Middleware:
         self._authenticator = authenticator
         self._state = state
         self._is_local_only = authenticator is None and is_private(state.config.openai_listen)
-        self._running: set[asyncio.Task[None]] = set()
+        # With the tenant of each, once that is known.
+        self._running: dict[asyncio.Task[None], Tenant | None] = {}
         self._has_stopped = False
 
     async def stop(self, grace_s: float) -> None:
@@ -76,7 +79,7 @@ class Middleware:
         name = escaped(f"{request.method} {scope['path']}"[:_MAX_LOGGED_CHARACTERS])
         began_s = time.monotonic()
         task = cast("asyncio.Task[None]", asyncio.current_task())
-        self._running.add(task)
+        self._running[task] = None
         try:
             self._admit(request)
             # With this key starlette's router raises HTTPException instead of sending a response.
@@ -103,7 +106,7 @@ class Middleware:
             _log.exception("request failed unexpectedly", request=name)
             error = InternalError()
         finally:
-            self._running.discard(task)
+            del self._running[task]
         self._state.call_log.refused(name, error, elapsed_ms(began_s))
         scope["quire.error"] = error.reason
         await response.fail(error)
@@ -130,6 +133,13 @@ class Middleware:
         max_requests = self._state.config.max_sessions
         if len(self._running) > max_requests:
             raise SessionLimit(max_requests)
+        if self._authenticator is not None:
+            self._admit_tenant(share_of(max_requests, current_tenant()))
+
+    def _admit_tenant(self, max_requests: int) -> None:
+        tenant = self._running[cast("asyncio.Task[None]", asyncio.current_task())] = current_tenant()
+        if list(self._running.values()).count(tenant) > max_requests:
+            raise SessionLimit(max_requests, of_tenant=True)
 
 
 class _Response:

@@ -26,7 +26,8 @@ class Batch:
     `key` is unique among a tenant's executions, and stays the same when the batch is resumed after a restart.
     `keep_s`: how long the caches are kept for a client that resumes; 0: not at all. `deadline_s` is on the
     monotonic clock; None: no deadline. `resumed`: items of which the client has a part, maybe from another
-    runtime. They continue only if a kept cache shows that this runtime generated that part.
+    runtime. They continue only if a kept cache shows that this runtime generated that part. `prepared` is to
+    be called before the first requests of so many items, which the tenant's quota counts from then on.
     """
 
     key: str
@@ -36,6 +37,7 @@ class Batch:
     deadline_s: float | None = None
     keep_s: float = 0.0
     resumed: frozenset[str] = frozenset()
+    prepared: Callable[[int], None] = lambda _: None
 
 
 class ChunkSink(Protocol):

@@ -17,6 +17,7 @@ from quire.v1 import runner_pb2
 
 from service.api.budget import AnswerBudget
 from service.api.status import to_status
+from service.caches.tenants import Tenant
 from service.errors import NOT_FAILURES, Draining, InternalError, QuireError, ResumedElsewhere
 from service.logging import get_logger
 from service.runtimes.base import SampleKey
@@ -53,10 +54,12 @@ class Execution:
         on_state: Callable[[Execution], None],
         unread: AnswerBudget,
         read: ReplayBudget,
+        tenant: Tenant | None = None,
     ) -> None:
         """`samples`: all that must end. `on_state` is called after each change of `state`.
 
-        The budgets are shared by several executions: one counts unread chunks, one those kept after reading.
+        The budgets are shared by several executions: one counts unread chunks, those that are being sent
+        included, one those kept after reading.
         """
         # The runtime is final when the first chunk is there.
         self.started = runner_pb2.ExecutionStarted(request_id=request_id)
@@ -65,8 +68,8 @@ class Execution:
         self.state = State.RUNNING
         # Unfinished samples, and the end position of each one's last chunk.
         self._unfinished = dict.fromkeys(samples, 0)
-        self._buffer = ReplayBuffer(unread, read, keeps=keep_s > 0)
-        self._unread_budget = unread
+        self._buffer = ReplayBuffer(unread.of(tenant), read, keeps=keep_s > 0, tenant=tenant)
+        self._unread_budget = unread.of(tenant)
         # Whether a sample ended without an error. Otherwise there is nothing to resume for.
         self._is_worth_keeping = False
         self._changed = asyncio.Event()
@@ -79,8 +82,9 @@ class Execution:
         self._keep_timer: asyncio.TimerHandle | None = None
         self._release_callbacks: list[Callable[[], None]] = []
 
-    def start(self, run: Run) -> None:
+    def start(self, run: Run) -> asyncio.Task[None]:
         self._task = asyncio.create_task(self._run(run), name="execution")
+        return self._task
 
     @property
     def is_done(self) -> bool:
@@ -105,9 +109,13 @@ class Execution:
     def put(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
         """Chunks of samples that have ended are dropped."""
         self._has_chunks = True
-        if self.state is State.CLOSED:
+        if self.state is State.CLOSED or not self._unfinished:
             return
-        was_unfinished = bool(self._unfinished)
+        self._accept(chunks)
+        if not self._unfinished and not self._is_read:
+            self._finish_unread()
+
+    def _accept(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
         accepted: list[runner_pb2.SampleChunk] = []
         for chunk in chunks:
             key = chunk.item_id, chunk.sample
@@ -120,8 +128,6 @@ class Execution:
             accepted.append(chunk)
         self._buffer.add(accepted)
         self._changed.set()
-        if was_unfinished and not self._unfinished and not self._is_read:
-            self._finish_unread()
 
     @property
     def is_full(self) -> bool:
@@ -163,15 +169,14 @@ class Execution:
 
     def _fail_unfinished(self, error: QuireError) -> None:
         status = to_status(error, self.started.request_id)
-        self._end_unfinished(finish_reason=runner_pb2.FINISH_REASON_ERROR, error=status)
+        self.put(self._ends(finish_reason=runner_pb2.FINISH_REASON_ERROR, error=status))
 
-    def _end_unfinished(self, **end: Any) -> None:
-        self.put(
-            [
-                runner_pb2.SampleChunk(item_id=item_id, sample=sample, position=position, **end)
-                for (item_id, sample), position in self._unfinished.items()
-            ]
-        )
+    def _ends(self, **end: Any) -> list[runner_pb2.SampleChunk]:
+        """A last chunk for each unfinished sample."""
+        return [
+            runner_pb2.SampleChunk(item_id=item_id, sample=sample, position=position, **end)
+            for (item_id, sample), position in self._unfinished.items()
+        ]
 
     # For the reader.
 
@@ -182,6 +187,7 @@ class Execution:
         """
         # `read` skips what the reader has. Doing it here could block the event loop.
         self._buffer.read_again(progress)
+        self._buffer.sent()
         self._reader += 1
         self._is_read = True
         if self._keep_timer is not None:
@@ -219,6 +225,7 @@ class Execution:
         if reader != self._reader or self.state is State.CLOSED:
             return
         self._is_read = False
+        self._buffer.sent()
         if not self._keep_s:
             self.end()
             return
@@ -235,9 +242,10 @@ class Execution:
 
     def cancel(self) -> None:
         """Ends it; it cannot be resumed. A reader gets the end of its samples."""
-        if self._unfinished:
-            self._end_unfinished(finish_reason=runner_pb2.FINISH_REASON_CANCELLED)
-        self.end()
+        if self.state is not State.CLOSED:
+            # Not with `put`: an execution that is only about to close must not count as finished unread.
+            self._accept(self._ends(finish_reason=runner_pb2.FINISH_REASON_CANCELLED))
+            self.end()
         self._release()
 
     def _release(self) -> None:

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from quire.v1 import runner_pb2
@@ -23,6 +24,7 @@ from service.runtimes.execution import Execution, State
 from service.runtimes.items import check_cost, check_ids, num_samples
 from service.runtimes.replay_buffer import ReplayBudget
 from service.runtimes.router import Router
+from service.turns import share_of
 
 _POLICIES = frozenset(runner_pb2.RoutingPolicy.values())
 # The retry delay for a client that is refused because there are too many.
@@ -54,7 +56,8 @@ class Executions:
     ) -> Execution:
         """A new execution, or the one that this request resumes. The caller attaches a reader at once.
 
-        Raises InvalidArgument, RuntimeNotFound, NoWorker, TooManyExecutions, ExecutionLost or Draining.
+        Raises InvalidArgument, RuntimeNotFound, NoWorker, TooManyExecutions, QuotaExceeded, ExecutionLost or
+        Draining.
         """
         self._check(request)
         _check_progress(request)
@@ -104,22 +107,26 @@ class Executions:
             execution.end()
 
     def _check_number(self, tenant: Tenant | None) -> None:
-        """Raises TooManyExecutions if a tenant may not start another one.
+        """Raises TooManyExecutions if a tenant may not start another one, nor read one that has finished.
 
         Where callers have tokens, no tenant gets more than half of them.
         """
         most, running = self._state.config.max_executions, self._open[State.RUNNING]
         if len(running) >= most:
             raise TooManyExecutions(most, _RETRY_S)
-        share = (most + 1) // 2
+        share = share_of(most, tenant)
         if tenant is not None and list(running.values()).count(tenant) >= share:
             raise TooManyExecutions(share, _RETRY_S, of_tenant=True)
 
-    def _cancel_an_unread_one(self) -> None:
-        """If too many are finished unread: the oldest one of the tenant with the most."""
+    def _cancel_an_unread_one(self, ended: Tenant | None) -> None:
+        """If too many are finished unread: the oldest one of the tenant with the most.
+
+        Of equal ones it is `ended`, whose execution is one too many: others lose nothing by it.
+        """
         unread = self._open[State.FINISHED_UNREAD]
         if len(unread) > self._state.config.max_executions:
-            ((largest, _),) = Counter(unread.values()).most_common(1)
+            counts = Counter(unread.values())
+            largest = max(counts, key=lambda tenant: (counts[tenant], tenant is ended))
             next(execution for execution, tenant in unread.items() if tenant is largest).cancel()
 
     def _check(self, request: runner_pb2.ExecuteRequest) -> None:
@@ -142,8 +149,13 @@ class Executions:
         if found is None:
             return None
         digest, execution = found
+        if tenant is not None:
+            tenant.admit_reader(time.monotonic())
         if digest != _digest(request):
             raise reused_request_id()
+        if execution.state is State.FINISHED_UNREAD:
+            # It is about to be read, and then takes a place like one that runs.
+            self._check_number(tenant)
         execution.started.resumed = True
         return execution
 
@@ -159,6 +171,8 @@ class Executions:
         request_id = request.request_id or secrets.token_hex(16)
         key = tenant, request_id
         resumed = self._resumed_items(request, keep_s)
+        now_s = time.monotonic()
+        preparation = None if tenant is None else tenant.prepare(len(request.items), now_s)
         samples = [(item.item_id, sample) for item in request.items for sample in range(num_samples(item))]
         execution = Execution(
             request_id,
@@ -167,6 +181,7 @@ class Executions:
             lambda changed: self._on_state(key, changed),
             self._unread if keep_s else self._state.answers,
             self._read,
+            tenant,
         )
         self._on_state(key, execution)
         if keep_s:
@@ -177,11 +192,16 @@ class Executions:
             items=request.items,
             priority=PRIORITIES[request.priority],
             # A kept execution continues without its client, so the client's deadline does not end it.
-            deadline_s=None if timeout_s is None or keep_s else time.monotonic() + timeout_s,
+            deadline_s=None if timeout_s is None or keep_s else now_s + timeout_s,
             keep_s=keep_s,
             resumed=resumed,
         )
-        execution.start(functools.partial(self._router.execute, request, batch))
+        if preparation is not None:
+            batch = replace(batch, prepared=lambda items: preparation.made(items, time.monotonic()))
+        running = execution.start(functools.partial(self._router.execute, request, batch))
+        if preparation is not None:
+            # Not in the task, which may end before it begins.
+            running.add_done_callback(lambda _: preparation.end())
         return execution
 
     def _resumed_items(self, request: runner_pb2.ExecuteRequest, keep_s: float) -> frozenset[str]:
@@ -208,7 +228,8 @@ class Executions:
             group.pop(execution, None)
         if execution.state is not State.CLOSED:
             self._open[execution.state][execution] = tenant
-            self._cancel_an_unread_one()
+            if execution.state is State.FINISHED_UNREAD:
+                self._cancel_an_unread_one(tenant)
             return
         kept = self._kept.get(key)
         if kept is not None and kept[1] is execution:

@@ -88,7 +88,7 @@ class LocalRuntime:
             ready: list[PreparedItem] = []
             time_slice = TimeSlice()
             for item in batch.items:
-                prepared = await self._prepared(item, batch, weights)
+                prepared = await self._prepared(item, batch, weights, run.earlier_adapter(item))
                 if isinstance(prepared, PreparedItem):
                     ready.append(prepared)
                 else:
@@ -96,13 +96,14 @@ class LocalRuntime:
                 # Short items are prepared without awaiting anything, and a batch may have a thousand.
                 if time_slice.due:
                     await time_slice.yield_to_others()
+            batch.prepared(len(ready))
             await run.run(ready)
         finally:
             run.close()
             self._executions -= 1
 
     async def _prepared(
-        self, item: runner_pb2.ExecuteItem, batch: Batch, weights: int
+        self, item: runner_pb2.ExecuteItem, batch: Batch, weights: int, earlier_adapter: int
     ) -> PreparedItem | list[runner_pb2.SampleChunk]:
         """A prepared item, or the last chunks of one that cannot run. A batch has one set of weights."""
         now_s = time.monotonic()
@@ -114,7 +115,7 @@ class LocalRuntime:
         try:
             # Templates and grammars may wait in a queue.
             async with asyncio.timeout(timeout_s):
-                prepared = await self._preparer.prepare(item, deadline_s, kept_as)
+                prepared = await self._preparer.prepare(item, deadline_s, kept_as, earlier_adapter)
             if prepared.weights != weights:
                 raise WeightsChanged(can_be_repeated=True)
             return prepared

@@ -12,6 +12,7 @@ tokens are a pure function of the prompt, the options and the seeds in the journ
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from array import array
 from collections import deque
@@ -33,6 +34,7 @@ from service.caches.requests import (
     Request,
     cache_ids,
 )
+from service.caches.tenants import Tenant
 from service.dispatcher import Dispatcher, Found
 from service.errors import (
     DeadlinePassed,
@@ -45,6 +47,7 @@ from service.errors import (
 from service.logging import current_request_id, get_logger
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.batch_caches import PROMPT, SAMPLES, BatchCaches, sample_part
+from service.runtimes.items import num_samples
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import Sample
 from service.text.constraints import Matcher
@@ -52,6 +55,8 @@ from service.text.constraints import Matcher
 _log = get_logger(__name__)
 # Samples that take a step before other tasks run. Takes one or two milliseconds.
 _SAMPLES_AT_ONCE = 16
+# How long a run computes masks before other runs do. A usual one takes a tenth of a millisecond.
+_MASKS_TURN_S = 0.02
 _T = TypeVar("_T")
 # Its result is what was requested, or a QuireError.
 _Future: TypeAlias = "asyncio.Future[Any]"
@@ -71,6 +76,7 @@ class LocalRun:
         self._caller = dispatcher.new_caller()
         self._request_id = current_request_id()
         self._caches = BatchCaches(dispatcher, batch)
+        self._tenant = batch.tenant or Tenant()
         self._lease_s = max(batch.keep_s, least_lease_s) if batch.keep_s else None
         if batch.keep_s:
             sink.on_release(self._caches.stop_keeping)
@@ -89,6 +95,15 @@ class LocalRun:
     def close(self) -> None:
         """Releases caches, unless the batch is kept: also those that an earlier run has left to this one."""
         self._caches.end()
+
+    def earlier_adapter(self, item: runner_pb2.ExecuteItem) -> int:
+        """The adapter of the caches that an earlier run has made for an item. 0: none."""
+        if item.adapter_id:
+            parts = (SAMPLES, *map(sample_part, range(num_samples(item))))
+            found = (cache for part in parts for cache in self._caches.recall(item.item_id, part))
+            for cache in filter(None, found):
+                return cache.adapter
+        return 0
 
     async def run(self, items: Sequence[PreparedItem]) -> None:
         """Returns when all samples have ended. Cancelling it cancels their requests."""
@@ -218,7 +233,7 @@ class LocalRun:
                 # If no run can use one, all are released.
                 for each in filter(None, forked):
                     self._caches.add(each.cache_id)
-                _require_same_model(item, cache)
+                self._require_same(item, cache)
             if item_id in self._batch.resumed and not (forked or any(caches)):
                 raise ExecutionLost
             if item.num_samples > 1 and len(item.spec.prompt) > 1 and not forked:
@@ -252,8 +267,9 @@ class LocalRun:
             raise
         assert isinstance(forked, Handles)
         self._caches.discard(parent)
+        salt = self._tenant.salt(item.cache_salt, item.adapter)
         caches = [
-            Remembered(handle.cache_id, prompt, item.weights, item.adapter) for handle in forked.handles
+            Remembered(handle.cache_id, prompt, item.weights, item.adapter, salt) for handle in forked.handles
         ]
         return [*caches], done_of(prefix).reused_tokens
 
@@ -320,7 +336,7 @@ class LocalRun:
         """Takes the tokens that a sample's cache holds after the prompt. Raises QuireError."""
         prompt = item.spec.prompt
         self._caches.add(cache.cache_id)
-        _require_same_model(item, cache)
+        self._require_same(item, cache)
         if not _is_either_prefix(cache.token_ids, prompt):
             raise reused_request_id()
         sample.cache_id = cache.cache_id
@@ -333,6 +349,16 @@ class LocalRun:
                 if time_slice.due:
                     await time_slice.yield_to_others()
 
+    def _require_same(self, item: PreparedItem, cache: Remembered) -> None:
+        """Raises InvalidArgument, WeightsChanged or ExecutionLost if a cache cannot continue an item."""
+        if not self._tenant.has_salt(cache.salt, item.cache_salt):
+            raise reused_request_id()
+        if cache.weights != item.weights:
+            raise WeightsChanged
+        if cache.adapter != item.adapter:
+            # It is another adapter's, or of a version that is not there any more.
+            raise ExecutionLost
+
     def _fail(self, sample: Sample, error: QuireError) -> None:
         if isinstance(error, DeadlinePassed):
             error = DeadlinePassed(has_begun=sample.has_begun)
@@ -341,21 +367,15 @@ class LocalRun:
     # Masks are computed in a thread: other samples do not wait for them.
 
     async def _compute_masks(self, batch: Sequence[tuple[Matcher, _Future]]) -> None:
-        # All items of a batch are for one model, so all matchers have the same threads.
-        threads = batch[0][0].threads
-        masks = await asyncio.get_running_loop().run_in_executor(threads, _masks, batch)
-        # Fewer if the run has ended meanwhile.
-        for (_, future), mask in zip(batch, masks, strict=False):
-            self._continue(future, mask)
-
-
-def _require_same_model(item: PreparedItem, cache: Remembered) -> None:
-    """Raises WeightsChanged or ExecutionLost if a cache cannot continue an item."""
-    if cache.weights != item.weights:
-        raise WeightsChanged
-    if cache.adapter != item.adapter:
-        # The adapter's id names another version by now.
-        raise ExecutionLost
+        while batch:
+            # All items of a batch are for one model and one tenant, so all matchers have the same threads.
+            masks = await batch[0][0].in_thread(functools.partial(_masks, batch))
+            if not masks:
+                # The run has ended meanwhile.
+                return
+            for (_, future), mask in zip(batch, masks, strict=False):
+                self._continue(future, mask)
+            batch = batch[len(masks) :]
 
 
 def _is_either_prefix(token_ids: Sequence[int], prompt: Sequence[int]) -> bool:
@@ -364,10 +384,14 @@ def _is_either_prefix(token_ids: Sequence[int], prompt: Sequence[int]) -> bool:
 
 
 def _masks(batch: Sequence[tuple[Matcher, _Future]]) -> list[bytes | QuireError]:
-    """The allowed next tokens of each sample. Stops early once the run has ended. Runs in a thread."""
+    """The allowed next tokens of the first samples, at least one, unless the run has ended. Runs in a thread.
+
+    Of so many as are computed within a turn: others wait for theirs.
+    """
     masks: list[bytes | QuireError] = []
+    until_s = time.monotonic() + _MASKS_TURN_S
     for matcher, future in batch:
-        if future.cancelled():
+        if future.cancelled() or (masks and time.monotonic() >= until_s):
             break
         try:
             masks.append(matcher.allowed())

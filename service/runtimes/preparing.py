@@ -5,7 +5,6 @@ Expensive parts (long texts, templates, grammars) run in a bounded number of thr
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from array import array
@@ -72,13 +71,20 @@ class ItemPreparer:
         self._text = text
 
     async def prepare(
-        self, item: runner_pb2.ExecuteItem, deadline_s: float | None, kept_as: str = ""
+        self,
+        item: runner_pb2.ExecuteItem,
+        deadline_s: float | None,
+        kept_as: str = "",
+        earlier_adapter: int = 0,
     ) -> PreparedItem:
         """Validates and prepares an item. Raises a QuireError.
 
         `deadline_s`: of the item, on the monotonic clock. `kept_as`: the execution's key if it is kept.
+        `earlier_adapter`: of the caches that an earlier run has made for it.
         """
         limits = self._state.limits
+        if earlier_adapter:
+            limits = self._state.with_adapter(limits, earlier_adapter)
         items.check(item)
         adapter = validation.check_adapter(item.adapter_id, "", limits)
         validation.check_cache_salt(item.cache_salt)
@@ -99,8 +105,7 @@ class ItemPreparer:
         first_mask = None
         if new_matcher is not None:
             matcher = new_matcher()
-            loop = asyncio.get_running_loop()
-            first_mask = await loop.run_in_executor(matcher.threads, matcher.allowed)
+            first_mask = await matcher.in_thread(matcher.allowed)
         tokenizer = None if item.tokens_only else await self._text.tokenizer()
         if self._state.model_version != limits.weights:
             # The weights were switched while the item was prepared.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from quire.v1 import runner_pb2
 
-from service.api.budget import AnswerBudget
+from service.api.budget import COPIES, AnswerBudget
+from service.caches.tenants import Tenant
 from service.errors import ExecutionLost
 from service.runtimes.base import SampleKey
 
@@ -19,13 +20,17 @@ MAX_KEPT_BYTES = 16 << 20
 LAST_READ_BYTES = 1 << 20
 # The overhead of a chunk in memory, estimated.
 _CHUNK_BYTES = 200
-# The target size of a message. A larger one is split.
-_MESSAGE_BYTES = 1 << 18
+# The target size of a message, and while the budget of unread chunks is exceeded: what is sent counts there,
+# too, until its reader asks for more.
+_MESSAGE_BYTES, _LEAST_MESSAGE_BYTES = 1 << 18, 1 << 14
 _Sized: TypeAlias = tuple[runner_pb2.SampleChunk, int]
 
 
 class ReplayBudget:
-    """Counts the bytes of chunks that buffers keep although they were read. Over the limit, they evict."""
+    """Counts the bytes of chunks that buffers keep although they were read. Over the limit, they evict.
+
+    Each tenant has an equal share, however many buffers it has.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -34,26 +39,38 @@ class ReplayBudget:
         self._buffers: dict[ReplayBuffer, None] = {}
 
     def count(self, buffer: ReplayBuffer, size_bytes: int) -> None:
-        """A buffer keeps more bytes; or fewer, if negative. Over the limit, the largest buffers evict."""
+        """A buffer keeps more bytes; or fewer, if negative. Over the limit, the largest evict."""
         self.used_bytes += size_bytes
         if not buffer.read_bytes:
             self._buffers.pop(buffer, None)
             return
         self._buffers[buffer] = None
         if size_bytes > 0 and self.used_bytes > self.max_bytes:
+            by_tenant = defaultdict[Tenant | None, list[ReplayBuffer]](list)
+            for each in self._buffers:
+                by_tenant[each.tenant].append(each)
             # Down to half of the limit, so that this is rare.
-            share_bytes = self.max_bytes // (2 * len(self._buffers))
-            for each in list(self._buffers):
-                each.evict_to(share_bytes)
+            share_bytes = self.max_bytes // (2 * len(by_tenant))
+            for buffers in by_tenant.values():
+                for each in buffers:
+                    each.evict_to(share_bytes // len(buffers))
 
 
 class ReplayBuffer:
     """Owner of an execution's chunks. The budgets are shared by several buffers."""
 
-    def __init__(self, unread: AnswerBudget, read: ReplayBudget, *, keeps: bool) -> None:
-        """`keeps`: chunks stay after they were read, for a reader that resumes."""
+    def __init__(
+        self, unread: AnswerBudget, read: ReplayBudget, *, keeps: bool, tenant: Tenant | None = None
+    ) -> None:
+        """`keeps`: chunks stay after they were read, for a reader that resumes.
+
+        `unread`: the share of the tenant.
+        """
         self._keeps = keeps
+        self.tenant = tenant
         self.unread_bytes = 0
+        # What the message takes that is being sent.
+        self._sent_bytes = 0
         self._unread: deque[_Sized] = deque()
         self._unread_budget = unread
         # Older than what is unread.
@@ -79,9 +96,14 @@ class ReplayBuffer:
         return bool(self._unread)
 
     def take(self) -> list[runner_pb2.SampleChunk]:
-        """The chunks of the next message, without those that the reader has. May be empty before the end."""
+        """The chunks of the next message, without those that the reader has. May be empty before the end.
+
+        They count as unread, as often as they are in memory then, until the next call or `sent`.
+        """
+        self.sent()
         chunks: list[runner_pb2.SampleChunk] = []
-        left_bytes, taken_bytes = _MESSAGE_BYTES, 0
+        message_bytes = _LEAST_MESSAGE_BYTES if self._unread_budget.is_exceeded else _MESSAGE_BYTES
+        left_bytes, taken_bytes = message_bytes, 0
         for _ in range(min(len(self._unread), _MAX_VISITED)):
             if left_bytes <= 0:
                 break
@@ -93,11 +115,19 @@ class ReplayBuffer:
                 chunks.append(chunk)
                 left_bytes -= size_bytes
         self._count_unread(-taken_bytes)
+        if not self._is_closed:
+            self._sent_bytes = COPIES * (message_bytes - left_bytes)
+            self._unread_budget.adjust(self._sent_bytes)
         if self._read and taken_bytes:
             self.read_bytes += taken_bytes
             self._read_budget.count(self, taken_bytes)
             self.evict_to(self._most_read_bytes)
         return chunks
+
+    def sent(self) -> None:
+        """The message that was taken last has been sent, or its reader has left."""
+        self._unread_budget.adjust(-self._sent_bytes)
+        self._sent_bytes = 0
 
     def _is_known(self, chunk: runner_pb2.SampleChunk) -> bool:
         position = self._progress.get((chunk.item_id, chunk.sample), 0)
@@ -136,6 +166,7 @@ class ReplayBuffer:
     def close(self) -> None:
         """Gives back the budgets. Unread chunks can still be taken."""
         self.evict_to(0)
+        self.sent()
         self._unread_budget.adjust(-self.unread_bytes)
         self._is_closed = True
 

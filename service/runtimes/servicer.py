@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ from service.auth.authenticator import current_tenant
 from service.auth.tokens import Role
 from service.errors import InvalidArgument, QuireError, RoleMissing
 from service.logging import current_request_id
+from service.runtimes.base import Runtime
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
 from service.runtimes.weight_uploads import WeightUploads
@@ -89,11 +91,23 @@ class RunnerApi:
     ) -> runner_pb2.EstimateCostResponse:
         self.executions.check_items(request.items)
         wanted = [self.router.named(request.runtime)] if request.runtime else self.router.runtimes
+        tenant = current_tenant()
+        # It prepares the items, which costs as much as to run the shortest ones.
+        preparation = None if tenant is None else tenant.prepare(len(request.items), time.monotonic())
+        try:
+            return await self._estimate(request.items, wanted)
+        finally:
+            if preparation is not None:
+                preparation.end()
+
+    async def _estimate(
+        self, items: Sequence[runner_pb2.ExecuteItem], wanted: Sequence[Runtime]
+    ) -> runner_pb2.EstimateCostResponse:
         estimates: list[runner_pb2.CostEstimate] = []
         errors: list[QuireError] = []
         for runtime in wanted:
             try:
-                estimates.append(await runtime.estimate(request.items))
+                estimates.append(await runtime.estimate(items))
             except QuireError as error:
                 errors.append(error.without_traceback())
                 status = to_status(error, current_request_id())

@@ -14,10 +14,11 @@ from quire.v1 import executor_pb2
 
 from service.api import validation
 from service.api.admin import CoreOperations
-from service.api.budget import AnswerBudget
+from service.api.budget import SMALL_BYTES, AnswerBudget, in_memory
 from service.api.calls import CALLS, ids_in
 from service.api.elsewhere import RunHere
 from service.api.status import renumber, to_status
+from service.auth.authenticator import current_tenant
 from service.config import Config
 from service.errors import (
     AnswersFull,
@@ -127,17 +128,19 @@ class Forwarding:
         address = self._addresses.peers.get(shard)
         if address is None:
             raise GatewayUnavailable
-        if self._answers.is_exceeded:
-            raise AnswersFull(self._answers.max_bytes)
+        answers = self._answers.of(current_tenant())
+        if answers.is_exceeded:
+            raise AnswersFull(answers.max_bytes)
         timeout_s, metadata = context.time_remaining(), context.invocation_metadata()
         self.in_flight += 1
         try:
             answer = await self._peers.call(address, method, request, response, timeout_s, metadata)
         finally:
             self.in_flight -= 1
-        size_bytes = answer.ByteSize()
-        self._answers.adjust(size_bytes)
-        context.add_done_callback(lambda _: self._answers.adjust(-size_bytes))
+        size_bytes = in_memory(answer.ByteSize())
+        is_large = size_bytes > SMALL_BYTES
+        answers.adjust(size_bytes, is_large=is_large)
+        context.add_done_callback(lambda _: answers.adjust(-size_bytes, is_large=is_large))
         return answer
 
     def one_of_each_other(self) -> list[int]:

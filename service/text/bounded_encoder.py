@@ -5,11 +5,9 @@ For tokenizers that are not known to be fast on every text (`tokenizer_bounds.py
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from array import array
 from collections.abc import Sequence
-from weakref import WeakValueDictionary
 
 from service.text.task_process import ProcessLimits, TaskPool, TaskProcess
 
@@ -41,19 +39,16 @@ class BoundedEncoder:
     """Owns the process, which the first text starts. Used from one event loop."""
 
     def __init__(self, tokenizer_json: bytes) -> None:
+        # One text is encoded at a time.
         self._pool = TaskPool(lambda: new_process(MAX_CPU_S, tokenizer_json))
-        # One text is encoded at a time. Each tenant has at most one text in the pool's queue, so tenants take
-        # turns, however many texts one of them sends.
-        self._tenant_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def encode(self, text: str, *, add_special_tokens: bool, tenant: str) -> Sequence[int]:
-        """A text's tokens. Cancelling the call ends the process.
+        """A text's tokens. Tenants take turns. Cancelling the call ends the process.
 
         Raises TaskFailed if the text exceeds a limit; Draining once this is closed.
         """
         task = (b"+" if add_special_tokens else b"-") + text.encode()
-        async with self._tenant_locks.setdefault(tenant, asyncio.Lock()):
-            return array("I", await self._pool.run(lambda process: process.run(task)))
+        return array("I", await self._pool.run(lambda process: process.run(task), tenant))
 
     def close(self) -> None:
         """Ends the process; a running task fails. Idempotent."""

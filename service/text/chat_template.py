@@ -49,8 +49,11 @@ class ChatTemplates:
         *,
         name: str = DEFAULT,
         tools: Sequence[Any] | None = None,
+        tenant: str = "",
     ) -> str:
         """The prompt, which ends where the model's answer begins. Cancelling the call ends the process.
+
+        Tenants take turns.
 
         Raises TemplateError if there is no template of this name or it exceeds a limit, TemplateRaised if it
         fails; Draining.
@@ -73,7 +76,7 @@ class ChatTemplates:
         }
         data = json.dumps(task).encode()
         try:
-            return await self._pool.run(lambda process: _render(process, data))
+            return await self._pool.run(lambda process: _render(process, data), tenant)
         except TaskFailed as error:
             raise TemplateError(f"{_SUBJECT} {error}") from None
 

@@ -29,15 +29,17 @@ _ARGUMENTS_ARE_VALUES = (True, False)
 _Messages = Sequence[Mapping[str, Any]]
 
 
-async def prompt_of(templates: ChatTemplates, template: types_pb2.ChatTemplate, chat: runner_pb2.Chat) -> str:
-    """The prompt of a chat that has passed `check_chat`. Raises InvalidArgument, Draining."""
+async def prompt_of(
+    templates: ChatTemplates, template: types_pb2.ChatTemplate, chat: runner_pb2.Chat, tenant: str = ""
+) -> str:
+    """The prompt of a chat of a tenant that has passed `check_chat`. Raises InvalidArgument, Draining."""
     # Templates ask whether there are tools: an empty list is none.
     tools = tools_of(chat) or None
     name = chat.template or (_WITH_TOOLS if tools and _WITH_TOOLS in template.sources else DEFAULT)
     first_error: TemplateError | None = None
     for messages in _forms(chat):
         try:
-            text = await templates.render(template, messages, name=name, tools=tools)
+            text = await templates.render(template, messages, name=name, tools=tools, tenant=tenant)
             break
         except TemplateError as error:
             first_error = first_error or error
@@ -49,7 +51,7 @@ async def prompt_of(templates: ChatTemplates, template: types_pb2.ChatTemplate, 
     if tools:
         # A template that fails without tools uses them.
         with contextlib.suppress(TemplateError):
-            if text == await templates.render(template, messages, name=name):
+            if text == await templates.render(template, messages, name=name, tenant=tenant):
                 message = "the model's chat template does not support tools"
                 raise InvalidArgument("BAD_CHAT", "chat.tools_json", message)
     return text

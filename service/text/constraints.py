@@ -11,7 +11,7 @@ to its end, even if its caller leaves, and its result is kept for all callers.
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import hashlib
 import itertools
 import json
@@ -19,11 +19,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from service.errors import Draining, InvalidArgument, QuireError
 from service.printable import escaped
 from service.text.task_process import ProcessLimits, TaskFailed, TaskProcess
+from service.turns import Turns
 
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_RESULTS = 256
@@ -34,9 +35,8 @@ MAX_MEMORY_BYTES = 1 << 30
 IDLE_S = 300.0
 _MAX_RESULT_BYTES = 16 << 20
 _MAX_REASON_CHARACTERS = 300
-# Threads that wait for masks. The process computes one at a time.
-_MASK_THREADS = 4
 _sample_numbers = itertools.count()
+_Result = TypeVar("_Result")
 
 
 class ConstraintFailed(Exception):
@@ -62,19 +62,20 @@ class Constraints:
         vocabulary = {"method": "set_vocabulary", "special_ids": special_ids, "tokens": texts}
         setup_task = json.dumps(vocabulary).encode()
         self._checks, self.masks = GrammarProcess(setup_task), GrammarProcess(setup_task)
-        # One grammar is checked at a time.
-        self._check_threads = ThreadPoolExecutor(1, "check")
-        self.mask_threads = ThreadPoolExecutor(_MASK_THREADS, "mask")
+        # Each process runs one task at a time.
+        self._check_threads, self._check_turns = ThreadPoolExecutor(1, "check"), Turns(1)
+        self._mask_threads, self._mask_turns = ThreadPoolExecutor(1, "mask"), Turns(1)
         # By digest why a grammar is refused, or nothing; the oldest first. Only the check's thread writes.
         self._results: dict[bytes, str] = {}
 
     async def matcher_factory(
-        self, kind: str, text: str, end_ids: frozenset[int], vocab_size: int
+        self, kind: str, text: str, end_ids: frozenset[int], vocab_size: int, tenant: str = ""
     ) -> Callable[[], Matcher]:
         """A function that makes a matcher for each sample. `kind` is a field of Constraint.
 
         `vocab_size`: of the model's logits; may be more or less than the tokenizer's tokens.
-        Does not wait if the grammar was checked before. Raises InvalidArgument, or Draining once closed.
+        Does not wait if the grammar was checked before. Otherwise tenants take turns. Raises InvalidArgument,
+        or Draining once closed.
         """
         size = len(text.encode())
         if size > MAX_GRAMMAR_BYTES:
@@ -84,18 +85,32 @@ class Constraints:
         if reason is None:
             if self._checks.is_closed:
                 raise Draining
-            loop = asyncio.get_running_loop()
-            reason = await loop.run_in_executor(self._check_threads, self._check, grammar, digest)
+            check = functools.partial(self._check, grammar, digest)
+            reason = await self._in_thread(self._check_turns, self._check_threads, tenant, check)
         if reason:
             raise _bad_constraint(kind, reason)
-        return lambda: Matcher(self, grammar, end_ids, vocab_size)
+        return lambda: Matcher(self, grammar, end_ids, vocab_size, tenant)
+
+    async def mask_in_thread(self, tenant: str, work: Callable[[], _Result]) -> _Result:
+        """Runs `work`, which computes masks, in a thread. Tenants take turns. Raises Draining once closed."""
+        return await self._in_thread(self._mask_turns, self._mask_threads, tenant, work)
+
+    async def _in_thread(
+        self, turns: Turns, threads: Executor, tenant: str, work: Callable[[], _Result]
+    ) -> _Result:
+        try:
+            return await turns.in_thread(tenant, threads, work)
+        except RuntimeError:
+            if self._checks.is_closed:
+                raise Draining from None
+            raise
 
     def close(self) -> None:
         """Ends the processes. Running and waiting checks and masks fail with Draining. Idempotent."""
         self._checks.close()
         self.masks.close()
         self._check_threads.shutdown(wait=False)
-        self.mask_threads.shutdown(wait=False)
+        self._mask_threads.shutdown(wait=False)
 
     def _check(self, grammar: Grammar, digest: bytes) -> str:
         """Why a grammar is refused; empty: it is not. Raises Draining."""
@@ -116,9 +131,15 @@ class Matcher:
     """Applies a grammar to one sample, token by token."""
 
     def __init__(
-        self, constraints: Constraints, grammar: Grammar, end_ids: frozenset[int], vocab_size: int
+        self,
+        constraints: Constraints,
+        grammar: Grammar,
+        end_ids: frozenset[int],
+        vocab_size: int,
+        tenant: str = "",
     ) -> None:
         self._constraints = constraints
+        self._tenant = tenant
         self._grammar = grammar
         self._end_ids = end_ids
         self._vocab_size = vocab_size
@@ -131,10 +152,9 @@ class Matcher:
         # Whether no further token may follow. Known after `allowed`; False after `take` until then.
         self.is_complete = False
 
-    @property
-    def threads(self) -> Executor:
-        """Where to call `allowed`, so that it does not block the default executor."""
-        return self._constraints.mask_threads
+    async def in_thread(self, work: Callable[[], _Result]) -> _Result:
+        """Runs `work`, which calls `allowed` of matchers of this kind, when it is the tenant's turn."""
+        return await self._constraints.mask_in_thread(self._tenant, work)
 
     def take(self, token_id: int) -> None:
         """Appends the chosen token. Does not block. Raises ValueError if the last mask does not allow it."""

@@ -31,6 +31,7 @@ from service.errors import Draining, HelperFailed
 from service.logging import get_logger
 from service.printable import escaped
 from service.text.task_loop import MAX_GREETING_BYTES, Connection
+from service.turns import Turns
 from workers.common import child_process
 
 _log = get_logger(__name__)
@@ -216,20 +217,20 @@ class TaskPool:
         # Their own: a task takes seconds, for which nothing else may wait.
         self._threads = ThreadPoolExecutor(max_processes, "task")
         self._max_tasks = max_tasks
-        self._permits = asyncio.Semaphore(max_processes)
+        self._turns = Turns(max_processes)
         # The most recently used last.
         self.idle: list[TaskProcess] = []
         self._busy: set[TaskProcess] = set()
         self._is_closed = False
 
-    async def run(self, work: Callable[[TaskProcess], _Result]) -> _Result:
-        """Calls `work` with a process, in a thread. Cancelling the call ends the process.
+    async def run(self, work: Callable[[TaskProcess], _Result], tenant: str = "") -> _Result:
+        """Calls `work` with a process, in a thread, when it is the tenant's turn.
 
-        Retries if something other than this task ended the process. Raises what `work` raises; Draining once
-        the pool is closed.
+        Cancelling the call ends the process. Retries if something other than this task ended the process.
+        Raises what `work` raises; Draining once the pool is closed.
         """
         while True:
-            async with self._permits:
+            async with self._turns.turn(tenant):
                 if self._is_closed:
                     raise Draining
                 process = self.idle.pop() if self.idle else self._new_process()

@@ -7,7 +7,9 @@ limited number of threads and processes, so it does not block the event loop.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,7 @@ from service.text.detokenizer import TokenDecoder
 from service.text.task_process import TaskFailed
 from service.text.token_bytes import token_bytes
 from service.text.tokenizer_bounds import decodes_in_bounds, encodes_in_bounds
+from service.turns import Turns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -68,7 +71,7 @@ class TextModel:
         self._tenant = tenant
         self._loaded: _Loaded | None = None
         self._load_lock = asyncio.Lock()
-        self._threads = asyncio.Semaphore(_MAX_THREADS)
+        self._threads, self._turns = ThreadPoolExecutor(_MAX_THREADS, "encode"), Turns(_MAX_THREADS)
         self._templates = ChatTemplates()
 
     async def tokenizer(self) -> TokenDecoder | None:
@@ -94,8 +97,8 @@ class TextModel:
                 return await loaded.encoder.encode(text, add_special_tokens=add_special_tokens, tenant=tenant)
             if len(text) <= _SHORT_CHARACTERS:
                 return _encoded(tokenizer, text, add_special_tokens, field)
-            async with self._threads:
-                return await asyncio.to_thread(_encoded, tokenizer, text, add_special_tokens, field)
+            encode = functools.partial(_encoded, tokenizer, text, add_special_tokens, field)
+            return await self._turns.in_thread(self._tenant(), self._threads, encode)
         except TaskFailed as error:
             message = f"the model's tokenizer cannot encode it: it {error}"
             raise InvalidArgument("BAD_TEXT", field, message) from None
@@ -109,7 +112,7 @@ class TextModel:
         await check_chat(chat)
         if not chat.messages:
             raise InvalidArgument("EMPTY_PROMPT", "chat.messages", "at least one message is needed")
-        text = await prompt_of(self._templates, template, chat)
+        text = await prompt_of(self._templates, template, chat, self._tenant())
         # The template has written the special tokens.
         return await self.encode(text, max_tokens=max_tokens, add_special_tokens=False, field="chat")
 
@@ -129,11 +132,13 @@ class TextModel:
                 loaded.constraints = await asyncio.to_thread(_constraints, loaded.tokenizer)
         if isinstance(loaded.constraints, Unsupported):
             raise loaded.constraints.without_traceback()
-        return await loaded.constraints.matcher_factory(kind, grammar, end_ids, vocab_size)
+        constraints, tenant = loaded.constraints, self._tenant()
+        return await constraints.matcher_factory(kind, grammar, end_ids, vocab_size, tenant)
 
     def close(self) -> None:
         """Ends all processes. Idempotent."""
         self._templates.close()
+        self._threads.shutdown(wait=False)
         if self._loaded is not None:
             if self._loaded.encoder is not None:
                 self._loaded.encoder.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 from quire.v1 import admin_pb2, runner_pb2
 from quire.v1 import executor_pb2 as pb
 from safetensors.torch import load_file, save_file
@@ -201,10 +202,17 @@ def test_a_cache_keeps_its_version_until_it_is_released(gateway: GatewayProcess,
     second = upload(gateway, "versions", adapted.adapters[1])
     assert second.version > first.version
     after = Text(gateway, "versions")
-    assert refused(lambda: Text(gateway, "versions", request_id="before")) == "REQUEST_ID_REUSED"
+    again = Text(gateway, "versions", request_id="before")
+    assert (again.cache_id, again.tokens) == (before.cache_id, before.tokens)
+    assert refused(lambda: Text(gateway, "of nobody", request_id="before")) == "ADAPTER_NOT_FOUND"
+    assert refused(lambda: Text(gateway, "", request_id="before")) == "REQUEST_ID_REUSED"
+    load(gateway, "other", adapted.adapters[1])
+    assert refused(lambda: Text(gateway, "other", request_id="before")) == "REQUEST_ID_REUSED"
     assert ids(gateway)["versions"].version == second.version and ids(gateway)["versions"].caches == 1
     assert unload(gateway, "versions") and not unload(gateway, "versions")
     assert refused(lambda: Text(gateway, "versions")) == "ADAPTER_NOT_FOUND"
+    again = Text(gateway, "versions", request_id="before")
+    assert (again.cache_id, again.tokens) == (before.cache_id, before.tokens), "its version is there"
     assert "versions" not in ids(gateway)
     assert before.finish() == adapted.tokens[1]
     assert after.finish() == adapted.tokens[2]
@@ -270,6 +278,43 @@ def test_kills_of_workers_and_of_the_gateway_change_no_token(adapted: Adapted, h
         assert refused(lambda: Text(gateway, "b")) == "ADAPTER_NOT_FOUND"
         assert load(gateway, "b", adapted.adapters[3]).version > version
         assert Text(gateway, "b").finish() == adapted.tokens[4]
+
+
+def test_an_execution_goes_on_with_its_version_after_a_restart(adapted: Adapted, home: Path) -> None:
+    """Whatever its adapter's id names by then, and if it names none."""
+    flags = [*FLAGS, "--data-dir", str(home), "--orphan-grace-s", "0"]
+    items = [
+        runner_pb2.ExecuteItem(
+            item_id=name, tokens=runner_pb2.TokenPrompt(token_ids=PROMPT), max_tokens=80, tokens_only=True,
+            ignore_eos=True, adapter_id=name, n=n,
+        )
+        for name, n in (("replaced", 2), ("unloaded", 1))
+    ]  # fmt: skip
+    keep = duration_pb2.Duration(seconds=PATIENCE_S)
+    request = runner_pb2.ExecuteRequest(request_id="kept", items=items, keep=keep)
+    with GatewayProcess(model=str(adapted.model), workers=1, flags=flags) as gateway:
+        for name in ("replaced", "unloaded"):
+            load(gateway, name, adapted.adapters[0])
+        call = gateway.runner.Execute(request, timeout=PATIENCE_S)
+        seen: set[tuple[str, int]] = set()
+        for response in call:
+            seen |= {(chunk.item_id, chunk.sample) for chunk in response.chunks if chunk.position > 1}
+            if len(seen) == 3:
+                break
+        gateway.process.kill()
+    with GatewayProcess(model=str(adapted.model), workers=1, flags=flags) as gateway:
+        load(gateway, "replaced", adapted.adapters[1])
+        assert unload(gateway, "unloaded")
+        tokens: dict[tuple[str, int], list[int]] = {}
+        for response in gateway.runner.Execute(request, timeout=PATIENCE_S):
+            for chunk in response.chunks:
+                assert not chunk.HasField("error"), chunk.error
+                tokens.setdefault((chunk.item_id, chunk.sample), []).extend(chunk.token_ids)
+        # As many as the references have: the others make it last until the gateway is killed.
+        assert {key: found[:STEPS] for key, found in tokens.items()} == dict.fromkeys(
+            [("replaced", 0), ("replaced", 1), ("unloaded", 0)], adapted.tokens[1]
+        )
+        assert {len(found) for found in tokens.values()} == {80}
 
 
 def test_a_directory_of_adapters(adapted: Adapted, home: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire import Client, PermissionDenied, QuireError, SessionEnded, Unauthenticated
-from quire.v1 import executor_pb2, executor_pb2_grpc
+from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2
 from safetensors.torch import save
 
 from benchmarks.checkout import ROOT, environment
 from service.auth.tokens import Role, new_token
 from tests import quire_command
 from tests.certificates import Authority
+from tests.error_details import reason_of, refused, status_reason
 from tests.gateway_process import GatewayProcess
 
 PROMPT = list(range(1, 50))
@@ -30,13 +31,15 @@ TENANTS = ("alice", "mallory")
 class Guarded(GatewayProcess):
     """A gateway with a token for each tenant; the harness itself observes."""
 
-    def __init__(self, directory: Path, *flags: str) -> None:
+    def __init__(
+        self, directory: Path, *flags: str, model: str = "paged-attention", quotas: Sequence[str] = ()
+    ) -> None:
         made = {name: new_token(name, [Role.CALL]) for name in TENANTS}
         made["ops"] = new_token("ops", [Role.OBSERVE])
         self.tokens = {name: token for name, (token, _) in made.items()}
         file = directory / "tokens"
-        file.write_text("[tokens]\n" + "\n".join(line for _, line in made.values()))
-        super().__init__(model="paged-attention", flags=["--kv-pages", "64", "--tokens", str(file), *flags])
+        file.write_text("\n".join(["[tokens]", *(line for _, line in made.values()), *quotas]))
+        super().__init__(model=model, flags=["--kv-pages", "64", "--tokens", str(file), *flags])
 
     def status(self) -> executor_pb2.GetStatusResponse:
         with self.client("ops") as ops:
@@ -187,3 +190,28 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
         gateway.kill()
         gateway.wait()
         os.close(read_end)
+
+
+def test_what_is_prepared_counts_before_it_is(tmp_path: Path) -> None:
+    """Rendered, tokenized, compiled: also if nothing is generated then."""
+    quotas = ("[tenants.alice]", "max_per_s = 0.001", "[tenants.mallory]", "max_per_s = 0.001")
+    chat = runner_pb2.Chat(messages=[runner_pb2.ChatMessage(role=runner_pb2.CHAT_ROLE_USER, content="1+1=")])
+    items = [runner_pb2.ExecuteItem(item_id=str(index), chat=chat) for index in range(3)]
+    with Guarded(tmp_path, model="adder", quotas=quotas) as gateway:
+
+        def estimate(client: Client) -> str:
+            request = runner_pb2.EstimateCostRequest(items=items)
+            return refused(lambda: client.runner_stub.EstimateCost(request, metadata=client.metadata))
+
+        def execute(client: Client) -> str:
+            request = runner_pb2.ExecuteRequest(items=items)
+            try:
+                answers = list(client.runner_stub.Execute(request, metadata=client.metadata))
+            except grpc.RpcError as error:
+                return reason_of(error)
+            (reason,) = {status_reason(chunk.error) for answer in answers for chunk in answer.chunks}
+            return reason
+
+        for name, ask in (("alice", estimate), ("mallory", execute)):
+            with gateway.client(name) as client:
+                assert [ask(client) for _ in range(20)] == ["NO_CHAT_TEMPLATE"] + ["QUOTA"] * 19

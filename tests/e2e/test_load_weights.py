@@ -184,7 +184,7 @@ def test_a_switch_under_load(first: Model, second: Model) -> None:
         assert gateway.stub.ReleaseCache(release).released
         assert refused(lambda: decode(gateway, old.kv_cache.cache_id, 1)) == "CACHE_NOT_FOUND"
 
-        old, workers = prefill(gateway), pids(gateway)
+        old, workers = prefill(gateway, "two"), pids(gateway)
         loading = load(gateway, first.directory, drain_s=600)
         while next(loading).phase != runner_pb2.LOAD_WEIGHTS_PHASE_DRAINING:
             pass
@@ -192,6 +192,12 @@ def test_a_switch_under_load(first: Model, second: Model) -> None:
         gateway.wait_until(callers.count("model 0"))
         (old_worker,) = workers & pids(gateway)
         os.kill(old_worker, signal.SIGKILL)
+        # The one that was asked for, although the weights that are served now have another vocabulary.
+        again = prefill(gateway, "two")
+        assert (again.kv_cache.cache_id, again.output.token_id) == (
+            old.kv_cache.cache_id,
+            old.output.token_id,
+        )
         chosen = [old.output.token_id]
         while len(chosen) < STEPS:
             chosen.append(decode(gateway, old.kv_cache.cache_id, chosen[-1]).output.token_id)

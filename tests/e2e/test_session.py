@@ -328,8 +328,8 @@ def test_draining_ends_sessions_after_their_answers() -> None:
 
 
 def test_answers_that_nobody_reads_are_bounded() -> None:
-    """Unary ones: each is 4 MB and more; what has no room is refused before it is computed."""
-    flags = ["--kv-pages", "2048", "--max-unread-bytes", str(16 << 20)]
+    """Unary ones: each is 4 MB and more, three times; what has no room is refused before it is computed."""
+    flags = ["--kv-pages", "2048", "--max-unread-bytes", str(48 << 20)]
     output = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
     request = pb.ForwardRequest(token_ids=[i % 1000 for i in range(1200)], output=output)
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:

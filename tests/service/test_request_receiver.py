@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -18,8 +19,10 @@ from quire.v1 import executor_pb2, executor_pb2_grpc
 from service.api.grpc_services import add_reflection
 from service.api.interceptor import CallInterceptor
 from service.api.request_receiver import TICK_S, RequestReceiver, SlowRequests
+from service.auth.authenticator import _current_tenant
+from service.caches.tenants import Tenant
 from service.config import Config
-from service.errors import ArrivingFull, MessageTimeout
+from service.errors import ArrivingFull, MessageTimeout, SessionLimit
 from tests.service.served import channel_to, state_of, until
 
 PATIENCE_S = 30.0
@@ -225,3 +228,27 @@ def test_a_pause_of_the_gateway_ends_no_call() -> None:
     for _ in range(20):
         assert state.tick(10.0) == []
     assert ended(state, MESSAGE_TIMEOUT_S) == {"a": MessageTimeout}, "the clock runs while the gateway runs"
+
+
+async def test_a_tenant_has_half_of_the_sessions() -> None:
+    receiver, contexts = RequestReceiver(Config(max_sessions=4)), list[SimpleNamespace]()
+
+    async def opened(tenant: Tenant | None) -> Any:
+        async def ask() -> Any:
+            _current_tenant.set(tenant)
+            context = SimpleNamespace(ends=[])
+            context.add_done_callback = context.ends.append
+            contexts.append(context)
+            return await receiver.stream("messages", cast(Any, context))
+
+        return await asyncio.create_task(ask())
+
+    alice, bob = Tenant("alice"), Tenant("bob")
+    assert [await opened(alice) for _ in range(2)] == ["messages"] * 2
+    refused = await opened(alice)
+    assert isinstance(refused, SessionLimit) and refused.metadata == {"limit": "2"}
+    assert [await opened(bob) for _ in range(2)] == ["messages"] * 2
+    refused = await opened(None)
+    assert isinstance(refused, SessionLimit) and refused.metadata == {"limit": "4"}
+    contexts[0].ends[0](None)
+    assert receiver.streams == 3 and await opened(alice) == "messages"

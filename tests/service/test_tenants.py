@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -18,9 +19,17 @@ from service.caches.requests import (
     Request,
     Truncate,
 )
+from service.caches.reservations import Limits
 from service.caches.tenants import Quota, Tenant
 from service.dispatcher import Outcome
-from service.errors import CacheNotFound, PositionMismatch, QuotaExceeded, ShardMoved
+from service.errors import (
+    CacheNotFound,
+    InvalidArgument,
+    PositionMismatch,
+    QueueFull,
+    QuotaExceeded,
+    ShardMoved,
+)
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.invariants import check_invariants
 
@@ -219,3 +228,29 @@ def test_a_tenant_holds_nothing_of_a_shard_that_another_gateway_has(gateway: Sha
     gateway.dispatcher.close()
     assert (alice.caches, alice.tokens, alice.in_flight) == (0, 0, 0)
     assert len(found) == 6 and all(isinstance(outcome, ShardMoved) for _, outcome in found)
+
+
+@pytest.mark.parametrize("name", ["alice", ""])
+@pytest.mark.parametrize("adapter", [0, 7])
+def test_a_repeated_creation_has_the_salt_of_the_first(gateway: Shared, adapter: int, name: str) -> None:
+    """Else a caller would get a cache whose pages are shared with callers from whom it is kept apart."""
+    tenant = Tenant(name) if name else None
+    asked = replace(prefill(1, 2, request_id="r"), adapter=adapter, cache_salt="of the first")
+    (made,) = gateway.ask_as(tenant, asked)
+    (again,) = gateway.ask_as(tenant, asked)
+    assert isinstance(made, Appended) and isinstance(again, Appended) and made.cache_id == again.cache_id
+    for other in ("", "another", "of the first "):
+        (refused,) = gateway.ask_as(tenant, replace(asked, cache_salt=other))
+        assert isinstance(refused, InvalidArgument) and refused.reason == "REQUEST_ID_REUSED", other
+
+
+def test_a_tenant_has_half_of_the_queue() -> None:
+    """Whatever one tenant sends, others are admitted; without tenants callers cannot be told apart."""
+    gateway = Shared(Limits(max_queued_operations=6))
+    outcomes = gateway.ask_as(Tenant("alice"), *(prefill(n) for n in range(5)))
+    assert [type(outcome) for outcome in outcomes] == [Appended] * 3 + [QueueFull] * 2
+    refused = outcomes[3]
+    assert isinstance(refused, QueueFull) and refused.metadata == {"limit": "3"}
+    assert [type(outcome) for outcome in gateway.ask_as(None, *(prefill(n) for n in range(7)))] == (
+        [Appended] * 6 + [QueueFull]
+    )

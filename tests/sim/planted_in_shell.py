@@ -156,7 +156,7 @@ def sessions_are_read_without_end(patch: pytest.MonkeyPatch) -> None:
 def answers_keep_their_bytes(patch: pytest.MonkeyPatch) -> None:
     adjust = AnswerBudget.adjust
 
-    def keeps(budget: AnswerBudget, size_bytes: int) -> None:
-        adjust(budget, max(size_bytes, 0))
+    def keeps(budget: AnswerBudget, size_bytes: int, **options: bool) -> None:
+        adjust(budget, max(size_bytes, 0), **options)
 
     patch.setattr(AnswerBudget, "adjust", keeps)

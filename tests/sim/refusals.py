@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from service.caches.requests import Append, Fork, Move, Release, Renew, Request, Truncate
+from service.caches.tenants import Tenant
 from service.errors import QuireError
 from tests.sim.model_worker import FAULT, KV_EXHAUSTED, KV_MISSING, POISON, TIMEOUT
 from tests.sim.moves import check_not_moved
@@ -57,10 +58,16 @@ def _is_full(oracle: Oracle, asked: Asked) -> bool:
     return not oracle.budget.has_room(asked.number, [*oracle.outstanding, *oracle.abandoned])
 
 
+def _asked_by(oracle: Oracle, tenant: Tenant) -> int:
+    under_way = [*oracle.outstanding.values(), *oracle.abandoned.values()]
+    return sum(asked.tenant is tenant for asked in under_way)
+
+
 _OF_THE_SERVER: dict[str, Callable[[Oracle, Asked], bool]] = {
     "DRAINING": lambda oracle, _: oracle.draining,
-    "QUEUE_FULL": lambda oracle, _: (
+    "QUEUE_FULL": lambda oracle, asked: (
         len(oracle.outstanding) + len(oracle.abandoned) + oracle.own_operations >= oracle.queue_limit
+        or (bool(asked.tenant.name) and _asked_by(oracle, asked.tenant) >= oracle.queue_limit / 2)
     ),
     "JOURNAL_UNAVAILABLE": lambda oracle, asked: asked.failed or not oracle.journal_works,
     "JOURNAL_FULL": _is_full,

@@ -88,7 +88,12 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         end = _LENGTH.size + size
         if len(buffer) < end:
             return None
-        message = self._received.FromString(bytes(buffer[_LENGTH.size : end]))
+        if size <= _BUFFER_BYTES:
+            message = self._received.FromString(bytes(buffer[_LENGTH.size : end]))
+        else:
+            # Without two copies of what may be 64 MiB. It takes any bytes, which its stub does not say.
+            with memoryview(buffer) as whole, whole[_LENGTH.size : end] as data:
+                message = self._received.FromString(data)  # type: ignore[arg-type]
         del buffer[:end]
         return message
 

@@ -10,11 +10,11 @@ from quire.v1 import runner_pb2
 from service.caches.requests import Priority
 from service.caches.tenants import Tenant
 from service.errors import ProviderFailure
+from service.fair_queue import FairQueue, Ticket
 from service.logging import get_logger
 from service.runtimes.remote.clock import Clock
 from service.runtimes.remote.config import ProviderConfig
 from service.runtimes.remote.failures import failure
-from service.runtimes.remote.fair_queue import FairQueue, Ticket
 from service.runtimes.remote.spending import Spending
 from service.token_bucket import TokenBucket
 

@@ -100,7 +100,10 @@ class RemoteRuntime:
             time_slice = TimeSlice()
             async with asyncio.TaskGroup() as tasks:
                 for item in batch.items:
-                    for call in await self._calls(item, batch, sink):
+                    calls = await self._calls(item, batch, sink)
+                    if calls:
+                        batch.prepared(1)
+                    for call in calls:
                         tasks.create_task(call.run(), name="provider-call")
                     if time_slice.due:
                         await time_slice.yield_to_others()

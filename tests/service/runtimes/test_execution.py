@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 from quire.v1 import runner_pb2
 
-from service.api.budget import AnswerBudget
+from service.api.budget import COPIES, AnswerBudget
+from service.caches.tenants import Tenant
 from service.errors import Draining, ExecutionLost, NoWorker, ResumedElsewhere
 from service.runtimes.execution import Execution, Run, State
 from service.runtimes.replay_buffer import ReplayBudget
@@ -105,11 +106,81 @@ async def test_unread_bytes_count_in_the_answer_budget() -> None:
     execution.put([chunk(0, LARGE), chunk(1, LARGE), chunk(2, LARGE), chunk(3, LARGE)])
     assert played.budget.used_bytes > 4 * len(LARGE)
     first = await execution.read(reader)
-    assert 0 < played.budget.used_bytes <= (4 - len(first)) * (len(LARGE) + 1000)
+    copies = 4 - len(first) + COPIES * len(first)
+    assert copies * len(LARGE) < played.budget.used_bytes <= copies * (len(LARGE) + 1000), "it is being sent"
     execution.detach(reader)
     assert played.budget.used_bytes == 0
     await execution.read(reader)
     assert played.budget.used_bytes == 0, "chunks read after the end were given back already"
+
+
+async def test_what_is_being_sent_counts_until_the_reader_asks_for_more_or_leaves() -> None:
+    """As often as it is in memory until then."""
+    played = Played(keep_s=60)
+    execution = played.execution
+    reader = execution.attach({})
+    execution.put([chunk(0, LARGE)])
+    await execution.read(reader)
+    assert COPIES * len(LARGE) < played.budget.used_bytes < COPIES * (len(LARGE) + 1000)
+    execution.put([chunk(1)])
+    await execution.read(reader)
+    assert played.budget.used_bytes < 1000
+    execution.put([chunk(2, LARGE)])
+    await execution.read(reader)
+    execution.detach(reader)
+    assert played.budget.used_bytes == 0
+    reader = execution.attach({})
+    await execution.read(reader)
+    execution.attach({})
+    assert played.budget.used_bytes < 3 * len(LARGE), "all are unread again, and none is being sent"
+
+
+async def test_messages_are_small_while_too_much_is_unread() -> None:
+    """Each of thousands of readers that do not read keeps one."""
+    played = Played(keep_s=60)
+    execution = played.execution
+    reader = execution.attach({})
+    execution.put([chunk(position, "x" * 10_000) for position in range(60)])
+    played.budget.adjust(1 << 40)
+    small = await execution.read(reader)
+    played.budget.adjust(-(1 << 40))
+    large = await execution.read(reader)
+    assert len(small) == 2 and len(large) > 20
+
+
+ALICE, BOB = Tenant("alice"), Tenant("bob")
+
+
+async def test_a_tenants_unread_chunks_pause_its_own_executions() -> None:
+    budget, kept = AnswerBudget(10 * len(LARGE)), ReplayBudget(1 << 40)
+
+    def execution(tenant: Tenant) -> Execution:
+        return Execution("id", [("a", 0)], 60, lambda _: None, budget, kept, tenant)
+
+    alice, bob = execution(ALICE), execution(BOB)
+    alice.put([chunk(position, LARGE) for position in range(6)])
+    bob.put([chunk(0, LARGE)])
+    assert alice.is_full and not bob.is_full
+    alice.put([chunk(position, LARGE) for position in range(6, 12)])
+    assert budget.is_exceeded and not bob.is_full, "who has less than an equal part goes on"
+    alice.end()
+    bob.end()
+    assert not budget.used_bytes and not budget.of(ALICE).used_bytes
+
+
+async def test_tenants_share_the_replay_budget_equally() -> None:
+    """However many executions one of them has."""
+    kept = ReplayBudget(2_000_000)
+
+    def execution(tenant: Tenant) -> Execution:
+        return Execution("id", [("a", 0)], 60, lambda _: None, AnswerBudget(1 << 40), kept, tenant)
+
+    small = execution(BOB)
+    await read_all(small, 4)
+    for _ in range(20):
+        await read_all(execution(ALICE), 5)
+    assert kept.used_bytes <= kept.max_bytes
+    assert positions(await small.read(small.attach({})))[0] == 0
 
 
 async def test_it_continues_when_others_free_the_budget_without_a_reader() -> None:

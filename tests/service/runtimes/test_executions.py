@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from google.protobuf import duration_pb2
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
 
-from service.caches.tenants import Tenant
+from service.caches.tenants import Quota, Tenant
 from service.config import Config
-from service.errors import ExecutionLost, NoWorker, TooManyExecutions
+from service.errors import ExecutionLost, NoWorker, QuotaExceeded, TooManyExecutions
+from service.runtimes import executions as executions_module
+from service.runtimes import servicer as servicer_module
 from service.runtimes.base import Batch
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
@@ -123,6 +126,45 @@ async def test_a_tenant_with_many_unread_executions_does_not_displace_others() -
         await ended(served.open(request(f"a{number}"), ALICE, None))
     assert served.cancel("b", BOB)
     assert [served.cancel(f"a{number}", ALICE) for number in range(5)] == [False] * 3 + [True] * 2
+
+
+@pytest.mark.parametrize("owner", [ALICE, BOB, None], ids=["same", "other", "anonymous"])
+@pytest.mark.parametrize("how", ["cancel", "keep", "failure", "server"])
+async def test_one_that_ends_without_a_result_displaces_no_kept_one(how: str, owner: Tenant | None) -> None:
+    """It never counts as finished unread, not even for a moment."""
+    runtime = Slow()
+    served = executions(runtime, max_executions=1)
+    first = None if owner is None else ALICE
+    runtime.may_end.set()
+    await ended(served.open(request("kept"), first, None))
+    runtime.may_end.clear()
+    asked = request("b")
+    if how == "keep":
+        asked.keep.CopyFrom(duration_pb2.Duration(nanos=20_000_000))
+    running = served.open(asked, owner, None)
+    running.detach(running.attach({}))
+    if how == "cancel":
+        assert served.cancel("b", owner)
+    elif how == "failure":
+        runtime.failures = {"x": NoWorker()}
+        runtime.may_end.set()
+    elif how == "server":
+        running.end()
+    while served.num_unfinished:
+        await asyncio.sleep(0.01)
+    assert not served.cancel("b", owner)
+    assert served.cancel("kept", first)
+
+
+async def test_of_tenants_that_keep_equally_many_the_one_whose_execution_ends_loses_one() -> None:
+    served = executions(FakeRuntime("local"), max_executions=2)
+    for tenant, name in ((ALICE, "a"), (BOB, "b"), (BOB, "c")):
+        await ended(served.open(request(name), tenant, None))
+    assert served.cancel("a", ALICE) and not served.cancel("b", BOB) and served.cancel("c", BOB)
+    alone = executions(FakeRuntime("local"), max_executions=1)
+    await ended(alone.open(request("a"), ALICE, None))
+    await ended(alone.open(request("b"), BOB, None))
+    assert alone.cancel("a", ALICE) and not alone.cancel("b", BOB)
 
 
 async def test_a_client_that_resumes_gets_the_finished_execution() -> None:
@@ -236,3 +278,175 @@ async def test_a_local_only_batch_is_refused_until_a_worker_was_ready() -> None:
         with pytest.raises(NoWorker):
             served.open(asked, None, None)
     assert other.asked == [["x"]] and not local.asked
+
+
+class Preparing(FakeRuntime):
+    """Prepares an item when the test says so; those named "bad" fail then. `prepared`: so many were tried."""
+
+    def __init__(self) -> None:
+        super().__init__("local", failures={"bad": NoWorker()})
+        self.prepared = 0
+        self.may_prepare = asyncio.Event()
+        self.may_prepare.set()
+
+    async def execute(self, batch: Batch, sink: Any) -> None:
+        await self._prepare(batch.items)
+        good = [item for item in batch.items if item.item_id != "bad"]
+        if good:
+            batch.prepared(len(good))
+        await super().execute(batch, sink)
+
+    async def estimate(self, items: Any) -> runner_pb2.CostEstimate:
+        await self._prepare(items)
+        return await super().estimate(items)
+
+    async def _prepare(self, items: Any) -> None:
+        self.prepared += len(items)
+        await self.may_prepare.wait()
+
+
+@pytest.fixture
+def alice(monkeypatch: pytest.MonkeyPatch) -> Tenant:
+    """The tenant of calls, and a clock that stands still."""
+    tenant = Tenant("alice")
+    monkeypatch.setattr(servicer_module, "current_tenant", lambda: tenant)
+    for module in (executions_module, servicer_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    return tenant
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def bad(*more: str) -> runner_pb2.ExecuteRequest:
+    names = ("bad", *more)
+    return runner_pb2.ExecuteRequest(items=[runner_pb2.ExecuteItem(item_id=name) for name in names])
+
+
+async def test_executions_that_fail_in_preparation_count_in_the_rate(alice: Tenant) -> None:
+    """However many are asked for, so many prepare something."""
+    alice.quota = Quota(max_per_s=4)
+    runtime = Preparing()
+    served = executions(runtime)
+    for _ in range(4):
+        await ended(served.open(bad(), alice, None))
+    for _ in range(20):
+        with pytest.raises(QuotaExceeded, match="max_per_s"):
+            served.open(bad(), alice, None)
+    await settled()
+    assert runtime.prepared == 4 and alice.unseen == 0
+
+
+async def test_items_that_run_count_by_their_own_requests(alice: Tenant) -> None:
+    alice.quota = Quota(max_per_s=3)
+    served = executions(Preparing())
+    for _ in range(5):
+        await ended(served.open(request(), alice, None))
+    await ended(served.open(bad("good", "better"), alice, None))
+    # Of these three, one has counted.
+    alice.admit(1000.0)
+    alice.admit(1000.0)
+    with pytest.raises(QuotaExceeded):
+        alice.admit(1000.0)
+
+
+async def test_a_preparation_is_in_flight_until_its_requests_are(alice: Tenant) -> None:
+    alice.quota = Quota(max_in_flight=2)
+    runtime = Preparing()
+    runtime.may_prepare.clear()
+    served = executions(runtime)
+    first, second = served.open(bad(), alice, None), served.open(bad("good"), alice, None)
+    with pytest.raises(QuotaExceeded, match="max_in_flight"):
+        served.open(bad(), alice, None)
+    # One that is cancelled before its task begins, too.
+    second.cancel()
+    await settled()
+    third = served.open(bad(), alice, None)
+    runtime.may_prepare.set()
+    await ended(first)
+    await ended(third)
+    await settled()
+    assert alice.unseen == 0
+
+
+async def test_what_estimate_cost_prepares_counts(alice: Tenant) -> None:
+    runtime = Preparing()
+    served = executions(runtime)
+    api = RunnerApi(served, served._router, served._state, *cast(Any, (None, None)))
+
+    async def estimate(*names: str) -> None:
+        items = [runner_pb2.ExecuteItem(item_id=name) for name in names]
+        await api.EstimateCost(runner_pb2.EstimateCostRequest(items=items), cast(Any, None))
+
+    alice.quota = Quota(max_per_s=20)
+    for _ in range(10):
+        await estimate("a", "b")
+    for _ in range(50):
+        with pytest.raises(QuotaExceeded, match="max_per_s"):
+            await estimate("a")
+    assert runtime.prepared == 20
+
+    alice.quota = Quota(max_in_flight=1)
+    runtime.may_prepare.clear()
+    running = asyncio.create_task(estimate("a"))
+    await asyncio.sleep(0)
+    with pytest.raises(QuotaExceeded, match="max_in_flight"):
+        await estimate("a")
+    runtime.may_prepare.set()
+    await running
+    await estimate("a")
+
+
+async def test_resuming_counts_in_the_rate(alice: Tenant) -> None:
+    """It compares the requests, which may be large. Calls in flight may be those of the execution itself."""
+    served = executions(FakeRuntime("local"))
+    await ended(served.open(request("a"), alice, None))
+    alice.quota = Quota(max_per_s=2, max_in_flight=0)
+    for _ in range(2):
+        await ended(served.open(request("a"), alice, None))
+    with pytest.raises(QuotaExceeded, match="max_per_s"):
+        served.open(request("a"), alice, None)
+
+
+async def test_readers_of_finished_executions_count() -> None:
+    """A tenant that reads nothing of what it has resumed takes no place of others, now or again."""
+    served = executions(FakeRuntime("local"), max_executions=4)
+    for number in range(4):
+        await ended(served.open(request(f"a{number}"), ALICE, None))
+    for _ in range(3):
+        held: list[tuple[Execution, int]] = []
+        for number in range(2):
+            execution = served.open(request(f"a{number}"), ALICE, None)
+            held.append((execution, execution.attach({})))
+        for number in (2, 3):
+            with pytest.raises(TooManyExecutions, match="of the tenant"):
+                served.open(request(f"a{number}"), ALICE, None)
+        # To read one again takes no further place.
+        again = served.open(request("a0"), ALICE, None)
+        held[0] = again, again.attach({})
+        with pytest.raises(TooManyExecutions, match="of the tenant"):
+            served.open(request(), ALICE, None)
+        await ended(served.open(request("b"), BOB, None))
+        assert served.cancel("b", BOB)
+        # They stall, and lose their places.
+        for execution, reader in held:
+            execution.detach(reader)
+    assert [served.cancel(f"a{number}", ALICE) for number in range(4)] == [True] * 4
+
+
+async def test_without_tenants_readers_count_too() -> None:
+    served = executions(FakeRuntime("local"), max_executions=2)
+    for name in "ab":
+        await ended(served.open(request(name), None, None))
+    served._router.runtimes = [Slow()]
+    for name in "cd":
+        served.open(request(name), None, None)
+    with pytest.raises(TooManyExecutions):
+        served.open(request("a"), None, None)
+    assert served.cancel("c", None)
+    reading = served.open(request("a"), None, None)
+    reading.attach({})
+    with pytest.raises(TooManyExecutions):
+        served.open(request("b"), None, None)

@@ -107,6 +107,16 @@ async def test_a_different_prompt_under_the_same_key_is_refused() -> None:
     )
 
 
+async def test_another_salt_under_the_same_key_is_refused() -> None:
+    world = KeptBatch(ONE, MANY)
+    await world.begin_and_leave()
+    reader, second = world.begin(*(replace(item, cache_salt="other") for item in world.items))
+    await world.finish(second)
+    assert (
+        reader.reasons("one") == ["REQUEST_ID_REUSED"] and reader.reasons("many") == ["REQUEST_ID_REUSED"] * 4
+    )
+
+
 async def test_a_batch_may_be_resumed_with_more_samples() -> None:
     world = KeptBatch(MANY)
     await world.begin_and_leave()

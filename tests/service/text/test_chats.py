@@ -51,6 +51,7 @@ class InProcess(ChatTemplates):
         *,
         name: str = "default",
         tools: Sequence[Any] | None = None,
+        tenant: str = "",
     ) -> str:
         variables = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
         try:

@@ -488,3 +488,50 @@ async def test_masks_of_many_samples_are_computed_in_threads(shared: Constraints
     texts = await asyncio.gather(*(asyncio.to_thread(walk, seed) for seed in range(8)))
     assert texts == [walk(seed) for seed in range(8)]
     assert all(text.isdigit() for text in texts)
+
+
+async def test_tenants_take_turns_however_many_grammars_one_sends(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may take two seconds, and one process checks them all."""
+    checked: list[str] = []
+    began, may_end = threading.Event(), threading.Event()
+
+    def check(request: dict[str, str]) -> tuple[dict[str, str], bytes]:
+        began.set()
+        assert may_end.wait(60)
+        checked.append(request["text"])
+        return {}, b""
+
+    monkeypatch.setattr(constraints._checks, "run", check)
+    asked = [(f"a{number}", "slow") for number in range(4)] + [("b0", "other"), ("b1", "other")]
+    waiting = [
+        asyncio.create_task(constraints.matcher_factory("regex", text, ENDS, 258, tenant))
+        for text, tenant in asked
+    ]
+    await asyncio.to_thread(began.wait, 60)
+    may_end.set()
+    await asyncio.gather(*waiting)
+    assert checked == ["a0", "b0", "a1", "b1", "a2", "a3"]
+
+
+async def test_tenants_take_turns_at_masks(constraints: Constraints) -> None:
+    made = [
+        (await constraints.matcher_factory("regex", "a+", ENDS, 258, tenant))()
+        for tenant in ("slow", "slow", "slow", "other")
+    ]
+    computed: list[int] = []
+    began, may_end = threading.Event(), threading.Event()
+
+    def work(number: int) -> None:
+        began.set()
+        assert may_end.wait(60)
+        computed.append(number)
+
+    waiting = [
+        asyncio.create_task(one.in_thread(functools.partial(work, number))) for number, one in enumerate(made)
+    ]
+    await asyncio.to_thread(began.wait, 60)
+    may_end.set()
+    await asyncio.gather(*waiting)
+    assert computed == [0, 3, 1, 2]

@@ -160,6 +160,26 @@ async def test_cancelling_twice_does_not_free_a_process_that_a_thread_still_uses
     assert ended.is_set()
 
 
+async def test_a_tenant_with_slow_templates_keeps_no_other_waiting(
+    templates: ChatTemplates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it sends, one process is left for the others."""
+    template = types_pb2.ChatTemplate(sources={"default": ENDLESS})
+    slow = [
+        asyncio.create_task(templates.render(template, [], tenant="slow"))
+        for _ in range(chat_template.MAX_PROCESSES + 1)
+    ]
+    while not children():
+        await asyncio.sleep(0.01)
+    template = types_pb2.ChatTemplate(sources={"default": PLAIN})
+    for _ in range(3):
+        assert await templates.render(template, [{"content": "hi"}], tenant="other") == "hi"
+    assert not any(task.done() for task in slow)
+    for task in slow:
+        task.cancel()
+    await asyncio.wait(slow)
+
+
 async def test_a_dead_process_is_replaced(templates: ChatTemplates) -> None:
     assert await write(templates, PLAIN, "a") == "a"
     (pid,) = pids(templates)

@@ -121,7 +121,8 @@ class ModelRunnerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def EstimateCost(self, request, context):
-        """The maximum cost of a batch. Nothing is sent to a provider.
+        """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
+        because it is prepared like one that is run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

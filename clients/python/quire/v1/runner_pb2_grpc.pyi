@@ -52,7 +52,9 @@ class ModelRunnerServiceStub:
     GetRuntime: _grpc.UnaryUnaryMultiCallable[_runner_pb2.GetRuntimeRequest, _runner_pb2.GetRuntimeResponse]
     """Describes a runtime and its state."""
     EstimateCost: _grpc.UnaryUnaryMultiCallable[_runner_pb2.EstimateCostRequest, _runner_pb2.EstimateCostResponse]
-    """The maximum cost of a batch. Nothing is sent to a provider."""
+    """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
+    because it is prepared like one that is run.
+    """
     LoadWeights: _grpc.UnaryStreamMultiCallable[_runner_pb2.LoadWeightsRequest, _runner_pb2.LoadWeightsResponse]
     """Loads another model and then serves it. The current model is served until the new one has passed its self-check.
     Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
@@ -93,7 +95,9 @@ class ModelRunnerServiceAsyncStub(ModelRunnerServiceStub):
     GetRuntime: _aio.UnaryUnaryMultiCallable[_runner_pb2.GetRuntimeRequest, _runner_pb2.GetRuntimeResponse]  # type: ignore[assignment]
     """Describes a runtime and its state."""
     EstimateCost: _aio.UnaryUnaryMultiCallable[_runner_pb2.EstimateCostRequest, _runner_pb2.EstimateCostResponse]  # type: ignore[assignment]
-    """The maximum cost of a batch. Nothing is sent to a provider."""
+    """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
+    because it is prepared like one that is run.
+    """
     LoadWeights: _aio.UnaryStreamMultiCallable[_runner_pb2.LoadWeightsRequest, _runner_pb2.LoadWeightsResponse]  # type: ignore[assignment]
     """Loads another model and then serves it. The current model is served until the new one has passed its self-check.
     Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
@@ -161,7 +165,9 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _runner_pb2.EstimateCostRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_runner_pb2.EstimateCostResponse, _abc.Awaitable[_runner_pb2.EstimateCostResponse]]:
-        """The maximum cost of a batch. Nothing is sent to a provider."""
+        """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
+        because it is prepared like one that is run.
+        """
 
     @_abc_1.abstractmethod
     def LoadWeights(

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ from quire.v1 import runner_pb2
 from service.caches.requests import Priority
 from service.caches.tenants import Tenant
 from service.errors import ProviderFailure
+from service.fair_queue import HEAD_START, FairQueue, Ticket
 from service.runtimes.remote.clock import Clock
 from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.fair_queue import HEAD_START, FairQueue, Ticket
 from service.runtimes.remote.limiter import Limiter
 from service.runtimes.remote.spending import Spending
 from tests.sim.virtual_loop import VirtualLoop
@@ -157,7 +157,7 @@ def test_urgent_requests_starve_no_other(others: list[tuple[int, Priority]], pat
     """Neither urgent requests of other tenants nor the tenant's own."""
     queue, (own, *strangers) = FairQueue(), TENANTS
     waiting = queue.add(own, patient)
-    coming, passed_over = deque(others), Counter[Tenant | None]()
+    coming, passed_over = deque(others), Counter[Hashable]()
     # A few are queued at any time, and a new one joins for each that is sent.
     for _ in range(5):
         if coming:

@@ -73,9 +73,10 @@ export interface PrefillRequest {
     | Duration
     | undefined;
   /**
-   * For a new cache, an idempotency key. A repeat with the same key and tokens returns the first request's cache and
-   * response instead of making a second cache, until another append follows. Also written to the logs. At most 128
-   * printable ASCII characters.
+   * For a new cache, an idempotency key. A repeat with the same key, tokens, adapter_id and cache_salt returns the first
+   * request's cache and response instead of making a second cache, until another append follows; also if the adapter_id
+   * names another version of the adapter by then, or none. With others it fails with REQUEST_ID_REUSED. Also written to
+   * the logs. At most 128 printable ASCII characters.
    */
   requestId: string;
   /**
@@ -568,7 +569,10 @@ export interface GatewayLimits {
   /** Caches, and bytes of their token journal, of all callers: CACHE_LIMIT, JOURNAL_FULL. */
   maxCaches: number;
   maxJournalBytes: bigint;
-  /** Bytes of responses that are being computed or are unread, of all callers: ANSWERS_FULL. */
+  /**
+   * Memory for responses that are being computed or are unread, of all callers: ANSWERS_FULL. A response of more than
+   * 4096 bytes counts three times. One tenant may use half.
+   */
   maxUnreadBytes: bigint;
   /** How long a call may be queued, whatever its deadline: OVERLOADED. */
   maxWaitS: number;

@@ -3703,7 +3703,10 @@ export const ModelRunnerServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** The maximum cost of a batch. Nothing is sent to a provider. */
+    /**
+     * The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
+     * because it is prepared like one that is run.
+     */
     estimateCost: {
       name: "EstimateCost",
       requestType: EstimateCostRequest as typeof EstimateCostRequest,

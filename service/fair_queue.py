@@ -1,4 +1,4 @@
-"""A fair queue of requests that wait for a provider. It reads no clock.
+"""A fair queue of what waits for something that few can have at a time. It reads no clock.
 
 Tenants take turns, however many requests each has queued. A tenant has a virtual start, which grows by one
 with each request that it sends. The smallest is next; of equal ones, the one that reached it first. A tenant
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from service.caches.requests import Priority
-from service.caches.tenants import Tenant
 
 HEAD_START = 16
 _MOST_URGENT_FIRST = sorted(Priority, reverse=True)
@@ -26,10 +26,10 @@ _MOST_URGENT_FIRST = sorted(Priority, reverse=True)
 class Ticket:
     """A request in the queue."""
 
-    tenant: Tenant | None
+    tenant: Hashable
     priority: Priority
     is_waiting: bool = True
-    # Set by the limiter: it may be first now, or it was evicted.
+    # Set by the owner of the queue: it may be first now, it was taken, or it was evicted.
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -86,7 +86,7 @@ class FairQueue:
     """All queued requests, by tenant. Requests without a tenant share one queue."""
 
     def __init__(self) -> None:
-        self._tenants: dict[Tenant | None, _TenantQueue] = {}
+        self._tenants: dict[Hashable, _TenantQueue] = {}
         # Numbers arrivals and turns in order.
         self._numbers = itertools.count(1)
         # No tenant that joins starts earlier.
@@ -95,7 +95,7 @@ class FairQueue:
     def __len__(self) -> int:
         return sum(map(len, self._tenants.values()))
 
-    def add(self, tenant: Tenant | None, priority: Priority) -> Ticket:
+    def add(self, tenant: Hashable, priority: Priority) -> Ticket:
         own = self._tenants.get(tenant)
         if own is None:
             # Forgets idle tenants that would start like a new one.
@@ -115,7 +115,11 @@ class FairQueue:
     @property
     def first(self) -> Ticket | None:
         """The next request. None: the queue is empty."""
-        present = [queue for queue in self._tenants.values() if len(queue)]
+        return self.first_of(lambda _: True)
+
+    def first_of(self, may_be_next: Callable[[Hashable], bool]) -> Ticket | None:
+        """The next request of the tenants that may be next. None: there is none."""
+        present = [queue for tenant, queue in self._tenants.items() if len(queue) and may_be_next(tenant)]
         return min(present, key=lambda queue: queue.order).first if present else None
 
     def take(self, ticket: Ticket) -> None:
@@ -134,7 +138,7 @@ class FairQueue:
             ticket.is_waiting = False
             self._tenants[ticket.tenant].remove(ticket)
 
-    def eviction_candidate(self, tenant: Tenant | None, priority: Priority) -> Ticket | None:
+    def eviction_candidate(self, tenant: Hashable, priority: Priority) -> Ticket | None:
         """The request to evict from a full queue for a new one of this tenant. None: there is none.
 
         This is the last one of the tenant with the most requests, if it has more than this tenant would have;
