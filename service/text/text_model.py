@@ -28,6 +28,7 @@ from service.text.bounded_json import check_chat, openai_messages, parse, tools_
 from service.text.chat_template import DEFAULT, ChatTemplates, TemplateError
 from service.text.constraints import Constraints, Matcher
 from service.text.detokenizer import TokenDecoder
+from service.text.loaded_tokenizer import load_tokenizer
 from service.text.task_process import TaskFailed
 from service.text.token_bytes import token_bytes
 from service.text.tokenizer_bounds import decodes_in_bounds, encodes_in_bounds
@@ -147,7 +148,7 @@ class TextModel:
             raise NoTokenizer
         async with self._load_lock:
             if loaded.constraints is None:
-                loaded.constraints = await asyncio.to_thread(_constraints, loaded.tokenizer)
+                loaded.constraints = await asyncio.to_thread(_constraints, loaded.tokenizer, vocab_size)
         if isinstance(loaded.constraints, Unsupported):
             raise loaded.constraints.without_traceback()
         return await loaded.constraints.matcher_factory(kind, grammar, end_ids, vocab_size)
@@ -166,7 +167,7 @@ class TextModel:
         if self._loaded is not None and self._loaded.ready is ready:
             return self._loaded
         async with self._load_lock:
-            if self._loaded is not None and self._loaded.ready.tokenizer_json == ready.tokenizer_json:
+            if self._loaded is not None and _is_same(self._loaded.ready, ready):
                 # A new worker of the same model, or another model with the same tokenizer.
                 self._loaded.ready = ready
             else:
@@ -175,23 +176,26 @@ class TextModel:
         return self._loaded
 
 
-def _constraints(tokenizer: Tokenizer) -> Constraints | Unsupported:
+def _constraints(tokenizer: Tokenizer, vocab_size: int) -> Constraints | Unsupported:
     """Takes a second for a large vocabulary."""
     try:
-        return Constraints(*token_bytes(tokenizer))
+        return Constraints(*token_bytes(tokenizer, vocab_size))
     except Unsupported as error:
         return error
 
 
-def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
-    # Not needed by a server whose callers send only tokens.
-    from tokenizers import Tokenizer  # noqa: PLC0415
+def _is_same(loaded: worker_pb2.WorkerReady, ready: worker_pb2.WorkerReady) -> bool:
+    """Whether both have the same tokenizer, for as many tokens."""
+    is_same_size = loaded.model.vocab_size == ready.model.vocab_size
+    return is_same_size and loaded.tokenizer_json == ready.tokenizer_json
 
+
+def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
     if not ready.tokenizer_json:
         return _Loaded(ready)
     try:
         check_loading(ready.tokenizer_json)
-        tokenizer = Tokenizer.from_buffer(ready.tokenizer_json)
+        tokenizer = load_tokenizer(ready.tokenizer_json)
         if not decodes_in_bounds(tokenizer):
             raise ValueError("its decoder may produce long texts from few tokens")
         encoder = None if encodes_in_bounds(tokenizer) else BoundedEncoder(ready.tokenizer_json)

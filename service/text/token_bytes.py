@@ -34,16 +34,23 @@ _MIN_CONSISTENT = 0.9
 _UNSUPPORTED = "constraints need tokens that have the same text everywhere, and the model's have not"
 
 
-def token_bytes(tokenizer: Tokenizer) -> tuple[list[bytes], list[int]]:
+def token_bytes(tokenizer: Tokenizer, vocab_size: int | None = None) -> tuple[list[bytes], list[int]]:
     """For each id the bytes it adds to a text: UTF-8, perhaps a part of a character; and the special ids.
+
+    vocab_size: of the model, which cannot choose a token beyond it; None: all tokens.
 
     A special token has the name that grammars use. Empty: an id without a token, or a token whose text
     differs from place to place. Takes a second for a large vocabulary. Raises Unsupported if these are many.
     """
-    ids = sorted(tokenizer.get_vocab(with_added_tokens=True).values())
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    ids = sorted(token_id for token_id in vocab.values() if vocab_size is None or token_id < vocab_size)
     found = [b""] * (ids[-1] + 1 if ids else 0)
     added = tokenizer.get_added_tokens_decoder()
-    special = {token_id: token.content.encode() for token_id, token in added.items() if token.special}
+    special = {
+        token_id: token.content.encode()
+        for token_id, token in added.items()
+        if token.special and token_id < len(found)
+    }
     ids = [token_id for token_id in ids if token_id not in special]
     decoders = _decoder_types(tokenizer)
     spelled = _spelled_bytes(tokenizer, ids, decoders)
