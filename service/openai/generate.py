@@ -145,10 +145,7 @@ def _set_sampling(item: runner_pb2.ExecuteItem, params: Fields, model: ResolvedM
     item.max_tokens = params.get("max_tokens", integer, 1, MAX_ID) or 0
     item.ignore_eos = bool(params.get("ignore_eos", boolean))
     item.tokens_only = not item.stop
-    for name, ids in (
-        ("stop_token_ids", item.stop_token_ids),
-        ("allowed_token_ids", item.constraint.mask.allowed.ids),
-    ):
+    for name, ids in (("allowed_token_ids", item.constraint.mask.allowed.ids),):
         given = params.get(name, array, _MAX_IDS)
         if given:
             ids.extend(token_ids(given, params.path(name)))

@@ -6,8 +6,8 @@ journal are pushed through a new `Sample`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from google.rpc import status_pb2
 from quire.v1 import runner_pb2, types_pb2
@@ -30,6 +30,8 @@ class SampleSpec:
     # None: no text is wanted, or the model has no tokenizer.
     tokenizer: TokenDecoder | None
     with_logprobs: bool
+    # Those of `end_ids` that are a stop text: a special token, which has no text in a sample.
+    stop_ids: Mapping[int, str] = field(default_factory=dict)
 
 
 class Sample:
@@ -76,6 +78,7 @@ class Sample:
             self.matcher.take(token_id)
         if self._stops.found or is_end:
             self._finish(chunk, runner_pb2.FINISH_REASON_STOP)
+            chunk.stop = chunk.stop or self.spec.stop_ids.get(token_id, "")
         elif self._num_tokens >= self.spec.max_tokens:
             self._finish(chunk, runner_pb2.FINISH_REASON_LENGTH)
         return chunk

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.v1 import runner_pb2, worker_pb2
@@ -53,6 +53,8 @@ class _Loaded:
     tokenizer: Tokenizer | None = None
     # Used for encoding if the tokenizer may need much time or memory.
     encoder: BoundedEncoder | None = None
+    # The special tokens by their texts.
+    special_ids: Mapping[str, int] = field(default_factory=dict)
     # Made at the first use; or why they are not supported.
     constraints: Constraints | Unsupported | None = None
 
@@ -75,6 +77,10 @@ class TextModel:
     async def tokenizer(self) -> TokenDecoder | None:
         """The model's tokenizer; None: it has none, or one that cannot be used."""
         return (await self._load()).tokenizer
+
+    async def special_ids(self) -> Mapping[str, int]:
+        """The special tokens by their texts, which are not part of a sample's text; empty: no tokenizer."""
+        return (await self._load()).special_ids
 
     async def encode(
         self, text: str, *, max_tokens: int, add_special_tokens: bool = True, field: str = "text"
@@ -205,7 +211,9 @@ def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
     except BaseException as error:  # the library has no type for its errors, and panics are no Exceptions
         _log.error("the model's tokenizer.json cannot be used: texts are refused", error=str(error)[:300])
         return _Loaded(ready)
-    return _Loaded(ready, tokenizer, encoder)
+    added = tokenizer.get_added_tokens_decoder()
+    special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+    return _Loaded(ready, tokenizer, encoder, special_ids)
 
 
 def _arguments(arguments_json: str, field: str) -> Any:

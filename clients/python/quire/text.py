@@ -37,10 +37,13 @@ class ModelTokenizer:
         """
         # The tokenizer of the library, with all its methods.
         self.library: Tokenizer = _loaded(info.tokenizer_json)
-        # The ids of the end tokens.
-        self.end_ids = frozenset(info.model.eos_token_ids)
         names = (info.special_tokens.get(name, "") for name in ("bos_token", "eos_token"))
         found = [self.library.token_to_id(name) for name in names]
+        own_end = [found[1]] if found[1] is not None else []
+        # The ids of the end tokens: those of the model's configs, and the tokenizer's own.
+        self.end_ids = frozenset([*info.model.eos_token_ids, *own_end])
+        added = self.library.get_added_tokens_decoder()
+        self._special_ids = {token.content: each for each, token in added.items() if token.special}
         of_config = [info.model.bos_token_id] if info.model.HasField("bos_token_id") else []
         self._begin_ids = [*found, *of_config, *info.model.eos_token_ids]
 
@@ -55,6 +58,10 @@ class ModelTokenizer:
             if token_id is not None:
                 return token_id
         raise LookupError("the model names no token that begins or ends a text")
+
+    def special_id(self, text: str) -> int | None:
+        """The special token of this text, which `decode` leaves out; None: the text is not one."""
+        return self._special_ids.get(text)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The tokens of a text, including the special tokens around it unless `special_tokens` is False."""

@@ -183,7 +183,10 @@ export interface ExecuteItem {
     | undefined;
   /** The maximum number of tokens to generate. 0: as many as fit into the sequence. */
   maxTokens: number;
-  /** Stop texts. A sample ends before the first of them that it generates. At most 16, each of at most 256 characters. */
+  /**
+   * Stop texts. A sample ends before the first of them that it generates. One that is exactly a special token of the
+   * model is that token, which has no text in a sample. At most 16, each of at most 256 characters.
+   */
   stop: string[];
   /** Stop tokens, in addition to the model's end tokens. At most 64. */
   stopTokenIds: number[];
