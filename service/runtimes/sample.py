@@ -72,11 +72,14 @@ class Sample:
                 added.sampled_logprob = output.sampled_logprob
         self._num_tokens += 1
         is_end = token_id in self.spec.end_ids
+        is_stopped = False
         if self._detokenizer is not None and not is_end:
             chunk.text = self._stops.push(self._detokenizer.push(token_id))
+            # A sample that ends here ends with this text, even if another token could change it.
+            is_stopped = bool(self._stops.found) or self._stops.ends_in(self._detokenizer.unsettled)
         if self.matcher is not None and not is_end:
             self.matcher.take(token_id)
-        if self._stops.found or is_end:
+        if is_stopped or is_end:
             self._finish(chunk, runner_pb2.FINISH_REASON_STOP)
             chunk.stop = chunk.stop or self.spec.stop_ids.get(token_id, "")
         elif self._num_tokens >= self.spec.max_tokens:

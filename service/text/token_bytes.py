@@ -17,8 +17,9 @@ from service.errors import Unsupported
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from tokenizers.decoders import Decoder
 
-_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+BYTE_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 # Tokens among which two anchors are looked for, to decode other tokens between them.
 _CANDIDATES = 4096
@@ -52,7 +53,7 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int | None = None) -> tuple[li
         if token.special and token_id < len(found)
     }
     ids = [token_id for token_id in ids if token_id not in special]
-    decoders = _decoder_types(tokenizer)
+    decoders = decoder_types(tokenizer.decoder)
     spelled = _spelled_bytes(tokenizer, ids, decoders)
     for token_id, text_bytes in (spelled | special).items():
         found[token_id] = text_bytes
@@ -126,7 +127,7 @@ def _spelled_bytes(tokenizer: Tokenizer, ids: Sequence[int], decoders: set[str])
         if "ByteLevel" in decoders:
             is_spelled = _BYTES.keys() >= set(token)
             spelled[token_id] = bytes(map(_BYTES.__getitem__, token)) if is_spelled else token.encode()
-        elif "ByteFallback" in decoders and (byte := _BYTE.fullmatch(token)) is not None:
+        elif "ByteFallback" in decoders and (byte := BYTE_FALLBACK.fullmatch(token)) is not None:
             spelled[token_id] = bytes([int(byte[1], 16)])
     return spelled
 
@@ -141,11 +142,12 @@ def _checked(spelled: bytes, text: str | None) -> bytes:
     return spelled if text == whole else b""
 
 
-def _decoder_types(tokenizer: Tokenizer) -> set[str]:
-    if tokenizer.decoder is None:
+def decoder_types(decoder: Decoder | None) -> set[str]:
+    """The types of a decoder's parts."""
+    if decoder is None:
         return set()
-    decoder = json.loads(tokenizer.decoder.__getstate__())
-    return {decoder.get("type", "")} | {part["type"] for part in decoder.get("decoders", ())}
+    parsed = json.loads(decoder.__getstate__())
+    return {parsed.get("type", "")} | {part["type"] for part in parsed.get("decoders", ())}
 
 
 def _byte_level_alphabet() -> dict[str, int]:
