@@ -43,6 +43,8 @@ class Sample:
         self.matcher = matcher
         self.is_finished = False
         self._num_tokens = 0
+        # Of the text, including what is held back.
+        self._num_characters = 0
         self._stops = StopMatcher(spec.stops)
         self._detokenizer = None
         if spec.tokenizer is not None:
@@ -70,11 +72,15 @@ class Sample:
             added = chunk.logprobs.add(logprob=output.logprob, top=top)
             if output.HasField("sampled_logprob"):
                 added.sampled_logprob = output.sampled_logprob
+            if self._detokenizer is not None:
+                added.text_offset = self._num_characters + len(self._detokenizer.unsettled)
         self._num_tokens += 1
         is_end = token_id in self.spec.end_ids
         is_stopped = False
         if self._detokenizer is not None and not is_end:
-            chunk.text = self._stops.push(self._detokenizer.push(token_id))
+            text = self._detokenizer.push(token_id)
+            self._num_characters += len(text)
+            chunk.text = self._stops.push(text)
             # A sample that ends here ends with this text, even if another token could change it.
             is_stopped = bool(self._stops.found) or self._stops.ends_in(self._detokenizer.unsettled)
         if self.matcher is not None and not is_end:

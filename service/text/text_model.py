@@ -27,7 +27,6 @@ from service.text.bounded_encoder import BoundedEncoder, check_loading
 from service.text.bounded_json import check_chat, openai_messages, parse, tools_of
 from service.text.chat_template import DEFAULT, ChatTemplates, TemplateError
 from service.text.constraints import Constraints, Matcher
-from service.text.detokenizer import TokenDecoder
 from service.text.loaded_tokenizer import load_tokenizer
 from service.text.task_process import TaskFailed
 from service.text.token_bytes import token_bytes
@@ -74,7 +73,7 @@ class TextModel:
         self._threads = asyncio.Semaphore(_MAX_THREADS)
         self._templates = ChatTemplates()
 
-    async def tokenizer(self) -> TokenDecoder | None:
+    async def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None: it has none, or one that cannot be used."""
         return (await self._load()).tokenizer
 

@@ -124,12 +124,20 @@ def _spelled_bytes(tokenizer: Tokenizer, ids: Sequence[int], decoders: set[str])
         token = tokenizer.id_to_token(token_id)
         if token is None:
             continue
-        if "ByteLevel" in decoders:
-            is_spelled = _BYTES.keys() >= set(token)
-            spelled[token_id] = bytes(map(_BYTES.__getitem__, token)) if is_spelled else token.encode()
-        elif "ByteFallback" in decoders and (byte := BYTE_FALLBACK.fullmatch(token)) is not None:
-            spelled[token_id] = bytes([int(byte[1], 16)])
+        own = spelled_bytes(token, decoders)
+        if own is not None:
+            spelled[token_id] = own
     return spelled
+
+
+def spelled_bytes(token: str, decoders: set[str]) -> bytes | None:
+    """The bytes of a token that a decoder with parts of these types writes as bytes; None: it does not."""
+    if "ByteLevel" in decoders:
+        is_spelled = _BYTES.keys() >= set(token)
+        return bytes(map(_BYTES.__getitem__, token)) if is_spelled else token.encode()
+    if "ByteFallback" in decoders and (byte := BYTE_FALLBACK.fullmatch(token)) is not None:
+        return bytes([int(byte[1], 16)])
+    return None
 
 
 def _checked(spelled: bytes, text: str | None) -> bytes:

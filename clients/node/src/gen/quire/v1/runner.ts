@@ -354,7 +354,15 @@ export interface TokenLogprob {
     | TopLogprobs
     | undefined;
   /** Set with ExecuteItem.sampled_logprobs. */
-  sampledLogprob?: number | undefined;
+  sampledLogprob?:
+    | number
+    | undefined;
+  /**
+   * Where the token's text begins in that of its sample: the Unicode characters before it, or before the character of
+   * which the token is a part. For a token of a stop text, which is not sent, it can be behind the end of the text. Unset:
+   * the runtime is a provider, or returns no text.
+   */
+  textOffset?: number | undefined;
 }
 
 export interface Usage {
@@ -1949,7 +1957,7 @@ export const SampleChunk: MessageFns<SampleChunk> = {
 };
 
 function createBaseTokenLogprob(): TokenLogprob {
-  return { logprob: 0, top: undefined, sampledLogprob: undefined };
+  return { logprob: 0, top: undefined, sampledLogprob: undefined, textOffset: undefined };
 }
 
 export const TokenLogprob: MessageFns<TokenLogprob> = {
@@ -1962,6 +1970,9 @@ export const TokenLogprob: MessageFns<TokenLogprob> = {
     }
     if (message.sampledLogprob !== undefined) {
       writer.uint32(29).float(message.sampledLogprob);
+    }
+    if (message.textOffset !== undefined) {
+      writer.uint32(32).uint32(message.textOffset);
     }
     return writer;
   },
@@ -2003,6 +2014,14 @@ export const TokenLogprob: MessageFns<TokenLogprob> = {
             message.sampledLogprob = reader.float();
             continue;
           }
+          case 4: {
+            if (tag !== 32) {
+              break;
+            }
+
+            message.textOffset = reader.uint32();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2023,6 +2042,7 @@ export const TokenLogprob: MessageFns<TokenLogprob> = {
     message.logprob = object.logprob ?? 0;
     message.top = (object.top !== undefined && object.top !== null) ? TopLogprobs.fromPartial(object.top) : undefined;
     message.sampledLogprob = object.sampledLogprob ?? undefined;
+    message.textOffset = object.textOffset ?? undefined;
     return message;
   },
 };
