@@ -28,6 +28,7 @@ OTHER_NAMES = ("image_token", "audio_token")
 
 def write(directory: Path, files: Mapping[str, object], tokenizer_json: Mapping[str, Any]) -> Path:
     """A directory with a tokenizer and these other files."""
+    directory.mkdir(exist_ok=True)
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     # Not a class that builds another tokenizer of the same vocabulary.
     own: Any = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -114,6 +115,16 @@ def test_tokens_of_other_files_are_tokens(tmp_path: Path, spelling: str) -> None
         assert tokenizer.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
     is_special = spelling not in ("added_tokens_decoder, not special", "added_tokens")
     assert ("<|im_start|>" not in tokenizer.decode(ids)) == is_special
+
+
+def test_objects_that_transformers_refuses_are_special_tokens(tmp_path: Path) -> None:
+    """Older directories have them in special_tokens_map.json."""
+    for name in ("special_tokens_map", "tokenizer_config"):
+        listed = {"additional_special_tokens": [described(token) for token in CHATML]}
+        tokenizer = ours(write(tmp_path / name, {name: listed}, of_kind()))
+        ids = tokenizer.encode(TEXT).ids
+        assert all(tokenizer.token_to_id(token) in ids for token in CHATML)
+        assert tokenizer.decode(ids) == "user\nhi\nassistant\n"
 
 
 # Any directory.

@@ -177,7 +177,9 @@ def _tokens(settings: Mapping[str, object]) -> TokenSettings:
     listed = settings.get(_EXTRA, settings.get(_LEGACY_EXTRA))
     if not isinstance(listed, list | None):
         raise ModelError(f"{_EXTRA}: must be a list or an object, got {listed!r}")
-    extra = [token for value in listed or () if (token := _token(value, _EXTRA)) is not None]
+    # An object that says nothing else is a special token: transformers refuses it.
+    special = (value if _is_typed(value) else _as_special(value) for value in listed or ())
+    extra = [token for value in special if (token := _token(value, _EXTRA)) is not None]
     return TokenSettings(_in_order(named), extra, {}, is_described=False)
 
 
