@@ -23,6 +23,7 @@ from tests.model_factory import TinyModel, make_model
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 NAMED_TEMPLATES, SPECIAL_TOKENS = "additional_chat_templates", "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 VOCAB = TinyModel().vocab_size
@@ -432,14 +433,9 @@ TOKENIZERS = [
         "a tokenizer of lists", write(TOKENIZER, b"[" + b"[]," * 20_000_000), f"{_TOKENIZER}holds more than"
     ),
     BadDirectory(
-        "the tokenizer of a larger model",
-        write(TOKENIZER, json.dumps({"model": {"vocab": {"a": 0, "b": 151_642}}})),
-        f"{_TOKENIZER}has token 151642, but the model's vocab_size is {VOCAB}",
-    ),
-    BadDirectory(
-        "a token added beyond the vocabulary",
+        "a token added with an id that no message can have",
         write(TOKENIZER, json.dumps({"model": {"vocab": {}}, "added_tokens": [{"id": 2**32}]})),
-        f"{_TOKENIZER}has token {2**32}",
+        f"{_TOKENIZER}the id of each token must be a whole number from 0 to {2**32 - 1}",
     ),
     *(
         BadDirectory(
@@ -450,6 +446,23 @@ TOKENIZERS = [
         for token_id in _NOT_IDS
     ),
     BadDirectory("no tokenizer", write(TOKENIZER, '{"auths": {}}'), f"{_TOKENIZER}is not a tokenizer"),
+]
+
+TOKENS = [
+    BadDirectory(f"a {name} of {value!r}", write(TOKENIZER_CONFIG, json.dumps({name: value})), says)
+    for name, value, says in (
+        ("added_tokens_decoder", [], f"{_TOKENIZER_CONFIG}added_tokens_decoder: must be an object"),
+        ("added_tokens_decoder", {"a": {}}, f"{_TOKENIZER_CONFIG}added_tokens_decoder: must have token ids"),
+        ("added_tokens_decoder", {"1": "a"}, f"{_TOKENIZER_CONFIG}added_tokens_decoder: must have objects"),
+        ("added_tokens_decoder", {"1": {"content": "a", "lstrip": 1}}, "must be true or false"),
+        ("additional_special_tokens", "a", f"{_TOKENIZER_CONFIG}extra_special_tokens: must be a list"),
+        ("extra_special_tokens", [1], f"{_TOKENIZER_CONFIG}extra_special_tokens: must be a string, or an"),
+    )
+] + [
+    BadDirectory(
+        "an added token 1.5", write(ADDED_TOKENS, '{"a": 1.5}'), r"/added_tokens\.json: must have token"
+    ),
+    BadDirectory("a list of added tokens", write(ADDED_TOKENS, "[]"), r"/added_tokens\.json: must be a JSON"),
 ]
 
 PICKLES = [
@@ -511,6 +524,6 @@ TEMPLATES = [
     ),
 ]
 
-TEXTS = [*TOKENIZERS, *TEMPLATES]
+TEXTS = [*TOKENIZERS, *TOKENS, *TEMPLATES]
 
 BAD_DIRECTORIES = [*SIZES, *SETTINGS, *KINDS_OF_FILES, *HEADERS, *SHARDS, *PICKLES, *NUMBERS, *TEXTS]

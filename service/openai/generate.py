@@ -145,8 +145,6 @@ def _set_sampling(item: runner_pb2.ExecuteItem, params: Fields, model: ResolvedM
     item.max_tokens = params.get("max_tokens", integer, 1, MAX_ID) or 0
     item.ignore_eos = bool(params.get("ignore_eos", boolean))
     item.tokens_only = not item.stop
-    stop_ids = params.get("stop_token_ids", array, _MAX_IDS)
-    item.stop_token_ids.extend(token_ids(stop_ids or [], params.path("stop_token_ids")))
     allowed = params.get("allowed_token_ids", array, _MAX_IDS)
     if allowed is not None:
         path = params.path("allowed_token_ids")

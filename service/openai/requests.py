@@ -22,6 +22,8 @@ from service.openai.models import ResolvedModel
 from service.runtimes.items import MAX_SAMPLES, MAX_STOPS
 
 _MAX_PROMPTS = 1024
+# Only so that a list is short: an item may have fewer.
+_MAX_STOP_IDS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_ID = (1 << 32) - 1
 _SEEDS = 1 << 64
@@ -44,7 +46,7 @@ NEUTRAL = MappingProxyType(
         "include_reasoning": True, "include_stop_str_in_output": False, "length_penalty": 1,
         "logits_processors": [], "logprob_token_ids": [], "min_tokens": 0, "mm_processor_kwargs": {},
         "priority": 0, "return_token_ids": False, "return_tokens_as_token_ids": False,
-        "skip_special_tokens": True, "spaces_between_special_tokens": True, "stop_token_ids": [],
+        "skip_special_tokens": True, "spaces_between_special_tokens": True,
         "suffix": "", "use_beam_search": False, "verbosity": "medium", "vllm_xargs": {},
     }
 )  # fmt: skip
@@ -134,6 +136,9 @@ def set_common(item: runner_pb2.ExecuteItem, fields: Fields, model: ResolvedMode
         if not isinstance(texts, list) or len(texts) > MAX_STOPS:
             raise bad_field(path, f"must be a string, or a list of at most {MAX_STOPS}")
         item.stop.extend(string(text, f"{path}[{index}]") for index, text in enumerate(texts))
+    given_ids = fields.get("stop_token_ids", array, _MAX_STOP_IDS)
+    if given_ids:
+        item.stop_token_ids.extend(token_ids(given_ids, fields.path("stop_token_ids")))
     item.sampling.CopyFrom(model.sampling_defaults)
     if not item.sampling.HasField("temperature"):
         # OpenAI's default.

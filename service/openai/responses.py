@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from quire.v1 import runner_pb2
 
 from service.api.status import from_status
 from service.openai.requests import CompletionRequest
-from service.openai.token_texts import TokenTexts
+from service.openai.token_texts import TokenTexts, by_text
 from service.runtimes.base import SampleKey
 
 _FINISH = {
@@ -27,7 +27,7 @@ _FINISH = {
     runner_pb2.FINISH_REASON_CANCELLED: "stop",
 }
 
-# A token with its log-probability and those of alternatives: as in a chat's response, without the bytes.
+# A token with its log-probability and those of alternatives; see `TokenTexts`.
 _Entry = dict[str, Any]
 # Memory that a stored chunk takes beside its data.
 _CHUNK_BYTES = 48
@@ -73,7 +73,7 @@ class CompletionResponse:
                 delta = {"role": "assistant", "content": ""}
                 yield self._event({"index": each.index, "delta": delta, "finish_reason": None})
         self._has_begun = True
-        entries = list(self._token_texts.entries(chunk)) if self._request.has_logprobs else []
+        entries = self._new_entries(choice, chunk) if self._request.has_logprobs else []
         if not (chunk.text or chunk.tool_calls or entries or choice.finish):
             return
         fields: dict[str, Any] = {"index": choice.index}
@@ -84,8 +84,18 @@ class CompletionResponse:
         else:
             fields["text"] = chunk.text
         fields["logprobs"] = self._logprobs(lambda: iter(entries), choice.num_characters)
-        choice.num_characters += sum(len(entry["token"]) for entry in entries)
         yield self._event({**fields, "finish_reason": choice.finish})
+
+    def _new_entries(self, choice: _Choice, chunk: runner_pb2.SampleChunk) -> list[_Entry]:
+        """The tokens whose log-probabilities are sent with a chunk, whose text is counted.
+
+        Completions have offsets of texts: a token waits if its text is held back, and may never be sent.
+        """
+        entries = [*choice.waiting, *self._token_texts.entries(chunk, choice.num_characters)]
+        choice.num_characters += len(chunk.text)
+        is_ready = self._request.is_chat or choice.finish
+        choice.waiting = [] if is_ready else [e for e in entries if e["offset"] > choice.num_characters]
+        return entries[: len(entries) - len(choice.waiting)]
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         if self._request.with_usage:
@@ -127,30 +137,36 @@ class CompletionResponse:
                 fields["message"]["tool_calls"] = [_call(call) for call in choice.calls()]
         else:
             fields["text"] = text
-        logprobs = self._logprobs(lambda: self._entries(choice))
+        num_characters = (
+            sum(len(chunk.text) for chunk in choice.chunks()) if self._request.has_logprobs else 0
+        )
+        logprobs = self._logprobs(lambda: self._entries(choice), num_characters)
         return {**fields, "logprobs": logprobs, "finish_reason": choice.finish}
 
     # Both.
 
     def _logprobs(
-        self, entries: Callable[[], Iterator[_Entry]], num_before: int = 0
+        self, entries: Callable[[], Iterator[_Entry]], num_characters: int
     ) -> dict[str, Iterator[Any] | None] | None:
-        """The log-probabilities of tokens, `num_before` characters after the beginning of the text."""
+        """The log-probabilities of tokens. `num_characters`: of the text so far, theirs included."""
         if not self._request.has_logprobs:
             return None
         if self._request.is_chat:
-            return {"content": map(_with_bytes, entries()), "refusal": None}
+            return {"content": map(_of_chat, entries()), "refusal": None}
         # One list for each property.
         return {
             "tokens": (entry["token"] for entry in entries()),
             "token_logprobs": (entry["logprob"] for entry in entries()),
-            "top_logprobs": map(_top, entries()),
-            "text_offset": _offsets(entries(), num_before),
+            "top_logprobs": map(by_text, entries()),
+            # The text ends where a stop text begins, which is several tokens.
+            "text_offset": (min(entry["offset"], num_characters) for entry in entries()),
         }
 
     def _entries(self, choice: _Choice) -> Iterator[_Entry]:
+        num_characters = 0
         for chunk in choice.chunks():
-            yield from self._token_texts.entries(chunk)
+            yield from self._token_texts.entries(chunk, num_characters)
+            num_characters += len(chunk.text)
 
     def _update_choice(self, chunk: runner_pb2.SampleChunk) -> _Choice:
         """Stores a chunk's finish reason and usage; returns its choice. Raises QuireError if it failed."""
@@ -184,8 +200,9 @@ class _Choice:
     def __init__(self, index: int) -> None:
         self.index = index
         self.finish: str | None = None
-        # Of a stream: characters of the tokens whose log-probabilities were sent.
+        # Of a stream: the characters that were sent, and tokens whose log-probabilities were not.
         self.num_characters = 0
+        self.waiting: list[_Entry] = []
         # Of a response in one piece: serialized chunks.
         self.chunks_data: list[bytes] = []
         self.has_text = self.has_calls = False
@@ -246,27 +263,13 @@ def _json_pieces(value: object) -> Iterator[str]:
         yield to_json(value)
 
 
-def _offsets(entries: Iterable[_Entry], offset: int) -> Iterator[int]:
-    for entry in entries:
-        yield offset
-        offset += len(entry["token"])
-
-
-def _top(entry: _Entry) -> dict[str, float]:
-    """The alternatives in the form of completions: by text."""
-    return {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
-
-
-def _with_bytes(entry: _Entry) -> dict[str, Any]:
+def _of_chat(entry: _Entry) -> dict[str, Any]:
     """An entry in the form of chats."""
-    top = [{**other, "bytes": _bytes(other["token"])} for other in entry["top_logprobs"]]
-    token = entry["token"]
-    return {"token": token, "logprob": entry["logprob"], "bytes": _bytes(token), "top_logprobs": top}
+    return {**_alternative(entry), "top_logprobs": list(map(_alternative, entry["top_logprobs"]))}
 
 
-def _bytes(token: str) -> list[int] | None:
-    """A token's bytes; None: not known, since the token is not whole characters."""
-    return None if "\ufffd" in token else list(token.encode(errors="replace"))
+def _alternative(token: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: token[name] for name in ("token", "logprob", "bytes")}
 
 
 def _call(call: runner_pb2.ToolCall, *, with_index: bool = False) -> dict[str, Any]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from quire.v1 import runner_pb2
 
-from service.text.detokenizer import TokenDecoder
+from service.text.token_bytes import decoder_types, spelled_bytes
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _MAX_CACHED_TOKENS = 4096
 # OpenAI's value for minus infinity, which JSON does not have.
@@ -19,38 +22,98 @@ _MIN_LOGPROB = -9999.0
 class TokenTexts:
     """The texts of one model's tokens. Without a tokenizer a token has the text of its chunk."""
 
-    def __init__(self, tokenizer: TokenDecoder | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._text = functools.lru_cache(_MAX_CACHED_TOKENS)(self._decode)
+        self._decoders = set() if tokenizer is None else decoder_types(tokenizer.decoder)
+        self._bytes = functools.lru_cache(_MAX_CACHED_TOKENS)(self._find_bytes)
 
-    def entries(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
-        """Each token of a chunk with its log-probabilities, except an end token."""
+    def entries(self, chunk: runner_pb2.SampleChunk, num_before: int) -> Iterator[dict[str, Any]]:
+        """Each token of a chunk with its log-probabilities, except an end token.
+
+        `num_before`: the characters of the sample before the chunk. The `offset` of an entry is where its
+        text begins, which may be behind the text that was sent so far.
+        """
         num_tokens = len(chunk.logprobs)
         if num_tokens and self._ends_with_end_token(chunk):
             num_tokens -= 1
         for index, entry in enumerate(chunk.logprobs[:num_tokens]):
             token_id = chunk.token_ids[index] if index < len(chunk.token_ids) else None
+            token = _named(chunk.text.encode()) if token_id is None else self._token(token_id)
             yield {
-                "token": chunk.text if token_id is None else self._text(token_id),
+                **token,
                 "logprob": finite(entry.logprob),
                 "top_logprobs": [
-                    {"token": self._text(other), "logprob": finite(logprob)}
+                    {**self._token(other), "logprob": finite(logprob)}
                     for other, logprob in zip(entry.top.token_ids, entry.top.logprobs, strict=True)
                 ],
+                "offset": entry.text_offset if entry.HasField("text_offset") else num_before,
             }
 
     def _ends_with_end_token(self, chunk: runner_pb2.SampleChunk) -> bool:
-        if chunk.finish_reason != runner_pb2.FINISH_REASON_STOP or chunk.stop or not chunk.token_ids:
+        if chunk.finish_reason != runner_pb2.FINISH_REASON_STOP or not chunk.token_ids:
             return False
-        return self._tokenizer is not None and not self._tokenizer.decode(chunk.token_ids[-1:])
+        return self._tokenizer is not None and self._is_special(chunk.token_ids[-1])
 
-    def _decode(self, token_id: int) -> str:
-        if self._tokenizer is None:
-            return ""
-        # The alternatives may include special tokens.
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+    def _token(self, token_id: int) -> dict[str, Any]:
+        token_bytes = self._bytes(token_id)
+        if token_bytes is None:
+            return {"id": token_id, "token": f"token_id:{token_id}", "bytes": None, "is_byte": False}
+        return {"id": token_id, **_named(token_bytes), "is_byte": self._is_byte(token_id)}
+
+    def _find_bytes(self, token_id: int) -> bytes | None:
+        """What a token adds to a text that is not empty, or the name of a special one; None: not known."""
+        tokenizer = self._tokenizer
+        token = None if tokenizer is None else tokenizer.id_to_token(token_id)
+        if tokenizer is None or token is None:
+            return None
+        if self._is_special(token_id):
+            # The alternatives may include special tokens.
+            return token.encode()
+        spelled = spelled_bytes(token, self._decoders)
+        if spelled is not None:
+            return spelled
+        # A decoder may write it differently at the beginning of a text.
+        once, twice = tokenizer.decode([token_id]), tokenizer.decode([token_id] * 2)
+        return (twice[len(once) :] if twice.startswith(once) and twice != once else once).encode()
+
+    def _is_byte(self, token_id: int) -> bool:
+        """Whether it is a byte of byte fallback."""
+        token = None if self._tokenizer is None else self._tokenizer.id_to_token(token_id)
+        return token is not None and spelled_bytes(token, self._decoders & {"ByteFallback"}) is not None
+
+    def _is_special(self, token_id: int) -> bool:
+        """Three times: a decoder may strip a single space."""
+        assert self._tokenizer is not None
+        return not self._tokenizer.decode([token_id] * 3)
+
+
+def by_text(entry: Mapping[str, Any]) -> dict[str, float]:
+    """The alternatives to a token by their texts, and the token itself; each has a key of its own."""
+    others = [top for top in entry["top_logprobs"] if top["id"] != entry.get("id")]
+    # Different tokens can have the same text: that of a letter, and the byte of it.
+    texts = [entry["token"], *(top["token"] for top in others if not top["is_byte"])]
+    found = {entry["token"]: entry["logprob"]}
+    for top in others:
+        names = (top["token"], _bytes_name(top["bytes"] or ()), f"token_id:{top['id']}")
+        is_other_text = top["is_byte"] and top["token"] in texts
+        found[next(name for name in names[is_other_text:] if name not in found)] = top["logprob"]
+    return found
 
 
 def finite(logprob: float) -> float:
     """A log-probability that JSON can have."""
     return max(logprob, _MIN_LOGPROB) if math.isfinite(logprob) else _MIN_LOGPROB
+
+
+def _named(token_bytes: bytes) -> dict[str, Any]:
+    """A token by its text, or by its bytes if these are no text of their own: a part of a character."""
+    try:
+        name = token_bytes.decode()
+    except UnicodeDecodeError:
+        name = _bytes_name(token_bytes)
+    return {"token": name, "bytes": list(token_bytes)}
+
+
+def _bytes_name(token_bytes: Iterable[int]) -> str:
+    """As in OpenAI's API."""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quire.v1 import runner_pb2, types_pb2
@@ -101,12 +101,18 @@ class ItemPreparer:
         if kept_as and output.HasField("sampling") and not output.sampling.HasField("seed"):
             # A resumed execution must draw the same tokens again.
             output.sampling.seed = _seed_of(kept_as, item.item_id)
-        new_matcher = await self._matcher(item)
+        tokenizer = None if item.tokens_only else await self._text.tokenizer()
+        if item.stop and tokenizer is None:
+            raise InvalidArgument(
+                "BAD_STOP", "stop", "stop texts need a tokenizer, which the model does not have"
+            )
+        stop_ids = await self._stop_ids(item)
+        end_ids = self._end_ids(item) | stop_ids.keys()
+        new_matcher = await self._matcher(item, end_ids)
         first_mask = None
         if new_matcher is not None:
             matcher = new_matcher()
             first_mask = await matcher.in_thread(matcher.allowed)
-        tokenizer = None if item.tokens_only else await self._text.tokenizer()
         if self._state.model_version != limits.weights:
             # The weights were switched while the item was prepared.
             raise WeightsChanged(can_be_repeated=True)
@@ -115,8 +121,9 @@ class ItemPreparer:
                 item_id=item.item_id,
                 prompt=prompt,
                 max_tokens=_max_tokens(item, len(prompt), limits),
-                end_ids=self._end_ids(item),
+                end_ids=end_ids,
                 stops=tuple(item.stop),
+                stop_ids=stop_ids,
                 tokenizer=tokenizer,
                 with_logprobs=item.logprobs or item.sampled_logprobs or item.top_logprobs > 0,
             ),
@@ -150,12 +157,19 @@ class ItemPreparer:
             raise InvalidArgument(error.reason, where, error.message) from None
         return array("I", prompt)
 
-    async def _matcher(self, item: runner_pb2.ExecuteItem) -> Callable[[], Matcher] | None:
+    async def _matcher(
+        self, item: runner_pb2.ExecuteItem, end_ids: frozenset[int]
+    ) -> Callable[[], Matcher] | None:
         kind = item.constraint.WhichOneof("kind")
         if kind is None or kind == "mask":
             return None
         grammar, vocab_size = getattr(item.constraint, kind), self._state.limits.vocab_size
-        return await self._text.constraint(kind, grammar, self._end_ids(item), vocab_size)
+        return await self._text.constraint(kind, grammar, end_ids, vocab_size)
+
+    async def _stop_ids(self, item: runner_pb2.ExecuteItem) -> Mapping[int, str]:
+        """The stop texts that are one special token, by its id: it never becomes text."""
+        special_ids = await self._text.special_ids() if item.stop else {}
+        return {special_ids[stop]: stop for stop in item.stop if stop in special_ids}
 
     def _end_ids(self, item: runner_pb2.ExecuteItem) -> frozenset[int]:
         own = () if item.ignore_eos else self._state.first_ready.model.eos_token_ids

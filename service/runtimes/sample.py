@@ -6,8 +6,8 @@ journal are pushed through a new `Sample`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from google.rpc import status_pb2
 from quire.v1 import runner_pb2, types_pb2
@@ -30,6 +30,8 @@ class SampleSpec:
     # None: no text is wanted, or the model has no tokenizer.
     tokenizer: TokenDecoder | None
     with_logprobs: bool
+    # Those of `end_ids` that are a stop text: a special token, which has no text in a sample.
+    stop_ids: Mapping[int, str] = field(default_factory=dict)
 
 
 class Sample:
@@ -41,6 +43,8 @@ class Sample:
         self.matcher = matcher
         self.is_finished = False
         self._num_tokens = 0
+        # Of the text, including what is held back.
+        self._num_characters = 0
         self._stops = StopMatcher(spec.stops)
         self._detokenizer = None
         if spec.tokenizer is not None:
@@ -68,14 +72,22 @@ class Sample:
             added = chunk.logprobs.add(logprob=output.logprob, top=top)
             if output.HasField("sampled_logprob"):
                 added.sampled_logprob = output.sampled_logprob
+            if self._detokenizer is not None:
+                added.text_offset = self._num_characters + len(self._detokenizer.unsettled)
         self._num_tokens += 1
         is_end = token_id in self.spec.end_ids
+        is_stopped = False
         if self._detokenizer is not None and not is_end:
-            chunk.text = self._stops.push(self._detokenizer.push(token_id))
+            text = self._detokenizer.push(token_id)
+            self._num_characters += len(text)
+            chunk.text = self._stops.push(text)
+            # A sample that ends here ends with this text, even if another token could change it.
+            is_stopped = bool(self._stops.found) or self._stops.ends_in(self._detokenizer.unsettled)
         if self.matcher is not None and not is_end:
             self.matcher.take(token_id)
-        if self._stops.found or is_end:
+        if is_stopped or is_end:
             self._finish(chunk, runner_pb2.FINISH_REASON_STOP)
+            chunk.stop = chunk.stop or self.spec.stop_ids.get(token_id, "")
         elif self._num_tokens >= self.spec.max_tokens:
             self._finish(chunk, runner_pb2.FINISH_REASON_LENGTH)
         return chunk

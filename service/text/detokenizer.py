@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import itertools
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from service.text.token_bytes import BYTE_FALLBACK, decoder_types
 
 # What a decoder writes for bytes that are not a (complete) character.
 _REPLACEMENT = "\ufffd"
@@ -16,41 +20,73 @@ _LOOK_BACK_TOKENS = 64
 _MAX_TOKENS = 16
 # An incomplete character of UTF-8 has at most three bytes. More are invalid, whatever follows.
 _MAX_INCOMPLETE_BYTES = 3
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenDecoder(Protocol):
-    """The one method of `tokenizers.Tokenizer` that is used."""
+    """The one method of `tokenizers.Tokenizer` that every use needs."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`."""
 
 
 class Detokenizer:
-    """The text of a growing sequence of tokens.
+    """The text of a growing sequence of tokens: together, that of decoding the whole sequence.
 
     A character may be spread over several tokens, and the text of a token may depend on those before it. So
     each new token is decoded with some before it, and the new part of their text is returned, except an
     incomplete character at its end. A token costs the decoding of about twenty tokens, however long the text.
+
+    Tokens that stand for one byte each (byte fallback) have no text of their own: if the bytes of successive
+    ones are not UTF-8 in all, each of them is a replacement character. So their text is known only when
+    another token follows, or when they are invalid.
     """
 
     def __init__(self, tokenizer: TokenDecoder, context: Sequence[int] = ()) -> None:
         """`context`: tokens before the first one, such as the prompt. Their text is not returned."""
         self._tokenizer = tokenizer
-        self._ids = _last_with_text(tokenizer, context)
-        self._text = tokenizer.decode(self._ids)
+        self._byte_of = _bytes_of(tokenizer)
+        # The last tokens before the run of bytes, and their text.
+        self._ids: list[int] = []
+        self._text = ""
         # How many characters of `_text` were returned.
-        self._num_returned = len(self._text.rstrip(_REPLACEMENT))
-        # The longest run of first tokens known to end with a complete character, and its text.
+        self._num_returned = 0
+        # The longest run of first tokens known to end with a complete character.
         self._num_complete = 0
-        self._complete = ""
-        if self._num_returned == len(self._text):
-            self._num_complete, self._complete = len(self._ids), self._text
+        ids = _with_text(tokenizer, context)
+        of_bytes = itertools.takewhile(lambda byte: byte is not None, map(self._byte_of, reversed(ids)))
+        run = bytes(byte for byte in of_bytes if byte is not None)[::-1]
+        # Complete characters of bytes before the text stand, whatever follows.
+        num_complete = len(run) - _num_incomplete(run)
+        before = ids[: len(ids) - len(run) + num_complete]
+        self._restart(before[-1:] if num_complete else _begin_of_character(tokenizer, before))
+        self._run = _ByteRun()
+        for token_id, byte in zip(ids[len(before) :], run[num_complete:], strict=True):
+            self._run.add(token_id, byte)
+
+    @property
+    def unsettled(self) -> Sequence[str]:
+        """The last characters so far, which are returned unless the next tokens make their bytes invalid."""
+        return self._run.characters
 
     def push(self, token_id: int) -> str:
-        """Adds a token; returns the text that is complete now, which may be empty."""
+        """Adds a token; returns the text that is known now, which may be empty."""
+        byte = self._byte_of(token_id)
+        if byte is not None:
+            # Nothing can complete what was held back.
+            return self._return_until(len(self._text)) + self._run.add(token_id, byte)
+        if self._run.ids and _has_no_text(self._tokenizer, token_id):
+            return ""
+        return self._end_run() + self._push(token_id)
+
+    def flush(self) -> str:
+        """Returns the rest at the end: an incomplete character as a replacement character."""
+        return self._end_run() + self._return_until(len(self._text))
+
+    def _push(self, token_id: int) -> str:
         before = self._text
         self._ids.append(token_id)
-        self._text = self._decode()
+        self._text = self._tokenizer.decode(self._ids)
         if self._text == before and _has_no_text(self._tokenizer, token_id):
             # Not kept, so that many of them do not push out the context of the next token.
             self._ids.pop()
@@ -65,47 +101,115 @@ class Detokenizer:
         elif len(self._ids) > 2 * _MAX_TOKENS:
             self._drop_all_but(_MAX_TOKENS)
         if is_complete:
-            self._num_complete, self._complete = len(self._ids), self._text
+            self._num_complete = len(self._ids)
         return new
 
-    def flush(self) -> str:
-        """Returns the rest at the end: an incomplete character as a replacement character."""
-        return self._return_until(len(self._text))
+    def _end_run(self) -> str:
+        """The text of the bytes so far, if it was not returned. The last one is the context from now on."""
+        run, self._run = self._run, _ByteRun()
+        if not run.ids:
+            return ""
+        # At the beginning of the whole text a decoder may strip something.
+        is_first = not self._ids and not run.is_invalid
+        text = self._tokenizer.decode(run.ids) if is_first else run.rest()
+        self._restart(run.ids[-1:])
+        return text
+
+    def _restart(self, ids: Sequence[int]) -> None:
+        """Continues after these tokens, whose text is not returned, except an incomplete character."""
+        self._ids = list(ids)
+        self._text = self._tokenizer.decode(self._ids)
+        is_byte = len(self._ids) == 1 and self._byte_of(self._ids[0]) is not None
+        self._num_returned = len(self._text if is_byte else self._text.rstrip(_REPLACEMENT))
+        self._num_complete = len(self._ids) if self._num_returned == len(self._text) else 0
 
     def _return_until(self, end: int) -> str:
         new = self._text[self._num_returned : end]
         self._num_returned = max(self._num_returned, end)
         return new
 
-    def _decode(self) -> str:
-        text = self._tokenizer.decode(self._ids)
-        if text.startswith(self._complete):
-            return text
-        # Some decoders replace a whole run of bytes if one is invalid. Complete characters before it stand.
-        return self._complete + self._tokenizer.decode(self._ids[self._num_complete :])
-
     def _drop_all_but(self, num_tokens: int) -> None:
         """Forgets all but the last tokens, and the returned text of the others."""
         num_held = len(self._text) - self._num_returned
         self._ids = self._ids[-num_tokens:]
-        self._num_complete, self._complete = 0, ""
-        self._text = self._decode()
+        self._num_complete = 0
+        self._text = self._tokenizer.decode(self._ids)
         self._num_returned = len(self._text) - num_held
 
 
-def _last_with_text(tokenizer: TokenDecoder, context: Sequence[int]) -> list[int]:
-    """The last tokens that have a text, from the beginning of a character on."""
+class _ByteRun:
+    """Successive tokens that stand for one byte each."""
+
+    def __init__(self) -> None:
+        # If it is invalid, only the last one.
+        self.ids: list[int] = []
+        # The complete characters of a valid run.
+        self.characters: list[str] = []
+        self.is_invalid = False
+        self._decoder = _UTF8()
+
+    def add(self, token_id: int, byte: int) -> str:
+        """Adds a token; returns what is known now, which is nothing as long as all bytes may be valid."""
+        if self.is_invalid:
+            self.ids = [token_id]
+            return _REPLACEMENT
+        self.ids.append(token_id)
+        try:
+            self.characters.extend(self._decoder.decode(bytes([byte])))
+        except UnicodeDecodeError:
+            text = _REPLACEMENT * len(self.ids)
+            self.ids, self.characters, self.is_invalid = [token_id], [], True
+            return text
+        return ""
+
+    def rest(self) -> str:
+        """What `add` has not returned, if no further byte follows."""
+        if self.is_invalid:
+            return ""
+        is_incomplete = bool(self._decoder.getstate()[0])
+        return _REPLACEMENT * len(self.ids) if is_incomplete else "".join(self.characters)
+
+
+def _bytes_of(tokenizer: Any) -> Callable[[int], int | None]:
+    """The byte that a token stands for, or None. Only decoders with byte fallback have such tokens."""
+    if "ByteFallback" not in decoder_types(getattr(tokenizer, "decoder", None)):
+        return lambda _token_id: None
+
+    def byte_of(token_id: int) -> int | None:
+        token = tokenizer.id_to_token(token_id)
+        spelled = BYTE_FALLBACK.fullmatch(token) if token is not None else None
+        return None if spelled is None else int(spelled[1], 16)
+
+    return byte_of
+
+
+def _num_incomplete(run: bytes) -> int:
+    """How many bytes at the end are the beginning of a character."""
+    for number in range(min(_MAX_INCOMPLETE_BYTES, len(run)), 0, -1):
+        decoder = _UTF8()
+        with contextlib.suppress(UnicodeDecodeError):
+            if not decoder.decode(run[-number:]):
+                return number
+    return 0
+
+
+def _with_text(tokenizer: TokenDecoder, context: Sequence[int]) -> list[int]:
+    """The last tokens that have a text."""
     with_text = (
         token_id
         for token_id in reversed(context[-_LOOK_BACK_TOKENS:])
         if not _has_no_text(tokenizer, token_id)
     )
-    ids = list(itertools.islice(with_text, _CONTEXT_TOKENS))[::-1]
+    return list(itertools.islice(with_text, _CONTEXT_TOKENS))[::-1]
+
+
+def _begin_of_character(tokenizer: TokenDecoder, ids: Sequence[int]) -> Sequence[int]:
+    """The tokens, from the beginning of a character on."""
     tails = [ids[-number:] for number in range(len(ids), 0, -1)]
     for tail in tails:
         if not tokenizer.decode(tail).startswith(_REPLACEMENT):
             return tail
-    # The context ends with an incomplete character: only the bytes of that.
+    # They end with an incomplete character: only the bytes of that.
     return min(tails, key=lambda tail: tokenizer.decode(tail).count(_REPLACEMENT), default=[])
 
 

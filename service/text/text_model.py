@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.v1 import runner_pb2, worker_pb2
@@ -29,7 +29,7 @@ from service.text.bounded_json import check_chat
 from service.text.chat_template import ChatTemplates
 from service.text.chats import prompt_of
 from service.text.constraints import Constraints, Matcher
-from service.text.detokenizer import TokenDecoder
+from service.text.loaded_tokenizer import load_tokenizer
 from service.text.task_process import TaskFailed
 from service.text.token_bytes import token_bytes
 from service.text.tokenizer_bounds import decodes_in_bounds, encodes_in_bounds
@@ -55,6 +55,8 @@ class _Loaded:
     tokenizer: Tokenizer | None = None
     # Used for encoding if the tokenizer may need much time or memory.
     encoder: BoundedEncoder | None = None
+    # The special tokens by their texts.
+    special_ids: Mapping[str, int] = field(default_factory=dict)
     # Made at the first use; or why they are not supported.
     constraints: Constraints | Unsupported | None = None
 
@@ -74,9 +76,13 @@ class TextModel:
         self._threads, self._turns = ThreadPoolExecutor(_MAX_THREADS, "encode"), Turns(_MAX_THREADS)
         self._templates = ChatTemplates()
 
-    async def tokenizer(self) -> TokenDecoder | None:
+    async def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None: it has none, or one that cannot be used."""
         return (await self._load()).tokenizer
+
+    async def special_ids(self) -> Mapping[str, int]:
+        """The special tokens by their texts, which are not part of a sample's text; empty: no tokenizer."""
+        return (await self._load()).special_ids
 
     async def encode(
         self, text: str, *, max_tokens: int, add_special_tokens: bool = True, field: str = "text"
@@ -129,7 +135,7 @@ class TextModel:
             raise NoTokenizer
         async with self._load_lock:
             if loaded.constraints is None:
-                loaded.constraints = await asyncio.to_thread(_constraints, loaded.tokenizer)
+                loaded.constraints = await asyncio.to_thread(_constraints, loaded.tokenizer, vocab_size)
         if isinstance(loaded.constraints, Unsupported):
             raise loaded.constraints.without_traceback()
         constraints, tenant = loaded.constraints, self._tenant()
@@ -150,7 +156,7 @@ class TextModel:
         if self._loaded is not None and self._loaded.ready is ready:
             return self._loaded
         async with self._load_lock:
-            if self._loaded is not None and self._loaded.ready.tokenizer_json == ready.tokenizer_json:
+            if self._loaded is not None and _is_same(self._loaded.ready, ready):
                 # A new worker of the same model, or another model with the same tokenizer.
                 self._loaded.ready = ready
             else:
@@ -174,23 +180,26 @@ def _encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: s
     return encoded.ids
 
 
-def _constraints(tokenizer: Tokenizer) -> Constraints | Unsupported:
+def _constraints(tokenizer: Tokenizer, vocab_size: int) -> Constraints | Unsupported:
     """Takes a second for a large vocabulary."""
     try:
-        return Constraints(*token_bytes(tokenizer))
+        return Constraints(*token_bytes(tokenizer, vocab_size))
     except Unsupported as error:
         return error
 
 
-def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
-    # Not needed by a server whose callers send only tokens.
-    from tokenizers import Tokenizer  # noqa: PLC0415
+def _is_same(loaded: worker_pb2.WorkerReady, ready: worker_pb2.WorkerReady) -> bool:
+    """Whether both have the same tokenizer, for as many tokens."""
+    is_same_size = loaded.model.vocab_size == ready.model.vocab_size
+    return is_same_size and loaded.tokenizer_json == ready.tokenizer_json
 
+
+def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
     if not ready.tokenizer_json:
         return _Loaded(ready)
     try:
         check_loading(ready.tokenizer_json)
-        tokenizer = Tokenizer.from_buffer(ready.tokenizer_json)
+        tokenizer = load_tokenizer(ready.tokenizer_json)
         if not decodes_in_bounds(tokenizer):
             raise ValueError("its decoder may produce long texts from few tokens")
         encoder = None if encodes_in_bounds(tokenizer) else BoundedEncoder(ready.tokenizer_json)
@@ -200,4 +209,6 @@ def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
     except BaseException as error:  # the library has no type for its errors, and panics are no Exceptions
         _log.error("the model's tokenizer.json cannot be used: texts are refused", error=str(error)[:300])
         return _Loaded(ready)
-    return _Loaded(ready, tokenizer, encoder)
+    added = tokenizer.get_added_tokens_decoder()
+    special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+    return _Loaded(ready, tokenizer, encoder, special_ids)

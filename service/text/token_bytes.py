@@ -17,8 +17,9 @@ from service.errors import Unsupported
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from tokenizers.decoders import Decoder
 
-_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+BYTE_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 # Tokens among which two anchors are looked for, to decode other tokens between them.
 _CANDIDATES = 4096
@@ -34,18 +35,25 @@ _MIN_CONSISTENT = 0.9
 _UNSUPPORTED = "constraints need tokens that have the same text everywhere, and the model's have not"
 
 
-def token_bytes(tokenizer: Tokenizer) -> tuple[list[bytes], list[int]]:
+def token_bytes(tokenizer: Tokenizer, vocab_size: int | None = None) -> tuple[list[bytes], list[int]]:
     """For each id the bytes it adds to a text: UTF-8, perhaps a part of a character; and the special ids.
+
+    vocab_size: of the model, which cannot choose a token beyond it; None: all tokens.
 
     A special token has the name that grammars use. Empty: an id without a token, or a token whose text
     differs from place to place. Takes a second for a large vocabulary. Raises Unsupported if these are many.
     """
-    ids = sorted(tokenizer.get_vocab(with_added_tokens=True).values())
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    ids = sorted(token_id for token_id in vocab.values() if vocab_size is None or token_id < vocab_size)
     found = [b""] * (ids[-1] + 1 if ids else 0)
     added = tokenizer.get_added_tokens_decoder()
-    special = {token_id: token.content.encode() for token_id, token in added.items() if token.special}
+    special = {
+        token_id: token.content.encode()
+        for token_id, token in added.items()
+        if token.special and token_id < len(found)
+    }
     ids = [token_id for token_id in ids if token_id not in special]
-    decoders = _decoder_types(tokenizer)
+    decoders = decoder_types(tokenizer.decoder)
     spelled = _spelled_bytes(tokenizer, ids, decoders)
     for token_id, text_bytes in (spelled | special).items():
         found[token_id] = text_bytes
@@ -116,12 +124,20 @@ def _spelled_bytes(tokenizer: Tokenizer, ids: Sequence[int], decoders: set[str])
         token = tokenizer.id_to_token(token_id)
         if token is None:
             continue
-        if "ByteLevel" in decoders:
-            is_spelled = _BYTES.keys() >= set(token)
-            spelled[token_id] = bytes(map(_BYTES.__getitem__, token)) if is_spelled else token.encode()
-        elif "ByteFallback" in decoders and (byte := _BYTE.fullmatch(token)) is not None:
-            spelled[token_id] = bytes([int(byte[1], 16)])
+        own = spelled_bytes(token, decoders)
+        if own is not None:
+            spelled[token_id] = own
     return spelled
+
+
+def spelled_bytes(token: str, decoders: set[str]) -> bytes | None:
+    """The bytes of a token that a decoder with parts of these types writes as bytes; None: it does not."""
+    if "ByteLevel" in decoders:
+        is_spelled = _BYTES.keys() >= set(token)
+        return bytes(map(_BYTES.__getitem__, token)) if is_spelled else token.encode()
+    if "ByteFallback" in decoders and (byte := BYTE_FALLBACK.fullmatch(token)) is not None:
+        return bytes([int(byte[1], 16)])
+    return None
 
 
 def _checked(spelled: bytes, text: str | None) -> bytes:
@@ -134,11 +150,12 @@ def _checked(spelled: bytes, text: str | None) -> bytes:
     return spelled if text == whole else b""
 
 
-def _decoder_types(tokenizer: Tokenizer) -> set[str]:
-    if tokenizer.decoder is None:
+def decoder_types(decoder: Decoder | None) -> set[str]:
+    """The types of a decoder's parts."""
+    if decoder is None:
         return set()
-    decoder = json.loads(tokenizer.decoder.__getstate__())
-    return {decoder.get("type", "")} | {part["type"] for part in decoder.get("decoders", ())}
+    parsed = json.loads(decoder.__getstate__())
+    return {parsed.get("type", "")} | {part["type"] for part in parsed.get("decoders", ())}
 
 
 def _byte_level_alphabet() -> dict[str, int]:

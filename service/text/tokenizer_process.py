@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from array import array
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING
 
 from service.text import task_loop
+from service.text.loaded_tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class Encoder:
@@ -24,7 +27,7 @@ class Encoder:
     def run(self, task: bytes) -> bytes:
         """The tokens of a text, four bytes each; empty for the tokenizer."""
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_buffer(task)
+            self._tokenizer = load_tokenizer(task)
             return b""
         text, with_special = task[1:].decode(), task[:1] == b"+"
         (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special)

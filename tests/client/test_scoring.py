@@ -28,6 +28,7 @@ from quire import (
     token_mask,
     verify_rows,
 )
+from quire._options import SamplingSettings
 from quire.v1 import executor_pb2, types_pb2
 
 from tests.gateway_process import ROOT, GatewayProcess
@@ -222,6 +223,36 @@ def test_a_draft_out_of_the_answer_that_drew_it(client: Client) -> None:
         drawn = draft_from_top(cache.output.top, 0.5)
         at = list(drawn.token_ids).index(cache.output.token_id)
         assert math.log(drawn.probabilities[at]) == pytest.approx(cache.output.sampled_logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"temprature": 1}, TypeError, "no setting temprature: there are temperature, top_k"),
+        ({"temperature": "hot"}, TypeError, "temperature: "),
+        ({"top_k": -1}, ValueError, "top_k: "),
+        ({"top_k": 1.5}, TypeError, "top_k: "),
+        ({"seed": 1 << 64, "top_k": 1}, ValueError, "seed: "),
+        ({"logit_bias": {"a": 1}}, TypeError, "logit_bias: "),
+        ({"penalty_from": -1}, ValueError, "penalty_from: "),
+        ({"top_logprobs": -1}, ValueError, "-1"),
+        ({"top_logprobs": "many"}, TypeError, "str"),
+        ({"logits": "f64"}, ValueError, "f32, bf16 or f16"),
+        ({"hidden_format": "f64"}, ValueError, "f32, bf16 or f16"),
+        ({"sampling": {"top_k": 1}}, TypeError, "SamplingParams"),
+    ],
+)
+def test_a_wrong_option_is_an_error_of_a_kind(options: Any, error: type[Exception], says: str) -> None:
+    """A name or a type: TypeError. A number that the field cannot have, or an unknown format: ValueError."""
+    with pytest.raises(error, match=says) as caught:
+        output_options(**options)
+    assert type(caught.value) is error
+
+
+def test_every_sampling_setting_has_a_type() -> None:
+    fields = types_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+    assert set(SamplingSettings.__annotations__) == set(fields)
+    assert output_options(penalty_from=3).sampling.penalty_from == 3
 
 
 def test_options_from_keywords(client: Client) -> None:

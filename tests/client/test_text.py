@@ -14,6 +14,7 @@ from quire.v1 import executor_pb2, types_pb2
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tests.fake_executor import EOS, FakeExecutor
+from tests.service.text.kinds import KINDS, kind
 
 END = 0
 
@@ -73,6 +74,14 @@ def test_texts_become_tokens_and_texts_again() -> None:
     assert BYTES.end_ids == {END}
 
 
+def test_settings_of_the_files_last_use_do_not_change_texts() -> None:
+    last = of_bytes()
+    last.enable_truncation(4)
+    last.enable_padding(length=1000)
+    last.model.dropout = 0.9
+    assert made_of(last).encode("Once upon a time") == BYTES.encode("Once upon a time")
+
+
 def test_a_stream_never_shows_half_a_character() -> None:
     stream = BYTES.stream()
     shown = [stream.push(token_id) for token_id in BYTES.encode("é🙂!", special_tokens=False)]
@@ -89,6 +98,39 @@ def test_what_a_stream_shows_is_the_text(text: str) -> None:
     stream = BYTES.stream()
     shown = [stream.push(token_id) for token_id in BYTES.encode(text)]
     assert "".join(shown) + stream.flush() == text
+
+
+@pytest.mark.parametrize("name", KINDS)
+@given(data=st.data())
+def test_what_a_stream_shows_of_any_tokens_is_what_decoding_them_gives(
+    name: str, data: st.DataObject
+) -> None:
+    tokenizer = kind(name)
+    every = range(tokenizer.get_vocab_size())
+    parts = [token_id for token_id in every if tokenizer.decode([token_id]) == "\ufffd"] or [0]
+    ids = data.draw(st.lists(st.sampled_from(every) | st.sampled_from(parts), max_size=60))
+    model = made_of(tokenizer)
+    stream = model.stream()
+    shown = "".join(stream.push(token_id) for token_id in ids) + stream.flush()
+    assert shown == model.decode(ids)
+    before = tokenizer.encode("a" if name != "adder" else "1").ids
+    behind = model.stream(before)
+    shown = "".join(behind.push(token_id) for token_id in ids) + behind.flush()
+    assert shown == model.decode(before + ids).removeprefix(model.decode(before))
+
+
+def test_bytes_of_the_context_can_begin_a_character() -> None:
+    tokenizer = kind("byte_fallback")
+    ids = tokenizer.encode("\u4e16" * 8).ids[1:]
+    for at in (9, 10, 11):
+        stream = made_of(tokenizer).stream(ids[:at])
+        shown = "".join(stream.push(token_id) for token_id in ids[at:]) + stream.flush()
+        assert shown == "\u4e16" * 5
+
+
+def test_special_tokens_in_the_context_do_not_hide_what_is_before() -> None:
+    once, upon = 1, 2
+    assert WORDS.stream(context=[once, *[END] * 20]).push(upon) == " upon"
 
 
 def test_what_stands_before_decides_how_a_stream_begins() -> None:

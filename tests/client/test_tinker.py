@@ -38,7 +38,9 @@ ROUNDING = 8 * 2.0**-19
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
     model = make_model(made / "talker", TinyModel(vocab_size=VOCAB, max_positions=CONTEXT))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), eos_token="<end>")  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=byte_tokenizer(), eos_token="<end>", extra_special_tokens=["<turn>"]
+    )
     tokenizer.save_pretrained(model)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [END]}))
     make_adapter(made / "adapters" / "poet", model, 1)
@@ -154,10 +156,12 @@ def test_what_ends_a_sample(sampling_client: tinker.SamplingClient) -> None:
     free = sampling_client.sample(INPUT, 16, params(**hot, stop=[])).result(TIMEOUT_S).sequences
     assert all((len(each.tokens), each.stop_reason) == (60, "length") for each in free)
     tokenizer = sampling_client.get_tokenizer()
-    special = tokenizer.library.token_to_id("<end>")
-    assert special is not None
+    own_end, turn = map(tokenizer.library.token_to_id, ("<end>", "<turn>"))
+    assert own_end is not None and turn is not None
+    # The configs name one end token, and the tokenizer another.
+    model_ends = {END, own_end}
     stops: list[tuple[Any, set[int]]] = [
-        (None, {END}), ([7, 8], {END, 7, 8}), ("<end>", {END, special}),
+        (None, model_ends), ([7, 8], {*model_ends, 7, 8}), ("<turn>", {*model_ends, turn}),
     ]  # fmt: skip
     for stop, ends in stops:
         cut = sampling_client.sample(INPUT, 16, params(**hot, stop=stop)).result(TIMEOUT_S).sequences
@@ -171,7 +175,7 @@ def test_what_ends_a_sample(sampling_client: tinker.SamplingClient) -> None:
         (index, at)
         for index, each in enumerate(free)
         for at in range(30)
-        if max(each.tokens[at : at + 2]) < 90 and END not in each.tokens[:at]
+        if max(each.tokens[at : at + 2]) < 90 and not model_ends & set(each.tokens[:at])
     )
     tokens = free[index].tokens
     text = tokenizer.decode(tokens[at : at + 2])

@@ -178,7 +178,10 @@ def test_logprobs(client: Any) -> None:
     for entry in content:
         assert entry.token == entry.top_logprobs[0].token, "greedy"
         assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob) and entry.logprob < 0
-        assert entry.bytes in (None, list(entry.token.encode()))
+        named = entry.token.startswith("bytes:")
+        assert entry.bytes and (named or entry.bytes == list(entry.token.encode()))
+    whole = b"".join(bytes(entry.bytes) for entry in content)
+    assert whole.decode(errors="replace") == chat.choices[0].message.content
     streamed = client.chat.completions.create(
         messages=QUESTION, logprobs=True, top_logprobs=3, stream=True, **settings
     )
@@ -188,8 +191,12 @@ def test_logprobs(client: Any) -> None:
     assert text.logprobs is not None and text.logprobs.text_offset is not None
     assert text.logprobs.text_offset[0] == 0 and len(text.logprobs.tokens or []) == 6
     assert all(len(top) <= 2 for top in text.logprobs.top_logprobs or [])
-    ends = itertools.accumulate(map(len, text.logprobs.tokens or []))
-    assert text.logprobs.text_offset[1:] == list(ends)[:-1]
+    offsets = [*text.logprobs.text_offset, len(text.text)]
+    for token, (begin, end) in zip(text.logprobs.tokens or [], itertools.pairwise(offsets), strict=True):
+        assert token == text.text[begin:end] or token.startswith("bytes:")
+    assert all(
+        token in top for token, top in zip(text.logprobs.tokens, text.logprobs.top_logprobs, strict=True)
+    )
     streamed = client.completions.create(prompt="abc", logprobs=2, stream=True, **settings)
     parts = [chunk.choices[0].logprobs.to_dict() for chunk in streamed]
     for name, values in text.logprobs.to_dict().items():

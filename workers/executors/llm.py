@@ -38,7 +38,7 @@ from workers.models.files import check_not_pickled
 from workers.models.licence import read_licence
 from workers.models.lora import PackedLora
 from workers.models.model import Model, ModelDescription, page_bytes
-from workers.models.text import read_text
+from workers.models.text import ModelText, read_text
 from workers.models.tokenizer import MAX_BYTES
 from workers.models.weights import copy_weights
 from workers.operations import AdapterSource
@@ -141,9 +141,7 @@ class LlmExecutor(ModelExecutor):
         kv = _pages(model, description, kv_pages, limits, ranks)
         own = new_runner(model, kv, limits, description.max_seq_len)
         runner = own if ranks is None else LeadingRunner(own, ranks)
-        described = dataclasses.replace(
-            description, model_id=model_id_of(directory), license=read_licence(directory)
-        )
+        described = _described(description, directory, text)
         table = KvTable(kv.num_pages, kv.page_size)
         engine = Engine(
             table,
@@ -186,10 +184,8 @@ class LlmExecutor(ModelExecutor):
             _check_same_config(served.model, description, read_model, read_description)
             if lora is not None and self.adapters is not None and not on_gpu:
                 read_model.allocate_lora(lora.max_adapters, lora.max_rank)
-            named = dataclasses.replace(
-                read_description, model_id=model_id_of(source), license=read_licence(source)
-            )
-            return read_model, named
+            # The tokenizer stays.
+            return read_model, _described(read_description, source, self.text)
 
         replacement = WeightsReplacement(read, functools.partial(self.use, served))
         if ranks is not None:
@@ -270,6 +266,16 @@ def _check_same_config(
             ours, theirs = getattr(served, field.name), getattr(other, field.name)
             if ours != theirs:
                 raise ModelError(f"{field.name} is {theirs}, and that of the served weights is {ours}")
+
+
+def _described(description: ModelDescription, directory: Path, text: ModelText) -> ModelDescription:
+    """The description, with what is neither in the config nor in the weights."""
+    return dataclasses.replace(
+        description,
+        model_id=model_id_of(directory),
+        license=read_licence(directory),
+        eos_token_ids=text.with_own_end(description.eos_token_ids),
+    )
 
 
 def model_id_of(directory: Path) -> str:

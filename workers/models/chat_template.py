@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.models.errors import ModelError
-from workers.models.files import errors_naming, exists, open_regular, parse_object, read_file
+from workers.models.files import errors_naming, exists, open_regular, read_file
+from workers.models.token_settings import TOKENIZER_CONFIG_FILE, read_settings, read_token_settings
+from workers.models.values import is_text
 
 _log = logging.getLogger(__name__)
 
@@ -20,23 +22,14 @@ TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_SUFFIX = ".jinja"
 # Templates for other purposes than chat, each named by its file name without the suffix.
 TEMPLATE_DIRECTORY = "additional_chat_templates"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-# Older directories list their special tokens here.
-SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 DEFAULT = "default"
 
 # The largest known template has 40 KB.
 MAX_BYTES = 1 << 20
 # Known models have at most three.
 _MAX_TEMPLATES = 100
-# Lists of added tokens make these files large: the largest known file has 2 MB.
-_MAX_CONFIG_BYTES = 16 << 20
 # A text without either of these ignores the messages, so it is not a template.
 _JINJA = ("{{", "{%")
-# The names by which templates know special tokens.
-_SPECIAL_TOKENS = (
-    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +58,17 @@ def read_chat_template(directory: Path, max_bytes: int) -> ChatTemplate:
         ModelError: A file is invalid; the message names the file and the setting.
     """
     max_bytes = min(max_bytes, MAX_BYTES)
-    config = _read_settings(directory / TOKENIZER_CONFIG_FILE)
+    config = read_settings(directory)
     sources = _read_files(directory, max_bytes)
     if DEFAULT not in sources:
         with errors_naming(directory / TOKENIZER_CONFIG_FILE):
             sources = _sources(config.get("chat_template")) | sources
     sources = {name: source for name, source in sources.items() if source}
-    template = ChatTemplate(sources, _read_special_tokens(directory, config))
+    template = ChatTemplate(sources, read_token_settings(directory).texts)
     if template.nbytes > max_bytes:
         _warn(directory, template.nbytes, max_bytes)
         return ChatTemplate()
     return template
-
-
-def _read_settings(file: Path) -> Mapping[str, object]:
-    """The settings of a JSON file; empty if there is no file. Raises ModelError."""
-    if not exists(file):
-        return {}
-    return parse_object(read_file(file, _MAX_CONFIG_BYTES), file)
 
 
 def _read_files(directory: Path, max_bytes: int) -> dict[str, str]:
@@ -102,7 +88,7 @@ def _template_files(directory: Path) -> list[Path]:
     if len(files) > _MAX_TEMPLATES:
         raise ModelError(f"{directory}: holds more than {_MAX_TEMPLATES} templates")
     for file in files:
-        if not _is_text(file.name):
+        if not is_text(file.name):
             raise ModelError(f"{directory}: {file.name!r} is not a valid name of a template")
     return files
 
@@ -133,40 +119,10 @@ def _sources(value: object) -> dict[str, str]:
     for entry in entries:
         fields = entry if isinstance(entry, dict) else {}
         name, source = fields.get("name"), fields.get("template")
-        if not (_is_text(name) and _is_text(source)) or name in sources:
+        if not (is_text(name) and is_text(source)) or name in sources:
             raise ModelError("chat_template: must be a string, or a list of strings with distinct names")
         sources[str(name)] = str(source)
     return sources
-
-
-def _read_special_tokens(directory: Path, config: Mapping[str, object]) -> dict[str, str]:
-    """The texts of special tokens, by their names in templates. Raises ModelError.
-
-    As in transformers, special_tokens_map.json takes precedence if tokenizer_config.json is in the old
-    format, without descriptions of the tokens.
-    """
-    named = {TOKENIZER_CONFIG_FILE: config}
-    if "added_tokens_decoder" not in config:
-        named[SPECIAL_TOKENS_FILE] = _read_settings(directory / SPECIAL_TOKENS_FILE)
-    tokens: dict[str, str | None] = {}
-    for file, settings in named.items():
-        with errors_naming(directory / file):
-            tokens |= {name: _token(settings, name) for name in _SPECIAL_TOKENS if name in settings}
-    return {name: text for name, text in tokens.items() if text is not None}
-
-
-def _token(settings: Mapping[str, object], name: str) -> str | None:
-    """The text of a special token, which is a string or the content of an object. Raises ModelError."""
-    value = settings[name]
-    text = value.get("content") if isinstance(value, dict) else value
-    if value is not None and not _is_text(text):
-        raise ModelError(f"{name}: must be a string, or an object whose content is one, got {value!r}")
-    return None if value is None else str(text)
-
-
-def _is_text(value: object) -> bool:
-    """Whether it is a string that UTF-8 can encode: JSON may contain lone surrogates."""
-    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _warn(path: Path, size_bytes: int, max_bytes: int) -> None:

@@ -23,7 +23,7 @@ MAX_JSON_VALUES = 1_000_000
 # The files that a load reads besides the weights, whose versions `checkpoint` compares by itself.
 _SETTINGS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.jinja", "additional_chat_templates",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates",
 )  # fmt: skip
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,20 +11,31 @@ from workers.models.chat_template import ChatTemplate, read_chat_template
 from workers.models.generation_defaults import SamplingDefaults, read_sampling_defaults
 from workers.models.tokenizer import read_tokenizer
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
     """The text files of a model, which are sent to clients.
 
     Attributes:
-        tokenizer_json: The content of tokenizer.json; empty if there is none.
+        tokenizer_json: The content of a tokenizer.json; empty if there is none.
         chat_template: The chat templates and special tokens.
         sampling_defaults: The sampling settings that the model's makers recommend.
+        end_id: The token that ends a text, according to the tokenizer; None: it names none.
     """
 
     tokenizer_json: bytes = b""
     chat_template: ChatTemplate = field(default_factory=ChatTemplate)
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    end_id: int | None = None
+
+    def with_own_end(self, end_ids: Sequence[int]) -> tuple[int, ...]:
+        """The end tokens of the configs, and that of the tokenizer, with a line in the log if it is new."""
+        if self.end_id is None or self.end_id in end_ids:
+            return tuple(end_ids)
+        _log.info("token %d ends a text: it is the tokenizer's eos_token, and in no config", self.end_id)
+        return (*end_ids, self.end_id)
 
 
 def read_text(directory: Path, vocab_size: int, max_bytes: int) -> ModelText:
@@ -33,5 +46,5 @@ def read_text(directory: Path, vocab_size: int, max_bytes: int) -> ModelText:
     """
     sampling_defaults = read_sampling_defaults(directory)
     template = read_chat_template(directory, max_bytes)
-    tokenizer_json = read_tokenizer(directory, vocab_size, max_bytes - template.nbytes)
-    return ModelText(tokenizer_json, template, sampling_defaults)
+    tokenizer = read_tokenizer(directory, vocab_size, max_bytes - template.nbytes)
+    return ModelText(tokenizer.content, template, sampling_defaults, tokenizer.end_id)

@@ -115,3 +115,8 @@ def positive_numbers(settings: Mapping[str, object], name: str) -> tuple[float, 
     if not isinstance(value, list) or len(value) > _MAX["head_dim"]:
         raise ModelError(f"{name}: must be a list of at most {_MAX['head_dim']} numbers, got {value!r}")
     return tuple(number({name: one}, name) for one in value)
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a string that UTF-8 can encode: JSON may contain lone surrogates."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)

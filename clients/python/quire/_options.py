@@ -38,6 +38,7 @@ class SamplingSettings(TypedDict, total=False):
     presence_penalty: float | None
     logit_bias: Mapping[int, float] | None
     seed: int | None
+    penalty_from: int | None
 
 
 def output_options(  # noqa: PLR0913 - the fields of OutputOptions
@@ -74,8 +75,9 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
         settings: Fields of SamplingParams, such as temperature, top_k, top_p, seed. None: as in `sampling`.
 
     Raises:
-        ValueError: `logits` or `hidden_format` is none of these formats, or `hidden` has no layers.
-        TypeError: A setting has a name or type that SamplingParams does not have.
+        ValueError: `logits` or `hidden_format` is none of these formats, `hidden` has no layers, or a number
+            is out of range.
+        TypeError: An argument has the wrong type, or a setting has a name that SamplingParams does not have.
     """
     if logits and logits not in _FORMATS:
         raise ValueError(f"logits are f32, bf16 or f16, not {logits!r}")
@@ -95,11 +97,27 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
         if not output.hidden.layers and hidden is not True:
             raise ValueError("hidden has no layers: True stands for the last one, and False for none")
         output.hidden.dtype = _DTYPES[hidden_format]
-    chosen = types_pb2.SamplingParams(**settings)
+    chosen = _sampling(settings)
     if sampling is not None or chosen.ByteSize():
         output.sampling.MergeFrom(sampling or types_pb2.SamplingParams())
         output.sampling.MergeFrom(chosen)
     return output
+
+
+def _sampling(settings: SamplingSettings) -> types_pb2.SamplingParams:
+    """Raises TypeError or ValueError, which name the setting."""
+    try:
+        return types_pb2.SamplingParams(**settings)
+    except (TypeError, ValueError):
+        known = types_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+        for name, value in settings.items():
+            if name not in known:
+                raise TypeError(f"there is no setting {name}: there are {', '.join(known)}") from None
+            try:
+                types_pb2.SamplingParams(**{name: value})  # type: ignore[arg-type]
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{name}: {error}") from None
+        raise
 
 
 def draft_probabilities(drawn: DraftDistribution) -> types_pb2.DraftProbabilities:

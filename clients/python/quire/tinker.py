@@ -264,7 +264,7 @@ class SamplingClient:
             return Ends(params.max_tokens, frozenset(ids))
         tokenizer = await self._connection.tokenizer()
         # A special token has no text in that of a sample.
-        named = [tokenizer.library.token_to_id(text) for text in texts]
+        named = map(tokenizer.special_id, texts)
         ids.update(token_id for token_id in named if token_id is not None)
         return Ends(params.max_tokens, frozenset(ids), texts, tokenizer)
 

@@ -48,6 +48,21 @@ def test_a_text_ends_where_its_first_stop_begins(text: str, stops: list[str], cu
     assert (sent, matcher.found) == reference(text, stops)
 
 
+@given(TEXTS, STOPS, st.integers(0, 40))
+def test_a_text_that_may_follow_ends_where_it_would(text: str, stops: list[str], number: int) -> None:
+    """Asked at each of its characters, as long as none of them ended the text."""
+    pushed, ahead = text[:number], text[number:]
+    matcher = StopMatcher(stops)
+    matcher.push(pushed)
+    if matcher.found:
+        return
+    ends = [end for end in range(len(ahead) + 1) if matcher.ends_in(ahead[:end])]
+    expected = [
+        end for end in range(1, len(ahead) + 1) if any((pushed + ahead[:end]).endswith(s) for s in stops)
+    ]
+    assert ends[:1] == expected[:1]
+
+
 def test_the_cost_of_a_character_does_not_depend_on_the_stop_texts() -> None:
     # A search that restarts at each position would compare 256 characters for each one here.
     matcher = StopMatcher(["a" * 255 + "b"] * 16)

@@ -17,7 +17,7 @@ from service.errors import Draining, InvalidArgument, NoTokenizer, SequenceTooLo
 from service.text import bounded_encoder, tokenizer_bounds
 from service.text.text_model import TextModel
 from tests.chat_templates import QWEN
-from tests.service.text.kinds import byte_level, ctc
+from tests.service.text.kinds import byte_level, ctc, kind
 
 MANY_TOKENS = 1 << 20
 REGEX = ("regex", "[0-9]+")
@@ -115,6 +115,19 @@ async def test_without_a_template_or_tokenizer(served: ServedModel) -> None:
     for call in (served.encode("a"), served.text.constraint(*REGEX, frozenset(), 300)):
         with pytest.raises(NoTokenizer):
             await call
+
+
+@pytest.mark.parametrize("name", ["byte_level", "metaspace"])
+async def test_settings_of_a_files_last_use_do_not_change_texts(served: ServedModel, name: str) -> None:
+    """Here and in the process that encodes with a tokenizer of unknown cost."""
+    expected = kind(name).encode("the cat " * 20).ids
+    last = Tokenizer.from_str(kind(name).to_str())
+    last.enable_truncation(4)
+    last.enable_padding(length=1000)
+    if name == "byte_level":
+        last.model.dropout = 0.9
+    served.serve(last)
+    assert list(await served.encode("the cat " * 20)) == expected
 
 
 async def test_long_texts_are_encoded_and_too_long_ones_refused(served: ServedModel) -> None:

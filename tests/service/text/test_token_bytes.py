@@ -43,6 +43,24 @@ def test_special_tokens_have_names(name: str) -> None:
     assert {n: tokens[n].decode() for n in special_ids} == {n: token.content for n, token in special.items()}
 
 
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_tokens_beyond_the_models_vocabulary_are_left_out(name: str) -> None:
+    tokenizer = kind(name)
+    tokens, special_ids = token_bytes(tokenizer)
+    size = len(tokens) - 1
+    fewer, fewer_special = token_bytes(tokenizer, size)
+    assert (fewer, fewer_special) == (
+        tokens[:size],
+        [token_id for token_id in special_ids if token_id < size],
+    )
+    assert token_bytes(tokenizer, 1 << 20) == (tokens, special_ids)
+
+
+def test_an_id_that_is_far_away_takes_no_memory() -> None:
+    vocab = {"a": 0, "b": 1, "ab": 2, "far": (1 << 32) - 1}
+    assert token_bytes(Tokenizer(models.WordLevel(vocab, "a")), 3)[0] == [b" a", b" b", b" ab"]
+
+
 def test_byte_tokens_have_their_bytes() -> None:
     for name in ("byte_level", "byte_fallback"):
         assert set(token_bytes(kind(name))[0]) > {bytes([byte]) for byte in range(256)}

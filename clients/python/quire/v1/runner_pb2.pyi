@@ -319,14 +319,16 @@ class SampleChunk(_message.Message):
     def __init__(self, item_id: _Optional[str] = ..., sample: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., runtime: _Optional[str] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
-    __slots__ = ("logprob", "top", "sampled_logprob")
+    __slots__ = ("logprob", "top", "sampled_logprob", "text_offset")
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TEXT_OFFSET_FIELD_NUMBER: _ClassVar[int]
     logprob: float
     top: _types_pb2.TopLogprobs
     sampled_logprob: float
-    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Union[_types_pb2.TopLogprobs, _Mapping]] = ..., sampled_logprob: _Optional[float] = ...) -> None: ...
+    text_offset: int
+    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Union[_types_pb2.TopLogprobs, _Mapping]] = ..., sampled_logprob: _Optional[float] = ..., text_offset: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("input_tokens", "output_tokens", "reasoning_tokens", "cached_tokens", "cost_usd")

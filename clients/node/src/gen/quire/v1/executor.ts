@@ -513,7 +513,10 @@ export interface GetModelInfoResponse {
   model:
     | ModelDescription
     | undefined;
-  /** The contents of tokenizer.json. Empty if it was not requested or the model has none. */
+  /**
+   * The contents of a tokenizer.json with all tokens that the files of the model's directory describe. Empty if it was
+   * not requested or the model has none.
+   */
   tokenizerJson: Buffer;
   /** Unset if it was not requested or the model has none. */
   chatTemplate:

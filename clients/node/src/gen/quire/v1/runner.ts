@@ -189,7 +189,10 @@ export interface ExecuteItem {
     | undefined;
   /** The maximum number of tokens to generate. 0: as many as fit into the sequence. */
   maxTokens: number;
-  /** Stop texts. A sample ends before the first of them that it generates. At most 16, each of at most 256 characters. */
+  /**
+   * Stop texts. A sample ends before the first of them that it generates. One that is exactly a special token of the
+   * model is that token, which has no text in a sample. At most 16, each of at most 256 characters.
+   */
   stop: string[];
   /** Stop tokens, in addition to the model's end tokens. At most 64. */
   stopTokenIds: number[];
@@ -380,7 +383,15 @@ export interface TokenLogprob {
     | TopLogprobs
     | undefined;
   /** Set with ExecuteItem.sampled_logprobs. */
-  sampledLogprob?: number | undefined;
+  sampledLogprob?:
+    | number
+    | undefined;
+  /**
+   * Where the token's text begins in that of its sample: the Unicode characters before it, or before the character of
+   * which the token is a part. For a token of a stop text, which is not sent, it can be behind the end of the text. Unset:
+   * the runtime is a provider, or returns no text.
+   */
+  textOffset?: number | undefined;
 }
 
 export interface Usage {
@@ -2019,7 +2030,7 @@ export const SampleChunk: MessageFns<SampleChunk> = {
 };
 
 function createBaseTokenLogprob(): TokenLogprob {
-  return { logprob: 0, top: undefined, sampledLogprob: undefined };
+  return { logprob: 0, top: undefined, sampledLogprob: undefined, textOffset: undefined };
 }
 
 export const TokenLogprob: MessageFns<TokenLogprob> = {
@@ -2032,6 +2043,9 @@ export const TokenLogprob: MessageFns<TokenLogprob> = {
     }
     if (message.sampledLogprob !== undefined) {
       writer.uint32(29).float(message.sampledLogprob);
+    }
+    if (message.textOffset !== undefined) {
+      writer.uint32(32).uint32(message.textOffset);
     }
     return writer;
   },
@@ -2073,6 +2087,14 @@ export const TokenLogprob: MessageFns<TokenLogprob> = {
             message.sampledLogprob = reader.float();
             continue;
           }
+          case 4: {
+            if (tag !== 32) {
+              break;
+            }
+
+            message.textOffset = reader.uint32();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2093,6 +2115,7 @@ export const TokenLogprob: MessageFns<TokenLogprob> = {
     message.logprob = object.logprob ?? 0;
     message.top = (object.top !== undefined && object.top !== null) ? TopLogprobs.fromPartial(object.top) : undefined;
     message.sampledLogprob = object.sampledLogprob ?? undefined;
+    message.textOffset = object.textOffset ?? undefined;
     return message;
   },
 };

@@ -322,6 +322,7 @@ export interface ModelDescription {
   dtype: string;
   numParameters: bigint;
   weightBytes: bigint;
+  /** The tokens that end a text: those of the model's configs, and the tokenizer's eos_token. */
   eosTokenIds: number[];
   /** Unset: none. */
   bosTokenId?:

@@ -1,0 +1,74 @@
+"""A sample's chunks: its text is that of its tokens, and ends where its first stop text begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.v1 import runner_pb2
+
+from service.runtimes.sample import Sample, SampleSpec
+from tests.service.text.kinds import END, kind
+
+LONG = 1000
+
+
+def spec(name: str, stops: Sequence[str] = (), max_tokens: int = LONG) -> SampleSpec:
+    tokenizer = kind(name)
+    end_id = tokenizer.token_to_id(END) or 0
+    stop_ids = {end_id: END} if END in stops else {}
+    return SampleSpec("0", [], max_tokens, frozenset(stop_ids), stops, tokenizer, False, stop_ids)
+
+
+def run(made: SampleSpec, ids: Sequence[int]) -> Iterator[runner_pb2.SampleChunk]:
+    sample = Sample(made, 0)
+    for token_id in ids:
+        yield sample.take(token_id)
+        if sample.is_finished:
+            return
+    yield sample.complete()
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "metaspace"])
+@given(data=st.data())
+def test_the_text_of_any_tokens_is_that_of_one_decode(name: str, data: st.DataObject) -> None:
+    tokenizer = kind(name)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=40))
+    assert "".join(chunk.text for chunk in run(spec(name), ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("stop", ["\u754c", "\u4e16\u754c", "b\u4e16"])
+def test_a_stop_text_of_several_tokens_ends_a_sample_with_its_last_one(name: str, stop: str) -> None:
+    """Although more bytes could make those of the stop text invalid."""
+    text = "ab\u4e16\u754c\u4e16"
+    begin = text.index(stop)
+    tokenizer = kind(name)
+    ids = tokenizer.encode(text).ids
+    chunks = list(run(spec(name, ["nowhere", stop]), ids))
+    end = next(n for n in range(len(ids) + 1) if stop in tokenizer.decode(ids[:n]))
+    assert sum(len(chunk.token_ids) for chunk in chunks) == end
+    last = chunks[-1]
+    assert (last.finish_reason, last.stop) == (runner_pb2.FINISH_REASON_STOP, stop)
+    assert "".join(chunk.text for chunk in chunks) == text[:begin]
+
+
+def test_an_incomplete_character_is_no_stop_text() -> None:
+    chunks = list(run(spec("byte_level", ["\ufffd"]), kind("byte_level").encode("\u20ac").ids))
+    assert "".join(chunk.text for chunk in chunks) == "\u20ac" and not chunks[-1].stop
+
+
+def test_a_special_token_that_is_a_stop_text_ends_a_sample() -> None:
+    end_id = kind("byte_level").token_to_id(END) or 0
+    ids = [*kind("byte_level").encode("ab").ids, end_id, *kind("byte_level").encode("ab").ids]
+    *_, last = chunks = list(run(spec("byte_level", [END]), ids))
+    assert (list(last.token_ids), last.stop, last.finish_reason) == (
+        [end_id],
+        END,
+        runner_pb2.FINISH_REASON_STOP,
+    )
+    assert "".join(chunk.text for chunk in chunks) == "ab"
+    # With another stop text it is one that has no text.
+    assert "".join(chunk.text for chunk in run(spec("byte_level", ["nowhere"]), ids)) == "abab"
