@@ -17,8 +17,9 @@ from pathlib import Path
 from quire.v1 import admin_pb2, worker_pb2
 
 from service.adapters import store as files
+from service.adapters.recovery import is_copy, numbers_again, recover
 from service.adapters.registry import Adapters, AdapterVersion, check_adapter_id
-from service.adapters.store import AdapterStore, bad_adapter
+from service.adapters.store import AdapterStore, Found, bad_adapter
 from service.caches.machine import CacheMachine
 from service.completion import complete
 from service.config import Config
@@ -32,6 +33,7 @@ from service.logging import get_logger
 from service.model_names import is_hub_id
 from service.pool.supervisor import Supervisor
 from service.uploads import UploadedFile, next_message, sync_tree
+from workers.common.adapter_files import content_digest
 
 _log = get_logger(__name__)
 # How often versions that nobody uses are looked for, and the operator's directory is read.
@@ -55,8 +57,9 @@ class AdapterLoader:
         caches: CacheMachine,
         config: Config,
         find_adapter: FindAdapter | None = None,
+        contents: Mapping[int, str] | None = None,
     ) -> None:
-        """Without `find_adapter`, adapters of the hub are refused."""
+        """Without `find_adapter`, adapters of the hub are refused. `contents`: see `recover`."""
         self._adapters = adapters
         self._store = store
         self._pool = pool
@@ -69,11 +72,12 @@ class AdapterLoader:
         self._retired_s: dict[int, float] = {}
         # Changes of the list are written one after the other.
         self._writing = asyncio.Lock()
-        versions, last_number = store.read_list()
-        adapters.update(versions)
-        adapters.last_number = max([adapters.last_number, last_number, *caches.adapters_in_use()])
+        self._contents = {} if contents is None else contents
+        if recover(adapters, store, self._contents, caches.adapters_in_use()):
+            self._write_list(adapters)
         if self._directory is not None:
-            gone, new = self._directory_changes(self._directory, files.scan(self._directory))
+            found = files.scan(self._directory, self._known())
+            gone, new = self._directory_changes(self._directory, found)
             if (gone or new) and self._write_list(self._list_with(new, gone)):
                 self._use(new, gone)
         pool.adapter_command = self._all_adapters
@@ -99,19 +103,21 @@ class AdapterLoader:
             number = self._adapters.next_number()
             await self._copy(first, requests, number)
             await complete(asyncio.to_thread(sync_tree, self._store.path(number)))
+            digest = await complete(asyncio.to_thread(content_digest, self._store.path(number)))
             version = AdapterVersion(
                 number,
                 first.adapter_id,
                 None if first.shared else tenant,
                 str(self._store.path(number)),
                 pinned=first.pinned,
+                digest=digest,
             )
             await self._try(version)
             await complete(self._add(version))
         except BaseException as error:
             if number and self._adapters.get(number) is None:
                 self._pool.send_adapters(worker_pb2.AdapterCommand(removed=[number]))
-                await asyncio.shield(asyncio.to_thread(self._store.remove, number))
+                await asyncio.shield(asyncio.to_thread(self._store.discard, number))
             if isinstance(error, OSError):
                 raise StorageUnavailable(error.strerror) from None
             raise
@@ -212,7 +218,7 @@ class AdapterLoader:
             await self._remove_unused()
             if self._directory is None:
                 continue
-            found = await asyncio.to_thread(files.scan, self._directory)
+            found = await asyncio.to_thread(files.scan, self._directory, self._known())
             async with self._writing:
                 gone, new = self._directory_changes(self._directory, found)
                 # If that cannot be stored, the next round tries again.
@@ -221,8 +227,13 @@ class AdapterLoader:
                     if await asyncio.to_thread(self._write_list, listed):
                         self._use(new, gone)
 
+    def _known(self) -> dict[str, Found]:
+        """What the directory has, as far as the registry knows."""
+        mine = (version for version in self._adapters if version.identity and not version.retired)
+        return {version.adapter_id: Found(version.identity, version.digest) for version in mine}
+
     def _directory_changes(
-        self, directory: Path, found: Mapping[str, str] | None
+        self, directory: Path, found: Mapping[str, Found] | None
     ) -> tuple[list[AdapterVersion], list[AdapterVersion]]:
         """Versions that are gone, and new ones, whose numbers are taken. `found`: see `scan` in store.py."""
         if found is None:
@@ -230,20 +241,32 @@ class AdapterLoader:
         mine = {v.adapter_id: v for v in self._adapters if v.identity and not v.retired}
         gone = [version for adapter_id, version in mine.items() if adapter_id not in found]
         new: list[AdapterVersion] = []
-        for adapter_id, identity in found.items():
+        taken: set[int] = set()
+        for adapter_id, (identity, digest) in found.items():
             version = self._adapters.of(None, adapter_id)
             # One that was loaded by a call keeps its id.
-            if version is not None and version.identity in ("", identity):
+            if version is not None and not version.identity:
                 continue
+            if version is not None and version.digest == digest:
+                version.identity = identity
+                continue
+            path = str(directory / adapter_id)
+            again = [n for n in numbers_again(self._adapters, self._contents, digest) if n not in taken]
             try:
                 check_adapter_id(adapter_id)
-                number = self._adapters.next_number(len(new))
+                number = again.pop() if again else self._adapters.next_number(len(new))
             except InvalidArgument:
                 continue
             except AdapterLimit as error:
                 _log.warning("not all adapters of the directory can be used", why=error.message)
                 break
-            new.append(AdapterVersion(number, adapter_id, None, str(directory / adapter_id), identity))
+            new.append(AdapterVersion(number, adapter_id, None, path, identity, digest=digest))
+            # Further numbers that earlier owners of the caches gave the same content.
+            new += (
+                AdapterVersion(n, adapter_id, None, path, identity, retired=True, digest=digest)
+                for n in again
+            )
+            taken.update((number, *again))
         return gone, new
 
     # The list. It is stored before workers know of a version: caches, and KV that workers keep for the next
@@ -290,8 +313,8 @@ class AdapterLoader:
         if removed:
             self._pool.send_adapters(worker_pb2.AdapterCommand(removed=[v.number for v in removed]))
             for version in removed:
-                if not version.identity:
-                    await asyncio.to_thread(self._store.remove, version.number)
+                if is_copy(version, self._store):
+                    await asyncio.to_thread(self._store.remove, version)
 
     def _all_adapters(self) -> worker_pb2.AdapterCommand:
         """What a worker is told when it is ready."""
@@ -302,6 +325,6 @@ def _source(version: AdapterVersion) -> worker_pb2.AdapterSource:
     return worker_pb2.AdapterSource(
         adapter=version.number,
         directory=version.directory,
-        identity=version.identity,
+        digest=version.digest,
         pinned=version.pinned,
     )

@@ -3,8 +3,8 @@
 A gateway that wants a shard acquires its lease, if it is free or has expired. From then on the shard's
 journal takes records of this owner only: each append names the lease's `fence`, a number that grows with each
 owner, and checks it in its own transaction. So an earlier owner can never append, whatever its clock says.
-A fence is not lower than the time in seconds: neither it nor the epochs that are made of it are used again after
-an older copy of the database was restored.
+A fence is not lower than the time in seconds: neither it nor the epochs made of it are used again after an
+older copy of the database was restored.
 
     leases = Leases(Database(url), owner="a name of this process", address="10.0.0.7:50051")
     lease = await leases.acquire(3)            # None: another one has it

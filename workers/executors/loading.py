@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from workers.adapters.adapter import Adapter, read_adapter
+from workers.adapters.adapter import Adapter, identity, read_adapter
 from workers.adapters.errors import AdapterError
+from workers.common.adapter_files import content_digest
 from workers.executors.memory import LoraLimits
 from workers.kv.sizing import KvSizingError
 from workers.machine_limits import available_bytes
@@ -131,8 +132,13 @@ def read_source(source: AdapterSource, modules: Mapping[str, tuple[int, int]], l
     """Read an adapter; see `read_adapter`. Raises AdapterError, also for other files than were found."""
     directory = Path(source.directory)
     adapter = read_adapter(directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes)
-    if source.identity not in ("", adapter.identity):
-        raise AdapterError("the files of the adapter have changed since it was found")
+    if source.identity:
+        try:
+            digest = content_digest(directory)
+        except OSError as error:
+            raise AdapterError(f"cannot be read: {error.strerror}") from error
+        if digest != source.identity or identity(directory) != adapter.identity:
+            raise AdapterError("the files of the adapter have changed since it was found")
     return adapter
 
 
