@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import copy
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from service.errors import (
 from service.logging import get_logger
 from service.model_names import is_hub_id
 from service.pool.supervisor import Supervisor
-from service.uploads import UploadedFile, next_message, sync_tree
+from service.uploads import Arriving, UploadedFile, sync_tree
 from workers.common.adapter_files import content_digest
 
 _log = get_logger(__name__)
@@ -40,8 +41,8 @@ _log = get_logger(__name__)
 _INTERVAL_S = 5.0
 # How long a version is kept that no id names, if no cache has it.
 _RETIRED_S = 30.0
-# Loads at a time. Each may hold a copy on the disk.
-_MOST_LOADS = 4
+# Loads at a time, of a tenant and of all. Each may hold a copy on the disk.
+_MOST_LOADS, _MOST_LOADS_OF_ALL = 4, 16
 # Finds an adapter on the hub, with a download if necessary. Runs in a thread; raises InvalidArgument.
 FindAdapter = Callable[[str], Path]
 
@@ -67,7 +68,8 @@ class AdapterLoader:
         self._config = config
         self._find_adapter = find_adapter
         self._directory = Path(config.adapters).resolve() if config.adapters else None
-        self._loads = 0
+        # Running ones, by tenant.
+        self._loads: Counter[str] = Counter()
         # When it was noticed first that a version is retired, by number.
         self._retired_s: dict[int, float] = {}
         # Changes of the list are written one after the other.
@@ -76,7 +78,7 @@ class AdapterLoader:
         if recover(adapters, store, self._contents, caches.adapters_in_use()):
             self._write_list(adapters)
         if self._directory is not None:
-            found = files.scan(self._directory, self._known())
+            found = files.scan(self._directory, self._known(), config.max_lora_bytes)
             gone, new = self._directory_changes(self._directory, found)
             if (gone or new) and self._write_list(self._list_with(new, gone)):
                 self._use(new, gone)
@@ -88,12 +90,15 @@ class AdapterLoader:
         self, requests: AsyncIterator[admin_pb2.LoadAdapterRequest], tenant: str
     ) -> AdapterVersion:
         """See AdminService.LoadAdapter. Raises QuireError, without any change."""
-        if self._loads >= _MOST_LOADS:
-            raise AdapterLimit("adapters being loaded", _MOST_LOADS)
-        self._loads += 1
+        if self._loads[tenant] >= _MOST_LOADS:
+            raise AdapterLimit("adapters of this tenant being loaded", _MOST_LOADS)
+        if self._loads.total() >= _MOST_LOADS_OF_ALL:
+            raise AdapterLimit("adapters being loaded", _MOST_LOADS_OF_ALL)
+        self._loads[tenant] += 1
+        arriving = Arriving(requests, self._config.message_timeout_s)
         number = 0
         try:
-            first = await next_message(requests, self._config.message_timeout_s)
+            first = await arriving.next()
             if first is None:
                 raise InvalidArgument(
                     "BAD_ADAPTER", "adapter_id", "the first message must have an adapter_id"
@@ -101,7 +106,7 @@ class AdapterLoader:
             check_adapter_id(first.adapter_id)
             await self._remove_unused()
             number = self._adapters.next_number()
-            await self._copy(first, requests, number)
+            await self._copy(first, arriving, number)
             await complete(asyncio.to_thread(sync_tree, self._store.path(number)))
             digest = await complete(asyncio.to_thread(content_digest, self._store.path(number)))
             version = AdapterVersion(
@@ -122,18 +127,18 @@ class AdapterLoader:
                 raise StorageUnavailable(error.strerror) from None
             raise
         finally:
-            self._loads -= 1
+            self._loads -= Counter((tenant,))
         _log.info("adapter loaded", adapter=version.adapter_id, version=number, rank=version.rank)
         return version
 
     async def _copy(
         self,
         first: admin_pb2.LoadAdapterRequest,
-        requests: AsyncIterator[admin_pb2.LoadAdapterRequest],
+        arriving: Arriving[admin_pb2.LoadAdapterRequest],
         number: int,
     ) -> None:
         if not first.source:
-            await self._receive(first, requests, number)
+            await self._receive(first, arriving, number)
             return
         if first.HasField("file"):
             raise InvalidArgument("BAD_ADAPTER", "file", "must be unset if there is a source")
@@ -149,7 +154,7 @@ class AdapterLoader:
     async def _receive(
         self,
         request: admin_pb2.LoadAdapterRequest | None,
-        requests: AsyncIterator[admin_pb2.LoadAdapterRequest],
+        arriving: Arriving[admin_pb2.LoadAdapterRequest],
         number: int,
     ) -> None:
         """Writes the parts of both files. `request`: the first message."""
@@ -169,7 +174,7 @@ class AdapterLoader:
                     received[name] = stack.enter_context(opened)
                 if part.data:
                     await asyncio.to_thread(received[part.name].write, part.data)
-                request = await next_message(requests, self._config.message_timeout_s)
+                request = await arriving.next()
             missing = [name for name in files.FILES if name not in received]
             if missing:
                 raise InvalidArgument("BAD_ADAPTER", "file", f"{missing[0]} is missing")
@@ -218,7 +223,8 @@ class AdapterLoader:
             await self._remove_unused()
             if self._directory is None:
                 continue
-            found = await asyncio.to_thread(files.scan, self._directory, self._known())
+            known, max_bytes = self._known(), self._config.max_lora_bytes
+            found = await asyncio.to_thread(files.scan, self._directory, known, max_bytes)
             async with self._writing:
                 gone, new = self._directory_changes(self._directory, found)
                 # If that cannot be stored, the next round tries again.

@@ -26,7 +26,7 @@ from service.adapters.registry import Adapters, AdapterVersion
 from service.errors import InvalidArgument
 from service.logging import get_logger
 from service.uploads import UploadDirectory, UploadedFile
-from workers.common.adapter_files import CONFIG, FILES, content_digest, file_identity
+from workers.common.adapter_files import CONFIG, FILES, WEIGHTS, content_digest, file_identity
 
 MAX_CONFIG_BYTES = 1 << 20
 _DIRECTORY, _LIST, _DAMAGED = "adapter-versions", "adapters.json", "adapters.json.damaged"
@@ -63,11 +63,14 @@ class AdapterStore:
                 except (OSError, ValueError) as error:
                     why = error.strerror if isinstance(error, OSError) else "the path is not valid"
                     raise bad_adapter(f"{name} cannot be read: {why}") from None
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
                     # `fdopen` would leave that of a directory open.
                     os.close(descriptor)
                     raise bad_adapter(f"{name} is not a regular file")
                 with os.fdopen(descriptor, "rb") as file:
+                    # A sparse file may be larger than the disk.
+                    copy.require_room(status.st_size)
                     while part := file.read(_PART_BYTES):
                         copy.write(part)
 
@@ -156,27 +159,32 @@ def _earlier_identity(directory: Path) -> str:
     return ".".join(file_identity(directory / name).rpartition("-")[0] for name in FILES)
 
 
-def _found(directory: Path, known: Found | None) -> Found:
+def _found(directory: Path, known: Found | None, max_bytes: int) -> Found:
     before = identity(directory)
     if known is not None and known.identity == before:
         return known
+    if (directory / CONFIG).stat().st_size > MAX_CONFIG_BYTES or (
+        directory / WEIGHTS
+    ).stat().st_size > max_bytes:
+        # Workers refuse it by name, and nobody waits until it is read.
+        return Found(before, "")
     digest = content_digest(directory)
     if identity(directory) != before:
         raise OSError(errno.EAGAIN, "it changes")
     return Found(before, digest)
 
 
-def scan(directory: Path, known: Mapping[str, Found]) -> dict[str, Found] | None:
+def scan(directory: Path, known: Mapping[str, Found], max_bytes: int) -> dict[str, Found] | None:
     """The adapters in a directory, by name. None: it cannot be read. Raises nothing.
 
-    known: those that were found before. What has changed since is read.
+    known: those that were found before. What has changed since is read. max_bytes: of a file of weights.
     """
     found = {}
     try:
         for entry in directory.iterdir():
             # What is no adapter, or not complete yet, is left out.
             with contextlib.suppress(OSError):
-                found[entry.name] = _found(entry, known.get(entry.name))
+                found[entry.name] = _found(entry, known.get(entry.name), max_bytes)
     except OSError as error:
         _log.warning("cannot read the directory of adapters", error=error.strerror)
         return None

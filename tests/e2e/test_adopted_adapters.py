@@ -74,7 +74,7 @@ def test_pages_of_one_adapter_are_never_those_of_another_with_its_number(
     Before, the next adapter got the number again, and with it the pages and the weights in memory.
     """
     with start(home, adapted.model) as first:
-        home.note_workers(first)
+        before = home.note_workers(first)
         load(first, "a", adapted.adapters[0])
         saved = (home.path / "adapters.json").read_bytes()
         lost = load(first, "b", adapted.adapters[1])
@@ -90,6 +90,7 @@ def test_pages_of_one_adapter_are_never_those_of_another_with_its_number(
     (home.path / "floor").unlink()
     with start(home, adapted.model) as second:
         assert load(second, "c", adapted.adapters[2]).version == lost.version, "or nothing is tested here"
+        assert home.note_workers(second) == before
         texts = [Text(second, "c") for _ in range(4)]
+        assert texts[0].reused == 0
         assert [text.finish() for text in texts] == [adapted.tokens[3]] * 4
-        home.note_workers(second)
