@@ -21,13 +21,14 @@ from service import uploads
 from service.adapters import loader, store
 from service.adapters.loader import AdapterLoader
 from service.adapters.registry import Adapters, AdapterVersion
-from service.adapters.store import FILES, AdapterStore, identity
+from service.adapters.store import AdapterStore, identity
 from service.api.admin import AdminApi
 from service.config import Config
 from service.errors import AdapterLimit, AdapterNotFound, InvalidArgument, MessageTimeout, StorageUnavailable
 from service.uploads import RESERVE_BYTES
 from tests.service.served import state_of
 from workers.adapters.adapter import identity as worker_identity
+from workers.common.adapter_files import FILES
 
 MAX_BYTES = 1 << 20
 
