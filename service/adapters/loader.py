@@ -34,7 +34,7 @@ from service.logging import get_logger
 from service.model_names import is_hub_id
 from service.pool.supervisor import Supervisor
 from service.uploads import Arriving, UploadedFile, sync_tree
-from workers.common.adapter_files import content_digest
+from workers.common.adapter_files import FILES, content_digest
 
 _log = get_logger(__name__)
 # How often versions that nobody uses are looked for, and the operator's directory is read.
@@ -165,17 +165,15 @@ class AdapterLoader:
                 part = request.file
                 if part.name != name and request.HasField("file"):
                     name = part.name
-                    if name not in files.FILES or name in received:
-                        allowed = (
-                            f"must be {' or '.join(files.FILES)}, the parts of a file one after the other"
-                        )
+                    if name not in FILES or name in received:
+                        allowed = f"must be {' or '.join(FILES)}, the parts of a file one after the other"
                         raise InvalidArgument("BAD_ADAPTER", "file.name", allowed)
                     opened = await complete(asyncio.to_thread(self._store.open, number, name))
                     received[name] = stack.enter_context(opened)
                 if part.data:
                     await asyncio.to_thread(received[part.name].write, part.data)
                 request = await arriving.next()
-            missing = [name for name in files.FILES if name not in received]
+            missing = [name for name in FILES if name not in received]
             if missing:
                 raise InvalidArgument("BAD_ADAPTER", "file", f"{missing[0]} is missing")
 

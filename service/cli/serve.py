@@ -14,7 +14,7 @@ from pathlib import Path
 
 import uvloop
 
-from service.adapters.store import FILES, bad_adapter
+from service.adapters.store import bad_adapter
 from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.config import Config, ConfigError
 from service.config_sources import read_settings
@@ -25,6 +25,7 @@ from service.model_names import is_hub_id
 from service.printable import escaped
 from service.server import serve
 from service.shards.one_host import Membership, check_count
+from workers.common.adapter_files import FILES
 
 _SWITCH_INTERVAL_S = 0.0005
 
