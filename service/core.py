@@ -151,8 +151,15 @@ class Core:
         self.adapters = Adapters(config.max_adapters)
         self.adapter_store = AdapterStore(directory, config.max_lora_bytes)
         self.adapter_loader = AdapterLoader(
-            self.adapters, self.adapter_store, self.pool, self.caches, config, find_adapter
+            self.adapters,
+            self.adapter_store,
+            self.pool,
+            self.caches,
+            config,
+            find_adapter,
+            self.caches.adapter_contents(),
         )
+        self.caches.parts.context.digest_of = self.adapters.digest_of
         self.weight_uploads = WeightUploads(directory, versions, config)
         self.state = ServerState(
             config,

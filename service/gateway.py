@@ -316,6 +316,13 @@ class Gateway:
         if self._forwarding is not None:
             await self._forwarding.close()
 
+    async def fail(self) -> None:
+        """Ends after a failure: refuses new calls, and sends the answers that there are."""
+        self.state.draining = True
+        await self.health.update()
+        await self._refuse_waiting_calls()
+        await self.server.stop(_FINAL_GRACE_S)
+
     async def _refuse_waiting_calls(self) -> None:
         """Those that gRPC has not handed over yet. When the server stops it would drop them, with CANCELLED.
 

@@ -108,7 +108,7 @@ async def _run(gateway: Gateway, *, is_member: bool) -> int:
     status = 0
     if workers.done():
         status = _report_failure(workers)
-        await gateway.server.stop(0)
+        await gateway.fail()
     else:
         _log.info("draining", operations=gateway.core.caches.operations_in_flight)
         await gateway.drain()
@@ -129,7 +129,7 @@ def _report_failure(workers: asyncio.Task[None]) -> int:
             status = max(status, failure.status)
             _log.error("cannot start workers", error=str(failure))
         elif isinstance(failure, OwnershipLost):
-            _log.error("another gateway has the journal", error=str(failure))
+            _log.error("the journal is not this gateway's any more", error=str(failure))
         else:
             _log.error("the worker pool failed", exc_info=failure)
     return status

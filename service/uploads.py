@@ -7,15 +7,20 @@ import errno
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Container
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Final, Generic, Self, TypeVar
+
+from google.protobuf.message import Message
 
 from service.errors import InvalidArgument, MessageTimeout
 
 # What uploads leave free on the disk, for the journal. `quire doctor` warns below it.
 RESERVE_BYTES = 1 << 30
-_Message = TypeVar("_Message")
+# Of an upload, beside the time that a message may take.
+LEAST_BYTES_PER_S: Final = 256 << 10
+_Message = TypeVar("_Message", bound=Message)
 
 
 class UploadDirectory:
@@ -87,19 +92,37 @@ class UploadedFile:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def write(self, part: bytes) -> None:
-        """Appends a part. Raises InvalidArgument if the file becomes too large, and OSError."""
-        self.left_bytes -= len(part)
-        if self.left_bytes < 0:
+    def require_room(self, size_bytes: int) -> None:
+        """Raises InvalidArgument if so much more is too large for the file, OSError if it is for the disk."""
+        if size_bytes > self.left_bytes:
             raise self._refusal(f"{self._path.name} has more than {self._max_bytes} bytes, the limit")
-        require_room(self._path.parent, len(part))
+        require_room(self._path.parent, size_bytes)
+
+    def write(self, part: bytes) -> None:
+        """Appends a part. Raises as `require_room`."""
+        self.require_room(len(part))
+        self.left_bytes -= len(part)
         self._file.write(part)
 
 
-async def next_message(messages: AsyncIterator[_Message], timeout_s: float) -> _Message | None:
-    """The next message of a call, None at the end. Raises MessageTimeout."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await anext(messages, None)
-    except TimeoutError:
-        raise MessageTimeout(timeout_s) from None
+class Arriving(Generic[_Message]):
+    """The messages of a call that uploads. A slow call would keep what it holds from others.
+
+    Each message has `timeout_s`, and all that have arrived so much more as they have bytes at the least rate.
+    """
+
+    def __init__(self, messages: AsyncIterator[_Message], timeout_s: float) -> None:
+        self._messages, self._timeout_s = messages, timeout_s
+        self._until_s = time.monotonic() + timeout_s
+
+    async def next(self) -> _Message | None:
+        """The next message, None at the end. Raises MessageTimeout."""
+        left_s = min(self._timeout_s, self._until_s - time.monotonic())
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):
+                message = await anext(self._messages, None)
+        except TimeoutError:
+            raise MessageTimeout(self._timeout_s) from None
+        if message is not None:
+            self._until_s += message.ByteSize() / LEAST_BYTES_PER_S
+        return message

@@ -147,6 +147,19 @@ class PostgresServer:
             self._process.wait()
             self._process = None
 
+    def copy(self) -> None:
+        """Keeps a copy of all data, for `restore`."""
+        self.kill()
+        subprocess.run(["cp", "-a", self._directory / "data", self._directory / "copy"], check=True)
+        self.start()
+
+    def restore(self) -> None:
+        """Replaces all data by the copy, under whoever uses it."""
+        self.kill()
+        shutil.rmtree(self._directory / "data")
+        (self._directory / "copy").rename(self._directory / "data")
+        self.start()
+
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """Nothing answers meanwhile."""

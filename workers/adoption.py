@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers.executors.engine import Engine
+from workers.given_experts import given_salt
 from workers.operations import Adopt, Adopted, HeldSequences
 
 # A longer list would need messages of tens of megabytes. The KV of further sequences is recomputed on demand.
@@ -34,13 +35,15 @@ def keep_confirmed(engine: Engine, command: Adopt) -> Adopted:
         claim = claims.get(sequence.key)
         if claim is not None and len(sequence) >= claim.length:
             engine.truncate(sequence.key, claim.length)
-            if token_digest(sequence.token_ids.as_array()) == claim.digest:
+            salt = given_salt(engine.kv_table.salt_of(sequence))
+            if token_digest(sequence.token_ids.as_array(), salt) == claim.digest:
                 kept.append(sequence.key)
                 continue
         engine.release(sequence.key)
     return Adopted(command.op_id, kept)
 
 
-def token_digest(token_ids: NDArray[np.uint32]) -> bytes:
-    """The digest of tokens as little-endian uint32. The gateway computes the same one."""
-    return blake2b(token_ids.astype("<u4", copy=False).tobytes(), digest_size=DIGEST_BYTES).digest()
+def token_digest(token_ids: NDArray[np.uint32], salt: bytes = b"") -> bytes:
+    """The digest of tokens as little-endian uint32, under a salt. The gateway computes the same one."""
+    key = blake2b(salt, digest_size=DIGEST_BYTES).digest() if salt else b""
+    return blake2b(token_ids.astype("<u4", copy=False).tobytes(), digest_size=DIGEST_BYTES, key=key).digest()

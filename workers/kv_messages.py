@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The gateway's state of a sequence: its length, and the digest of its tokens (`adoption`)."""
+    """The gateway's state of a sequence: its length, and the digest of tokens and salt (`adoption`)."""
 
     sequence: int
     length: int

@@ -427,7 +427,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """An adapter that forwards can name: a directory, and what its files must have (`identity`)."""
+    """An adapter that forwards can name: a directory, and the digest of what its files contain."""
 
     number: int
     directory: str

@@ -282,7 +282,7 @@ def _to_change(op_id: int, message: worker_pb2.AdapterCommand) -> ChangeAdapters
     if message.load and len(message.added) != 1:
         raise ValueError(f"{len(message.added)} adapters to load")
     added = [
-        AdapterSource(source.adapter, source.directory, source.identity, source.pinned)
+        AdapterSource(source.adapter, source.directory, source.digest, source.pinned)
         for source in message.added
     ]
     return ChangeAdapters(op_id, added, list(message.removed), message.load, message.all)

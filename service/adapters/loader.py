@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import copy
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +19,9 @@ from pathlib import Path
 from quire.v1 import admin_pb2, worker_pb2
 
 from service.adapters import store as files
+from service.adapters.recovery import is_copy, numbers_again, recover
 from service.adapters.registry import Adapters, AdapterVersion, check_adapter_id
-from service.adapters.store import AdapterStore, bad_adapter
+from service.adapters.store import AdapterStore, Found, bad_adapter
 from service.caches.machine import CacheMachine
 from service.completion import complete
 from service.config import Config
@@ -32,15 +34,16 @@ from service.errors import (
 from service.logging import get_logger
 from service.model_names import is_hub_id
 from service.pool.supervisor import Supervisor
-from service.uploads import UploadedFile, next_message, sync_tree
+from service.uploads import Arriving, UploadedFile, sync_tree
+from workers.common.adapter_files import FILES, content_digest
 
 _log = get_logger(__name__)
 # How often versions that nobody uses are looked for, and the operator's directory is read.
 _INTERVAL_S = 5.0
 # How long a version is kept that no id names, if no cache has it.
 _RETIRED_S = 30.0
-# Loads at a time. Each may hold a copy on the disk.
-_MOST_LOADS = 4
+# Loads at a time, of a tenant and of all. Each may hold a copy on the disk.
+_MOST_LOADS, _MOST_LOADS_OF_ALL = 4, 16
 # Finds an adapter on the hub, with a download if necessary. Runs in a thread; raises InvalidArgument.
 FindAdapter = Callable[[str], Path]
 
@@ -56,29 +59,31 @@ class AdapterLoader:
         caches: CacheMachine,
         config: Config,
         find_adapter: FindAdapter | None = None,
+        contents: Mapping[int, str] | None = None,
     ) -> None:
-        """Without `find_adapter`, adapters of the hub are refused."""
+        """Without `find_adapter`, adapters of the hub are refused. `contents`: see `recover`."""
         self._adapters = adapters
         self._store = store
         self._pool = pool
         self._caches = caches
         self._config = config
         self._find_adapter = find_adapter
-        self._finders = ThreadPoolExecutor(_MOST_LOADS, "find-adapter")
+        self._finders = ThreadPoolExecutor(_MOST_LOADS_OF_ALL, "find-adapter")
         self._directory = Path(config.adapters).resolve() if config.adapters else None
-        self._loads = 0
+        # Running ones, by tenant.
+        self._loads: Counter[str] = Counter()
         # When it was noticed first that a version is retired, by number.
         self._retired_s: dict[int, float] = {}
         # Changes of the list are written one after the other.
         self._writing = asyncio.Lock()
-        versions, last_number = store.read_list()
-        adapters.update(versions)
-        adapters.last_number = max([adapters.last_number, last_number, *caches.adapters_in_use()])
         # Subdirectories that are no adapters, and which of them were logged.
         self._ignored: set[str] = set()
         self._warned: set[str] = set()
+        self._contents = {} if contents is None else contents
+        if recover(adapters, store, self._contents, caches.adapters_in_use()):
+            self._write_list(adapters)
         if self._directory is not None:
-            found = files.scan(self._directory)
+            found = files.scan(self._directory, self._known(), config.max_lora_bytes)
             self._warn_of_ignored(self._directory, found or {}, at_once=True)
             gone, new = self._directory_changes(self._directory, found)
             if (gone or new) and self._write_list(self._list_with(new, gone)):
@@ -91,12 +96,15 @@ class AdapterLoader:
         self, requests: AsyncIterator[admin_pb2.LoadAdapterRequest], tenant: str
     ) -> AdapterVersion:
         """See AdminService.LoadAdapter. Raises QuireError, without any change."""
-        if self._loads >= _MOST_LOADS:
-            raise AdapterLimit("adapters being loaded", _MOST_LOADS)
-        self._loads += 1
+        if self._loads[tenant] >= _MOST_LOADS:
+            raise AdapterLimit("adapters of this tenant being loaded", _MOST_LOADS)
+        if self._loads.total() >= _MOST_LOADS_OF_ALL:
+            raise AdapterLimit("adapters being loaded", _MOST_LOADS_OF_ALL)
+        self._loads[tenant] += 1
+        arriving = Arriving(requests, self._config.message_timeout_s)
         number = 0
         try:
-            first = await next_message(requests, self._config.message_timeout_s)
+            first = await arriving.next()
             if first is None:
                 raise InvalidArgument(
                     "BAD_ADAPTER", "adapter_id", "the first message must have an adapter_id"
@@ -104,37 +112,39 @@ class AdapterLoader:
             check_adapter_id(first.adapter_id)
             await self._remove_unused()
             number = self._adapters.next_number()
-            await self._copy(first, requests, number)
+            await self._copy(first, arriving, number)
             await complete(asyncio.to_thread(sync_tree, self._store.path(number)))
+            digest = await complete(asyncio.to_thread(content_digest, self._store.path(number)))
             version = AdapterVersion(
                 number,
                 first.adapter_id,
                 None if first.shared else tenant,
                 str(self._store.path(number)),
                 pinned=first.pinned,
+                digest=digest,
             )
             await self._try(version)
             await complete(self._add(version))
         except BaseException as error:
             if number and self._adapters.get(number) is None:
                 self._pool.send_adapters(worker_pb2.AdapterCommand(removed=[number]))
-                await asyncio.shield(asyncio.to_thread(self._store.remove, number))
+                await asyncio.shield(asyncio.to_thread(self._store.discard, number))
             if isinstance(error, OSError):
                 raise StorageUnavailable(error.strerror) from None
             raise
         finally:
-            self._loads -= 1
+            self._loads -= Counter((tenant,))
         _log.info("adapter loaded", adapter=version.adapter_id, version=number, rank=version.rank)
         return version
 
     async def _copy(
         self,
         first: admin_pb2.LoadAdapterRequest,
-        requests: AsyncIterator[admin_pb2.LoadAdapterRequest],
+        arriving: Arriving[admin_pb2.LoadAdapterRequest],
         number: int,
     ) -> None:
         if not first.source:
-            await self._receive(first, requests, number)
+            await self._receive(first, arriving, number)
             return
         if first.HasField("file"):
             raise InvalidArgument("BAD_ADAPTER", "file", "must be unset if there is a source")
@@ -152,7 +162,7 @@ class AdapterLoader:
     async def _receive(
         self,
         request: admin_pb2.LoadAdapterRequest | None,
-        requests: AsyncIterator[admin_pb2.LoadAdapterRequest],
+        arriving: Arriving[admin_pb2.LoadAdapterRequest],
         number: int,
     ) -> None:
         """Writes the parts of both files. `request`: the first message."""
@@ -163,17 +173,15 @@ class AdapterLoader:
                 part = request.file
                 if part.name != name and request.HasField("file"):
                     name = part.name
-                    if name not in files.FILES or name in received:
-                        allowed = (
-                            f"must be {' or '.join(files.FILES)}, the parts of a file one after the other"
-                        )
+                    if name not in FILES or name in received:
+                        allowed = f"must be {' or '.join(FILES)}, the parts of a file one after the other"
                         raise InvalidArgument("BAD_ADAPTER", "file.name", allowed)
                     opened = await complete(asyncio.to_thread(self._store.open, number, name))
                     received[name] = stack.enter_context(opened)
                 if part.data:
                     await asyncio.to_thread(received[part.name].write, part.data)
-                request = await next_message(requests, self._config.message_timeout_s)
-            missing = [name for name in files.FILES if name not in received]
+                request = await arriving.next()
+            missing = [name for name in FILES if name not in received]
             if missing:
                 raise InvalidArgument("BAD_ADAPTER", "file", f"{missing[0]} is missing")
 
@@ -221,7 +229,8 @@ class AdapterLoader:
             await self._remove_unused()
             if self._directory is None:
                 continue
-            found = await asyncio.to_thread(files.scan, self._directory)
+            known, max_bytes = self._known(), self._config.max_lora_bytes
+            found = await asyncio.to_thread(files.scan, self._directory, known, max_bytes)
             self._warn_of_ignored(self._directory, found or {})
             async with self._writing:
                 gone, new = self._directory_changes(self._directory, found)
@@ -231,7 +240,7 @@ class AdapterLoader:
                     if await asyncio.to_thread(self._write_list, listed):
                         self._use(new, gone)
 
-    def _warn_of_ignored(self, directory: Path, found: Mapping[str, str], *, at_once: bool = False) -> None:
+    def _warn_of_ignored(self, directory: Path, found: Mapping[str, Found], *, at_once: bool = False) -> None:
         """Logs once which subdirectories are no adapters; not of one that is being copied: it is new."""
         reasons = files.ignored(directory, found)
         for adapter_id in found:
@@ -245,8 +254,13 @@ class AdapterLoader:
                 _log.warning("a subdirectory of adapters is ignored", name=name, why=reasons[name])
         self._warned = self._warned & set(reasons) | (set(reasons) if at_once else set(reasons) & before)
 
+    def _known(self) -> dict[str, Found]:
+        """What the directory has, as far as the registry knows."""
+        mine = (version for version in self._adapters if version.identity and not version.retired)
+        return {version.adapter_id: Found(version.identity, version.digest) for version in mine}
+
     def _directory_changes(
-        self, directory: Path, found: Mapping[str, str] | None
+        self, directory: Path, found: Mapping[str, Found] | None
     ) -> tuple[list[AdapterVersion], list[AdapterVersion]]:
         """Versions that are gone, and new ones, whose numbers are taken. `found`: see `scan` in store.py."""
         if found is None:
@@ -254,20 +268,32 @@ class AdapterLoader:
         mine = {v.adapter_id: v for v in self._adapters if v.identity and not v.retired}
         gone = [version for adapter_id, version in mine.items() if adapter_id not in found]
         new: list[AdapterVersion] = []
-        for adapter_id, identity in found.items():
+        taken: set[int] = set()
+        for adapter_id, (identity, digest) in found.items():
             version = self._adapters.of(None, adapter_id)
             # One that was loaded by a call keeps its id.
-            if version is not None and version.identity in ("", identity):
+            if version is not None and not version.identity:
                 continue
+            if version is not None and version.digest == digest:
+                version.identity = identity
+                continue
+            path = str(directory / adapter_id)
+            again = [n for n in numbers_again(self._adapters, self._contents, digest) if n not in taken]
             try:
                 check_adapter_id(adapter_id)
-                number = self._adapters.next_number(len(new))
+                number = again.pop() if again else self._adapters.next_number(len(new))
             except InvalidArgument:
                 continue
             except AdapterLimit as error:
                 _log.warning("not all adapters of the directory can be used", why=error.message)
                 break
-            new.append(AdapterVersion(number, adapter_id, None, str(directory / adapter_id), identity))
+            new.append(AdapterVersion(number, adapter_id, None, path, identity, digest=digest))
+            # Further numbers that earlier owners of the caches gave the same content.
+            new += (
+                AdapterVersion(n, adapter_id, None, path, identity, retired=True, digest=digest)
+                for n in again
+            )
+            taken.update((number, *again))
         return gone, new
 
     # The list. It is stored before workers know of a version: caches, and KV that workers keep for the next
@@ -314,8 +340,8 @@ class AdapterLoader:
         if removed:
             self._pool.send_adapters(worker_pb2.AdapterCommand(removed=[v.number for v in removed]))
             for version in removed:
-                if not version.identity:
-                    await asyncio.to_thread(self._store.remove, version.number)
+                if is_copy(version, self._store):
+                    await asyncio.to_thread(self._store.remove, version)
 
     def _all_adapters(self) -> worker_pb2.AdapterCommand:
         """What a worker is told when it is ready."""
@@ -326,6 +352,6 @@ def _source(version: AdapterVersion) -> worker_pb2.AdapterSource:
     return worker_pb2.AdapterSource(
         adapter=version.number,
         directory=version.directory,
-        identity=version.identity,
+        digest=version.digest,
         pinned=version.pinned,
     )

@@ -27,7 +27,7 @@ class AdapterVersion:
     tenant: str | None
     # In PEFT's layout.
     directory: str
-    # What the files must have, if others can change the directory; see `identity` in store.py.
+    # When it was found: of the files, if others can change the directory; see `identity` in store.py.
     identity: str = ""
     pinned: bool = False
     # The id names a later version, or none.
@@ -35,6 +35,8 @@ class AdapterVersion:
     # Known since a worker has loaded it.
     rank: int = 0
     size_bytes: int = 0
+    # Of the content; see `content_digest` in workers/common/adapter_files.py. Empty: the files are gone.
+    digest: str = ""
 
 
 class Adapters:
@@ -102,6 +104,11 @@ class Adapters:
 
     def get(self, number: int) -> AdapterVersion | None:
         return self._versions.get(number)
+
+    def digest_of(self, number: int) -> int | str:
+        """What a version contains; its number if that is not known."""
+        version = self._versions.get(number)
+        return number if version is None else version.digest or number
 
 
 def check_adapter_id(adapter_id: str) -> None:

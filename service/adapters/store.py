@@ -2,6 +2,7 @@
 
     adapter-versions/<number>/    a copy, made by LoadAdapter
     adapters.json                 all versions
+    adapters.json.damaged         a list that could not be read
 
 All functions block on the disk and raise OSError, unless they say otherwise.
 """
@@ -9,23 +10,27 @@ All functions block on the disk and raise OSError, unless they say otherwise.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from service import durable_file
 from service.adapters.registry import Adapters, AdapterVersion
 from service.errors import InvalidArgument
 from service.logging import get_logger
 from service.uploads import UploadDirectory, UploadedFile
+from workers.common.adapter_files import CONFIG, FILES, WEIGHTS, content_digest, file_identity
 
-CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_CONFIG_BYTES = 1 << 20
-_DIRECTORY, _LIST = "adapter-versions", "adapters.json"
+_DIRECTORY, _LIST, _DAMAGED = "adapter-versions", "adapters.json", "adapters.json.damaged"
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _MAX_LIST_BYTES = 64 << 20
 _PART_BYTES = 1 << 20
 _log = get_logger(__name__)
@@ -39,6 +44,12 @@ class AdapterStore:
         self._data_dir = data_dir
         self._max_bytes = max_bytes
         self.directory = UploadDirectory(data_dir, _DIRECTORY)
+        self._is_damaged = False
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether the next gateway finds what is stored."""
+        return self._data_dir is not None
 
     def path(self, number: int) -> Path:
         return self.directory.path / str(number)
@@ -52,11 +63,14 @@ class AdapterStore:
                 except (OSError, ValueError) as error:
                     why = error.strerror if isinstance(error, OSError) else "the path is not valid"
                     raise bad_adapter(f"{name} cannot be read: {why}") from None
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
                     # `fdopen` would leave that of a directory open.
                     os.close(descriptor)
                     raise bad_adapter(f"{name} is not a regular file")
                 with os.fdopen(descriptor, "rb") as file:
+                    # A sparse file may be larger than the disk.
+                    copy.require_room(status.st_size)
                     while part := file.read(_PART_BYTES):
                         copy.write(part)
 
@@ -65,9 +79,13 @@ class AdapterStore:
         max_bytes = MAX_CONFIG_BYTES if name == CONFIG else self._max_bytes
         return UploadedFile(self.path(number) / name, max_bytes, bad_adapter)
 
-    def remove(self, number: int) -> None:
-        """Removes the copy of a version, if there is one. Never raises."""
+    def discard(self, number: int) -> None:
+        """Removes what was copied for a number. Never raises."""
         shutil.rmtree(self.path(number), ignore_errors=True)
+
+    def remove(self, version: AdapterVersion) -> None:
+        """Removes the copy of a version, if there is one. Never raises."""
+        shutil.rmtree(version.directory, ignore_errors=True)
 
     def write_list(self, adapters: Adapters) -> None:
         """Stores all versions, for the next gateway. Nobody may change them meanwhile."""
@@ -77,7 +95,7 @@ class AdapterStore:
             durable_file.write(self._data_dir / _LIST, json.dumps(content))
 
     def read_list(self) -> tuple[list[AdapterVersion], int]:
-        """What was stored last. Copies that are not in it are leftovers. Raises nothing."""
+        """What was stored last. Raises nothing. A damaged list is kept beside the next one."""
         if self._data_dir is None:
             return [], 0
         versions: list[AdapterVersion] = []
@@ -90,33 +108,90 @@ class AdapterStore:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-            _log.error("cannot read which adapters there are", error=repr(error))
+            damaged = self._data_dir / _DAMAGED
+            with contextlib.suppress(OSError):
+                (self._data_dir / _LIST).replace(damaged)
+            advice = f"load them again; or stop the server, repair {damaged}, and rename it to {_LIST}"
+            _log.error("cannot read which adapters there are", error=repr(error), advice=advice)
+            self._is_damaged = True
             return [], 0
-        self.directory.keep_only({str(version.number) for version in versions})
         return versions, last_number
+
+    def last_copy(self) -> int:
+        """The highest number of a copy that there is. Raises nothing."""
+        if self._data_dir is None:
+            return 0
+        with contextlib.suppress(OSError):
+            names = [path.name for path in self.directory.path.iterdir()]
+            return max((int(name) for name in names if _NUMBER.fullmatch(name)), default=0)
+        return 0
+
+    def keep_copies(self, adapters: Adapters) -> None:
+        """Copies of other versions are leftovers, unless a damaged list may have them."""
+        if not self._is_damaged:
+            self.directory.keep_only({Path(version.directory).name for version in adapters})
+
+    def digest_of(self, version: AdapterVersion) -> str:
+        """What the files of a version contain. Empty: they are gone, or have changed. Raises nothing."""
+        directory = Path(version.directory)
+        with contextlib.suppress(OSError, ValueError):
+            # As it was stored before there were digests.
+            known = (identity(directory), _earlier_identity(directory)) if version.identity else ("",)
+            if version.identity in known:
+                return content_digest(directory)
+        return ""
+
+
+class Found(NamedTuple):
+    """An adapter of a directory: its files as `identity` sees them, and the digest of their content."""
+
+    identity: str
+    digest: str
 
 
 def identity(directory: Path) -> str:
     """Differs if a file is written to or replaced. As `identity` in workers/adapters/adapter.py."""
-    stats = [(directory / name).stat() for name in FILES]
-    return ".".join(f"{one.st_ino:x}-{one.st_size:x}-{one.st_mtime_ns:x}" for one in stats)
+    return ".".join(file_identity(directory / name) for name in FILES)
 
 
-def scan(directory: Path) -> dict[str, str] | None:
-    """The identity of each adapter in a directory, by name. None: it cannot be read. Raises nothing."""
+def _earlier_identity(directory: Path) -> str:
+    """As `identity` was in earlier versions."""
+    return ".".join(file_identity(directory / name).rpartition("-")[0] for name in FILES)
+
+
+def _found(directory: Path, known: Found | None, max_bytes: int) -> Found:
+    before = identity(directory)
+    if known is not None and known.identity == before:
+        return known
+    if (directory / CONFIG).stat().st_size > MAX_CONFIG_BYTES or (
+        directory / WEIGHTS
+    ).stat().st_size > max_bytes:
+        # Workers refuse it by name, and nobody waits until it is read.
+        return Found(before, "")
+    digest = content_digest(directory)
+    if identity(directory) != before:
+        raise OSError(errno.EAGAIN, "it changes")
+    return Found(before, digest)
+
+
+def scan(directory: Path, known: Mapping[str, Found], max_bytes: int) -> dict[str, Found] | None:
+    """The adapters in a directory, by name. None: it cannot be read. Raises nothing.
+
+    known: those that were found before. What has changed since is read. max_bytes: of a file of weights.
+    """
     found = {}
     try:
         for entry in directory.iterdir():
             # What is no adapter, or not complete yet, is left out.
             with contextlib.suppress(OSError):
-                found[entry.name] = identity(entry)
+                found[entry.name] = _found(entry, known.get(entry.name), max_bytes)
     except OSError as error:
         _log.warning("cannot read the directory of adapters", error=error.strerror)
         return None
     return found
 
 
-def ignored(directory: Path, found: Mapping[str, str]) -> dict[str, str]:
+def ignored(directory: Path, found: Mapping[str, Found]) -> dict[str, str]:
     """Why subdirectories are no adapters, by name. `found`: what `scan` has found. Raises nothing."""
     reasons = {}
     with contextlib.suppress(OSError):

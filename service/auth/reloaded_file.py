@@ -47,4 +47,5 @@ def _signature(path: Path) -> object:
         stat = path.stat()
     except OSError as error:
         return error.errno
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+    # A program can set the time of the content back, but not that of the file's last change.
+    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino

@@ -47,7 +47,7 @@ class Appends(OperationKind[Append]):
             number=self._parts.context.number(),
             cache_id=self._parts.new_cache_id(),
             tenant=tenant.name,
-            salt=tenant.salt(append.cache_salt, append.adapter),
+            salt=tenant.salt(append.cache_salt, self._parts.context.digest_of(append.adapter)),
             seed=self._parts.new_seed(),
             lease_s=min(lease_s, self._parts.limits.max_lease_s),
             request_id="" if append.is_scoring else append.request_id,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -146,6 +146,8 @@ class Context:
         self.effects = Effects([], [], [])
         # For metrics. Those of a process share it.
         self.counts: Counter[str] = Counter()
+        # What an adapter contains, by its number: see `Tenant.salt`.
+        self.digest_of: Callable[[int], int | str] = lambda number: number
         # Returns a number that was never used before. Numbers only grow.
         self.number = itertools.count(1).__next__
 
@@ -221,7 +223,7 @@ Event = tuple[int, ForwardDone | KvExported | CommandFailed | list[DecodeDone] |
 
 @frozen_struct
 class Claim:
-    """A sequence that a worker should keep, cut to `length`, if `digest` is that of its tokens."""
+    """A sequence that a worker should keep, cut to `length`, if `digest` is that of its tokens and salt."""
 
     number: int
     length: int

@@ -36,7 +36,7 @@ from service.caches.records import Record, TokensAppended, numbers_of
 from service.caches.requests import Append, Fork, Move, Release, Renew, Request, Truncate
 from service.caches.reservations import Limits
 from service.caches.restore import Restores
-from service.caches.tenants import Tenant
+from service.caches.tenants import Tenant, adapter_digest
 from service.caches.weights import operations_with
 from service.caches.workers import WorkerView
 from service.errors import JournalUnavailable, ShardMoved, WeightsChanged, WorkerLost
@@ -122,7 +122,7 @@ class CacheMachine:
             state = self.ledger.get(number)
             length = 0 if state is None else min(held_len, state.length)
             if state is not None and length:
-                claims.append(Claim(number, length, state.tokens.digest(length)))
+                claims.append(Claim(number, length, state.tokens.digest(length, state.salt)))
         return claims
 
     # Workers.
@@ -277,6 +277,11 @@ class CacheMachine:
         for operation in self._queues.operations.values():
             used.update({entry.state.adapter: 0 for entry in operation.entries if entry.state.adapter})
         return used
+
+    def adapter_contents(self) -> dict[int, str]:
+        """The digests of the adapters of caches, by number, as far as they are known."""
+        of_caches = ((state.adapter, adapter_digest(state.salt)) for state in self.ledger if state.adapter)
+        return {number: digest for number, digest in of_caches if digest}
 
     def adapters_on(self, worker_id: str) -> Counter[int]:
         """The adapters of caches whose KV is on a worker; each with its number of caches."""

@@ -128,9 +128,13 @@ class SegmentedTokens:
             at += len(segment.token_ids)
         return copied
 
-    def digest(self, length: int) -> bytes:
-        """blake2b (16 bytes) of the first `length` tokens as little-endian uint32. As in workers."""
-        hashed = hashlib.blake2b(digest_size=16)
+    def digest(self, length: int, salt: bytes = b"") -> bytes:
+        """blake2b (16 bytes) of the first `length` tokens as little-endian uint32, under a salt.
+
+        As in workers.
+        """
+        key = hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
+        hashed = hashlib.blake2b(digest_size=16, key=key)
         for segment in self.segments:
             hashed.update(_little_endian(segment.token_ids[:length]))
             length -= min(length, len(segment.token_ids))

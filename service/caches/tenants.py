@@ -7,9 +7,11 @@ tenant of a call.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 from service.errors import QuotaExceeded
 from service.token_bucket import TokenBucket
@@ -34,6 +36,15 @@ class Quota:
 
 UNBOUNDED = Quota()
 
+# As `Tenant.salt` writes it.
+_ADAPTER: Final = re.compile(rb"a([0-9a-f]{32})/")
+
+
+def adapter_digest(salt: bytes) -> str:
+    """The digest of the adapter's content in a salt. Empty: it has none."""
+    found = _ADAPTER.match(salt)
+    return "" if found is None else found[1].decode()
+
 
 @dataclass(slots=True, eq=False)
 class Tenant:
@@ -52,8 +63,11 @@ class Tenant:
     # None: no request was made yet.
     _rate: TokenBucket | None = field(default=None, repr=False)
 
-    def salt(self, cache_salt: str, adapter: int = 0) -> bytes:
-        """The salt that separates prefixes by tenant, by `cache_salt` and by adapter."""
+    def salt(self, cache_salt: str, adapter: int | str = 0) -> bytes:
+        """The salt that separates prefixes by tenant, by `cache_salt` and by adapter.
+
+        adapter: the digest of its content, or only its number if nothing is known of that. 0 or empty: none.
+        """
         of_adapter = f"a{adapter}/" if adapter else ""
         return of_adapter.encode() + self._own_salt(cache_salt)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import uvloop
 
-from service.adapters.store import FILES, bad_adapter
+from service.adapters.store import bad_adapter
 from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.config import Config, ConfigError
 from service.config_sources import read_settings
@@ -26,6 +26,7 @@ from service.printable import escaped
 from service.quantised import quantised
 from service.server import serve
 from service.shards.one_host import Membership, check_count
+from workers.common.adapter_files import FILES
 from workers.common.protocol import EXIT_CONFIG
 
 _SWITCH_INTERVAL_S = 0.0005

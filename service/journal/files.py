@@ -8,6 +8,10 @@
 Each gateway writes a random id into table meta when it opens the journal. It stops writing if it finds
 another id there: then the lock file was removed and another gateway has opened the journal.
 
+It also stops if the rows are not as it has left them. A row is inserted only behind the last one that it has
+written. SQLite does not notice a file that was overwritten in place, since it has pages in memory. But nobody
+else writes to `journal.db`: if its time or size has changed, another connection looks at all rows.
+
 Errors of SQLite or the system become a JournalUnusable that tells the operator what to do.
 """
 
@@ -51,6 +55,14 @@ _WAL_LIMIT_BYTES: Final = 64 << 20
 
 _RESTORE: Final = "Restore the directory from a backup; or, to begin without caches, move it away."
 
+_CHANGED: Final = (
+    "Another program has removed rows, or an older copy was put in its place. Stop the gateway, and restore"
+    " all files of the directory from the newest copy"
+)
+
+_INSERT: Final = (
+    "INSERT INTO log SELECT ?, ?, ? FROM meta WHERE key = ? AND value = ? AND (SELECT max(seq) FROM log) IS ?"
+)
 _STAMP: Final = f"PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {FORMAT};"
 _SCHEMA: Final = """
     CREATE TABLE log (seq INTEGER PRIMARY KEY, wall_ns INTEGER NOT NULL, data BLOB NOT NULL);
@@ -61,6 +73,14 @@ _SCHEMA: Final = """
 
 class NotOwner(OSError):
     """Writes would be lost: a file was removed or replaced, or another gateway has opened the journal."""
+
+
+class FileChanged(OSError):
+    """Another program has written to the database's file. Nothing was written since."""
+
+
+class LostRows(OSError):
+    """The rows are not as this gateway has left them."""
 
 
 class Files:
@@ -76,6 +96,8 @@ class Files:
         self._stored_owner = _stored(_OWNER, self._owner)
         self._wal = self.path.with_name(self.path.name + "-wal")
         self._wal_identity: _Identity = None
+        # Time and size of the database's file after this gateway has written to it.
+        self._written: tuple[int, int] | None = None
         # Checked with every row. Strings, because a Path would cost three more function calls each.
         self._name, self._wal_name = str(self.path), str(self._wal)
         self.high_water_mark = HighWaterMark(directory / HIGH_WATER_MARK, sync)
@@ -99,10 +121,49 @@ class Files:
             db.execute(f"PRAGMA journal_size_limit = {_WAL_LIMIT_BYTES}")
             # SQLite does not replace the file while a connection is open.
             self._wal_identity = _identity(self._wal_name)
+            self.has_written()
         except BaseException:
             db.close()
             raise
         return db
+
+    def has_written(self) -> None:
+        """Notes the database's file as it is now. Only opening and checkpoints write to it."""
+        try:
+            found = os.stat(self._name)  # noqa: PTH116
+        except OSError:
+            return
+        self._written = found.st_mtime_ns, found.st_size
+
+    def require_unchanged(self) -> None:
+        """Raises FileChanged if another program has written to the database's file."""
+        try:
+            found = os.stat(self._name)  # noqa: PTH116
+        except OSError:
+            # See `require_names`.
+            return
+        if (found.st_mtime_ns, found.st_size) != self._written and (
+            found.st_dev,
+            found.st_ino,
+        ) == self._identity:
+            raise FileChanged(errno.ESTALE, "another program has written to it", self._name)
+
+    def require_rows(self, first_seq: int, last_seq: int) -> None:
+        """Reads the file. Raises LostRows unless all these rows are there, and sqlite3.Error."""
+        try:
+            with contextlib.closing(self._connect("ro")) as db:
+                (found,) = _fetch_one(db, "PRAGMA quick_check(1)")
+                query = "SELECT count(*) FROM log WHERE seq BETWEEN ? AND ?"
+                (count,) = _fetch_one(db, query, first_seq, last_seq)
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            if isinstance(error, sqlite3.OperationalError):
+                raise
+            found, count = str(error), 0
+        if found != "ok":
+            raise LostRows(errno.ESTALE, f"it is damaged ({found}). {_CHANGED}", self._name)
+        missing = last_seq + 1 - first_seq - count
+        if missing:
+            raise LostRows(errno.ESTALE, f"{missing} of its rows are missing. {_CHANGED}", self._name)
 
     def require_names(self) -> None:
         """Raises NotOwner if the database or its log was removed or replaced."""
@@ -120,12 +181,18 @@ class Files:
         if read_meta(db, _OWNER) != self._owner:
             raise NotOwner(errno.ESTALE, _TAKEN, str(self.path))
 
-    def insert(self, db: sqlite3.Connection, seq: int, wall_ns: int, row: bytes) -> None:
-        """Writes a row, or raises NotOwner if another gateway owns the journal. Raises sqlite3.Error."""
+    def insert(self, db: sqlite3.Connection, last: int | None, seq: int, wall_ns: int, row: bytes) -> None:
+        """Writes a row behind row `last`; None: behind none.
+
+        Raises NotOwner if another gateway owns the journal, LostRows if it ends elsewhere, and sqlite3.Error.
+        """
         # One statement, and so one transaction. Several would wait for the GIL several times.
-        insert = "INSERT INTO log SELECT ?, ?, ? FROM meta WHERE key = ? AND value = ?"
-        if not db.execute(insert, (seq, wall_ns, row, _OWNER, self._stored_owner)).rowcount:
-            raise NotOwner(errno.ESTALE, _TAKEN, str(self.path))
+        values = seq, wall_ns, row, _OWNER, self._stored_owner, last
+        if not db.execute(_INSERT, values).rowcount:
+            self.require_owner(db)
+            (found,) = _fetch_one(db, "SELECT max(seq) FROM log")
+            ends = f"it ends with row {found or 0} instead of {last or 0}. {_CHANGED}"
+            raise LostRows(errno.ESTALE, ends, self._name)
 
     def close(self) -> None:
         """Closes the files and releases the lock."""

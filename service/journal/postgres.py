@@ -95,7 +95,8 @@ class PostgresJournal(StoredJournal):
         try:
             await self._leases.keep(self._lease)
         except OwnershipLost as error:
-            _log.error("the journal belongs to another gateway", shard=self._lease.shard, error=str(error))
+            shard = self._lease.shard
+            _log.error("the journal is not this gateway's any more", shard=shard, error=str(error))
             raise
         finally:
             self._closed = True

@@ -1,9 +1,12 @@
 """Appends rows of one shard to the table, in the order of the commits. All queued commits become one row.
 
-A row and the check that the shard is still this owner's are one statement, and so one transaction and one
-round trip. If the connection breaks during a statement, it may still be running. Nothing is written until it
-is known what has become of it: the shard's row gets the next `writer` number. That waits for the statement's
-lock, and refuses the statement if it comes later, since it names the number before. Then the last row tells.
+A row, the check that the shard is still this owner's, and the check that the log ends where this owner has
+left it are one statement, and so one transaction and one round trip. A log that ends elsewhere has lost rows:
+an older copy of the database was restored, or a standby that was behind has taken over.
+
+If the connection breaks during a statement, it may still be running. Nothing is written until it is known
+what has become of it: the shard's row gets the next `writer` number. That waits for the statement's lock, and
+refuses the statement if it comes later, since it names the number before. Then the last row tells.
 """
 
 from __future__ import annotations
@@ -18,18 +21,22 @@ from service.journal.recovery import ROW_BYTES
 from service.journal.stored import MAX_ROW_BYTES, OnWritten
 from service.logging import RareWarnings, get_logger
 from service.postgres.errors import Conflict, DatabaseFailed
-from service.shards.leases import Lease, OwnershipLost, Table
+from service.shards.leases import RESTORED, Lease, OwnershipLost, Table, why_lost
 
 _log = get_logger(__name__)
 
 # The lock, of a reader, is held until the commit: it conflicts with a change of owner or writer.
 APPEND: Final = """
-    WITH mine AS (SELECT FROM quire.shards WHERE shard = $1 AND fence = $2 AND writer = $3 FOR SHARE)
+    WITH mine AS (
+        SELECT FROM quire.shards WHERE shard = $1 AND fence = $2 AND writer = $3
+            AND greatest(first_seq - 1, (SELECT max(seq) FROM quire.log WHERE shard = $1)) = $4 - 1 FOR SHARE)
     INSERT INTO quire.log SELECT $1::int, $4::bigint, $5::bigint, $6::bytea FROM mine RETURNING seq
 """
 APPEND_WITH_MODEL: Final = """
     WITH mine AS (
-        UPDATE quire.shards SET model = $7 WHERE shard = $1 AND fence = $2 AND writer = $3 RETURNING 1)
+        UPDATE quire.shards SET model = $7 WHERE shard = $1 AND fence = $2 AND writer = $3
+            AND greatest(first_seq - 1, (SELECT max(seq) FROM quire.log WHERE shard = $1)) = $4 - 1
+        RETURNING 1)
     INSERT INTO quire.log SELECT $1::int, $4::bigint, $5::bigint, $6::bytea FROM mine RETURNING seq
 """
 NEXT_WRITER: Final = (
@@ -156,13 +163,25 @@ class PostgresWriter:
                 return False
         else:
             if not is_stored:
-                self._lease.lose("another gateway has taken it over")
+                self._lease.lose(await self._why_refused())
                 return False
         self.next_seq += 1
         self.written_bytes += ROW_BYTES + len(row)
         if self.model == model:
             self.model = None
         return True
+
+    async def _why_refused(self) -> str:
+        """Why a row was not stored. Raises nothing."""
+        lease = self._lease
+        try:
+            loss = await why_lost(self._table, lease)
+            ((last,),) = await self._table.fetch(LAST, lease.shard)
+        except DatabaseFailed as error:
+            return f"it has refused a row, and does not say why: {error}"
+        found, expected = max(int(last), self.first_seq - 1), self.next_seq - 1
+        older = f"its row in the database is an older one. {RESTORED}"
+        return loss or (older if found == expected else _lost_rows(found, expected))
 
     async def _has_stored(self) -> bool:
         """Whether the last statement has stored its row, once that is certain. Raises OwnershipLost."""
@@ -181,13 +200,12 @@ class PostgresWriter:
         """The last row, which no earlier statement can change. Raises DatabaseFailed or OwnershipLost."""
         shard = self._lease.shard
         if not await self._table.fetch(NEXT_WRITER, shard, self._lease.fence, self._writer):
-            raise OwnershipLost("another gateway has taken it over")
+            raise OwnershipLost(await why_lost(self._table, self._lease) or "another program has changed it")
         ((last,),) = await self._table.fetch(LAST, shard)
         # All rows may have been dropped.
         found = max(int(last), self.first_seq - 1)
         if not self.next_seq - 1 <= found <= self.next_seq:
-            expected = self.next_seq - 1
-            raise OwnershipLost(f"the last row is {found} instead of {expected}: the database has lost rows")
+            raise OwnershipLost(_lost_rows(found, self.next_seq - 1))
         return found
 
     async def _drop_rows(self) -> bool:
@@ -196,10 +214,14 @@ class PostgresWriter:
             if self._first_is_new:
                 first_seq = self.first_seq
                 if not await self._table.fetch(SET_FIRST, self._lease.shard, self._lease.fence, first_seq):
-                    self._lease.lose("another gateway has taken it over")
+                    self._lease.lose(await why_lost(self._table, self._lease) or "its row is gone")
                 self._first_is_new = self.first_seq != first_seq
             self.is_dropping = bool(await self._table.fetch(DROP, self._lease.shard)) or self._first_is_new
         except DatabaseFailed as error:
             self._warn("rows of the journal could not be dropped", error)
             return False
         return True
+
+
+def _lost_rows(found: int, expected: int) -> str:
+    return f"the last row is {found} instead of {expected}: the database has lost rows. {RESTORED}"

@@ -6,6 +6,7 @@ checkpoint. It never loses earlier ones, so that the journal has no gaps.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sqlite3
 from pathlib import Path
@@ -17,6 +18,7 @@ from service.journal.recovery import Apply, ApplyRun, Recovery
 from service.journal.stored import COMPACTION_BYTES, StoredJournal
 from service.journal.writer import Writer
 from service.logging import get_logger
+from service.shards.leases import OwnershipLost
 
 _log = get_logger(__name__)
 
@@ -45,7 +47,8 @@ class SqliteJournal(StoredJournal):
         """Raises sqlite3.Error."""
         self._files = files
         self._db = db
-        super().__init__(Writer(files, db, self._on_written), compaction_bytes)
+        self._lost = asyncio.Event()
+        super().__init__(Writer(files, db, self._on_written, self._on_loss), compaction_bytes)
         self.model_fingerprint = read_meta(db, "model")
 
     def recover(self, apply: Apply, apply_run: ApplyRun) -> None:
@@ -77,7 +80,7 @@ class SqliteJournal(StoredJournal):
         )
         self._files.high_water_mark.write(seq - 1)
         self._db.execute("DELETE FROM log WHERE seq >= ?", (seq,))
-        self._writer.next_seq = seq
+        self._writer.dropped_last_row(self._db)
 
     def _advice(self, damaged_seq: int) -> str:
         return (
@@ -85,6 +88,12 @@ class SqliteJournal(StoredJournal):
             f"{self._files.high_water_mark.path} and the rows of table log with seq >= {damaged_seq}; or, to "
             "start without caches, move the directory away."
         )
+
+    async def run(self) -> None:
+        """See `Journal.run`. Raises OwnershipLost if rows were lost: the next start says what can be done."""
+        await self._lost.wait()
+        _log.error("the journal has lost rows", error=self._writer.loss)
+        raise OwnershipLost(self._writer.loss)
 
     def close(self) -> None:
         """See `Journal.close`. Callbacks run afterwards, on the event loop."""
@@ -103,3 +112,8 @@ class SqliteJournal(StoredJournal):
         except RuntimeError:
             # The loop is closed. `contextlib.suppress` would be three calls for each commit.
             return
+
+    def _on_loss(self) -> None:
+        """Called on the writer's thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._lost.set)

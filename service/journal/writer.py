@@ -6,6 +6,7 @@ once, on the event loop, where that takes less than to wake the thread and to be
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 import queue
@@ -20,7 +21,9 @@ from service.journal.encoding import seal
 from service.journal.files import (
     BUSY_S,
     FAILURES,
+    FileChanged,
     Files,
+    LostRows,
     NotOwner,
     checkpoint,
     first_seq,
@@ -55,9 +58,15 @@ _Item = bytes | Callable[[], None]
 class Writer:
     """See `RowWriter`. Owner of the connection. Reports each commit once, in order."""
 
-    def __init__(self, files: Files, db: sqlite3.Connection, on_written: OnWritten) -> None:
-        """`on_written` is called on the thread. Raises sqlite3.Error."""
+    def __init__(
+        self, files: Files, db: sqlite3.Connection, on_written: OnWritten, on_loss: Callable[[], None]
+    ) -> None:
+        """`on_written` is called on the thread, and `on_loss` once `loss` is set. Raises sqlite3.Error."""
         self.next_seq = last_seq(db) + 1
+        # Why nothing can be written any more, for ever.
+        self.loss = ""
+        # The last row, which is never dropped. None: an earlier version has dropped it.
+        self._last = _last_row(db)
         # Earlier rows are not needed, and are dropped. Changed only by `drop`.
         self.first_seq = first_seq(db)
         self.written_bytes = 0
@@ -65,6 +74,7 @@ class Writer:
         self._files = files
         self._db: sqlite3.Connection | None = db
         self._on_written = on_written
+        self._on_loss = on_loss
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._has_ended = False
@@ -80,6 +90,10 @@ class Writer:
         self._waits_for_locks = True
         # No commit is written at once before.
         self._at_once_from = math.inf if files.sync == "full" else 0.0
+
+    def dropped_last_row(self, db: sqlite3.Connection) -> None:
+        """The last row was removed before anything was written. Raises sqlite3.Error."""
+        self.next_seq, self._last = last_seq(db) + 1, _last_row(db)
 
     def drop(self, first_seq: int) -> None:
         """See `RowWriter.drop`."""
@@ -108,6 +122,7 @@ class Writer:
         if (
             at_once
             and self._db is not None
+            and not self.loss
             and began_at >= self._at_once_from
             # The first commit after a checkpoint syncs the header of the log.
             and 0 < self._wal_bytes <= _WAL_BYTES
@@ -192,9 +207,17 @@ class Writer:
     def _commit(self, commits: list[bytes]) -> None:
         durable = False
         try:
+            if self.loss:
+                raise LostRows(errno.ESTALE, self.loss)
             if self._db is None:
                 self._reopen()
             try:
+                self._store(commits)
+            except FileChanged:
+                # What the connection has in memory may be old.
+                self._files.require_rows(self.first_seq, self.next_seq - 1)
+                self._disconnect()
+                self._reopen()
                 self._store(commits)
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorname != "SQLITE_FULL":
@@ -216,7 +239,11 @@ class Writer:
     def _failed(self, error: BaseException) -> None:
         """A row could not be written: recovery must not find it."""
         self._warn("a write to the journal failed", error)
-        if not isinstance(error, FAILURES):
+        if isinstance(error, LostRows):
+            if not self.loss:
+                self.loss = f"{error.filename}: {error.strerror}"
+                self._on_loss()
+        elif not isinstance(error, FAILURES):
             self._disconnect()
         elif not _is_unwritten(error):
             self._take_back(lost=isinstance(error, NotOwner))
@@ -227,8 +254,9 @@ class Writer:
         row = seal(commits, self.next_seq, wall_ns)
         db = self._db
         assert db is not None
+        self._files.require_unchanged()
         if self.model is None:
-            self._files.insert(db, self.next_seq, wall_ns, row)
+            self._files.insert(db, self._last, self.next_seq, wall_ns, row)
         else:
             self._insert_with_model(db, row, wall_ns)
         # If a file was removed, the row is lost.
@@ -238,6 +266,7 @@ class Writer:
         except OSError as error:
             # A lower mark than possible is still correct.
             self._warn("the journal's high-water mark could not be written", error)
+        self._last = self.next_seq
         self.next_seq += 1
         self.written_bytes += ROW_BYTES + len(row)
         self._wal_bytes += _WAL_ROW_BYTES + len(row)
@@ -247,7 +276,7 @@ class Writer:
         db.execute("BEGIN IMMEDIATE")
         with db:
             write_meta(db, "model", self.model or "")
-            self._files.insert(db, self.next_seq, wall_ns, row)
+            self._files.insert(db, self._last, self.next_seq, wall_ns, row)
         self.model = None
 
     def _take_back(self, *, lost: bool) -> None:
@@ -263,9 +292,13 @@ class Writer:
             self._disconnect()
 
     def _reopen(self) -> None:
-        """Opens a connection and removes rows that were reported as failed. Raises sqlite3.Error."""
+        """Opens a connection and removes rows that were reported as failed.
+
+        Raises sqlite3.Error, NotOwner or LostRows.
+        """
         db = self._files.connect()
         try:
+            self._files.require_rows(self.first_seq, self.next_seq - 1)
             self._overwrite(db)
         except BaseException:
             db.close()
@@ -297,13 +330,19 @@ class Writer:
         """Drops some of the rows before `first_seq`, and stores `first_seq` in the same transaction."""
         if time.monotonic() < self._drop_at:
             return
+        if self.loss:
+            self.is_dropping = False
+            return
         try:
             if self._db is None:
                 self._reopen()
             assert self._db is not None
+            self._files.require_unchanged()
             query = "SELECT seq, length(data) FROM log WHERE seq < ? ORDER BY seq LIMIT ?"
             last, size = 0, 0
-            for seq, length in self._db.execute(query, (self.first_seq, _DROP_ROWS)).fetchall():
+            # The last row shows that none is lost.
+            end_seq = min(self.first_seq, self.next_seq - 1)
+            for seq, length in self._db.execute(query, (end_seq, _DROP_ROWS)).fetchall():
                 last = seq
                 size += length
                 if size > _DROP_BYTES:
@@ -322,10 +361,15 @@ class Writer:
     def _checkpoint(self) -> None:
         # Also after a failure: the next attempt is after as many bytes again.
         self._wal_bytes = 0
-        if self._db is None:
+        if self._db is None or self.loss:
             return
         try:
-            if checkpoint(self._db):
+            self._files.require_unchanged()
+            try:
+                is_complete = checkpoint(self._db)
+            finally:
+                self._files.has_written()
+            if is_complete:
                 self._files.high_water_mark.write(self.next_seq - 1, synced=True)
         except FAILURES as error:
             self._warn("a checkpoint of the journal failed", error)
@@ -336,6 +380,13 @@ class Writer:
         self._disconnect()
 
 
+def _last_row(db: sqlite3.Connection) -> int | None:
+    """The number of the last row that is there. Raises sqlite3.Error."""
+    (last,) = db.execute("SELECT max(seq) FROM log").fetchone()
+    return None if last is None else int(last)
+
+
 def _is_unwritten(error: BaseException) -> bool:
-    """Whether nothing was written: on a full disk, or while another program has a lock."""
-    return getattr(error, "sqlite_errorname", "") in ("SQLITE_FULL", "SQLITE_BUSY")
+    """Whether nothing was written: on a full disk, or while another program has a lock or has changed it."""
+    name = getattr(error, "sqlite_errorname", "")
+    return isinstance(error, FileChanged) or name in ("SQLITE_FULL", "SQLITE_BUSY")

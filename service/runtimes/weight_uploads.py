@@ -27,7 +27,7 @@ from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, StorageUnavailable
 from service.logging import get_logger
 from service.pool.model_versions import ModelVersions
-from service.uploads import UploadDirectory, UploadedFile, next_message, require_room, sync_tree
+from service.uploads import Arriving, UploadDirectory, UploadedFile, require_room, sync_tree
 
 _log = get_logger(__name__)
 PREFIX = "upload:"
@@ -106,7 +106,7 @@ class WeightUploads:
             # Other weights may be served before the copy is complete.
             with self._using(PREFIX + self._id_of(str(served))):
                 left_bytes = await complete(asyncio.to_thread(_copy_settings, served, directory))
-            await self._receive_files(requests, directory, left_bytes)
+            await self._receive_files(Arriving(requests, self._timeout_s), directory, left_bytes)
             await complete(asyncio.to_thread(sync_tree, parent))
         except BaseException as error:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, parent, ignore_errors=True))
@@ -121,11 +121,11 @@ class WeightUploads:
         return PREFIX + upload_id
 
     async def _receive_files(
-        self, requests: AsyncIterator[runner_pb2.UploadWeightsRequest], directory: Path, left_bytes: int
+        self, arriving: Arriving[runner_pb2.UploadWeightsRequest], directory: Path, left_bytes: int
     ) -> None:
         """`left_bytes`: the most that all files may have."""
         names: set[str] = set()
-        while (first := await next_message(requests, self._timeout_s)) is not None:
+        while (first := await arriving.next()) is not None:
             if _NAME.fullmatch(first.name) is None or first.name in names or len(names) >= _MAX_FILES:
                 allowed = f"must be {_INDEX} or NAME.safetensors, of {_MAX_FILES} files at most, each once"
                 raise _bad_weights("name", allowed)
@@ -133,14 +133,14 @@ class WeightUploads:
                 raise _bad_weights("size_bytes", f"must be from 1 to {left_bytes}, what is left for files")
             names.add(first.name)
             left_bytes -= first.size_bytes
-            await self._receive_file(first, requests, directory / first.name)
+            await self._receive_file(first, arriving, directory / first.name)
         if not names & {_MODEL, _INDEX}:
             raise _bad_weights("name", f"there is neither {_MODEL} nor {_INDEX}")
 
     async def _receive_file(
         self,
         part: runner_pb2.UploadWeightsRequest,
-        requests: AsyncIterator[runner_pb2.UploadWeightsRequest],
+        arriving: Arriving[runner_pb2.UploadWeightsRequest],
         path: Path,
     ) -> None:
         """`part`: the first one."""
@@ -150,7 +150,7 @@ class WeightUploads:
                 await complete(asyncio.to_thread(_write, file, digest, part.data))
                 if part.sha256:
                     break
-                following = await next_message(requests, self._timeout_s)
+                following = await arriving.next()
                 if following is None or following.name:
                     raise _bad_weights("sha256", f"the last part of {path.name} has none")
                 if not following.data and not following.sha256:

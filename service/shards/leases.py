@@ -3,6 +3,8 @@
 A gateway that wants a shard acquires its lease, if it is free or has expired. From then on the shard's
 journal takes records of this owner only: each append names the lease's `fence`, a number that grows with each
 owner, and checks it in its own transaction. So an earlier owner can never append, whatever its clock says.
+A fence is not lower than the time in seconds: neither it nor the epochs made of it are used again after an
+older copy of the database was restored.
 
     leases = Leases(Database(url), owner="a name of this process", address="10.0.0.7:50051")
     lease = await leases.acquire(3)            # None: another one has it
@@ -40,8 +42,14 @@ _OWNERS_PART: Final = 0.9
 WATCH_S: Final = 0.5
 _SHORTEST_WATCH_S: Final = 0.05
 _LEASE_ID_BYTES: Final = 16
-# Epochs of workers that an owner can use: a lease of a worker takes one.
-_EPOCHS_BITS: Final = 24
+# Epochs of workers that an owner can use: a lease of a worker takes one. With the fences of the next 60 years
+# they are less than 2**53, so that every client can read them.
+_EPOCHS_BITS: Final = 22
+# What an operator can do when the database is not as a gateway has left it.
+RESTORED: Final = (
+    "An older copy was restored, or a standby that was behind has taken over: stop all gateways and bring the"
+    " newer data back; or start this one again, with the caches that the database has"
+)
 
 # All shards of a database are made at once, by whoever comes first.
 _CREATE = """
@@ -51,8 +59,10 @@ _CREATE = """
 _COUNT = "SELECT count(*) FROM quire.shards WHERE shard >= 0"
 _ADD = "INSERT INTO quire.shards (shard, lease_id) VALUES ($1, $2) ON CONFLICT DO NOTHING"
 _ACQUIRE = """
-    UPDATE quire.shards SET fence = fence + 1, writer = 0, owner = $3, address = $4,
-        session = pg_backend_pid(), expires_at = clock_timestamp() + make_interval(secs => $2::float8)
+    UPDATE quire.shards SET writer = 0, owner = $3, address = $4, session = pg_backend_pid(),
+        -- Seconds since 2026.
+        fence = greatest(fence + 1, floor(extract(epoch FROM clock_timestamp()) - 1767225600)::bigint),
+        expires_at = clock_timestamp() + make_interval(secs => $2::float8)
     WHERE shard = $1 AND (expires_at IS NULL OR expires_at <= clock_timestamp() OR owner = $3)
     RETURNING fence, lease_id
 """
@@ -65,6 +75,7 @@ _GIVE_BACK = """
     UPDATE quire.shards SET expires_at = NULL, owner = '', fence = fence + 1
     WHERE shard = $1 AND fence = $2 RETURNING 1
 """
+_FENCE = "SELECT fence FROM quire.shards WHERE shard = $1"
 # A number of a connection may be used again: then the lease ends by its own time.
 _LIST = """
     WITH ended AS (
@@ -194,7 +205,7 @@ class Leases:
         """Renews it, or notes that it is lost."""
         asked_at_s = time.monotonic()
         if not await self._table.fetch(_RENEW, lease.shard, self._lease_s, lease.fence):
-            lease.lose("another gateway has taken it over")
+            lease.lose(await why_lost(self._table, lease) or "its row is gone")
         elif not lease.loss:
             lease.valid_until_s = self._valid_until_s(asked_at_s)
 
@@ -245,3 +256,12 @@ class Leases:
             except DatabaseFailed as error:
                 self._warn("leases of shards cannot be read or renewed", error)
             await asyncio.sleep(max(pause_s, _SHORTEST_WATCH_S))
+
+
+async def why_lost(table: Table, lease: Lease) -> str:
+    """Why statements that name a lease find nothing. Empty: it is still there. Raises DatabaseFailed."""
+    rows = await table.fetch(_FENCE, lease.shard)
+    fence = int(rows[0][0]) if rows else 0
+    if fence > lease.fence:
+        return "another gateway has taken it over"
+    return f"the database does not know of it. {RESTORED}" if fence < lease.fence else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import threading
 import time
@@ -19,6 +20,8 @@ from quire.v1 import executor_pb2_grpc, types_pb2
 from service.auth.authenticator import HOP
 from tests import undisturbed
 from tests.e2e.several_gateways import retrying
+from tests.e2e.test_adapters import Adapted
+from tests.e2e.test_adapters import Text as AdaptedText
 from tests.e2e.test_execute import (
     PATIENCE_S,
     execute,
@@ -224,3 +227,46 @@ def test_a_gateway_that_was_paused_past_its_leases_answers_nothing_any_more(tmp_
                 assert paused.process.wait(60) == 1, "for whoever starts it again"
             text.decode(other, 10)
             assert text.tokens == expected_tokens(len(text.tokens))
+
+
+def test_the_next_owner_of_a_shard_has_the_adapters_of_its_caches(tmp_path: Path) -> None:
+    """Before, it numbered them anew, and the caches that it recovered had lost theirs."""
+    adapted = Adapted(tmp_path / "adapted", 2)
+    adapters = tmp_path / "adapters"
+    for index, directory in enumerate(adapted.adapters):
+        shutil.copytree(directory, adapters / f"a{index}")
+    pool = Pool(tmp_path)
+    with PostgresServer() as database:
+        flags = ["--pool", str(pool.certificates), "--journal", database.url, "--workers-at", pool.listen()]
+        flags += [
+            "--shards",
+            "1",
+            "--adapters",
+            str(adapters),
+            "--orphan-grace-s",
+            "60",
+            "--dtype",
+            "float32",
+        ]
+
+        def new() -> GatewayProcess:
+            peer = ["--peer-listen", free_address()]
+            return GatewayProcess(model=str(adapted.model), workers=1, flags=[*flags, *peer])
+
+        with new() as first:
+            first.wait_until_ready()
+            texts = [AdaptedText(first, f"a{index}") for index in range(2)]
+            for text in texts:
+                text.decode(3)
+            first.kill()
+        # Of another host, with files of its own.
+        for index in (1, 0):
+            shutil.rmtree(adapters / f"a{index}")
+            shutil.copytree(adapted.adapters[index], adapters / f"a{index}")
+        with new() as second:
+            second.wait_until_ready()
+            for text in texts:
+                text.gateway = second
+            texts += [AdaptedText(second, f"a{index}") for index in range(2)]
+            assert [text.finish() for text in texts] == adapted.tokens[1:] * 2
+    pool.stop()

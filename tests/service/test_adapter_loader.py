@@ -18,16 +18,18 @@ import pytest
 from quire.v1 import admin_pb2, types_pb2, worker_pb2
 from structlog.testing import capture_logs
 
-from service.adapters import loader
+from service import uploads
+from service.adapters import loader, store
 from service.adapters.loader import AdapterLoader
 from service.adapters.registry import Adapters, AdapterVersion
-from service.adapters.store import FILES, AdapterStore, identity
+from service.adapters.store import AdapterStore, identity
 from service.api.admin import AdminApi
 from service.config import Config
-from service.errors import AdapterNotFound, InvalidArgument, StorageUnavailable
+from service.errors import AdapterLimit, AdapterNotFound, InvalidArgument, MessageTimeout, StorageUnavailable
 from service.uploads import RESERVE_BYTES
 from tests.service.served import state_of
 from workers.adapters.adapter import identity as worker_identity
+from workers.common.adapter_files import FILES
 
 MAX_BYTES = 1 << 20
 
@@ -242,3 +244,80 @@ async def test_an_adapter_of_the_directory_has_a_rank_once_a_worker_has_loaded_i
     listed = (await api.ListAdapters(admin_pb2.ListAdaptersRequest(), none)).adapters
     found = {one.adapter_id: (one.rank, one.size_bytes, one.caches) for one in listed}
     assert found == {"used": (8, 1 << 20, 3), "not used yet": (0, 0, 0)}
+
+
+async def endless(
+    first: admin_pb2.LoadAdapterRequest, message: admin_pb2.LoadAdapterRequest
+) -> AsyncIterator[admin_pb2.LoadAdapterRequest]:
+    yield first
+    while True:
+        await asyncio.sleep(0)
+        yield message
+
+
+@pytest.mark.parametrize("data", [b"", b"x"])
+async def test_an_upload_that_hardly_gets_on_ends(tmp_path: Path, data: bytes) -> None:
+    """Before, each message had its time, and a stream of empty ones held its place for ever."""
+    server = Server(tmp_path, message_timeout_s=0.05)
+    name = FILES[1] if data else ""
+    message = admin_pb2.LoadAdapterRequest(file=admin_pb2.AdapterFile(name=name, data=data) if data else None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uploads, "LEAST_BYTES_PER_S", 1 << 40)
+        with pytest.raises(MessageTimeout):
+            await server.loader.load(endless(admin_pb2.LoadAdapterRequest(adapter_id="a"), message), "")
+    assert not list((tmp_path / "adapter-versions").glob("*"))
+
+
+async def test_what_has_arrived_gives_an_upload_more_time() -> None:
+    """So that a large file over a slow line is taken."""
+    message = admin_pb2.LoadAdapterRequest(file=admin_pb2.AdapterFile(data=bytes(uploads.LEAST_BYTES_PER_S)))
+    arriving = uploads.Arriving(requests(*[message] * 20), 600.0)
+    until_s = arriving._until_s
+    while await arriving.next() is not None:
+        pass
+    assert 20 <= arriving._until_s - until_s < 21
+
+
+async def test_the_loads_of_one_tenant_leave_room_for_those_of_others(tmp_path: Path) -> None:
+    """Before, four streams of one tenant held all places."""
+    server = Server(tmp_path)
+    never = asyncio.Event()
+
+    async def waits() -> AsyncIterator[admin_pb2.LoadAdapterRequest]:
+        await never.wait()
+        yield admin_pb2.LoadAdapterRequest()
+
+    async with asyncio.TaskGroup() as group:
+        loads = [group.create_task(server.loader.load(waits(), "a")) for _ in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(AdapterLimit, match="of this tenant"):
+            await server.loader.load(waits(), "a")
+        with pytest.raises(InvalidArgument):
+            await server.loader.load(requests(), "b")
+        for load in loads:
+            load.cancel()
+    with pytest.raises(InvalidArgument):
+        await server.loader.load(requests(), "a")
+
+
+async def test_a_file_that_is_too_large_is_refused_before_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, as much as the limit was copied first. A sparse file needs no disk of its own."""
+    source, server = write_files(tmp_path / "source"), Server(tmp_path)
+    os.truncate(source / FILES[1], 10 << 30)
+    written: list[int] = []
+    write = uploads.UploadedFile.write
+
+    def note(file: uploads.UploadedFile, part: bytes) -> None:
+        written.append(len(part))
+        write(file, part)
+
+    monkeypatch.setattr(uploads.UploadedFile, "write", note)
+    message = admin_pb2.LoadAdapterRequest(adapter_id="a", source=str(source))
+    with pytest.raises(InvalidArgument, match=f"more than {MAX_BYTES} bytes"):
+        await server.loader.load(requests(message), "")
+    assert sum(written) == len(b"content"), "the config only"
+    # Nor is one of the operator's directory read.
+    monkeypatch.setattr(store, "content_digest", lambda _: pytest.fail("it is read"))
+    assert store.scan(tmp_path, {}, MAX_BYTES) == {"source": (identity(source), "")}

@@ -24,8 +24,8 @@ from tests.service.owners import Owner, locked, operator, until_waiting
 from tests.tcp_proxy import TcpProxy
 
 
-async def recovered(url: str) -> dict[int, object]:
-    async with Owner(url, "test") as owner:
+async def recovered(url: str, name: str = "test") -> dict[int, object]:
+    async with Owner(url, name) as owner:
         return facts(owner.ledger)
 
 
@@ -281,6 +281,81 @@ async def test_a_database_that_has_lost_rows_ends_the_ownership(postgres: Postgr
                 await owner.running
             assert not lost.done(), "whether it is stored is not known"
             lost.cancel()
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+async def test_an_older_copy_of_the_database_ends_the_ownership(
+    postgres: PostgresServer, compacted: bool
+) -> None:
+    """Before, later commits were told to be durable, and nobody could read the log with its gap."""
+    async with Owner(postgres.url, "a", compaction_bytes=-1 << 30) as owner:
+        assert await owner.commit(created(1)) and await owner.commit(appended(1, 0, 7))
+        postgres.copy()
+        while not await owner.commit(appended(1, 1, 7)):
+            await asyncio.sleep(0.05)
+        if compacted:
+            assert await owner.commit(CacheReleased(1)) and await owner.commit()
+            while owner.journal._writer.first_seq == 1 or owner.journal._writer.is_dropping:
+                owner.compactor.step()
+                assert await owner.commit()
+        postgres.restore()
+        # The connections' ends are known in the next turn of the event loop.
+        await asyncio.sleep(0.05)
+        for number in (2, 3, 4):
+            assert not await owner.commit(created(number))
+        with pytest.raises(OwnershipLost, match=r"instead of .*lost rows\. An older copy was restored"):
+            await owner.running
+    assert len(await recovered(postgres.url, "a")) == 1
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DELETE FROM quire.log WHERE seq = 3",
+        "DELETE FROM quire.log",
+        "INSERT INTO quire.log SELECT shard, 4, wall_ns, data FROM quire.log WHERE seq = 3",
+        "INSERT INTO quire.log SELECT shard, 9, wall_ns, data FROM quire.log WHERE seq = 3",
+        "UPDATE quire.shards SET fence = fence - 1",
+        "UPDATE quire.shards SET writer = writer + 1",
+        "DELETE FROM quire.log; DELETE FROM quire.shards",
+    ],
+)
+@pytest.mark.parametrize("with_model", [False, True])
+async def test_nothing_is_appended_to_what_this_owner_did_not_leave(
+    postgres: PostgresServer, statement: str, with_model: bool
+) -> None:
+    async with Owner(postgres.url, "a") as owner:
+        for number in (1, 2, 3):
+            assert await owner.commit(created(number))
+        async with operator(postgres.url) as connection:
+            await connection.execute(statement)
+            before = await connection.fetch("SELECT seq FROM quire.log ORDER BY seq")
+            if with_model:
+                owner.journal.bind_model("sha256:2")
+            assert not await owner.commit(created(4))
+            assert not await owner.commit(created(5))
+            with pytest.raises(OwnershipLost, match="An older copy was restored"):
+                await owner.running
+            assert await connection.fetch("SELECT seq FROM quire.log ORDER BY seq") == before
+            assert not await connection.fetchval("SELECT count(model) FROM quire.shards")
+
+
+async def test_an_owner_after_a_restored_copy_has_a_number_that_nobody_had(postgres: PostgresServer) -> None:
+    """Before, it was that of an owner that the copy did not know. The epochs of workers are made of it."""
+    async with Owner(postgres.url, "a"):
+        pass
+    postgres.copy()
+    async with Owner(postgres.url, "b") as forgotten:
+        fence, epoch = forgotten.lease.fence, forgotten.lease.first_epoch
+        postgres.restore()
+        await asyncio.sleep(1)
+        async with Owner(postgres.url, "c") as owner:
+            assert owner.lease.fence > fence and owner.lease.first_epoch > epoch
+            assert owner.lease.first_epoch < 1 << 53
+            assert not await forgotten.commit(created(1))
+            with pytest.raises(OwnershipLost, match="another gateway has taken it over"):
+                await forgotten.running
+            assert await owner.commit(created(2))
 
 
 async def test_a_database_that_refuses_writes_refuses_commits(postgres: PostgresServer) -> None:

@@ -28,6 +28,7 @@ from service.journal import encoding, files, writer
 from service.journal.base import JournalUnusable
 from service.journal.compactor import Compactor
 from service.journal.sqlite import SqliteJournal, open_journal
+from service.shards.leases import OwnershipLost
 from tests.service.journal_traffic import Traffic, appended, commit, created, facts, recovered
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -316,6 +317,96 @@ def change(directory: Path, statement: str, *values: object) -> None:
 
 
 DAMAGE = "UPDATE log SET data = substr(data, 1, length(data) - 5) WHERE seq = ?"
+
+
+# What another program can do to the files of a running gateway, and how it is called in the loss.
+
+
+def _delete_last(directory: Path) -> None:
+    change(directory, "DELETE FROM log WHERE seq > 2")
+
+
+def _delete_all(directory: Path) -> None:
+    change(directory, "DELETE FROM log")
+
+
+def _copy_older_into_place(directory: Path) -> None:
+    """As `cp` does, which keeps the file's identity. SQLite has pages of the newer one in memory."""
+    for path in directory.with_name("copy").iterdir():
+        if path.name.startswith("journal.db"):
+            shutil.copyfile(path, directory / path.name)
+
+
+def _delete_within(directory: Path) -> None:
+    with contextlib.closing(sqlite3.connect(directory / "journal.db")) as db, db:
+        db.execute("DELETE FROM log WHERE seq = 3")
+        db.commit()
+        db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("spoil", [_delete_last, _delete_all, _copy_older_into_place, _delete_within])
+async def test_nothing_is_durable_any_more_behind_rows_that_were_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], at_once: bool
+) -> None:
+    """Before, later commits were told to be durable, and the next start found a gap before them."""
+    if not at_once:
+        monkeypatch.setattr(writer, "_SHORT_BYTES", 0)
+    directory = tmp_path / "journal"
+    journal = open_journal(directory)
+    running = asyncio.create_task(journal.run())
+    assert await commit(journal, created(1)) and await commit(journal, appended(1, 0, 7))
+    shutil.copytree(directory, tmp_path / "copy")
+    for position in range(1, 6):
+        assert await commit(journal, appended(1, position, 7))
+    journal._writer.append(journal._writer._checkpoint)
+    assert await commit(journal, appended(1, 6, 7))
+    spoil(directory)
+    for position in (7, 8, 9):
+        assert not await commit(journal, appended(1, position, 7))
+    with pytest.raises(OwnershipLost, match=r"Stop the gateway, and restore all files"):
+        await running
+    journal.close()
+
+
+async def test_what_another_program_writes_without_a_loss_stops_nothing(journal: SqliteJournal) -> None:
+    """Such as a checkpoint by an operator's shell: it changes the file, but no rows."""
+    directory = journal._files.path.parent
+    assert await commit(journal, created(1))
+    for position in range(5):
+        assert await commit(journal, appended(1, position, 7))
+        with contextlib.closing(sqlite3.connect(directory / "journal.db")) as db:
+            db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+    assert not journal._writer.loss
+    shutil.copytree(directory, directory.with_name("crashed"))
+    with reopened(directory.with_name("crashed")) as (_, ledger):
+        assert [state.length for state in ledger] == [5]
+
+
+async def test_the_last_row_is_kept_though_it_is_not_needed(tmp_path: Path) -> None:
+    """Whatever removes it then has removed others, too. What an earlier version has emptied can be used."""
+    with contextlib.closing(open_journal(tmp_path / "journal")) as journal:
+        for number in range(1, 4):
+            assert await commit(journal, created(number))
+        for number in range(1, 4):
+            assert await commit(journal, CacheReleased(number))
+        journal.begin_compaction()
+        journal.end_compaction()
+        while journal._writer.is_dropping:
+            await asyncio.sleep(0.01)
+        assert journal._db.execute("SELECT seq FROM log").fetchall() == [(6,)]
+        assert await commit(journal, created(4))
+    change(tmp_path / "journal", "DELETE FROM log")
+    change(
+        tmp_path / "journal",
+        "UPDATE meta SET value = ? WHERE key = 'first_seq'",
+        files._stored("first_seq", 8),
+    )
+    with reopened(tmp_path / "journal") as (journal, ledger):
+        assert not len(ledger)
+        assert await commit(journal, created(5)) and await commit(journal, created(6))
+    with reopened(tmp_path / "journal") as (_, ledger):
+        assert [state.number for state in ledger] == [5, 6]
 
 
 async def test_damaged_last_row_is_dropped_and_logged(

@@ -15,8 +15,16 @@ from types import SimpleNamespace
 import pytest
 from quire.v1 import runner_pb2
 
+from service import uploads
 from service.config import Config
-from service.errors import InvalidArgument, LoadFailed, NoMemory, QuireError, StorageUnavailable
+from service.errors import (
+    InvalidArgument,
+    LoadFailed,
+    MessageTimeout,
+    NoMemory,
+    QuireError,
+    StorageUnavailable,
+)
 from service.pool.model_versions import ModelVersions
 from service.runtimes.weight_uploads import WeightUploads
 from service.uploads import RESERVE_BYTES
@@ -73,6 +81,27 @@ def model(tmp_path: Path) -> Path:
     directory.mkdir(parents=True)
     (directory / "config.json").write_text("{}")
     return directory
+
+
+async def test_an_upload_of_single_bytes_ends(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it kept all others out for as long as it liked."""
+    (model / MODEL).write_bytes(bytes(1 << 20))
+    server = Server(tmp_path / "data", model)
+    server.uploads._timeout_s = 0.05
+    monkeypatch.setattr(uploads, "LEAST_BYTES_PER_S", 1 << 40)
+
+    async def bytes_of_a_file() -> AsyncIterator[runner_pb2.UploadWeightsRequest]:
+        yield runner_pb2.UploadWeightsRequest(name=MODEL, size_bytes=1 << 20, data=b"x")
+        while True:
+            await asyncio.sleep(0)
+            yield runner_pb2.UploadWeightsRequest(data=b"x")
+
+    with pytest.raises(MessageTimeout):
+        await server.uploads.receive(bytes_of_a_file())
+    assert server.kept() == []
+    await server.upload()
 
 
 async def test_other_files_of_the_served_model_are_copied(tmp_path: Path, model: Path) -> None:

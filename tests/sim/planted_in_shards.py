@@ -18,6 +18,11 @@ def appends_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ModelDatabase, "is_owner", lambda database, _fence, writer: writer == database.writer)
 
 
+def appends_do_not_look_for_the_end(patch: pytest.MonkeyPatch) -> None:
+    """A row is appended though the rows before it are lost."""
+    patch.setattr(ModelDatabase, "ends_before", lambda _database, _seq: True)
+
+
 @begins_at(198)
 def lease_longer_than_its_expiry(patch: pytest.MonkeyPatch) -> None:
     """An owner believes in its lease for longer than the table does."""

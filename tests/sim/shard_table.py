@@ -71,12 +71,20 @@ class ModelDatabase:
         for task in self._running:
             task.cancel()
 
+    def restore(self, rows: int) -> dict[int, tuple[int, bytes]]:
+        """An older copy takes its place, without its last rows. Returns them."""
+        self.crash()
+        self.is_away = False
+        lost = {seq: self.rows.pop(seq) for seq in sorted(self.rows)[-rows:]}
+        self.seen["rows lost"] += bool(lost)
+        return lost
+
     async def _execute(self, query: str, values: Sequence[Any], session: int) -> list[Sequence[Any]]:
         if self.rng.random() < 0.1:
             await asyncio.sleep(self.rng.uniform(0, _LATE_S))
         if query == postgres_writer.APPEND:
             return await self._append(*values)
-        if query in (postgres_writer.LAST, postgres.HEAD, postgres.ROWS):
+        if query in (postgres_writer.LAST, postgres.HEAD, postgres.ROWS, leases._FENCE):
             return self._read(query, values)
         await self.wait_unlocked()
         return self._change(query, values, session)
@@ -87,6 +95,9 @@ class ModelDatabase:
 
     def is_owner(self, fence: int, writer: int) -> bool:
         return (fence, writer) == (self.fence, self.writer)
+
+    def ends_before(self, seq: int) -> bool:
+        return max(self.rows, default=0) == seq - 1
 
     async def _append(
         self, _shard: int, fence: int, writer: int, seq: int, wall_ns: int, row: bytes
@@ -99,6 +110,9 @@ class ModelDatabase:
             await asyncio.sleep(self.rng.uniform(0, _COMMIT_S))
             if seq in self.rows:
                 raise Conflict("")
+            if not self.ends_before(seq):
+                self.seen["append behind lost rows refused"] += 1
+                return []
             if fence != self.fence:
                 self.broken = f"row {seq} is of owner {fence}, and {self.fence} has the shard"
             self.rows[seq] = wall_ns, row
@@ -109,6 +123,8 @@ class ModelDatabase:
     def _read(self, query: str, values: Sequence[Any]) -> list[Sequence[Any]]:
         if query == postgres_writer.LAST:
             return [(max(self.rows, default=0),)]
+        if query == leases._FENCE:
+            return [(self.fence,)]
         if query == postgres.HEAD:
             return [(self.first_seq, self.model)] if values[1] == self.fence else []
         found: list[Sequence[Any]] = [(seq, *self.rows[seq]) for seq in sorted(self.rows) if seq >= values[1]]

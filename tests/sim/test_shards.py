@@ -14,7 +14,7 @@ from tests.sim.shards import ShardSimulation
 SCHEDULES = 200
 CONTROL_SCHEDULES = 300
 MUST_HAPPEN = (
-    "shortened",
+    "shortened", "rows lost", "append behind lost rows refused",
     "append refused", "broken in the middle", "killed", "stored, but not answered", "taken over",
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from quire.v1 import worker_pb2
 
+from service.caches.segments import SegmentedTokens, SegmentStore
 from tests.workers.gateway_end import LAST_ROW, Gateway
 from workers import adoption
 from workers.executors.weightless import PagedAttentionExecutor
@@ -103,12 +104,41 @@ def digest(tokens: Sequence[int]) -> bytes:
     return blake2b(np.array(tokens, "<u4").tobytes(), digest_size=16).digest()
 
 
+def gateways_tokens(tokens: Sequence[int]) -> SegmentedTokens:
+    store, segmented = SegmentStore(), SegmentedTokens()
+    store.extend(segmented, tokens)
+    return segmented
+
+
 def adopt(gateway: Gateway, *claims: tuple[int, Sequence[int]]) -> None:
     items = [
         worker_pb2.AdoptCommand.Item(sequence=number, length=len(tokens), digest=digest(tokens))
         for number, tokens in claims
     ]
     gateway.ask(op_id=7, adopt=worker_pb2.AdoptCommand(items=items))
+
+
+async def test_a_sequence_under_another_salt_is_not_kept(bench: Bench) -> None:
+    """Its KV is of another adapter. After a restore of a gateway's files a number may be used again."""
+    first = bench.connect()
+    assert await holdings(first) == {}
+    tokens, digests = [1, 2, 3, 4, 5], {}
+    for number, salt in ((1, b"a1/"), (2, b"a2/"), (3, b""), (4, b"a4/")):
+        command = prefill_command(number, number, tokens)
+        command.forward.salt = salt
+        first.requests.put_nowait(worker_pb2.ConnectRequest(commands=[command]))
+        assert (await first.next("forward")).op_id == number
+        other = b"a2x/" if number == 2 else b"" if number == 4 else salt
+        digests[number] = gateways_tokens(tokens).digest(len(tokens), other)
+    await bench.drop()
+    second = bench.connect()
+    assert (await holdings(second)).keys() == digests.keys()
+    items = [
+        worker_pb2.AdoptCommand.Item(sequence=number, length=len(tokens), digest=digest)
+        for number, digest in digests.items()
+    ]
+    second.ask(op_id=7, adopt=worker_pb2.AdoptCommand(items=items))
+    assert sorted((await second.next("adopted")).adopted.kept) == [1, 3]
 
 
 async def test_what_the_next_gateway_knows_is_kept_and_the_rest_dropped(bench: Bench) -> None:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from workers.adapters.config import CONFIG_FILE, LoraSettings, read_settings
 from workers.adapters.errors import AdapterError, errors_of_file, quoted
 from workers.adapters.tensors import WEIGHTS_FILE, PairEntries, find_pairs, name_in_file, read_pair
+from workers.common.adapter_files import file_identity
 from workers.models.lora import BaseMatrix, LoraWeights
 
 PICKLE_FILE = "adapter_model.bin"
@@ -81,7 +82,7 @@ def identity(directory: Path) -> str:
     parts = []
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         try:
-            status = (directory / name).stat()
+            parts.append(file_identity(directory / name))
         except (OSError, ValueError) as error:
             if name == WEIGHTS_FILE and (directory / PICKLE_FILE).exists():
                 raise AdapterError(
@@ -89,7 +90,6 @@ def identity(directory: Path) -> str:
                     " with safe_serialization=True"
                 ) from error
             raise AdapterError(f"{name}: cannot be read: {getattr(error, 'strerror', error)}") from error
-        parts.append(f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}")
     return ".".join(parts)
 
 

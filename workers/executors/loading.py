@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from workers.adapters.adapter import Adapter, read_adapter
+from workers.adapters.adapter import Adapter, identity, read_adapter
 from workers.adapters.errors import AdapterError
+from workers.common.adapter_files import content_digest
 from workers.executors.memory import LoraLimits
 from workers.kv.sizing import KvSizingError
 from workers.machine_limits import available_bytes
@@ -161,8 +162,13 @@ def read_source(
     adapter = read_adapter(
         directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes, base=base
     )
-    if source.identity not in ("", adapter.identity):
-        raise AdapterError("the files of the adapter have changed since it was found")
+    if source.identity:
+        try:
+            digest = content_digest(directory)
+        except OSError as error:
+            raise AdapterError(f"cannot be read: {error.strerror}") from error
+        if digest != source.identity or identity(directory) != adapter.identity:
+            raise AdapterError("the files of the adapter have changed since it was found")
     return adapter
 
 

@@ -70,7 +70,7 @@ def open_regular(file: Path) -> BufferedReader:
 
 def file_version(status: os.stat_result) -> FileVersion:
     """The version of the file with this status."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def changed_error(file: Path) -> ModelError:

@@ -335,16 +335,16 @@ class ReplaceWeightsCommand(_message.Message):
     def __init__(self, read: _Optional[str] = ..., apply: _Optional[_Union[_empty_pb2.Empty, _Mapping]] = ..., discard: _Optional[_Union[_empty_pb2.Empty, _Mapping]] = ...) -> None: ...
 
 class AdapterSource(_message.Message):
-    __slots__ = ("adapter", "directory", "identity", "pinned")
+    __slots__ = ("adapter", "directory", "digest", "pinned")
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
-    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     adapter: int
     directory: str
-    identity: str
+    digest: str
     pinned: bool
-    def __init__(self, adapter: _Optional[int] = ..., directory: _Optional[str] = ..., identity: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
+    def __init__(self, adapter: _Optional[int] = ..., directory: _Optional[str] = ..., digest: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("events", "pages_available")

@@ -1,0 +1,69 @@
+"""Which adapters there are when a gateway starts: those of the list on disk, as far as caches agree with it.
+
+A cache names its adapter by number, and its salt has the digest of the adapter's content (`Tenant.salt`). So
+a number of the list that caches know with other content is not used for them, and one that the list does not
+have is found again by the content: in the operator's directory, or among the copies. The list may be damaged,
+an older one may have been restored, or there may be none, as with several hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from service.adapters.registry import Adapters, AdapterVersion
+from service.adapters.store import AdapterStore
+from service.logging import get_logger
+
+_log = get_logger(__name__)
+
+
+def recover(
+    adapters: Adapters, store: AdapterStore, contents: Mapping[int, str], in_use: Collection[int]
+) -> bool:
+    """Adds the versions of an earlier gateway. Whether they differ from the list. Blocks; raises nothing.
+
+    contents: digests of adapters of caches, by number. in_use: the numbers of all adapters of caches.
+    """
+    versions, last_number = store.read_list()
+    adapters.last_number = max([last_number, store.last_copy(), *contents, *in_use])
+    differs = False
+    for version in versions:
+        version.digest = version.digest or store.digest_of(version)
+        if version.number in contents and contents[version.number] != version.digest:
+            number, differs = version.number, True
+            version.number = adapters.last_number = adapters.last_number + 1
+            _log.warning(
+                "an adapter gets another number: caches have other content under its own",
+                adapter=version.adapter_id,
+                version=version.number,
+                before=number,
+            )
+    adapters.update(versions)
+    copies = _copies_of_caches(adapters, store, contents) if store.is_persistent else []
+    adapters.update(copies)
+    store.keep_copies(adapters)
+    return differs or bool(copies)
+
+
+def _copies_of_caches(
+    adapters: Adapters, store: AdapterStore, contents: Mapping[int, str]
+) -> list[AdapterVersion]:
+    """Versions that only caches know, and of which there are copies. No id names them."""
+    found = []
+    for number, digest in contents.items():
+        if adapters.get(number) is None:
+            version = AdapterVersion(number, "", None, str(store.path(number)), retired=True, digest=digest)
+            if store.digest_of(version) == digest:
+                found.append(version)
+    return found
+
+
+def numbers_again(adapters: Adapters, contents: Mapping[int, str], digest: str) -> list[int]:
+    """The numbers that caches have of this content and the registry has not, in order."""
+    return sorted(n for n, known in contents.items() if known == digest and adapters.get(n) is None)
+
+
+def is_copy(version: AdapterVersion, store: AdapterStore) -> bool:
+    """Whether its directory is a copy, which goes with it."""
+    return not version.identity and Path(version.directory).parent == store.directory.path

@@ -1,0 +1,120 @@
+"""A journal that loses rows under a running gateway: nothing is acknowledged that would be lost with them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from quire.v1 import executor_pb2 as pb
+
+from tests.error_details import info_of
+from tests.gateway_process import GatewayProcess
+from tests.postgres_server import PostgresServer
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+FLAGS = ("--kv-pages", "64")
+
+
+class Text:
+    """A cache, and what was acknowledged of it."""
+
+    def __init__(self, gateway: GatewayProcess) -> None:
+        self.gateway = gateway
+        request = pb.PrefillRequest(token_ids=PROMPT)
+        prefilled = gateway.stub.Prefill(request, timeout=60)
+        self.cache_id = prefilled.kv_cache.cache_id
+        self.tokens = [prefilled.output.token_id]
+
+    def decode(self) -> None:
+        at = len(PROMPT) + len(self.tokens) - 1
+        request = pb.DecodeRequest(cache_id=self.cache_id, token_id=self.tokens[-1], position=at)
+        self.tokens.append(self.gateway.stub.Decode(request, timeout=60).output.token_id)
+
+    def decode_refused(self) -> None:
+        """Nothing is acknowledged until the gateway has ended, and who is refused learns why."""
+        reasons = []
+        while self.gateway.process.poll() is None:
+            with pytest.raises(grpc.RpcError) as refused:
+                self.decode()
+            reasons.append(info_of(refused.value).reason or "none")
+        # Of those that meet a gateway that ends: as with any other failure.
+        reasons = [reason for reason in reasons if reason != "none"]
+        assert set(reasons) <= {"JOURNAL_UNAVAILABLE", "DRAINING"}, reasons
+        assert reasons[0] == "JOURNAL_UNAVAILABLE"
+        assert self.gateway.process.wait() == 1
+
+    def decode_again(self, gateway: GatewayProcess, known: int) -> None:
+        """From the tokens of the copy on, with the same result."""
+        self.gateway = gateway
+        expected, self.tokens = self.tokens, self.tokens[: known + 1]
+        while len(self.tokens) < len(expected):
+            self.decode()
+        assert self.tokens == expected
+
+
+def test_an_older_copy_of_the_database_is_noticed_by_the_next_commit(tmp_path: Path) -> None:
+    """Before, 20 more tokens were acknowledged, and the next gateway found a gap and ended."""
+    with PostgresServer() as database:
+        flags = (*FLAGS, "--data-dir", str(tmp_path), "--journal", database.url)
+        with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+            text = Text(gateway)
+            for _ in range(10):
+                text.decode()
+            database.copy()
+            for _ in range(20):
+                _until_acknowledged(text.decode)
+            database.restore()
+            text.decode_refused()
+            (said,) = [one for one in gateway.records() if "lost rows" in str(one.get("error"))][-1:]
+            assert "stop all gateways" in str(said["error"]), said
+        with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+            gateway.wait_until_ready()
+            text.decode_again(gateway, known=10)
+
+
+def _until_acknowledged(decode: Callable[[], None]) -> None:
+    while True:
+        with contextlib.suppress(grpc.RpcError):
+            return decode()
+
+
+def _restore_in_place(copy: Path, data_dir: Path) -> None:
+    for path in copy.iterdir():
+        if path.is_file() and path.name != "lock":
+            shutil.copyfile(path, data_dir / path.name)
+
+
+def _delete_rows(_copy: Path, data_dir: Path) -> None:
+    with contextlib.closing(sqlite3.connect(data_dir / "journal.db")) as db, db:
+        db.execute("DELETE FROM log WHERE seq > 12")
+
+
+@pytest.mark.parametrize("lose", [_restore_in_place, _delete_rows])
+def test_rows_that_sqlite_lost_are_noticed_by_the_next_commit(
+    tmp_path: Path, lose: Callable[[Path, Path], None]
+) -> None:
+    """What is there can be served again, once the operator has decided so."""
+    data_dir, copy = tmp_path / "data", tmp_path / "copy"
+    flags = (*FLAGS, "--data-dir", str(data_dir), "--journal", "sqlite")
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+        text = Text(gateway)
+        for _ in range(10):
+            text.decode()
+        shutil.copytree(data_dir, copy, ignore=shutil.ignore_patterns("*.sock"))
+        for _ in range(20):
+            text.decode()
+        lose(copy, data_dir)
+        text.decode_refused()
+        assert any(one["event"] == "the journal has lost rows" for one in gateway.records())
+    for name in ("journal.db", "journal.db-wal", "journal.db-shm", "floor"):
+        (data_dir / name).unlink(missing_ok=True)
+        if (copy / name).exists():
+            shutil.copyfile(copy / name, data_dir / name)
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+        gateway.wait_until_ready()
+        text.decode_again(gateway, known=10)

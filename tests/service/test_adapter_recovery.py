@@ -1,0 +1,178 @@
+"""Adapters when a gateway starts: numbers mean what caches know them for, whatever list there is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from quire.v1 import admin_pb2, worker_pb2
+
+from service.adapters import loader
+from service.adapters.loader import AdapterLoader
+from service.adapters.registry import Adapters, AdapterVersion
+from service.adapters.store import AdapterStore
+from service.caches.tenants import Tenant, adapter_digest
+from service.config import Config
+from tests.service.test_adapter_loader import MAX_BYTES, requests
+from workers.common.adapter_files import FILES, content_digest
+
+
+class Gateway:
+    """A gateway's adapters, with a worker that loads anything, and caches of adapters."""
+
+    def __init__(
+        self, data_dir: Path | None, contents: dict[int, str] | None = None, directory: Path | None = None
+    ) -> None:
+        self.adapters = Adapters(10)
+        self.told: dict[int, str] = {}
+        self.store = AdapterStore(data_dir, MAX_BYTES)
+        pool = SimpleNamespace(send_adapters=self._send, load_adapter=self._load)
+        caches = SimpleNamespace(adapters_in_use=lambda: Counter(contents or ()))
+        config = Config(adapters="" if directory is None else str(directory))
+        parts = self.adapters, self.store, cast(Any, pool), cast(Any, caches), config
+        self.loader = AdapterLoader(*parts, contents=contents)
+
+    def _send(self, command: worker_pb2.AdapterCommand) -> None:
+        self.told |= {source.adapter: source.digest for source in command.added}
+
+    async def _load(self, source: worker_pb2.AdapterSource) -> worker_pb2.WorkerEvent:
+        self.told[source.adapter] = source.digest
+        return worker_pb2.WorkerEvent(adapter_loaded=worker_pb2.AdapterLoaded(rank=1))
+
+    async def load(self, adapter_id: str, source: Path) -> AdapterVersion:
+        message = admin_pb2.LoadAdapterRequest(adapter_id=adapter_id, source=str(source))
+        return await self.loader.load(requests(message), "")
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        return {one.adapter_id: one.number for one in self.adapters if not one.retired}
+
+
+def write(directory: Path, content: bytes) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        (directory / name).write_bytes(content)
+    return directory
+
+
+async def test_owners_without_a_list_agree_by_the_content(tmp_path: Path) -> None:
+    """As several hosts. Before, each numbered anew, and caches of the one before had lost theirs."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for name in ("one", "two"):
+        write(here / name, name.encode())
+    first = Gateway(None, directory=here)
+    contents = {number: first.adapters.digest_of(number) for number in first.numbers.values()}
+    # On another host there are other files, with the same content, and a further adapter.
+    for name in ("zero", "two", "one"):
+        write(there / name, name.encode())
+    second = Gateway(None, cast(Any, contents), there)
+    assert {name: second.numbers[name] for name in ("one", "two")} == first.numbers
+    assert second.numbers["zero"] not in contents
+    # What owners of an earlier version have left behind: several numbers of the same content.
+    both = {**contents, 7: contents[first.numbers["one"]], 8: "f" * 32}
+    third = Gateway(None, cast(Any, both), there)
+    one = [version for version in third.adapters if version.adapter_id == "one"]
+    assert {version.number for version in one} == {first.numbers["one"], 7}
+    assert third.numbers["one"] == 7 and third.adapters.get(8) is None
+    assert third.numbers["zero"] == 9, "no number of any cache is given to something else"
+
+
+async def test_a_file_that_is_rewritten_in_place_is_another_version_whatever_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, inode, size and time of the content were all that was looked at."""
+    monkeypatch.setattr(loader, "_INTERVAL_S", 0.0)
+    directory = tmp_path / "adapters"
+    file = write(directory / "one", b"content") / FILES[1]
+    gateway = Gateway(tmp_path, directory=directory)
+    before, status = gateway.numbers["one"], file.stat()
+    running = asyncio.create_task(gateway.loader.run())
+
+    async def rounds() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+
+    file.chmod(0o640)
+    os.utime(file)
+    await rounds()
+    assert gateway.numbers["one"] == before, "the same content"
+    with file.open("r+b") as opened:
+        opened.write(b"CONTENT")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (file.stat().st_ino, file.stat().st_size) == (status.st_ino, status.st_size)
+    while gateway.numbers["one"] == before:
+        assert not running.done()
+        await asyncio.sleep(0.01)
+    running.cancel()
+    assert gateway.told[gateway.numbers["one"]] == content_digest(directory / "one")
+
+
+async def test_a_restored_list_gives_no_number_to_other_content(tmp_path: Path) -> None:
+    """Neither one of a copy, nor one of a cache. Before, workers that kept pages of it used them again."""
+    data, sources = tmp_path / "data", [write(tmp_path / name, name.encode()) for name in ("a", "b", "c")]
+    data.mkdir()
+    first = Gateway(data)
+    await first.load("a", sources[0])
+    old = (data / "adapters.json").read_bytes()
+    known = await first.load("b", sources[1])
+    (data / "adapters.json").write_bytes(old)
+    second = Gateway(data)
+    assert (await second.load("c", sources[2])).number > known.number
+
+    # Of the list itself: caches know this number with other content.
+    listed = json.loads((data / "adapters.json").read_text())["versions"]
+    (number,) = (one["number"] for one in listed if one["adapter_id"] == "c")
+    third = Gateway(data, {number: "f" * 32})
+    assert third.adapters.get(number) is None, "these caches have lost their adapter"
+    renamed = third.numbers["c"]
+    assert renamed > number
+    # It stays so.
+    digest = content_digest(sources[2])
+    fourth = Gateway(data, {number: "f" * 32, renamed: digest})
+    assert fourth.numbers["c"] == renamed and fourth.adapters.digest_of(renamed) == digest
+    fourth.store.directory.remove_leftovers()
+    assert content_digest(Path(next(v for v in fourth.adapters if v.number == renamed).directory)) == digest
+
+
+async def test_after_a_damaged_list_adapters_can_be_loaded_and_caches_keep_theirs(tmp_path: Path) -> None:
+    """Before, a load failed with "File exists", and no cache had its adapter any more."""
+    data, source = tmp_path / "data", write(tmp_path / "a", b"a")
+    data.mkdir()
+    first = await Gateway(data).load("a", source)
+    damaged = (data / "adapters.json").read_bytes()[:-7]
+    (data / "adapters.json").write_bytes(damaged)
+    second = Gateway(data, {first.number: first.digest})
+    assert second.numbers == {} and second.adapters.digest_of(first.number) == first.digest
+    second.store.directory.remove_leftovers()
+    assert (await second.load("a", write(source, b"other"))).number > first.number
+    assert (data / "adapters.json.damaged").read_bytes() == damaged
+    assert content_digest(second.store.path(first.number)) == first.digest
+
+
+async def test_a_list_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """It has no digests, and does not look at the time of the last change of a file."""
+    directory = tmp_path / "adapters"
+    write(directory / "one", b"content")
+    numbers = Gateway(tmp_path, directory=directory).numbers
+    listed = json.loads((tmp_path / "adapters.json").read_text())
+    for version in listed["versions"]:
+        del version["digest"]
+        version["identity"] = ".".join(one.rpartition("-")[0] for one in version["identity"].split("."))
+    (tmp_path / "adapters.json").write_text(json.dumps(listed))
+    later = Gateway(tmp_path, directory=directory)
+    assert later.numbers == numbers
+    assert later.adapters.digest_of(numbers["one"]) == content_digest(directory / "one")
+
+
+def test_the_salt_of_a_cache_has_the_content_of_its_adapter() -> None:
+    digest = "0123456789abcdef" * 2
+    tenants = [Tenant(name) for name in ("", "a", "a0123456789abcdef0123456789abcdef/")]
+    salts = [tenant.salt(salt, of) for tenant in tenants for salt in ("", "s") for of in (0, 3, digest)]
+    assert len(set(salts)) == len(salts)
+    assert [adapter_digest(salt) for salt in salts] == ["", "", digest] * 6
