@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import grpc
 from quire.v1 import executor_pb2
@@ -406,7 +406,8 @@ class Session:
             self._give_back_all()
             self._adjust_held_bytes(written_bytes, is_large=is_large)
 
-        writing = self._context.write(cast(executor_pb2.SessionResponse, message))
+        # All that is written is serialized by its own method.
+        writing = self._context.write(message)  # type: ignore[arg-type]
         await write_in_time(writing, self._config.session_stall_s, give_up)
         self._adjust_held_bytes(-written_bytes, is_large=is_large)
 

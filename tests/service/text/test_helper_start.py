@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,8 @@ def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No module of ours can be imported, as while the server's files are replaced."""
     (tmp_path / "service").mkdir()
     (tmp_path / "service" / "__init__.py").write_text("raise ImportError('it was\\x1b replaced')")
-    monkeypatch.setattr(child_process, "import_path", lambda: str(tmp_path))
+    path = f"{tmp_path}:{child_process.import_path()}"
+    monkeypatch.setattr(child_process, "import_path", lambda: path)
 
 
 def test_the_directory_of_the_server_is_gone(gone: None) -> None:
@@ -153,14 +154,14 @@ async def test_what_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_without_a_free_thread_a_text_is_not_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_thread(*_: object) -> None:
+    def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     ready = worker_pb2.WorkerReady(tokenizer_json=byte_level().to_str().encode())
     text = TextModel(lambda: ready, lambda: "")
-    await text.encode("a", max_tokens=10)
-    monkeypatch.setattr(asyncio.get_running_loop(), "run_in_executor", no_thread)
-    with pytest.raises(RuntimeError) as failed:
+    await text.tokenizer()
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError) as failed:
+        patched.setattr(threading.Thread, "start", no_thread)
         await text.encode("a" * 1000, max_tokens=1000)
     assert not isinstance(failed.value, QuireError)
     text.close()
