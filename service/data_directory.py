@@ -102,11 +102,12 @@ def prepare(config: Config) -> None:
 
 def data_directories() -> list[Path]:
     """The default directories of this user, of all addresses and models. Raises OSError."""
-    require_trusted(state_dir())
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(state_dir()) as entries:
-        return [
-            Path(entry.path)
-            for entry in entries
-            if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-        ]
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        require_trusted(state_dir())
+        with os.scandir(state_dir()) as entries:
+            return [
+                Path(entry.path)
+                for entry in entries
+                if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
     return []

@@ -91,6 +91,8 @@ class WorkerServer:
         self._orphan_timer = orphan_timer
         self._loop = asyncio.get_running_loop()
         self._stream: _Stream | None = None
+        # Why this worker cannot serve.
+        self._failure: BaseException | None = None
         self._stream_count = 0
         self._executor: ModelExecutor | None = None
         self._scheduler: Scheduler | None = None
@@ -209,6 +211,8 @@ class WorkerServer:
         if self._orphan_timer is not None:
             self._orphan_timer.connected()
         self._reset_step_loop()
+        if self._failure is not None:
+            self._send_failure(self._stream, self._failure)
         return self._stream
 
     def _on_disconnect(self, stream: _Stream) -> None:
@@ -358,15 +362,19 @@ class WorkerServer:
 
     def _fail(self, error: BaseException) -> None:
         """Ends the worker, once the gateway knows why it cannot serve, if that is known."""
-        said = self._explain(error)
-        stream = self._stream
-        if not said or stream is None:
+        if not self._explain(error):
             self._end(error)
             return
-        self._send([_error_event(0, said, worker_pb2.WORKER_ERROR_REASON_WEIGHTS)])
+        self._failure = error
+        self._loop.call_later(_LAST_WORDS_S, self._end, error)
+        # It may connect in a moment.
+        if self._stream is not None:
+            self._send_failure(self._stream, error)
+
+    def _send_failure(self, stream: _Stream, error: BaseException) -> None:
+        self._send([_error_event(0, self._explain(error), worker_pb2.WORKER_ERROR_REASON_WEIGHTS)])
         stream.written = self._loop.create_future()
         stream.written.add_done_callback(lambda _: self._end(error))
-        self._loop.call_later(_LAST_WORDS_S, self._end, error)
 
     def _end(self, error: BaseException | None) -> None:
         if self.ended.done():

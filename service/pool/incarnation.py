@@ -98,6 +98,9 @@ class Incarnation:
                 await asyncio.wait({exited}, timeout=_EXIT_DELAY_S)
             if exited.done():
                 status = exited.result()
+                if status == EXIT_CONFIG:
+                    # It has said why, which may not have been read yet.
+                    await asyncio.wait({closed}, timeout=_EXIT_DELAY_S)
                 return WorkerExit(_end_of(status), crashed=status not in (None, -signal.SIGKILL))
             if self._terminated.done():
                 return self._terminated.result()

@@ -2,7 +2,7 @@
 
 By Landlock and seccomp, where the kernel has them. Neither needs a privilege, and neither can be undone, also
 not by programs that the process starts. It keeps the descriptors that it has, and can read the code of the
-system and of the libraries that it has loaded, which import parts of themselves later.
+system, what is installed for this Python, and the packages that it has loaded.
 """
 
 from __future__ import annotations
@@ -136,14 +136,25 @@ def _allow_reading(ruleset: int, path: str) -> None:
 
 
 def _readable() -> Iterator[str]:
-    """Code: of the system, the standard library, and the packages that are loaded. Not where those are in."""
+    """Code: of the system, the standard library, what is installed, and the packages that are loaded.
+
+    Packages import parts of themselves and others later. A checkout that packages are loaded from has more.
+    """
     yield from _SYSTEM
     yield _DESCRIPTORS
     for name in ("stdlib", "platstdlib"):
         yield sysconfig.get_path(name)
+    yield from filter(_has_installed, sys.path)
     for name, module in [*sys.modules.items()]:
         if "." not in name:
             yield from _strings(getattr(module, "__path__", ()))
+
+
+def _has_installed(directory: str) -> bool:
+    """Whether an installer has put packages there, as into site-packages, or where `pip --target` says."""
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        return any(entry.name.endswith(".dist-info") for entry in entries)
+    return False
 
 
 def _strings(paths: Iterable[object]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from quire import errors as client_errors
 from quire.v1 import executor_pb2
 
 from service.api.interceptor import CallInterceptor
+from service.auth import authenticator as authenticator_module
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, TokenStore, new_token, read_token_store
 from service.config import Config
@@ -26,6 +27,14 @@ from tests.service.served import channel_to, state_of
 PATIENCE_S = 30.0
 SERVICE = "quire.v1.ModelExecutorService"
 DATA = ("Prefill", "Decode", "ForkCache", "Session")
+
+
+@pytest.fixture(autouse=True)
+def _no_tenant() -> Iterator[None]:
+    """Calls have contexts of their own; a test that authenticates has that of all tests."""
+    before = authenticator_module._current_tenant.set(None)
+    yield
+    authenticator_module._current_tenant.reset(before)
 
 
 def written(path: Path, *parts: str) -> Path:

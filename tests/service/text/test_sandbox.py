@@ -145,6 +145,17 @@ def test_what_it_has_loaded_can_import_more(run: Callable[[str], str]) -> None:
     assert run(code) == "7"
 
 
+@needs_landlock
+def test_it_imports_what_is_installed_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `pip install --target`, or for all users: not below the directory of the standard library."""
+    (tmp_path / "late-1.dist-info").mkdir()
+    (tmp_path / "late.py").write_text("answer = 'imported'")
+    monkeypatch.syspath_prepend(tmp_path)
+    process = TaskProcess("tests.service.text.hostile_code", LIMITS)
+    assert process.run(b"import late; result = late.answer") == b"imported"
+    process.close()
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_each_helper_is_confined(module: str) -> None:
     process = TaskProcess(module, LIMITS)
