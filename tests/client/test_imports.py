@@ -54,7 +54,7 @@ def test_the_command_line_loads_nothing_until_it_is_known_what_is_to_be_done() -
     loaded = loaded_by("import quire.cli.main")
     assert not others(loaded)
     assert not loaded & {"asyncio", "dataclasses", "grpc"}
-    assert others(loaded_by("import quire.cli.main, service.cli.commands")) == {"service"}
+    assert others(loaded_by("import quire.cli.main, service.cli.commands")) == {"service", "workers"}
 
 
 def test_it_shows_what_it_offers() -> None:
