@@ -52,7 +52,6 @@ def _message(value: object, path: str) -> runner_pb2.ChatMessage:
         message.tool_call_id = fields.required("tool_call_id")
     if content is not None:
         message.content = _text(content, f"{path}.content")
-        message.has_empty_content = bool(message.tool_calls) and not message.content
     elif not message.tool_calls:
         raise bad_field(f"{path}.content", "is required")
     fields.refuse_others(_IGNORED_OF_ASSISTANT if role == "assistant" else ())

@@ -60,7 +60,7 @@ async def prompt_of(
 def _forms(chat: runner_pb2.Chat) -> Iterator[_Messages]:
     """The messages in each form that templates may expect. Raises InvalidArgument."""
     called = [message for message in chat.messages if message.tool_calls]
-    has_null = any(not (message.content or message.has_empty_content) for message in called)
+    has_null = any(not message.HasField("content") for message in called)
     forms = itertools.product(
         _CONTENTS if has_null else _CONTENTS[:1], _ARGUMENTS_ARE_VALUES if called else (True,)
     )
@@ -76,7 +76,7 @@ def _messages(chat: runner_pb2.Chat, null: object, *, are_values: bool) -> _Mess
         if message.HasField("reasoning_content"):
             # Templates have two names for it.
             fields["reasoning_content"] = fields["thinking"] = message.reasoning_content
-        if message.tool_calls and not (message.content or message.has_empty_content):
+        if message.tool_calls and not message.HasField("content"):
             fields["content"] = null
             if null is _ABSENT:
                 del fields["content"]

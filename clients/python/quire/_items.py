@@ -113,8 +113,7 @@ def _message(message: Any) -> runner_pb2.ChatMessage:
         raise TypeError(f"the content of a message is a text, not {content!r:.80}")
     return runner_pb2.ChatMessage(
         role=_ROLES[role],
-        content=content or "",
-        has_empty_content=bool(calls) and content == "",
+        content=content,
         tool_calls=[_tool_call(index, call) for index, call in enumerate(calls)],
         tool_call_id=message.get("tool_call_id") or "",
         name=message.get("name") or "",

@@ -257,7 +257,10 @@ export interface Chat {
 
 export interface ChatMessage {
   role: ChatRole;
-  content: string;
+  /** Beside tool calls it may be absent, which chat templates see as no content; an empty one is a text. */
+  content?:
+    | string
+    | undefined;
   /** In an assistant's message: its tool calls. */
   toolCalls: ToolCall[];
   /** In a tool's message: the id of the call that it answers. */
@@ -271,14 +274,7 @@ export interface ChatMessage {
    * In an assistant's message: its thoughts before the content, for chat templates that write them. Providers do not
    * get them.
    */
-  reasoningContent?:
-    | string
-    | undefined;
-  /**
-   * Beside tool calls: an empty `content` is a text. Otherwise it is null: the chat template sees a message without
-   * content.
-   */
-  hasEmptyContent: boolean;
+  reasoningContent?: string | undefined;
 }
 
 /** A tool call. A stream sends it in parts: first the id and the name, then `arguments_json` in pieces. */
@@ -1198,15 +1194,7 @@ export const Chat: MessageFns<Chat> = {
 };
 
 function createBaseChatMessage(): ChatMessage {
-  return {
-    role: 0,
-    content: "",
-    toolCalls: [],
-    toolCallId: "",
-    name: "",
-    reasoningContent: undefined,
-    hasEmptyContent: false,
-  };
+  return { role: 0, content: undefined, toolCalls: [], toolCallId: "", name: "", reasoningContent: undefined };
 }
 
 export const ChatMessage: MessageFns<ChatMessage> = {
@@ -1214,7 +1202,7 @@ export const ChatMessage: MessageFns<ChatMessage> = {
     if (message.role !== 0) {
       writer.uint32(8).int32(message.role);
     }
-    if (message.content !== "") {
+    if (message.content !== undefined) {
       writer.uint32(18).string(message.content);
     }
     for (const v of message.toolCalls) {
@@ -1228,9 +1216,6 @@ export const ChatMessage: MessageFns<ChatMessage> = {
     }
     if (message.reasoningContent !== undefined) {
       writer.uint32(50).string(message.reasoningContent);
-    }
-    if (message.hasEmptyContent !== false) {
-      writer.uint32(56).bool(message.hasEmptyContent);
     }
     return writer;
   },
@@ -1296,14 +1281,6 @@ export const ChatMessage: MessageFns<ChatMessage> = {
             message.reasoningContent = reader.string();
             continue;
           }
-          case 7: {
-            if (tag !== 56) {
-              break;
-            }
-
-            message.hasEmptyContent = reader.bool();
-            continue;
-          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -1322,12 +1299,11 @@ export const ChatMessage: MessageFns<ChatMessage> = {
   fromPartial(object: DeepPartial<ChatMessage>): ChatMessage {
     const message = createBaseChatMessage();
     message.role = object.role ?? 0;
-    message.content = object.content ?? "";
+    message.content = object.content ?? undefined;
     message.toolCalls = object.toolCalls?.map((e) => ToolCall.fromPartial(e)) || [];
     message.toolCallId = object.toolCallId ?? "";
     message.name = object.name ?? "";
     message.reasoningContent = object.reasoningContent ?? undefined;
-    message.hasEmptyContent = object.hasEmptyContent ?? false;
     return message;
   },
 };
