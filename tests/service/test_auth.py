@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -248,17 +249,22 @@ def test_with_certificates_a_file_may_have_quotas_only(tmp_path: Path) -> None:
 
 
 PEER = {"x509_common_name": [b"carol"]}
-EXECUTE = f"/{SERVICE}/Decode"
+DECODE = f"/{SERVICE}/Decode"
 
 
 def caller(authenticator: Authenticator, *authorization: str) -> str:
     """As whom a call with carol's certificate is made."""
     metadata = [("authorization", value) for value in authorization]
-    if not authenticator.authenticate(EXECUTE, metadata):
-        authenticator.authenticate_by_certificate(EXECUTE, PEER)
-    tenant = current_tenant()
-    assert tenant is not None
-    return tenant.name
+
+    def call() -> str:
+        if not authenticator.authenticate(DECODE, metadata):
+            authenticator.authenticate_by_certificate(DECODE, PEER)
+        tenant = current_tenant()
+        assert tenant is not None
+        return tenant.name
+
+    # Other tests have no tenant.
+    return contextvars.copy_context().run(call)
 
 
 @pytest.mark.parametrize("content", [None, "[tenants.alice]\nmax_caches = 1"])
