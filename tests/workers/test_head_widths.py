@@ -25,32 +25,9 @@ torch.set_num_threads(1)
 
 # The ends, what kernels have, what is beside it, open_llama_3b's 100, and one beyond all kernels.
 SOME = (
-    2,
-    4,
-    6,
-    10,
-    14,
-    16,
-    18,
-    30,
-    34,
-    40,
-    48,
-    50,
-    62,
-    66,
-    72,
-    80,
-    96,
-    100,
-    120,
-    126,
-    130,
-    160,
-    254,
-    256,
+    2, 4, 6, 10, 14, 16, 18, 30, 34, 40, 48, 50, 62, 66, 72, 80, 96, 100, 120, 126, 130, 160, 254, 256,
     258,
-)
+)  # fmt: skip
 WIDTHS = [
     pytest.param(width, marks=() if width in SOME else pytest.mark.thorough) for width in range(2, 260, 2)
 ]
