@@ -155,7 +155,7 @@ def peer_named(name: str) -> Peer | None:
 
 
 def has_spoken(_peer: Peer, connection: socket.socket) -> bool:
-    """Whether a client has sent as much as the begin of a handshake. True where the system does not tell."""
+    """Whether a client has sent as much as a handshake begins with. True where the system does not tell."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     except (OSError, AttributeError):
