@@ -70,7 +70,7 @@ class SplitModel:
         self.config, self.dtype, self.device, self.kv_layers = (
             first.config, first.dtype, first.device, first.kv_layers
         )  # fmt: skip
-        self.packs_kv = True
+        self.packs_kv = self.has_hidden_states = True
 
     def _on_all(self, run: Callable[[int], T]) -> list[T]:
         def guarded(rank: int) -> T:
