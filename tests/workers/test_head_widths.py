@@ -64,7 +64,10 @@ def test_native_code_has_the_logits_of_transformers(width: int, tmp_path: Path) 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", [*FAMILIES, "mixtral", "olmo2"])
-@pytest.mark.parametrize("width", [2, 50, 100, 256])
+# The others: test_native_code_has_the_logits_of_transformers, which asks more of four of the families.
+@pytest.mark.parametrize(
+    "width", [50, 100, *(pytest.param(width, marks=pytest.mark.thorough) for width in (2, 256))]
+)
 def test_every_kind_of_family_passes_its_check_and_is_served(
     width: int, family: str, dtype: str, tmp_path: Path
 ) -> None:
