@@ -9,5 +9,5 @@ import pytest
 
 GRPCURL = Path(sys.executable).parent / "grpcurl"
 needs_grpcurl = pytest.mark.skipif(
-    not GRPCURL.exists(), reason="the package of grpcurl is for Linux on x86-64 only"
+    not GRPCURL.exists(), reason="grpcurl is not installed: its package is for Linux on x86-64 only"
 )

@@ -3,8 +3,8 @@
 A gateway that wants a shard acquires its lease, if it is free or has expired. From then on the shard's
 journal takes records of this owner only: each append names the lease's `fence`, a number that grows with each
 owner, and checks it in its own transaction. So an earlier owner can never append, whatever its clock says.
-A fence is not lower than the time in sixteenths of seconds: neither it nor the epochs made of it are used
-again after an older copy of the database was restored.
+A fence is not lower than the time in quarters of seconds: neither it nor the epochs made of it are used again
+after an older copy of the database was restored.
 
     leases = Leases(Database(url), owner="a name of this process", address="10.0.0.7:50051")
     lease = await leases.acquire(3)            # None: another one has it
@@ -44,7 +44,7 @@ _SHORTEST_WATCH_S: Final = 0.05
 _LEASE_ID_BYTES: Final = 16
 # Epochs of workers that an owner can use: a lease of a worker takes one. With the fences of the next 60 years
 # they are less than 2**53, so that every client can read them.
-_EPOCHS_BITS: Final = 18
+_EPOCHS_BITS: Final = 20
 # What an operator can do when the database is not as a gateway has left it.
 RESTORED: Final = (
     "An older copy was restored, or a standby that was behind has taken over: stop all gateways and bring the"
@@ -60,8 +60,8 @@ _COUNT = "SELECT count(*) FROM quire.shards WHERE shard >= 0"
 _ADD = "INSERT INTO quire.shards (shard, lease_id) VALUES ($1, $2) ON CONFLICT DO NOTHING"
 _ACQUIRE = """
     UPDATE quire.shards SET writer = 0, owner = $3, address = $4, session = pg_backend_pid(),
-        -- Sixteenths of seconds since 2026.
-        fence = greatest(fence + 1, floor((extract(epoch FROM clock_timestamp()) - 1767225600) * 16)::bigint),
+        -- Quarters of seconds since 2026.
+        fence = greatest(fence + 1, floor((extract(epoch FROM clock_timestamp()) - 1767225600) * 4)::bigint),
         expires_at = clock_timestamp() + make_interval(secs => $2::float8)
     WHERE shard = $1 AND (expires_at IS NULL OR expires_at <= clock_timestamp() OR owner = $3)
     RETURNING fence, lease_id

@@ -238,16 +238,8 @@ def test_the_next_owner_of_a_shard_has_the_adapters_of_its_caches(tmp_path: Path
     pool = Pool(tmp_path)
     with PostgresServer() as database:
         flags = ["--pool", str(pool.certificates), "--journal", database.url, "--workers-at", pool.listen()]
-        flags += [
-            "--shards",
-            "1",
-            "--adapters",
-            str(adapters),
-            "--orphan-grace-s",
-            "60",
-            "--dtype",
-            "float32",
-        ]
+        flags += ["--shards", "1", "--adapters", str(adapters), "--orphan-grace-s", "60"]
+        flags += ["--dtype", "float32"]
 
         def new() -> GatewayProcess:
             peer = ["--peer-listen", free_address()]

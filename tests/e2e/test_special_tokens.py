@@ -12,7 +12,7 @@ import openai
 import pytest
 from quire import Client, item, tinker
 from quire.errors import InvalidRequest
-from quire.v1 import executor_pb2, runner_pb2
+from quire.v1 import runner_pb2
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -159,7 +159,7 @@ def test_stop_token_ids_are_checked(http: Any) -> None:
         assert (caught.value.param, caught.value.code) == (param, code)
 
 
-def test_a_client_of_tinker_ends_at_the_same_tokens(gateway: HttpGateway) -> None:
+def test_the_tokenizer_of_tinkers_client_knows_special_tokens(gateway: HttpGateway) -> None:
     with tinker.ServiceClient(base_url=gateway.address) as service:
         tokenizer = service.create_sampling_client().get_tokenizer()
     assert [tokenizer.special_id(text) for text in (SPECIAL[STOP], "a", "nowhere")] == [STOP, None, None]
@@ -182,4 +182,3 @@ def test_a_token_beyond_the_vocabulary_is_refused(client: Client, http: Any) -> 
     )
     # A stop text may be such a token: the model cannot choose it.
     assert len(run(client, STOP, stop=[SPECIAL[IMAGE]]).token_ids) == LENGTH
-    assert isinstance(client.model_info(), executor_pb2.GetModelInfoResponse)

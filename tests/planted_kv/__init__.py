@@ -3,7 +3,7 @@
     PLANTED_KV=forwards PYTHONPATH=tests/planted_kv/hook python -m pytest -n 0 tests/e2e/test_adoption.py
 
 plants one in each worker that the tests start, by `hook/sitecustomize.py`. Tests that still pass do not
-depend on the KV that it changes. Nothing of the product knows of it.
+depend on the KV that it changes. The product itself does not know of this.
 """
 
 from __future__ import annotations

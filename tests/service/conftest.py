@@ -31,4 +31,6 @@ def logging_as_before() -> Iterator[None]:
     yield
     structlog.reset_defaults()
     logging.captureWarnings(False)
-    root.handlers[:], root.level = handlers, level
+    root.handlers[:] = handlers
+    # Not as an attribute: loggers remember what they are to log.
+    root.setLevel(level)

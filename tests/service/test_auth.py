@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+import contextvars
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from quire import errors as client_errors
 from quire.v1 import executor_pb2
 
 from service.api.interceptor import CallInterceptor
-from service.auth import authenticator as authenticator_module
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, TokenStore, new_token, read_token_store
 from service.config import Config
@@ -27,14 +27,6 @@ from tests.service.served import channel_to, state_of
 PATIENCE_S = 30.0
 SERVICE = "quire.v1.ModelExecutorService"
 DATA = ("Prefill", "Decode", "ForkCache", "Session")
-
-
-@pytest.fixture(autouse=True)
-def _no_tenant() -> Iterator[None]:
-    """Calls have contexts of their own; a test that authenticates has that of all tests."""
-    before = authenticator_module._current_tenant.set(None)
-    yield
-    authenticator_module._current_tenant.reset(before)
 
 
 def written(path: Path, *parts: str) -> Path:
@@ -257,17 +249,22 @@ def test_with_certificates_a_file_may_have_quotas_only(tmp_path: Path) -> None:
 
 
 PEER = {"x509_common_name": [b"carol"]}
-EXECUTE = f"/{SERVICE}/Decode"
+DECODE = f"/{SERVICE}/Decode"
 
 
 def caller(authenticator: Authenticator, *authorization: str) -> str:
     """As whom a call with carol's certificate is made."""
     metadata = [("authorization", value) for value in authorization]
-    if not authenticator.authenticate(EXECUTE, metadata):
-        authenticator.authenticate_by_certificate(EXECUTE, PEER)
-    tenant = current_tenant()
-    assert tenant is not None
-    return tenant.name
+
+    def call() -> str:
+        if not authenticator.authenticate(DECODE, metadata):
+            authenticator.authenticate_by_certificate(DECODE, PEER)
+        tenant = current_tenant()
+        assert tenant is not None
+        return tenant.name
+
+    # Other tests have no tenant.
+    return contextvars.copy_context().run(call)
 
 
 @pytest.mark.parametrize("content", [None, "[tenants.alice]\nmax_caches = 1"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from service.caches.entries import CacheEntry
 from service.caches.leases import LeaseEnds
 from service.caches.tenants import Tenant
@@ -82,12 +80,8 @@ def test_caches_whose_leases_run_on_are_not_looked_at() -> None:
     assert released == 1024 and Entry.looked == 1024
 
 
-@pytest.fixture
-def gateway() -> Gateway:
-    return Gateway()
-
-
-def test_forgetting_copies_no_tokens(gateway: Gateway) -> None:
+def test_the_caches_of_a_request_are_those_of_its_tenant() -> None:
+    gateway = Gateway()
     cache = gateway.create(1, 2, 3, request_id="r")
     index = gateway.machine.index
     assert index.ids_of("r") == [cache] and index.ids_of("other") == []

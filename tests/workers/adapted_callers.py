@@ -51,10 +51,9 @@ class Text:
     tokens: list[int] = field(default_factory=list)
     chosen: list[tuple[int, int]] = field(default_factory=list)
 
-
-def salt_of(text: Text) -> bytes:
-    """Of a sequence: pages and adoption depend on it."""
-    return b"%d" % text.version
+    @property
+    def salt(self) -> bytes:
+        return b"%d" % self.version
 
 
 class Callers:
@@ -132,7 +131,7 @@ class Callers:
             text.number,
             len(text.tokens),
             tokens,
-            salt=salt_of(text),
+            salt=text.salt,
             adapter=text.version,
             caller=self._dice.randint(1, 3),
             prelaunch=self._dice.random() < 0.6,
@@ -236,7 +235,7 @@ class Callers:
         for text in self.texts.values():
             held = TokenList()
             held.extend(text.tokens)
-            claims.append(Claim(text.number, len(held), token_digest(held.as_array(), salt_of(text))))
+            claims.append(Claim(text.number, len(held), token_digest(held.as_array(), text.salt)))
         self._adopting = set(self.texts)
         sources = ChangeAdapters(self._id(), [*self._sources.values()], all=True)
         self._commands += [Reset(1), Adopt(self._id(), claims), sources]

@@ -96,9 +96,18 @@ def assert_same_config(settings: dict[str, Any]) -> None:
     assert [*ours.eos_token_ids, *([] if ours.bos_token_id is None else [ours.bos_token_id])] == known
 
 
+# With which more of the defaults count.
+FACTORS = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+OPTED: dict[str, dict[str, object]] = {
+    **{name: {"use_sliding_window": True} for name, family in FAMILIES.items() if family.windows_opt_in},
+    "phi3": {"rope_scaling": {"type": "longrope", **FACTORS}, "max_position_embeddings": 8192},
+}
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_all_keys_may_be_absent(model_type: str) -> None:
-    assert_same_config({"model_type": model_type})
+    for opted in ({}, OPTED.get(model_type, {})):
+        assert_same_config({"model_type": model_type, **opted})
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -221,34 +220,6 @@ def assert_errs_no_more_than_transformers(directory: Path, dtype: torch.dtype) -
     logits = decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))
     assert logits.dtype == dtype
     assert (logits.float() - exact).abs().mean() <= 2 * theirs
-
-
-# With which more of their defaults count.
-OPTED: dict[str, dict[str, object]] = {
-    **{name: {"use_sliding_window": True} for name, family in FAMILIES.items() if family.windows_opt_in},
-    "phi3": {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}},
-}
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_what_a_config_leaves_out_is_as_in_transformers(model_type: str, tmp_path: Path) -> None:
-    """The least that a config can say, read by us as it is, and in full as the library writes it."""
-    said = {
-        "model_type": model_type,
-        "vocab_size": 97,
-        "hidden_size": 512,
-        "intermediate_size": 96,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    for opted in ({}, OPTED.get(model_type, {})):
-        (tmp_path / "config.json").write_text(json.dumps(said | opted))
-        bare = ModelConfig.from_directory(tmp_path)
-        AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "whole")
-        assert ModelConfig.from_directory(tmp_path / "whole") == bare
 
 
 def parameters_of(part: object) -> Iterator[torch.Tensor]:

@@ -38,7 +38,6 @@ from workers.sampling import BadLogitsError
 
 torch.set_num_threads(1)
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 NORM = "norm.weight"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -46,64 +48,67 @@ async def test_the_log_names_the_products_once(
     assert said["log_level"] == level
 
 
+@asynccontextmanager
+async def served(kv_pages: int = 8) -> AsyncIterator[tuple[Gateway, PagedAttentionExecutor]]:
+    """A worker that is ready, and the other end of its stream. Neither has ended at the end."""
+    executor = PagedAttentionExecutor.create(kv_pages=kv_pages)
+    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16))
+    gateway = Gateway()
+    stream = asyncio.create_task(gateway.connect(worker))
+    worker.start()
+    try:
+        await gateway.next("ready")
+        yield gateway, executor
+        assert not stream.done() and not worker.ended.done()
+    finally:
+        stream.cancel()
+        worker.stop(5)
+
+
 async def test_snapshots_are_answered_while_a_step_holds_the_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Python code in a step lets go of the interpreter only when it is asked to."""
-    executor = PagedAttentionExecutor.create(kv_pages=8)
-    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16))
-    gateway = Gateway()
-    stream = asyncio.create_task(gateway.connect(worker))
-    worker.start()
-    await gateway.next("ready")
-    run = executor.engine._execute
+    async with served() as (gateway, executor):
+        run = executor.engine._execute
 
-    def busy(*step: Any) -> Any:
-        until_s = time.monotonic() + STEP_S
-        while time.monotonic() < until_s:
-            pass
-        return run(*step)
+        def busy(*step: Any) -> Any:
+            until_s = time.monotonic() + STEP_S
+            while time.monotonic() < until_s:
+                pass
+            return run(*step)
 
-    monkeypatch.setattr(executor.engine, "_execute", busy)
-    forward = worker_pb2.ForwardCommand(
-        sequence=1, token_ids=[1, 2, 3], options=LAST_ROW, kind="OPERATION_KIND_PREFILL"
-    )
-    gateway.ask(op_id=1, forward=forward)
-    during, expected_ns = 0, 0
-    while not executor.engine.status().counts.steps:
-        gateway.ask(op_id=2, snapshot=worker_pb2.SnapshotCommand())
-        snapshot = (await gateway.next("snapshot")).snapshot
-        during += snapshot.step_age_ns > 0
-        expected_ns = max(expected_ns, snapshot.step_expected_ns)
-        await asyncio.sleep(0.01)
-    assert during >= 3, "a gateway that asks a few times in a step is answered"
-    assert 0 < expected_ns < STEP_S * 1e9, "from the steps of the warm-up"
-    stream.cancel()
-    worker.stop(5)
+        monkeypatch.setattr(executor.engine, "_execute", busy)
+        forward = worker_pb2.ForwardCommand(
+            sequence=1, token_ids=[1, 2, 3], options=LAST_ROW, kind="OPERATION_KIND_PREFILL"
+        )
+        gateway.ask(op_id=1, forward=forward)
+        during, expected_ns = 0, 0
+        while not executor.engine.status().counts.steps:
+            gateway.ask(op_id=2, snapshot=worker_pb2.SnapshotCommand())
+            snapshot = (await gateway.next("snapshot")).snapshot
+            during += snapshot.step_age_ns > 0
+            expected_ns = max(expected_ns, snapshot.step_expected_ns)
+            await asyncio.sleep(0.01)
+        assert during >= 3, "a gateway that asks a few times in a step is answered"
+        assert 0 < expected_ns < STEP_S * 1e9, "from the steps of the warm-up"
 
 
 async def test_a_replay_is_not_counted_as_a_prefill() -> None:
-    executor = PagedAttentionExecutor.create(kv_pages=8)
-    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16))
-    gateway = Gateway()
-    stream = asyncio.create_task(gateway.connect(worker))
-    worker.start()
-    await gateway.next("ready")
-    for kind in ("PREFILL", "REPLAY"):
-        forward = worker_pb2.ForwardCommand(
-            sequence=1, token_ids=[1, 2, 3], options=LAST_ROW, kind=f"OPERATION_KIND_{kind}"
-        )
-        gateway.ask(op_id=1, forward=forward)
-        await gateway.next("forward")
-    gateway.ask(op_id=2, snapshot=worker_pb2.SnapshotCommand(ordered=True))
-    while (event := await gateway.next("snapshot")).op_id != 2:
-        pass
-    counts, pool = event.snapshot.counts, event.snapshot.pool
-    assert (counts.prefill_operations, counts.replay_operations) == (1, 1)
-    assert min(counts.prefill_ns, counts.replay_ns) > 0
-    assert pool.prefix_query_tokens == 3, "nobody has asked for the tokens of a replay"
-    stream.cancel()
-    worker.stop(5)
+    async with served() as (gateway, _):
+        for kind in ("PREFILL", "REPLAY"):
+            forward = worker_pb2.ForwardCommand(
+                sequence=1, token_ids=[1, 2, 3], options=LAST_ROW, kind=f"OPERATION_KIND_{kind}"
+            )
+            gateway.ask(op_id=1, forward=forward)
+            await gateway.next("forward")
+        gateway.ask(op_id=2, snapshot=worker_pb2.SnapshotCommand(ordered=True))
+        while (event := await gateway.next("snapshot")).op_id != 2:
+            pass
+        counts, pool = event.snapshot.counts, event.snapshot.pool
+        assert (counts.prefill_operations, counts.replay_operations) == (1, 1)
+        assert min(counts.prefill_ns, counts.replay_ns) > 0
+        assert pool.prefix_query_tokens == 3, "nobody has asked for the tokens of a replay"
 
 
 @pytest.mark.parametrize(
@@ -112,22 +117,15 @@ async def test_a_replay_is_not_counted_as_a_prefill() -> None:
 )
 async def test_decodes_that_cannot_be_read_fail_alone(cut_bytes: int, options: list[bytes]) -> None:
     """Before, they ended the stream, and so all that the worker computed."""
-    executor = PagedAttentionExecutor.create(kv_pages=8)
-    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16))
-    gateway = Gateway()
-    stream = asyncio.create_task(gateway.connect(worker))
-    worker.start()
-    await gateway.next("ready")
-    row = struct.pack("<9Q", 7, 1, 1, 5, 3, 1, 0, 0, 0)
-    bad = worker_pb2.DecodesCommand(rows=row[: len(row) - cut_bytes], options=options)
-    gateway.ask(decodes=bad)
-    if bad.rows:
-        assert (await gateway.next("error")).op_id == 7
-    gateway.ask(op_id=8, snapshot=worker_pb2.SnapshotCommand())
-    while (await gateway.next("snapshot")).op_id != 8:
-        pass
-    stream.cancel()
-    worker.stop(5)
+    async with served() as (gateway, _):
+        row = struct.pack("<9Q", 7, 1, 1, 5, 3, 1, 0, 0, 0)
+        bad = worker_pb2.DecodesCommand(rows=row[: len(row) - cut_bytes], options=options)
+        gateway.ask(decodes=bad)
+        if bad.rows:
+            assert (await gateway.next("error")).op_id == 7
+        gateway.ask(op_id=8, snapshot=worker_pb2.SnapshotCommand())
+        while (await gateway.next("snapshot")).op_id != 8:
+            pass
 
 
 def draws(**settings: Any) -> bytes:
@@ -154,40 +152,36 @@ async def test_a_command_that_cannot_be_decoded_is_an_error_of_that_command(
             super().__init__(**given)
 
     monkeypatch.setattr(wire, "Sampling", OldSampling)
-    executor = PagedAttentionExecutor.create(kv_pages=32)
-    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16))
-    gateway = Gateway()
-    stream = asyncio.create_task(gateway.connect(worker))
-    worker.start()
-    await gateway.next("ready")
-    prefill: dict[str, Any] = {"token_ids": [1, 2], "kind": "OPERATION_KIND_PREFILL"}
-    for op_id in (11, 12, 13, 14):
-        gateway.ask(
-            op_id=op_id, forward=worker_pb2.ForwardCommand(sequence=op_id, options=LAST_ROW, **prefill)
+    async with served(kv_pages=32) as (gateway, _):
+        prefill: dict[str, Any] = {"token_ids": [1, 2], "kind": "OPERATION_KIND_PREFILL"}
+        for op_id in (11, 12, 13, 14):
+            gateway.ask(
+                op_id=op_id, forward=worker_pb2.ForwardCommand(sequence=op_id, options=LAST_ROW, **prefill)
+            )
+            assert (await gateway.next("forward")).op_id == op_id
+        unknown, garbage = draws(penalty_from=1), b"\xff\xff"
+        rows = [of_a_decode(11, 0), of_a_decode(12, 1), of_a_decode(13, 2), of_a_decode(14, 3)]
+        decodes = worker_pb2.DecodesCommand(
+            rows=b"".join(struct.pack("<9Q", *row) for row in rows),
+            options=[LAST_ROW, unknown, garbage, draws()],
         )
-        assert (await gateway.next("forward")).op_id == op_id
-    unknown, garbage = draws(penalty_from=1), b"\xff\xff"
-    rows = [of_a_decode(11, 0), of_a_decode(12, 1), of_a_decode(13, 2), of_a_decode(14, 3)]
-    decodes = worker_pb2.DecodesCommand(
-        rows=b"".join(struct.pack("<9Q", *row) for row in rows), options=[LAST_ROW, unknown, garbage, draws()]
-    )
-    commands = [worker_pb2.WorkerCommand(decodes=decodes)]
-    for op_id, options in ((21, LAST_ROW), (22, unknown), (23, garbage), (24, draws(seed=1))):
-        forward = worker_pb2.ForwardCommand(sequence=op_id, options=options, **prefill)
-        commands.append(worker_pb2.WorkerCommand(op_id=op_id, forward=forward))
-    commands += [worker_pb2.WorkerCommand(op_id=31), worker_pb2.WorkerCommand(op_id=32, replace_weights={})]
-    gateway.requests.put_nowait(worker_pb2.ConnectRequest(commands=commands))
-    gateway.ask(op_id=99, snapshot=worker_pb2.SnapshotCommand(ordered=True))
-    found: dict[int, str] = {}
-    while not {11, 14, 21, 24, 12, 13, 22, 23, 31, 32, 99} <= found.keys():
-        event = await asyncio.wait_for(gateway.events.get(), 30)
-        if event.WhichOneof("event") == "decodes":
-            numbers = struct.unpack(f"<{len(event.decodes.rows) // 8}Q", event.decodes.rows)
-            found.update(dict.fromkeys(numbers[::5], "decodes"))
-        else:
-            found[event.op_id] = str(event.WhichOneof("event"))
-    failed = {op_id for op_id, kind in found.items() if kind == "error"}
-    assert failed == {12, 13, 22, 23, 31, 32}
-    assert not stream.done() and not worker.ended.done()
-    stream.cancel()
-    worker.stop(5)
+        commands = [worker_pb2.WorkerCommand(decodes=decodes)]
+        for op_id, options in ((21, LAST_ROW), (22, unknown), (23, garbage), (24, draws(seed=1))):
+            forward = worker_pb2.ForwardCommand(sequence=op_id, options=options, **prefill)
+            commands.append(worker_pb2.WorkerCommand(op_id=op_id, forward=forward))
+        commands += [
+            worker_pb2.WorkerCommand(op_id=31),
+            worker_pb2.WorkerCommand(op_id=32, replace_weights={}),
+        ]
+        gateway.requests.put_nowait(worker_pb2.ConnectRequest(commands=commands))
+        gateway.ask(op_id=99, snapshot=worker_pb2.SnapshotCommand(ordered=True))
+        found: dict[int, str] = {}
+        while not {11, 14, 21, 24, 12, 13, 22, 23, 31, 32, 99} <= found.keys():
+            event = await asyncio.wait_for(gateway.events.get(), 30)
+            if event.WhichOneof("event") == "decodes":
+                numbers = struct.unpack(f"<{len(event.decodes.rows) // 8}Q", event.decodes.rows)
+                found.update(dict.fromkeys(numbers[::5], "decodes"))
+            else:
+                found[event.op_id] = str(event.WhichOneof("event"))
+        failed = {op_id for op_id, kind in found.items() if kind == "error"}
+        assert failed == {12, 13, 22, 23, 31, 32}

@@ -15,7 +15,7 @@ import pytest
 from workers.common import trusted
 from workers.common.trusted import require_trusted
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 ANOTHER = 4_321
 
 

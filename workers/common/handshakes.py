@@ -1,4 +1,4 @@
-"""Closes connections on which nobody has said who they are, so that they keep no others out.
+"""Closes connections whose client has not identified itself, so that they keep no others out.
 
 gRPC accepts connections itself, limits how many there are, and closes the newest beyond that. So whoever
 opens enough and says nothing would keep all others out. Here the oldest are closed instead, of each address
@@ -81,7 +81,7 @@ class Handshakes:
                     unknown[inode] = self._unknown_since_s.get(inode, now_s)
                 elif self._is_final:
                     self._others.add(inode)
-            # Inodes are about in the order of their making.
+            # Sockets that are made one after the other have increasing inodes, nearly always.
             order = sorted(unknown, key=lambda inode: (unknown[inode], inode))
             of_address = Counter(held[inode][0][0] for inode in order)
             closed: set[int] = set()
@@ -107,7 +107,7 @@ class Handshakes:
         found: dict[int, tuple[Peer, socket.socket]] = {}
         others: set[int] = set()
         for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208 - names, and no objects for each
-            # Skips what is closed meanwhile.
+            # What is closed meanwhile is left out.
             with contextlib.suppress(OSError):
                 status = os.fstat(int(name))
                 if not stat.S_ISSOCK(status.st_mode):
@@ -155,7 +155,7 @@ def peer_named(name: str) -> Peer | None:
 
 
 def has_spoken(_peer: Peer, connection: socket.socket) -> bool:
-    """Whether a client has sent as much as the begin of a handshake. True where the system does not tell."""
+    """Whether a client has sent as much as a handshake begins with. True where the system does not tell."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     except (OSError, AttributeError):

@@ -65,12 +65,11 @@ class ModelExecutor:
         self.text = text or ModelText()
         self._model = model
         self._capabilities = dataclasses.replace(
-            _capabilities(self.name, model, engine), backend_reason=backend_reason
+            _capabilities(self.name, model, engine),
+            supports_lora=adapters is not None,
+            max_lora_adapters=0 if adapters is None else adapters.max_adapters,
+            backend_reason=backend_reason,
         )
-        if adapters is not None:
-            self._capabilities = dataclasses.replace(
-                self._capabilities, supports_lora=True, max_lora_adapters=adapters.max_adapters
-            )
         self._op_ids = itertools.count(1)
         self._closed = False
 

@@ -7,8 +7,9 @@ Dimension letters: T tokens of the batch; R wanted rows; C hidden width; V vocab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -154,18 +155,13 @@ class Decoder:
         if self._shard.group is not None:
             return {}
 
-        def rows_of(matrix: Weight) -> Callable[[range], torch.Tensor]:
-            def rows(which: range) -> torch.Tensor:
-                indices = torch.tensor(which, device=self.device)
-                return matrix.rows(indices) if isinstance(matrix, PackedWeight) else matrix[indices]
-
-            return rows
+        def rows(matrix: Weight, which: range) -> torch.Tensor:
+            indices = torch.tensor(which, device=self.device)
+            return matrix.rows(indices) if isinstance(matrix, PackedWeight) else matrix[indices]
 
         shape = self.config.vocab_size, self.config.hidden_size
-        return {
-            "model.embed_tokens.weight": BaseMatrix(shape, rows_of(self.embedding)),
-            "lm_head.weight": BaseMatrix(shape, rows_of(self.lm_head)),
-        }
+        named = {"model.embed_tokens.weight": self.embedding, "lm_head.weight": self.lm_head}
+        return {name: BaseMatrix(shape, partial(rows, matrix)) for name, matrix in named.items()}
 
     def allocate_lora(self, slots: int, max_rank: int) -> None:
         """Make empty slots for adapters of ranks up to `max_rank`. Once, after the parameters are packed."""

@@ -6,21 +6,21 @@ that is wrong, missing, or in another place changes it. Up to the logits there a
 exact sums, so the bits are the same in any batch, in chunks of any size, and on any machine.
 
 Let turn(i, x) = x * 16807^(i + 2) mod P, with the prime P = 2^31 - 1. Let sign(i, x) be 1 if that is below
-P / 2, and otherwise -1. Embeddings are rows of such signs, where the plainest model of this kind has one-hot
-ones. In key-value head k of K, with N = D - 2, token t at position p has the embedding
+P / 2, and otherwise -1. An embedding is a row of such signs, where the simplest model of this kind has a
+one-hot row. In key-value head k of K, with N = D - 2, token t at position p has the embedding
 
     1, p, and for c = 0 .. N - 1: sign(k * N + c, t + 1) * sign(K * N + k * N + c, p + 1)
 
-Key and value are the embedding. The query is what a head looks for in others: of the query heads that share
-a key-value head, the first accepts all positions, and the one with index g those that have its own token's
-sign c = (p + g) mod N. The score of position s, whose key is at place a of the sequence, is
+Key and value are the embedding. Of the query heads that share a key-value head, the first accepts all
+positions. The one with index g accepts those whose embedding has the same sign number c = (p + g) mod N as
+that of position p. The score of position s, whose key is at place a of the sequence, is
 
     ln 2 * ((p - s) - (p - a) - 128 * (1 if sign c differs, else 0))   without the last term in the first head
 
 The first and the last term are a product of query and key; the middle one is ALiBi's. Keys that are in their
 places and accepted have the score 0, and a sink has 64 * ln 2. So each accepted position has the weight
 2^-64, others have none in float32, and a head's result times 2^64 is the sum of the accepted embeddings:
-whole numbers. (A key that is d places after its own has 2^d times this weight.)
+whole numbers. A key that is d places behind its own place has 2^d times this weight.
 
 The sums of all heads and elements but p's, numbered j = 0 .. H * D - 1, become one phase for each i < D / 2:
 the sum over j of sums[j] * (16807^(i * H * D + j + 2) mod P), modulo 8191. The logit of token t is

@@ -1,12 +1,12 @@
 """The tokens that the files beside tokenizer.json describe, read as transformers' AutoTokenizer reads them.
 
-Of a tokenizer that is loaded from tokenizer.json as it is: classes that build their own one from its
-vocabulary, and the special tokens that such a class has by default, are not known here.
+This is for tokenizers that are loaded from tokenizer.json as it is. Not known here are classes that build
+a tokenizer of their own from its vocabulary, and the special tokens that such a class has by default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,7 +24,7 @@ ADDED_TOKENS_FILE = "added_tokens.json"
 _MAX_CONFIG_BYTES = 16 << 20
 # The names that every tokenizer has, in the order in which transformers adds their tokens.
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Of the description of a token, where another object could be.
+# What the description of a token says of itself where another object could be.
 _TYPE = "AddedToken"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _DESCRIBED, _LEGACY_EXTRA, _EXTRA, _OTHER = (
@@ -116,9 +116,12 @@ def read_token_settings(directory: Path) -> TokenSettings:
     with errors_naming(directory / TOKENIZER_CONFIG_FILE):
         if _LEGACY_EXTRA in settings and not settings.get(_EXTRA):
             settings[_EXTRA] = settings.pop(_LEGACY_EXTRA)
-        others = {name: settings.pop(name) for name in list(settings) if _is_other_name(name, settings)}
-        if _is_named_tokens(settings.get(_EXTRA)):
-            others.update(_object(settings.pop(_EXTRA), _EXTRA))
+        texts = [name for name, value in settings.items() if _is_other_name(name) and isinstance(value, str)]
+        others = {name: settings.pop(name) for name in texts}
+        extra = settings.get(_EXTRA)
+        if isinstance(extra, dict) and not _is_typed(extra):
+            others.update(extra)
+            del settings[_EXTRA]
         if others:
             settings[_OTHER] = others
         is_described = _DESCRIBED in settings
@@ -129,9 +132,9 @@ def read_token_settings(directory: Path) -> TokenSettings:
         with errors_naming(directory / SPECIAL_TOKENS_FILE):
             settings |= _special(special_tokens, settings)
             tokens = _tokens(settings)
+        named = (token for name, token in tokens.named.items() if name in _NAMES and token is not None)
         # Those of the older name count too late for added_tokens.json.
-        extra = tokens.extra if _EXTRA in settings else ()
-        special = {_text(token) for token in (*_standard(tokens.named), *extra)}
+        special = {_text(token) for token in (*named, *(tokens.extra if _EXTRA in settings else ()))}
         indexes = _read(directory / ADDED_TOKENS_FILE)
         with errors_naming(directory / ADDED_TOKENS_FILE):
             added = _indexed(indexes, special)
@@ -170,7 +173,7 @@ def _tokens(settings: Mapping[str, object]) -> TokenSettings:
         name: _token(settings[name], name) for name in _NAMES if name in settings
     }
     for name, value in settings.items():
-        if name.endswith("_token") and name not in _NAMES and (isinstance(value, str) or _is_typed(value)):
+        if _is_other_name(name) and (isinstance(value, str) or _is_typed(value)):
             named[name] = _token(value, name)
     for name, value in _object(settings.get(_OTHER), _OTHER).items():
         named[name] = _token(value, name)
@@ -243,22 +246,14 @@ def _in_order(named: Mapping[str, Token | None]) -> dict[str, Token | None]:
     return {name: named[name] for name in (*_NAMES, *named) if name in named}
 
 
-def _standard(named: Mapping[str, Token | None]) -> Iterable[Token]:
-    return (token for name, token in named.items() if name in _NAMES and token is not None)
-
-
-def _is_other_name(name: str, settings: Mapping[str, object]) -> bool:
-    """Whether it is a setting with a special token of this kind of model, such as image_token."""
-    return name.endswith("_token") and name not in _NAMES and isinstance(settings[name], str)
+def _is_other_name(name: str) -> bool:
+    """Whether it can be that of a special token which only some kinds of models have, such as image_token."""
+    return name.endswith("_token") and name not in _NAMES
 
 
 def _is_typed(value: object) -> bool:
     """Whether it is the description of a token, and not another object."""
     return isinstance(value, dict) and value.get("__type") == _TYPE
-
-
-def _is_named_tokens(value: object) -> bool:
-    return isinstance(value, dict) and not _is_typed(value)
 
 
 def _object(value: object, name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
@@ -180,7 +180,6 @@ SCHEMAS = st.recursive(LEAVES, extended, max_leaves=5)
 
 
 @given(schema=SCHEMAS, inner=LEAVES, seed=st.integers(0, 1 << 20))
-@settings(max_examples=150, deadline=None)
 def test_every_finished_sample_is_valid(
     server: GrammarServer, schema: dict[str, Any], inner: dict[str, Any], seed: int
 ) -> None:
