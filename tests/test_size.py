@@ -14,7 +14,7 @@ from benchmarks.size.lines import PRODUCT, longest_file, most_methods, num_lines
 from benchmarks.size.way import TYPES, Way, way_of
 from tests.gateway_process import GatewayProcess
 
-SERVICE_LINES = 35_200
+SERVICE_LINES = 35_210
 PRODUCT_LINES = 79_900
 LONGEST_FILE_LINES = 575
 MOST_METHODS = 34

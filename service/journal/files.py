@@ -348,6 +348,11 @@ def checkpoint(db: sqlite3.Connection) -> bool:
     return not busy and in_log == done
 
 
+def data_version(db: sqlite3.Connection) -> int:
+    """Changes when another connection has written to the database. Raises sqlite3.Error."""
+    return int(_fetch_one(db, "PRAGMA data_version")[0])
+
+
 def last_seq(db: sqlite3.Connection) -> int:
     """The number of the last row, even if it was dropped since. Raises sqlite3.Error."""
     (last,) = _fetch_one(db, "SELECT coalesce(max(seq), 0) FROM log")

@@ -26,6 +26,7 @@ from service.journal.files import (
     LostRows,
     NotOwner,
     checkpoint,
+    data_version,
     first_seq,
     last_seq,
     write_meta,
@@ -73,6 +74,7 @@ class Writer:
         self.model: str | None = None
         self._files = files
         self._db: sqlite3.Connection | None = db
+        self._data_version = data_version(db)
         self._on_written = on_written
         self._on_loss = on_loss
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -303,7 +305,7 @@ class Writer:
         except BaseException:
             db.close()
             raise
-        self._db, self._waits_for_locks = db, True
+        self._db, self._waits_for_locks, self._data_version = db, True, data_version(db)
 
     def _overwrite(self, db: sqlite3.Connection) -> None:
         db.execute("BEGIN IMMEDIATE")
@@ -365,12 +367,19 @@ class Writer:
             return
         try:
             self._files.require_unchanged()
+            version = data_version(self._db)
+            if version != self._data_version:
+                # Another program has written by way of SQLite. This checkpoint would bring that into the file.
+                self._files.require_rows(self.first_seq, self.next_seq - 1)
+                self._data_version = version
             try:
                 is_complete = checkpoint(self._db)
             finally:
                 self._files.has_written()
             if is_complete:
                 self._files.high_water_mark.write(self.next_seq - 1, synced=True)
+        except LostRows as error:
+            self._failed(error)
         except FAILURES as error:
             self._warn("a checkpoint of the journal failed", error)
 

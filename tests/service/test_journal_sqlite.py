@@ -369,6 +369,21 @@ async def test_nothing_is_durable_any_more_behind_rows_that_were_lost(
     journal.close()
 
 
+async def test_rows_deleted_before_a_checkpoint_of_the_gateway_are_noticed_by_it(tmp_path: Path) -> None:
+    """It would bring the deletion into the file, which then is as the gateway has left it."""
+    with contextlib.closing(open_journal(tmp_path / "journal")) as journal:
+        running = asyncio.create_task(journal.run())
+        assert await commit(journal, created(1))
+        for position in range(5):
+            assert await commit(journal, appended(1, position, 7))
+        with contextlib.closing(sqlite3.connect(tmp_path / "journal" / "journal.db")) as db, db:
+            db.execute("DELETE FROM log WHERE seq = 3")
+        journal._writer.append(journal._writer._checkpoint)
+        with pytest.raises(OwnershipLost, match="1 of its rows are missing"):
+            await running
+        assert not await commit(journal, appended(1, 5, 7))
+
+
 async def test_what_another_program_writes_without_a_loss_stops_nothing(journal: SqliteJournal) -> None:
     """Such as a checkpoint by an operator's shell: it changes the file, but no rows."""
     directory = journal._files.path.parent
