@@ -369,7 +369,7 @@ class Writer:
             self._files.require_unchanged()
             version = data_version(self._db)
             if version != self._data_version:
-                # Another program has written by way of SQLite. This checkpoint would bring that into the file.
+                # Another program has written by way of SQLite: this checkpoint would bring it into the file.
                 self._files.require_rows(self.first_seq, self.next_seq - 1)
                 self._data_version = version
             try:
