@@ -15,25 +15,22 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from service.text import task_loop
+from service.text.grammar_vocabulary import LIMITS, NO_FORCING, Vocabulary
 from service.text.json_schema import has_rare_escapes, prepared
 from service.text.schema_patterns import SchemaError, check_backslash
 from service.text.schema_values import Schema, Validator
 
 _MAX_GRAMMARS = 64
 _MAX_MATCHERS = 1024
-# Masks allow every token that fits the grammar. With forcing, the library would tokenize forced text itself,
-# which goes wrong with tokenizers that add or drop spaces.
-_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # Whitespace between the parts of a JSON value. Limited, or a model could write whitespace for ever.
 _JSON_WHITESPACE = r"(\x20|\n[\x20\t]{0,20})?"
 # One space may come first: a prompt may end before the space of its next word.
 _JSON_LARK = 'start: " "? @value'
 # The library's errors include the lines around the error.
 _EXCERPT = re.compile(r"\n *[0-9]+ \| ")
-_LIMITS = LLParserLimits(verbose_errors=False)
 
 
 class GrammarError(Exception):
@@ -84,7 +81,7 @@ class GrammarServer:
         try:
             if request["method"] == "set_vocabulary":
                 self._tokens = [text.encode("latin-1") for text in request["tokens"]]
-                self._tokenizer = LLTokenizer(_Tokens(self._tokens, request["special_ids"]))
+                self._tokenizer = LLTokenizer(Vocabulary(self._tokens, request["special_ids"]))
             elif request["method"] == "compile":
                 _mask(self._compiled(request["kind"], request["text"]).matcher.deep_copy())
             elif (sample := self._sample(request)) is None:
@@ -129,25 +126,10 @@ class GrammarServer:
             validator, grammar = Validator(schema), _schema_grammar(schema)
         else:
             grammar = _grammar_text(kind, text)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise GrammarError(_reason(matcher, kind))
         return _Grammar(matcher, validator)
-
-
-class _Tokens(TokenizerWrapper):
-    """The vocabulary as the library needs it. The library appends a token for the end of a text."""
-
-    def __init__(self, tokens: list[bytes], special_ids: list[int]) -> None:
-        self.tokens = tokens
-        self.special_token_ids = special_ids
-        self.eos_token_id = None  # type: ignore[assignment] # the library adds one
-        self.bos_token_id = None
-        self.is_tokenizer_wrapper = True
-
-    def __call__(self, text: str) -> list[int]:
-        """Never called, since nothing is forced."""
-        raise NotImplementedError
 
 
 def _mask(matcher: LLMatcher) -> tuple[bool, bytes]:
@@ -165,8 +147,8 @@ def _grammar_text(kind: str, text: str) -> str:
     """An expression or a grammar in the library's own format. Raises SchemaError."""
     if kind == "regex":
         check_backslash(text)
-        return _to_json({"lark_grammar": f"start: /{regex_to_lark(text)}/{_OPTIONS}"})
-    return _to_json({"lark_grammar": text + _OPTIONS})
+        return _to_json({"lark_grammar": f"start: /{regex_to_lark(text)}/{NO_FORCING}"})
+    return _to_json({"lark_grammar": text + NO_FORCING})
 
 
 def _parsed(text: str) -> Schema:
@@ -189,7 +171,7 @@ def _schema_grammar(schema: Schema) -> str:
         # With numbers as escapes, a declared name could be written as an additional one.
         guidance["json_allowed_escapes"] = 'nrbtf\\"'
     schema = prepared(schema) | {"x-guidance": guidance}
-    return _to_json({"lark_grammar": _JSON_LARK + _OPTIONS}, {"name": "value", "json_schema": schema})
+    return _to_json({"lark_grammar": _JSON_LARK + NO_FORCING}, {"name": "value", "json_schema": schema})
 
 
 def _to_json(*grammars: dict[str, Any]) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import json
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer
+
+from service.text.grammar_vocabulary import LIMITS, NO_FORCING, Vocabulary
 
 # The most names that `names_of` returns, and their longest text in bytes.
 _MAX_NAMES = 64
 _MAX_NAME_BYTES = 256
-_LIMITS = LLParserLimits(verbose_errors=False)
 
 
 class SchemaError(Exception):
@@ -27,33 +28,20 @@ def check_backslash(expression: object) -> None:
         raise SchemaError("the regular expression ends in a lone backslash")
 
 
-class _Bytes(TokenizerWrapper):
-    """A vocabulary of the 256 bytes."""
-
-    def __init__(self) -> None:
-        self.tokens = [bytes([byte]) for byte in range(256)]
-        self.special_token_ids = []
-        self.eos_token_id = self.bos_token_id = None  # type: ignore[assignment] # the library adds one
-        self.is_tokenizer_wrapper = True
-
-    def __call__(self, text: str) -> list[int]:
-        """Never called, since nothing is forced."""
-        raise NotImplementedError
-
-
 @functools.cache
 def _byte_tokenizer() -> LLTokenizer:
-    return LLTokenizer(_Bytes())
+    """Of a vocabulary of the 256 bytes."""
+    return LLTokenizer(Vocabulary([bytes([byte]) for byte in range(256)], []))
 
 
 @functools.lru_cache(256)
 def _texts(pattern: str) -> LLMatcher:
     """The texts in JSON that a pattern matches somewhere. Raises SchemaError."""
     grammars = [
-        {"lark_grammar": 'start: @value\n%llguidance {"no_forcing": true}'},
+        {"lark_grammar": "start: @value" + NO_FORCING},
         {"name": "value", "json_schema": {"type": "string", "pattern": pattern}},
     ]
-    matcher = LLMatcher(_byte_tokenizer(), json.dumps({"grammars": grammars}), log_level=0, limits=_LIMITS)
+    matcher = LLMatcher(_byte_tokenizer(), json.dumps({"grammars": grammars}), log_level=0, limits=LIMITS)
     if matcher.is_error():
         raise SchemaError(matcher.get_error())
     return matcher
