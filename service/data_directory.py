@@ -65,16 +65,13 @@ def data_directory(config: Config) -> Path | None:
     return state_dir() / f"{_NOT_IN_NAMES.sub('-', config.listen).strip('-')}-{model}"
 
 
-def why_not_writable(directory: Path) -> str:
-    """Why nothing can be made in a directory; "" if it can. Leaves nothing behind.
+def require_writable(directory: Path) -> None:
+    """Raises OSError if nothing can be made in a directory. Leaves nothing behind.
 
     Permissions do not say it: of a read-only file system, of /proc, or to root.
     """
-    try:
-        with tempfile.TemporaryFile(dir=directory):
-            return ""
-    except OSError as error:
-        return str(error.strerror)
+    with tempfile.TemporaryFile(dir=directory):
+        pass
 
 
 def prepare(config: Config) -> None:
@@ -93,8 +90,7 @@ def prepare(config: Config) -> None:
             raise StateUnusable(directory, error) from None
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        require_writable(directory)
     except OSError as error:
         if config.journal != "memory":
             raise StateUnusable(directory, error) from None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from service.cli.state import unused
 from service.config import Config, ConfigError
 from service.config_sources import Settings, json_schema, line_of, read_settings
-from service.data_directory import data_directory, why_not_writable
+from service.data_directory import data_directory, require_writable
 from service.journal.base import JournalUnusable
 from service.journal.files import DATABASE
 from service.logging import configure_logging
@@ -221,16 +221,19 @@ def _state(config: Config) -> Iterator[ConfigError]:
     there = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110
     if not there.is_dir():
         yield ConfigError("data_dir", "", str(directory), f"{there} is a file")
-    elif why_not := why_not_writable(there):
-        yield ConfigError("data_dir", "", str(directory), f"{there} cannot be written to ({why_not})")
-    else:
-        model_tag = None
-        if config.journal in ("auto", "sqlite") and (directory / DATABASE).exists():
-            try:
-                model_tag = read_journal(directory).model_tag
-            except JournalUnusable as error:
-                yield ConfigError("data_dir", "", str(directory), str(error))
-        yield from _loaded_last(config, directory, model_tag)
+        return
+    try:
+        require_writable(there)
+    except OSError as error:
+        yield ConfigError("data_dir", "", str(directory), f"{there} cannot be written to ({error.strerror})")
+        return
+    model_tag = None
+    if config.journal in ("auto", "sqlite") and (directory / DATABASE).exists():
+        try:
+            model_tag = read_journal(directory).model_tag
+        except JournalUnusable as error:
+            yield ConfigError("data_dir", "", str(directory), str(error))
+    yield from _loaded_last(config, directory, model_tag)
 
 
 def _loaded_last(config: Config, directory: Path, model_tag: str | None) -> Iterator[ConfigError]:
