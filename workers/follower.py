@@ -141,8 +141,8 @@ class Follower:
         self._drop_weights()
         return {"fingerprint": description.fingerprint, "weight_bytes": description.weight_bytes}
 
-    def _answer_read_adapter(self, directory: str, identity: str, key: int, limits: dict[str, Any]) -> None:
-        source = AdapterSource(key, directory, identity)
+    def _answer_read_adapter(self, directory: str, digest: str, key: int, limits: dict[str, Any]) -> None:
+        source = AdapterSource(key, directory, digest)
         adapter = read_source(source, self._model.lora_modules(), LoraLimits(**limits))
         self._adapters[key] = self._model.pack_lora(adapter.weights)
 

@@ -431,7 +431,8 @@ class AdapterSource:
 
     number: int
     directory: str
-    identity: str = ""
+    # See `content_digest` in workers/common/adapter_files.py. Empty: whatever they contain.
+    digest: str = ""
     pinned: bool = False
 
 

@@ -226,14 +226,14 @@ def test_a_number_that_was_given_to_another_adapter_is_read_again() -> None:
     forward = bench.forward(1)
     assert not bench.scheduled and not bench.model.slots
     # While that is read, it changes once more.
-    bench.change(dataclasses.replace(source(1), identity="adapter 1"))
+    bench.change(dataclasses.replace(source(1), digest="adapter 1"))
     waiting = bench.forward(1)
     for _ in range(3):
         bench.advance()
     assert [one.op_id for one in bench.results if isinstance(one, Failed)] == [forward.op_id]
     assert bench.scheduled == [waiting]
     # A pinned adapter is the same one.
-    bench.change(dataclasses.replace(source(1, pinned=True), identity="adapter 1"))
+    bench.change(dataclasses.replace(source(1, pinned=True), digest="adapter 1"))
     assert list(bench.model.slots.values()) == ["adapter 1"]
 
 

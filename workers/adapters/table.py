@@ -293,4 +293,4 @@ class AdapterTable(Generic[_Weights]):
 
 
 def _has_files_of(known: KnownAdapter[_Weights], source: AdapterSource) -> bool:
-    return (known.source.directory, known.source.identity) == (source.directory, source.identity)
+    return (known.source.directory, known.source.digest) == (source.directory, source.digest)

@@ -162,12 +162,12 @@ def read_source(
     adapter = read_adapter(
         directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes, base=base
     )
-    if source.identity:
+    if source.digest:
         try:
             digest = content_digest(directory)
         except OSError as error:
             raise AdapterError(f"cannot be read: {error.strerror}") from error
-        if digest != source.identity or identity(directory) != adapter.identity:
+        if digest != source.digest or identity(directory) != adapter.identity:
             raise AdapterError("the files of the adapter have changed since it was found")
     return adapter
 

@@ -85,7 +85,7 @@ def ranked_adapters(model: Model, limits: LoraLimits, ranks: RankGroup) -> Adapt
         with ranks.asking(
             "read_adapter",
             directory=source.directory,
-            identity=source.identity,
+            digest=source.digest,
             key=key,
             limits=dataclasses.asdict(limits),
         ) as answers:
