@@ -10,7 +10,8 @@ another id there: then the lock file was removed and another gateway has opened 
 
 It also stops if the rows are not as it has left them. A row is inserted only behind the last one that it has
 written. SQLite does not notice a file that was overwritten in place, since it has pages in memory. But nobody
-else writes to `journal.db`: if its time or size has changed, another connection looks at all rows.
+else writes to `journal.db`: if its time or size has changed, another connection looks at all rows. So it
+does before a checkpoint, if another program has written by way of SQLite.
 
 Errors of SQLite or the system become a JournalUnusable that tells the operator what to do.
 """
