@@ -9,7 +9,7 @@ import random
 import shutil
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,7 +29,7 @@ from service.errors import AdapterLimit, AdapterNotFound, InvalidArgument, Messa
 from service.uploads import RESERVE_BYTES
 from tests.service.served import state_of
 from workers.adapters.adapter import identity as worker_identity
-from workers.common.adapter_files import FILES
+from workers.common.adapter_files import FILES, content_digest
 
 MAX_BYTES = 1 << 20
 
@@ -337,4 +337,40 @@ async def test_a_file_that_is_too_large_is_refused_before_it_is_copied(
     assert sum(written) == len(b"content"), "the config only"
     # Nor is one of the operator's directory read.
     monkeypatch.setattr(store, "content_digest", lambda _: pytest.fail("it is read"))
-    assert store.scan(tmp_path, {}, MAX_BYTES) == {"source": (identity(source), "")}
+    scanned = store.scan(tmp_path, {}, MAX_BYTES)
+    assert scanned is not None and scanned[0] == {"source": (identity(source), "")}
+
+
+async def test_adapters_that_cannot_be_used_are_read_once_and_never_on_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, all their weights were read every five seconds, and the event loop looked at each directory."""
+    monkeypatch.setattr(loader, "_INTERVAL_S", 0.0)
+    directory = tmp_path / "adapters"
+    write_files(directory / "not a name")
+    for number in range(12):
+        write_files(directory / f"a{number}")
+    read: Counter[str] = Counter()
+    digest_of = content_digest
+
+    def count(path: Path) -> str:
+        read[path.name] += 1
+        return digest_of(path)
+
+    monkeypatch.setattr(store, "content_digest", count)
+    server = Server(tmp_path / "data", adapters=str(directory))
+    assert len(numbers_of(server)) == 10, "of 12, the limit"
+    looks: list[threading.Thread] = []
+    iterdir = Path.iterdir
+
+    def look(path: Path) -> Iterator[Path]:
+        looks.append(threading.current_thread())
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", look)
+    running = asyncio.create_task(server.loader.run())
+    while len(looks) < 5:
+        await asyncio.sleep(0)
+    running.cancel()
+    assert threading.main_thread() not in looks
+    assert set(read.values()) == {1} and "not a name" not in read
