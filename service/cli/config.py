@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import errno
 import importlib
 import json
@@ -109,18 +110,24 @@ def _problems_at_start(settings: Settings, *, is_running: bool) -> Iterator[str]
 
 
 def _model(config: Config) -> Iterator[ConfigError]:
-    directory = Path(config.model)
-    if is_hub_id(config.model):
-        from service.cli import hub
-
-        try:
-            directory = hub.find_model(config.model, config.model_revision, download=False)
-        except hub.HubError as error:
-            if config.model_download == "off":
-                yield ConfigError("model", "", config.model, str(error))
-            return
-    if not config.has_remote_workers and (problem := quantised(directory)):
+    served, missing = _served(config)
+    if missing and config.model_download == "off":
+        yield ConfigError("model", "", config.model, missing)
+    if not (missing or config.has_remote_workers) and (problem := quantised(Path(served.model))):
         yield ConfigError("model", "", config.model, problem)
+
+
+def _served(config: Config) -> tuple[Config, str]:
+    """What a start goes on with: the directory of a model of the hub. Or why it is not there."""
+    if not is_hub_id(config.model) or config.has_remote_workers:
+        return config, ""
+    from service.cli import hub
+
+    try:
+        found = hub.find_model(config.model, config.model_revision, download=False)
+    except hub.HubError as error:
+        return config, str(error)
+    return dataclasses.replace(config, model=str(found), model_revision=None), ""
 
 
 def _descriptors(config: Config) -> Iterator[ConfigError]:
@@ -206,6 +213,7 @@ def _state(config: Config) -> Iterator[ConfigError]:
     """Checks that the data directory can be written to, and that what a start reads in it can be read."""
     from service.cli.journal import read_journal
 
+    config, _ = _served(config)
     directory = data_directory(config)
     if directory is None:
         if config.journal == "sqlite":
@@ -241,15 +249,8 @@ def _loaded_last(config: Config, directory: Path, model_tag: str | None) -> Iter
     from service.pool import model_versions as versions
 
     stored, model = versions.read_served_model(directory), config.model
-    if stored is None:
+    if stored is None or is_hub_id(model):
         return
-    if is_hub_id(model):
-        from service.cli import hub
-
-        try:
-            model = str(hub.find_model(model, config.model_revision, download=False))
-        except hub.HubError:
-            return
     configured, (_, newest) = versions.model_argument(model), versions.from_model_tag(model_tag)
     served = versions.choose_served_model(stored, configured, newest).model
     if versions.is_gone(served, configured):
@@ -258,7 +259,7 @@ def _loaded_last(config: Config, directory: Path, model_tag: str | None) -> Iter
 
 
 def _not_in_use(config: Config) -> Iterator[ConfigError]:
-    directory = data_directory(config)
+    directory = data_directory(_served(config)[0])
     if directory is not None and directory.is_dir():
         with unused(directory) as is_unused:
             if not is_unused:
