@@ -111,11 +111,15 @@ class SessionPool:
         config = self._config
         if not config.api_key_env and not config.api_key_file:
             return ""
-        secret = await asyncio.to_thread(_configured_text, config)
+        secret, why = "", "it is empty, or not of one word in ASCII"
+        try:
+            secret = await asyncio.to_thread(_configured_text, config)
+        except OSError as error:
+            why = str(error.strerror)
         # Others are invalid in a header, and HTTP libraries quote an invalid header in their errors.
         if not secret or not secret.isascii() or not secret.isprintable() or " " in secret:
             place = config.api_key_env or config.api_key_file
-            _log.error("a provider's credentials cannot be used", runtime=config.name, place=place)
+            _log.error("a provider's credentials cannot be used", runtime=config.name, place=place, why=why)
             self.trouble = "this server has no usable credentials for the provider"
             raise ProviderFailure("UNAUTHORIZED", self.trouble)
         self.trouble = ""
@@ -164,11 +168,9 @@ class SessionPool:
 
 
 def _configured_text(config: ProviderConfig) -> str:
+    """Raises OSError."""
     if config.api_key_env:
         return os.environ.get(config.api_key_env, "").strip()
-    try:
-        require_trusted(Path(config.api_key_file))
-        with Path(config.api_key_file).open("rb") as file:
-            return file.read(_MAX_SECRET_BYTES).decode("ascii", errors="replace").strip()
-    except OSError:
-        return ""
+    require_trusted(Path(config.api_key_file))
+    with Path(config.api_key_file).open("rb") as file:
+        return file.read(_MAX_SECRET_BYTES).decode("ascii", errors="replace").strip()

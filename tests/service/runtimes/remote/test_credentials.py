@@ -90,6 +90,27 @@ async def test_refused_credentials_are_read_again_once_for_all_calls(
     assert len(clients) == 2
 
 
+@pytest.fixture(params=["other users can write to it", "No such file or directory"])
+def unusable(key: Path, request: pytest.FixtureRequest) -> tuple[Path, str]:
+    """A file that cannot be used, and why."""
+    if request.param.startswith("No"):
+        key.unlink()
+    else:
+        key.chmod(0o622)
+    return key, request.param
+
+
+async def test_why_credentials_cannot_be_used_is_logged(
+    provider: FakeProvider, unusable: tuple[Path, str]
+) -> None:
+    """Before, a file that others can write to was like one that is empty, or not there."""
+    key, why = unusable
+    with capture_logs() as logs:
+        out = await answered(provider, item(), api_key_file=str(key))
+    assert reason(out.last()) == "UNAUTHORIZED" and not provider.asked
+    assert why in {entry.get("why") for entry in logs}
+
+
 async def test_refused_credentials_are_not_sent_again_unless_they_have_changed(
     provider: FakeProvider, key: Path
 ) -> None:
