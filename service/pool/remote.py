@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -145,7 +145,7 @@ class RemoteLauncher:
                 f"pool_listen = {self._config.pool_listen}: the address cannot be bound"
             ) from None
         handshakes = Handshakes(
-            port, lambda peer, _: peer in self._waiting.peers, _HANDSHAKES, is_final=False
+            port, lambda peer, _: self._waiting.peers[peer] > 0, _HANDSHAKES, is_final=False
         )
         self._watching = asyncio.create_task(handshakes.run(_HANDSHAKE_INTERVAL_S), name="handshakes")
         _log.info("workers can call", pool_listen=self._config.pool_listen)
@@ -188,8 +188,9 @@ class WaitingWorkers(worker_pb2_grpc.WorkerPoolServiceServicer):
     def __init__(self) -> None:
         self._waiting: deque[AttachedEndpoint] = deque()
         self._arrived = asyncio.Event()
-        # The clients whose calls last, with a certificate of the pool.
-        self.peers: set[Peer | None] = set()
+        # The clients whose calls last, with a certificate of the pool, and how many do: a connection's next
+        # call may begin before the end of the last one is noticed.
+        self.peers: Counter[Peer | None] = Counter()
 
     async def take(self) -> AttachedEndpoint:
         """The one that has waited longest. Waits for one."""
@@ -203,11 +204,11 @@ class WaitingWorkers(worker_pb2_grpc.WorkerPoolServiceServicer):
     ) -> None:
         """Lasts until the stream is closed by either side."""
         peer = peer_named(context.peer())
-        self.peers.add(peer)
+        self.peers[peer] += 1
         try:
             await self._attach(request_iterator, context)
         finally:
-            self.peers.discard(peer)
+            self.peers -= Counter((peer,))
 
     async def _attach(
         self, request_iterator: AsyncIterator[worker_pb2.ConnectResponse], context: _Context
