@@ -201,7 +201,9 @@ class PlacedWorker(LeasedWorker):
             return
         _log.warning(f"ray: actor {kind}", **event)
         if kind == "ended":
-            self._ended.set_result(event["status"])
+            # Or it is said again, to the next child process.
+            if not self._ended.done():
+                self._ended.set_result(event["status"])
         elif kind == "leaving":
             if not self.leaving.done():
                 within_s = event["within_s"]
