@@ -102,5 +102,5 @@ def test_the_caches_of_a_request_are_those_of_its_tenant() -> None:
     gateway = Gateway()
     cache = gateway.create(1, 2, 3, request_id="r")
     index = gateway.machine.index
-    assert index.ids_of("r") == [cache] and index.ids_of("other") == []
-    assert index.ids_of("r", Tenant("another")) == []
+    assert [entry.state.cache_id for entry in index.made_by("r") if entry] == [cache]
+    assert not index.made_by("other") and not index.made_by("r", Tenant("another"))
