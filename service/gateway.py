@@ -50,7 +50,7 @@ from service.shards.ids import Shard
 from service.shards.keeper import Keeper, RunningCore
 from service.shards.leases import Lease, Leases
 from service.shards.one_host import Membership, stop_parent
-from service.shards.operators import Operators
+from service.shards.operators import OperationsOfAll
 from service.shards.peers import Addresses, PeerInterceptor, Peers
 from service.text.sandbox import hide_memory
 from service.text.text_model import TextModel
@@ -225,9 +225,10 @@ class Gateway:
             core = self.core
             parts = core.adapter_loader, core.adapters, core.caches.adapters_in_use
             stop = self.stop if self._member is None else stop_parent
-            api = admin.AdminApi(self.state, core.restarts, *parts, stop, core.dispatcher)
+            operations = core.operations
             if self._forwarding is not None:
-                api.others = Operators(self._forwarding, api.here)
+                operations = OperationsOfAll(self._forwarding, operations)
+            api = admin.AdminApi(self.state, *parts, stop, operations)
             operators = cast(admin_pb2_grpc.AdminServiceServicer, api)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self.server)
             if self._peer_server is not None:

@@ -10,12 +10,14 @@ from typing import Any, cast
 import pytest
 from quire.v1 import admin_pb2, executor_pb2
 
+from service.api.admin import AdminApi
 from service.api.budget import AnswerBudget
 from service.config import Config
+from service.errors import InvalidArgument
 from service.shards import operators
 from service.shards.forwarding import Forwarding
 from service.shards.ids import Shard
-from service.shards.operators import Operators
+from service.shards.operators import OperationsOfAll
 from service.shards.peers import Addresses
 
 
@@ -54,6 +56,23 @@ async def test_waiting_for_workers_of_others_takes_no_memory(monkeypatch: pytest
     peers = cast(Any, SimpleNamespace(secret="s", call=call))
     forwarding = Forwarding(Config(), Shard(0, 2), Addresses({1: "other"}, {}), peers, answers)
     here = cast(Any, SimpleNamespace(num_ready=1))
-    answer = await Operators(forwarding, here).warmup(admin_pb2.WarmupRequest(workers=2), context)
-    assert (answer.workers_ready, looks) == (2, 100)
+    assert await OperationsOfAll(forwarding, here).warm_up(2, context) == 2 and looks == 100
     assert not answers.used_bytes and not context.callbacks
+
+
+async def test_hosts_have_more_workers_together_than_one_says() -> None:
+    """Before, no more could be waited for than those of the gateway that was asked."""
+
+    async def warm_up(workers: int, _context: object) -> int:
+        return workers
+
+    none = cast(Any, None)
+    for peer_listen in ("", "10.0.0.1:1"):
+        state = cast(Any, SimpleNamespace(config=Config(workers=2, peer_listen=peer_listen)))
+        api = AdminApi(state, none, none, none, none, cast(Any, SimpleNamespace(warm_up=warm_up)))
+        asked = api.Warmup(admin_pb2.WarmupRequest(workers=4), none)
+        if peer_listen:
+            assert (await asked).workers_ready == 4
+        else:
+            with pytest.raises(InvalidArgument, match="there are 2 workers"):
+                await asked
