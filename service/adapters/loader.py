@@ -19,7 +19,7 @@ from pathlib import Path
 from quire.v1 import admin_pb2, worker_pb2
 
 from service.adapters import store as files
-from service.adapters.recovery import is_copy, numbers_again, recover
+from service.adapters.recovery import numbers_again, recover
 from service.adapters.registry import Adapters, AdapterVersion, check_adapter_id
 from service.adapters.store import AdapterStore, Found, bad_adapter
 from service.caches.machine import CacheMachine
@@ -333,8 +333,7 @@ class AdapterLoader:
         if removed:
             self._pool.send_adapters(worker_pb2.AdapterCommand(removed=[v.number for v in removed]))
             for version in removed:
-                if is_copy(version, self._store):
-                    await asyncio.to_thread(self._store.remove, version)
+                await asyncio.to_thread(self._store.remove, version)
 
     def _all_adapters(self) -> worker_pb2.AdapterCommand:
         """What a worker is told when it is ready."""

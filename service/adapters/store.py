@@ -84,8 +84,9 @@ class AdapterStore:
         shutil.rmtree(self.path(number), ignore_errors=True)
 
     def remove(self, version: AdapterVersion) -> None:
-        """Removes the copy of a version, if there is one. Never raises."""
-        shutil.rmtree(version.directory, ignore_errors=True)
+        """Removes the copy of a version, if its directory is one. Never raises."""
+        if not version.identity and Path(version.directory).parent == self.directory.path:
+            shutil.rmtree(version.directory, ignore_errors=True)
 
     def write_list(self, adapters: Adapters) -> None:
         """Stores all versions, for the next gateway. Nobody may change them meanwhile."""
