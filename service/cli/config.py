@@ -219,6 +219,9 @@ def _state(config: Config) -> Iterator[ConfigError]:
         if config.journal == "sqlite":
             yield ConfigError("journal", "", "sqlite", "needs a data_dir if the port is chosen at each start")
         return
+    if config.peer_listen:
+        # Their state is in the database. See `prepare`.
+        return
     try:
         require_trusted(directory)
     except OSError as error:
@@ -227,13 +230,13 @@ def _state(config: Config) -> Iterator[ConfigError]:
             return
     # Path.exists raises if a directory of the path cannot be read.
     there = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110
-    if not there.is_dir():
-        yield ConfigError("data_dir", "", str(directory), f"{there} is a file")
-        return
     try:
         require_writable(there)
     except OSError as error:
-        yield ConfigError("data_dir", "", str(directory), f"{there} cannot be written to ({error.strerror})")
+        # Without a journal there nothing has to be written.
+        if config.journal != "memory":
+            why = f"cannot be written to ({error.strerror})" if there.is_dir() else "is a file"
+            yield ConfigError("data_dir", "", str(directory), f"{there} {why}")
         return
     model_tag = None
     if config.journal in ("auto", "sqlite") and (directory / DATABASE).exists():

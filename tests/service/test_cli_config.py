@@ -98,6 +98,8 @@ def test_a_data_directory_that_cannot_be_made_is_told(
     """Also to root, whom permissions do not stop."""
     (said,) = problems(capsys, "--listen", "127.0.0.1:0", "--data-dir", directory)
     assert said.startswith("data_dir = ") and "cannot be written to (" in said
+    # A start says nothing of it then, either.
+    assert not problems(capsys, "--listen", "127.0.0.1:0", "--data-dir", directory, "--journal", "memory")
 
 
 def test_nothing_is_made_by_a_check_without_problems(
