@@ -50,7 +50,7 @@ from service.shards.ids import Shard
 from service.shards.keeper import Keeper, RunningCore
 from service.shards.leases import Lease, Leases
 from service.shards.one_host import Membership, stop_parent
-from service.shards.operators import OperationsOfAll
+from service.shards.operators import OperatorCallsOfAll
 from service.shards.peers import Addresses, PeerInterceptor, Peers
 from service.text.sandbox import hide_memory
 from service.text.text_model import TextModel
@@ -225,14 +225,12 @@ class Gateway:
             core = self.core
             parts = core.adapter_loader, core.adapters, core.caches.adapters_in_use
             stop = self.stop if self._member is None else stop_parent
-            operations = core.operations
+            calls = core.operator_calls
             if self._forwarding is not None:
-                operations = OperationsOfAll(self._forwarding, operations)
-            api = admin.AdminApi(self.state, *parts, stop, operations)
-            operators = cast(admin_pb2_grpc.AdminServiceServicer, api)
-            admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self.server)
-            if self._peer_server is not None:
-                admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self._peer_server)
+                calls = OperatorCallsOfAll(self._forwarding, calls)
+            api = cast(admin_pb2_grpc.AdminServiceServicer, admin.AdminApi(self.state, *parts, stop, calls))
+            for server in filter(None, (self.server, self._peer_server)):
+                admin_pb2_grpc.add_AdminServiceServicer_to_server(api, server)
             names.append(ADMIN_SERVICE)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         if self.config.reflection == "on":

@@ -46,7 +46,7 @@ class Stop(Protocol):
         """`leave_workers`: keep them running for the next gateway on the same data directory."""
 
 
-class Operations:
+class OperatorCalls:
     """What operators do to the caches and workers of one core. `context` is only for calls to others."""
 
     def __init__(self, state: ServerState, restarts: RollingRestart, dispatcher: Dispatcher) -> None:
@@ -102,18 +102,18 @@ class AdminApi:
         adapters: Adapters,
         caches_of_versions: Callable[[], Counter[int]],
         stop: Stop,
-        operations: Operations,
+        operator_calls: OperatorCalls,
     ) -> None:
         """`caches_of_versions`: the number of caches of each version of an adapter, by its number.
 
-        `operations`: of the whole server, which may have several gateways.
+        `operator_calls`: of the whole server, which may have several gateways.
         """
         self._state = state
         self._loader = loader
         self._adapters = adapters
         self._caches_of_versions = caches_of_versions
         self._stop = stop
-        self._operations = operations
+        self._operator_calls = operator_calls
 
     async def Warmup(self, request: admin_pb2.WarmupRequest, context: Context) -> admin_pb2.WarmupResponse:
         """Waits until workers are ready, of all gateways."""
@@ -122,19 +122,19 @@ class AdminApi:
         is_known = config.workers is not None and not config.peer_listen
         if is_known and request.workers > config.worker_slots:
             raise InvalidArgument("TOO_MANY_WORKERS", "workers", f"there are {config.worker_slots} workers")
-        ready = await self._operations.warm_up(request.workers, context)
+        ready = await self._operator_calls.warm_up(request.workers, context)
         return admin_pb2.WarmupResponse(workers_ready=ready)
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         """Replaces workers, of whichever gateway."""
-        return await self._operations.drain(request, context)
+        return await self._operator_calls.drain(request, context)
 
     async def MoveCache(
         self, request: admin_pb2.MoveCacheRequest, context: Context
     ) -> admin_pb2.MoveCacheResponse:
         """Moves a cache to a worker of the gateway that has it."""
         validation.check_cache_id(request.cache_id)
-        return await self._operations.move_cache(request, context)
+        return await self._operator_calls.move_cache(request, context)
 
     async def LoadAdapter(
         self, requests: AsyncIterator[Any], _context: Context

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from quire.v1 import executor_pb2
 
 from service.api import validation
-from service.api.admin import Operations
+from service.api.admin import OperatorCalls
 from service.api.budget import SMALL_BYTES, AnswerBudget, in_memory
 from service.api.calls import CALLS, ids_in
 from service.api.elsewhere import RunHere
@@ -57,7 +57,7 @@ class AnsweringShard(Protocol):
     run_here: RunHere
     caches: Any
     versions: Any
-    operations: Operations
+    operator_calls: OperatorCalls
 
 
 # In the trailing metadata of a forwarded call: the address of the gateway that has its cache.

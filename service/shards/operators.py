@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.v1 import admin_pb2, executor_pb2
 
-from service.api.admin import Operations
+from service.api.admin import OperatorCalls
 from service.errors import UNKNOWN_WORKER, InvalidArgument, QuireError, ShardMoved
 from service.shards.forwarding import CallContext, Forwarding
 from service.shards.peers import is_forwarded
@@ -22,10 +22,10 @@ _SERVICE = "AdminService"
 _POLL_S = 0.2
 
 
-class OperationsOfAll(Operations):
+class OperatorCallsOfAll(OperatorCalls):
     """What operators do to all gateways of a server."""
 
-    def __init__(self, forwarding: Forwarding, home: Operations) -> None:
+    def __init__(self, forwarding: Forwarding, home: OperatorCalls) -> None:
         """`home`: of the home shard. Nothing is done but by it and by those of other shards."""
         self._forwarding = forwarding
         self._home = home
@@ -100,10 +100,10 @@ class OperationsOfAll(Operations):
             found += sum(worker.state == ready for worker in status.workers)
         return found
 
-    def _cores(self) -> Mapping[int, Operations]:
+    def _cores(self) -> Mapping[int, OperatorCalls]:
         """Those of this process, by shard."""
         home = {self._forwarding.home.index: self._home}
-        return home | {shard: core.operations for shard, core in self._forwarding.cores.items()}
+        return home | {shard: core.operator_calls for shard, core in self._forwarding.cores.items()}
 
     def _others(self, context: CallContext) -> Sequence[int]:
         """A shard of each other gateway. Of a forwarded call none: the first gateway asks all."""

@@ -17,7 +17,7 @@ from service.errors import InvalidArgument
 from service.shards import operators
 from service.shards.forwarding import Forwarding
 from service.shards.ids import Shard
-from service.shards.operators import OperationsOfAll
+from service.shards.operators import OperatorCallsOfAll
 from service.shards.peers import Addresses
 
 
@@ -56,7 +56,7 @@ async def test_waiting_for_workers_of_others_takes_no_memory(monkeypatch: pytest
     peers = cast(Any, SimpleNamespace(secret="s", call=call))
     forwarding = Forwarding(Config(), Shard(0, 2), Addresses({1: "other"}, {}), peers, answers)
     here = cast(Any, SimpleNamespace(num_ready=1))
-    assert await OperationsOfAll(forwarding, here).warm_up(2, context) == 2 and looks == 100
+    assert await OperatorCallsOfAll(forwarding, here).warm_up(2, context) == 2 and looks == 100
     assert not answers.used_bytes and not context.callbacks
 
 
