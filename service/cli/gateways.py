@@ -146,12 +146,7 @@ class _Parent:
         backoff_s = 0.0
         while True:
             started_s = time.monotonic()
-            process = await self._start(index)
-            self._processes[index] = process
-            if self._stopping.is_set():
-                self._tell(process, self._command)
-            status = await process.wait()
-            del self._processes[index]
+            status = await self._run_once(index)
             if status >= 0:
                 return status
             if self._stopping.is_set():
@@ -159,10 +154,26 @@ class _Parent:
             backoff_s = min(max(_MIN_BACKOFF_S, 2 * backoff_s), _MAX_BACKOFF_S)
             if time.monotonic() - started_s > _LONG_LIFE_S:
                 backoff_s = 0.0
-            _log.warning("a gateway was killed and is restarted", gateway=index, signal=-status)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), backoff_s)
                 return 0
+
+    async def _run_once(self, index: int) -> int:
+        """Runs a process of one gateway. Returns how it has ended: below 0 if another has to follow."""
+        try:
+            process = await self._start(index)
+        except OSError as error:
+            # For example, no process or memory is left for now.
+            _log.error("a gateway cannot be started", gateway=index, error=error.strerror)
+            return -1
+        self._processes[index] = process
+        if self._stopping.is_set():
+            self._tell(process, self._command)
+        status = await process.wait()
+        del self._processes[index]
+        if status < 0 and not self._stopping.is_set():
+            _log.warning("a gateway was killed and is restarted", gateway=index, signal=-status)
+        return status
 
     async def _start(self, index: int) -> asyncio.subprocess.Process:
         environment = os.environ | {"PYTHONPATH": child_process.import_path()}
