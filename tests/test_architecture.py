@@ -100,7 +100,7 @@ SERVICE_ROOMS = {
     "service.data_directory": ("service.config",),
     "service.pool": (
         "service.caches", "service.config", "service.dispatcher", "service.durable_file", "service.errors",
-        "service.logging", "service.running_clock",
+        "service.listening", "service.logging", "service.running_clock",
         "service.model_names",
         "service.printable", "service.shards.leases",
     ),
