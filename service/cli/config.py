@@ -102,10 +102,8 @@ def _problems_at_start(settings: Settings, *, is_running: bool) -> Iterator[str]
     checks = [_model, _descriptors, _access, _runtimes, _state, _database]
     for check_one in checks if is_running else (*checks, _addresses, _not_in_use):
         for error in check_one(config):
-            source = settings.sources.get(error.setting, "default")
-            named = ConfigError(error.setting, source, error.value, error.allowed)
             if error.setting not in refused:
-                yield settings.said(named)
+                yield settings.said(error)
 
 
 def _model(config: Config) -> Iterator[ConfigError]:
