@@ -21,7 +21,7 @@ from service.core import OpenShard, open_leased
 from service.errors import BadRuntimes
 from service.gateway import Gateway
 from service.journal.base import JournalUnusable
-from service.listening import ADDRESS_IS_FREE, CannotListen, actual_address, why_not_listening
+from service.listening import CannotListen, actual_address
 from service.logging import drain_log, get_logger
 from service.pool.launcher import PoolFailed
 from service.postgres.errors import DatabaseFailed
@@ -29,6 +29,7 @@ from service.runtimes.sources import FindModel
 from service.shards.keeper import Keeper
 from service.shards.leases import OwnershipLost
 from service.shards.one_host import LEAVE_WORKERS, Membership
+from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
 
 _log = get_logger(__name__)
 

@@ -136,7 +136,7 @@ SERVICE_ROOMS = {
         "service.logging", "service.pool.model_versions", "service.runtimes",
     ),
     "service.tracing": ("service.api", "service.logging", "service.outbound"),
-    "service.listening": ("service.auth.unix_socket",),
+    "service.listening": (),
     "service.http_requests": (),
     "service.shards": (
         "service.api", "service.auth", "service.config", "service.durable_file", "service.errors",

@@ -160,7 +160,7 @@ def _runtimes(config: Config) -> Iterator[ConfigError]:
 
 def _addresses(config: Config) -> Iterator[ConfigError]:
     from service.auth.unix_socket import LockedUnixSocket
-    from service.listening import ADDRESS_IS_FREE, why_not_listening
+    from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
 
     for name, _, address in config.addresses():
         problem: str | None = ADDRESS_IS_FREE

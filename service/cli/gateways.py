@@ -27,13 +27,14 @@ from service.config import SETTINGS, Config, ConfigError
 from service.config_sources import needs_a_worker
 from service.data_directory import data_directory
 from service.journal.base import JournalUnusable
-from service.listening import ADDRESS_IS_FREE, CannotListen, reserved, why_not_listening
+from service.listening import CannotListen, reserved
 from service.logging import get_logger
 from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from service.pool import gpus
 from service.shards.ids import Shard
 from service.shards.one_host import LEAVE_WORKERS, STOP, Membership, memberships
 from workers.common import child_process
+from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
 
 _log = get_logger(__name__)
 # One that lives shorter is restarted with a delay.

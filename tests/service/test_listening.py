@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from service.auth.unix_socket import LockedUnixSocket
-from service.listening import CannotListen, binding, listening_socket, reserved, why_not_listening
+from service.listening import CannotListen, binding, listening_socket, reserved
+from workers.common.addresses import why_not_listening
 
 
 @pytest.mark.parametrize(
