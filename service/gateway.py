@@ -30,7 +30,7 @@ from service.auth.tls import server_credentials
 from service.config import Config, needing_extra
 from service.core import AnsweringCore, Core, OpenShard, open_alone, open_leased
 from service.data_directory import data_directory
-from service.listening import actual_address
+from service.listening import actual_address, binding
 from service.logging import get_logger
 from service.memory import keep_trimmed
 from service.metrics.collector import Sources
@@ -208,7 +208,7 @@ class Gateway:
         self.stopping.set()
 
     async def start(self) -> int:
-        """Binds the port and starts serving. Returns the port; 0 for a Unix socket. Raises RuntimeError."""
+        """Binds the port and starts serving. Returns the port; 0 for a Unix socket. Raises CannotListen."""
         # On kernels without Landlock, from helper processes of this user.
         hide_memory()
         await self.health.update()
@@ -235,10 +235,11 @@ class Gateway:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         if self.config.reflection == "on":
             add_reflection(self.server, names)
-        if self.credentials is None:
-            port = self.server.add_insecure_port(self.config.listen)
-        else:
-            port = self.server.add_secure_port(self.config.listen, self.credentials)
+        with binding(self.config.listen):
+            if self.credentials is None:
+                port = self.server.add_insecure_port(self.config.listen)
+            else:
+                port = self.server.add_secure_port(self.config.listen, self.credentials)
         if self._peer_server is not None:
             self._listen_for_peers(self._peer_server)
             await self._peer_server.start()
@@ -256,12 +257,15 @@ class Gateway:
             self.tracer.close()
 
     def _listen_for_peers(self, server: grpc.aio.Server) -> None:
-        """Raises RuntimeError if the address is taken."""
+        """Raises CannotListen."""
         if self._member is not None:
-            server.add_insecure_port(self._member.addresses[self._member.shard.index])
+            address = self._member.addresses[self._member.shard.index]
+            with binding(address):
+                server.add_insecure_port(address)
         else:
             credentials = pool_files.server_credentials(Path(self.config.pool))
-            server.add_secure_port(self.config.peer_listen, credentials)
+            with binding(self.config.peer_listen):
+                server.add_secure_port(self.config.peer_listen, credentials)
 
     async def run_workers(self) -> None:
         """Runs the workers and all background tasks until cancelled. Raises PoolFailed."""

@@ -59,7 +59,7 @@ def _watched(config: Config, what: str, read: Callable[[Config], _T]) -> Reloade
     try:
         return ReloadedFile(what, paths, lambda: read(config))
     except (OSError, ValueError) as error:
-        raise ConfigError("tls_cert", "the files", config.tls_cert, str(error)) from None
+        raise ConfigError("tls_cert", "", config.tls_cert, str(error)) from None
 
 
 def _context(config: Config) -> ssl.SSLContext:

@@ -103,10 +103,8 @@ def _problems_at_start(settings: Settings, *, is_running: bool) -> Iterator[str]
     checks = [_model, _descriptors, _access, _runtimes, _state, _database]
     for check_one in checks if is_running else (*checks, _addresses, _not_in_use):
         for error in check_one(config):
-            source = settings.sources.get(error.setting, "default")
-            named = ConfigError(error.setting, source, error.value, error.allowed)
             if error.setting not in refused:
-                yield settings.said(named)
+                yield settings.said(error)
 
 
 def _model(config: Config) -> Iterator[ConfigError]:
@@ -169,7 +167,7 @@ def _runtimes(config: Config) -> Iterator[ConfigError]:
 
 def _addresses(config: Config) -> Iterator[ConfigError]:
     from service.auth.unix_socket import LockedUnixSocket
-    from service.listening import ADDRESS_IS_FREE, why_not_listening
+    from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
 
     for name, _, address in config.addresses():
         problem: str | None = ADDRESS_IS_FREE

@@ -27,13 +27,14 @@ from service.config import SETTINGS, Config, ConfigError
 from service.config_sources import needs_a_worker
 from service.data_directory import data_directory
 from service.journal.base import JournalUnusable
-from service.listening import ADDRESS_IS_FREE, reserved, why_not_listening
+from service.listening import CannotListen, reserved
 from service.logging import get_logger
 from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from service.pool import gpus
 from service.shards.ids import Shard
 from service.shards.one_host import LEAVE_WORKERS, STOP, Membership, memberships
 from workers.common import child_process
+from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
 
 _log = get_logger(__name__)
 # One that lives shorter is restarted with a delay.
@@ -45,7 +46,7 @@ def run(config: Config) -> int:
     """Serves until a signal. Returns the exit status. Raises ConfigError."""
     config = gpus.with_workers(config, gpus.chosen(config))
     if config.gateways > config.worker_slots:
-        raise ConfigError("workers", "a setting", "auto", needs_a_worker(config))
+        raise ConfigError("workers", "", "auto", needs_a_worker(config))
     with contextlib.ExitStack() as stack:
         if (why_not := why_not_listening(config.listen)) != ADDRESS_IS_FREE:
             _log.error("cannot listen", listen=config.listen, error=why_not)
@@ -61,8 +62,8 @@ def run(config: Config) -> int:
                 address and stack.enter_context(reserved(address))
                 for address in (config.listen, config.openai_listen)
             )
-        except OSError as error:
-            _log.error("cannot listen", listen=config.openai_listen or config.listen, error=error.strerror)
+        except CannotListen as error:
+            _log.error("cannot listen", listen=error.listen, error=error.why)
             return 1
         config = dataclasses.replace(config, listen=listen, openai_listen=openai_listen)
         _log.info(

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _run(settings.config)
     except ConfigError as error:
-        print(f"quire: {error}", file=sys.stderr)
+        print(f"quire: {escaped(settings.said(error))}", file=sys.stderr)
         return 2
     except StateUnusable as error:
         print(f"quire: {escaped(str(error))}", file=sys.stderr)

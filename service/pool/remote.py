@@ -17,6 +17,7 @@ import grpc
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from service.config import Config
+from service.listening import CannotListen, binding
 from service.logging import get_logger
 from service.pool import pool_files
 from service.pool.endpoints import AttachedEndpoint, Endpoint, LeasedEndpoint
@@ -101,6 +102,7 @@ class RemoteLauncher:
         self._waiting = WaitingWorkers()
         self._server_credentials = pool_files.server_credentials(pool)
         self._server: grpc.aio.Server | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, LeasedWorker]:  # noqa: ARG002
         """Opens the registry and the port. No worker is adopted here: a lease may find one with KV."""
@@ -138,12 +140,11 @@ class RemoteLauncher:
         )
         worker_pb2_grpc.add_WorkerPoolServiceServicer_to_server(self._waiting, self._server)
         try:
-            port = self._server.add_secure_port(self._config.pool_listen, self._server_credentials)
-            await self._server.start()
-        except RuntimeError:
-            raise PoolFailed(
-                f"pool_listen = {self._config.pool_listen}: the address cannot be bound"
-            ) from None
+            with binding(self._config.pool_listen):
+                port = self._server.add_secure_port(self._config.pool_listen, self._server_credentials)
+        except CannotListen as error:
+            raise PoolFailed(f"cannot listen on pool_listen = {error}") from None
+        await self._server.start()
         handshakes = Handshakes(
             port, lambda peer, _: self._waiting.peers[peer] > 0, _HANDSHAKES, is_final=False
         )
@@ -176,8 +177,9 @@ class RemoteLauncher:
         """Streams are closed already."""
         if self._registry is not None:
             self._registry.close()
-        if self._server is not None:
+        if self._watching is not None:
             self._watching.cancel()
+        if self._server is not None:
             # Stopping it takes a moment in which nothing depends on it.
             self._closing = asyncio.ensure_future(self._server.stop(_CLOSE_GRACE_S))
 

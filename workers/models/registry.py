@@ -369,6 +369,6 @@ def family_of(model_type: object) -> Family:
         UnsupportedError: The family is unknown; the message lists those that are known.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
+        known = ", ".join(sorted({*FAMILIES, *WRAPPERS}))
         raise UnsupportedError(f"model_type: must be one of {known}, got {model_type!r}")
     return FAMILIES[model_type]

@@ -396,7 +396,7 @@ def test_nobody_there(command: list[str], capsys: pytest.CaptureFixture[str]) ->
     assert main([*command, "--target", "127.0.0.1:1"]) == 1
     failure, hint = capsys.readouterr().err.splitlines()
     assert failure.startswith("quire: UNAVAILABLE ")
-    assert hint == "quire: is a server running there? --target names another one"
+    assert hint == "quire: is a server running there? --target names another one; one with TLS needs --ca"
 
 
 @pytest.mark.parametrize(
