@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from typing import Any
+from urllib.parse import unquote
 
 from service.text.schema_patterns import SchemaError, check_backslash, names_of
 from service.text.schema_values import ANNOTATIONS, NAMED, Schema, is_number
@@ -20,11 +21,28 @@ _FORMATS = frozenset(
 )
 # Where schemas have schemas: one, a list of them, or some by name.
 _ONE = ("items", "additionalItems", "additionalProperties")
-_LISTS = ("items", "prefixItems", "anyOf", "oneOf", "allOf")
+_COMBINED = ("allOf", "anyOf", "oneOf")
+_LISTS = ("items", "prefixItems", *_COMBINED)
+# Values with which keywords that the library does not know say nothing. All names are strings.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "not": (False,),
+}
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 # The least distance from an exclusive bound: a smaller one takes an expression of hundreds of digits.
 _LEAST_DISTANCE = 1e-15
 # From here on every float is an integer.
 _LARGE = 2.0**53
+# The largest bound that the library can apply: the last float of 64 bits with a sign.
+_LARGEST_BOUND = 2**63 - 1024
+# Of the numbers that the library writes as they are.
+_MAX_DIGITS = 15
 # Control characters with a short escape.
 _SHORT_ESCAPES = frozenset("\b\t\n\f\r")
 
@@ -42,30 +60,40 @@ def _check_references(schema: Any, root: Schema) -> None:
             _check_references(inner, root)
     if not isinstance(schema, dict):
         return
-    seen: set[str] = set()
-    at: Any = schema
-    while isinstance(at, dict) and isinstance(reference := at.get("$ref"), str):
-        if reference in seen:
-            raise SchemaError("a reference leads back to itself")
-        seen.add(reference)
-        at = _target(reference, root)
+    _check_place(schema, root, set())
     for inner in schema.values():
         _check_references(inner, root)
 
 
+def _check_place(schema: Any, root: Schema, seen: set[int]) -> None:
+    """Follows what applies to the same value as a schema does. `seen`: the schemas on the way."""
+    if not isinstance(schema, dict):
+        return
+    if id(schema) in seen:
+        raise SchemaError("a reference leads back to itself")
+    places = [_target(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else []
+    for name in _COMBINED:
+        if isinstance(schema.get(name), list):
+            places += schema[name]
+    for place in places:
+        _check_place(place, root, seen | {id(schema)})
+
+
 def _target(reference: str, root: Schema) -> Any:
     """What a reference in the same schema names; None: it may be a schema elsewhere, or a name for one."""
-    if not reference.startswith("#"):
+    if reference != "#" and not reference.startswith("#/"):
         return None
     at: Any = root
-    for part in reference[1:].split("/")[1:]:
+    for part in unquote(reference[1:]).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(at, list):
+            at = dict(zip(map(str, range(len(at))), at, strict=True))
         at = at.get(name) if isinstance(at, dict) else None
     return at
 
 
 def _prepared(schema: Schema) -> Schema:
-    written = {name: value for name, value in schema.items() if name != "x-guidance"}
+    written = {name: value for name, value in schema.items() if not _says_nothing(name, value)}
     for name in NAMED:
         if isinstance(schema.get(name), dict):
             written[name] = {key: _inner(inner) for key, inner in schema[name].items()}
@@ -78,6 +106,8 @@ def _prepared(schema: Schema) -> Schema:
     if written.get("format") not in _FORMATS:
         written.pop("format", None)
     check_backslash(schema.get("pattern"))
+    written |= {name: int(written[name]) for name in _COUNTS if is_number(written.get(name))}
+    _check_numbers([schema.get("const"), schema.get("enum")])
     _set_bounds(written)
     _set_names(written)
     required = schema.get("required")
@@ -88,12 +118,34 @@ def _prepared(schema: Schema) -> Schema:
     return written
 
 
+def _says_nothing(name: str, value: Any) -> bool:
+    # `x-guidance` has options of the library.
+    return name == "x-guidance" or any(value == neutral for neutral in _NEUTRAL.get(name, ()))
+
+
 def _inner(schema: Any) -> Any:
     return _prepared(schema) if isinstance(schema, dict) else schema
 
 
+def _check_numbers(value: Any) -> None:
+    """Raises SchemaError for a number in a value that the library would write as another one."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_numbers(inner)
+    elif is_number(value):
+        digits = "".join(filter(str.isdigit, repr(value).partition("e")[0])).strip("0")
+        is_float = isinstance(value, float)
+        if abs(value) >= (_LARGE if is_float else 1 << 63) or (is_float and len(digits) > _MAX_DIGITS):
+            raise SchemaError(
+                f"const and enum can have integers of 64 bits and numbers of {_MAX_DIGITS} digits"
+            )
+
+
 def _set_bounds(schema: Schema) -> None:
-    """Replaces exclusive bounds by inclusive ones next to them."""
+    """Replaces exclusive bounds by inclusive ones next to them, and large ones by those inside of them."""
+    for name, sign in (("minimum", 1), ("maximum", -1)):
+        if is_number(schema.get(name)):
+            schema[name] = _inside(schema[name], sign)
     if schema.get("type") == "integer":
         return
     for exclusive, inclusive, sign, nearer in (
@@ -109,6 +161,16 @@ def _set_bounds(schema: Schema) -> None:
     if is_number(least) and is_number(most) and least > most:
         # Also if they differ by less than the library's precision.
         schema["minimum"], schema["maximum"] = 1, 0
+
+
+def _inside(bound: float, sign: int) -> float:
+    """The next number inside of a bound that the library can hold; `sign`: 1 for a lower bound."""
+    if abs(bound) <= _LARGE:
+        return bound
+    near = sign * float(max(sign * bound, -_LARGEST_BOUND))
+    # Python compares an integer and a float by their values, and subtracts them as floats.
+    is_inside = near >= bound if sign > 0 else near <= bound
+    return int(near if is_inside else math.nextafter(near, sign * math.inf))
 
 
 def _next(bound: float, sign: int, step: Any) -> float:
