@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote
 
 from service.text.schema_patterns import SchemaError, check_backslash, names_of
+from service.text.schema_references import COMBINED, check_references, grouped
 from service.text.schema_values import ANNOTATIONS, NAMED, Schema, is_number
 
 # The formats that the library enforces. The specification lets all others be annotations.
@@ -21,8 +22,7 @@ _FORMATS = frozenset(
 )
 # Where schemas have schemas: one, a list of them, or some by name.
 _ONE = ("items", "additionalItems", "additionalProperties")
-_COMBINED = ("allOf", "anyOf", "oneOf")
-_LISTS = ("items", "prefixItems", *_COMBINED)
+_LISTS = ("items", "prefixItems", *COMBINED)
 # Values with which keywords that the library does not know say nothing. All names are strings.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -43,66 +43,29 @@ _LARGE = 2.0**53
 _LARGEST_BOUND = 2**63 - 1024
 # Of the numbers that the library writes as they are.
 _MAX_DIGITS = 15
+# Of a reference, beside letters and digits: programs write the names of types as they are.
+_URI = "-._~:/?@!$&'()*+,;=%"
 # Control characters with a short escape.
 _SHORT_ESCAPES = frozenset("\b\t\n\f\r")
 
 
 def prepared(schema: Schema) -> Schema:
     """A whole schema as the library can apply it. `schema` is not changed. Raises SchemaError."""
-    _check_references(schema, schema)
-    return _prepared(schema)
+    check_references(schema, schema)
+    return _prepared(schema, schema)
 
 
-def _check_references(schema: Any, root: Schema) -> None:
-    """Raises SchemaError for a reference that only leads back to itself: the library begins its value."""
-    if isinstance(schema, list):
-        for inner in schema:
-            _check_references(inner, root)
-    if not isinstance(schema, dict):
-        return
-    _check_place(schema, root, set())
-    for inner in schema.values():
-        _check_references(inner, root)
-
-
-def _check_place(schema: Any, root: Schema, seen: set[int]) -> None:
-    """Follows what applies to the same value as a schema does. `seen`: the schemas on the way."""
-    if not isinstance(schema, dict):
-        return
-    if id(schema) in seen:
-        raise SchemaError("a reference leads back to itself")
-    places = [_target(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else []
-    for name in _COMBINED:
-        if isinstance(schema.get(name), list):
-            places += schema[name]
-    for place in places:
-        _check_place(place, root, seen | {id(schema)})
-
-
-def _target(reference: str, root: Schema) -> Any:
-    """What a reference in the same schema names; None: it may be a schema elsewhere, or a name for one."""
-    if reference != "#" and not reference.startswith("#/"):
-        return None
-    at: Any = root
-    for part in unquote(reference[1:]).split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(at, list):
-            at = dict(zip(map(str, range(len(at))), at, strict=True))
-        at = at.get(name) if isinstance(at, dict) else None
-    return at
-
-
-def _prepared(schema: Schema) -> Schema:
+def _prepared(schema: Schema, root: Schema) -> Schema:
     written = {name: value for name, value in schema.items() if not _says_nothing(name, value)}
-    for name in NAMED:
-        if isinstance(schema.get(name), dict):
-            written[name] = {key: _inner(inner) for key, inner in schema[name].items()}
-    for name in _LISTS:
-        if isinstance(schema.get(name), list):
-            written[name] = [_inner(inner) for inner in schema[name]]
-    for name in _ONE:
-        if isinstance(schema.get(name), dict):
-            written[name] = _prepared(schema[name])
+    if isinstance(schema.get("oneOf"), list) and "anyOf" not in schema:
+        # The library does not look where references lead.
+        written |= grouped(written.pop("oneOf"), root)
+    _prepare_inner(written, root)
+    if not isinstance(schema.get("items"), list):
+        # Only beside a list it counts, and the library ignores `prefixItems` where there is one.
+        written.pop("additionalItems", None)
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        written["$ref"] = "#" + quote(reference[1:], safe=_URI)
     if written.get("format") not in _FORMATS:
         written.pop("format", None)
     check_backslash(schema.get("pattern"))
@@ -118,13 +81,23 @@ def _prepared(schema: Schema) -> Schema:
     return written
 
 
+def _prepare_inner(schema: Schema, root: Schema) -> None:
+    for name in NAMED:
+        if isinstance(schema.get(name), dict):
+            schema[name] = {key: _inner(inner, root) for key, inner in schema[name].items()}
+    for name in _LISTS:
+        if isinstance(schema.get(name), list):
+            schema[name] = [_inner(inner, root) for inner in schema[name]]
+    schema |= {name: _inner(schema[name], root) for name in _ONE if name in schema}
+
+
 def _says_nothing(name: str, value: Any) -> bool:
     # `x-guidance` has options of the library.
     return name == "x-guidance" or any(value == neutral for neutral in _NEUTRAL.get(name, ()))
 
 
-def _inner(schema: Any) -> Any:
-    return _prepared(schema) if isinstance(schema, dict) else schema
+def _inner(schema: Any, root: Schema) -> Any:
+    return _prepared(schema, root) if isinstance(schema, dict) else schema
 
 
 def _check_numbers(value: Any) -> None:

@@ -226,6 +226,16 @@ SERVED: list[dict[str, Any]] = [
     },
     {"type": "array", "items": {"type": "string", "minLength": 1.0}, "minItems": 1.0, "maxItems": 2.0},
     {"$ref": "#whole", "$defs": {"whole": {"$anchor": "whole", "type": "integer"}}},
+    # Alternatives without a value in common, behind references or listed.
+    {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": OBJECT}},
+    {"oneOf": [{"const": 1}, {"const": 2}, {"const": "a"}]},
+    {
+        "items": {"oneOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}, {"type": "null"}]},
+        "$defs": {name: {**OBJECT, "properties": {"t": {"const": name}}, "required": ["t"]} for name in "xy"},
+    },
+    # Names that are no part of a URI, and what counts only beside a list of items.
+    {"items": {"$ref": "#/$defs/List<\u540d>"}, "$defs": {"List<\u540d>": {"type": "integer"}}},
+    {"type": "array", "prefixItems": [{"type": "integer"}], "additionalItems": False, "minItems": 1},
     # Of drafts before 2020-12, without saying so.
     {"type": "array", "items": [{"type": "integer"}], "additionalItems": False},
 ]
@@ -289,6 +299,12 @@ def test_a_finished_value_that_is_not_valid_is_an_error_and_no_end(
         ({"allOf": [{"$ref": "#/allOf/0"}]}, "back to itself"),
         ({"$ref": "#/$defs/a%20b", "$defs": {"a b": {"$ref": "#/$defs/a%20b"}}}, "back to itself"),
         ({"items": {"anyOf": [{"type": "null"}, {"$ref": "#/items"}]}}, "back to itself"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        (
+            {"oneOf": [{**OBJECT, "properties": {"t": {"const": name}}} for name in "xy"]},
+            "oneOf",
+        ),
+        ({"oneOf": [{"const": 1}, {"enum": [1.0, "a"]}]}, "oneOf|incompatible|disjoint"),
         ({"const": 2**63}, "64 bits"),
         ({"const": -(2**63)}, "64 bits"),
         ({"enum": ["a", {"a": [123456789.12345679]}]}, "15 digits"),
