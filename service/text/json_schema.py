@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from service.text.schema_patterns import SchemaError, check_backslash, names_of
-from service.text.schema_references import COMBINED, check_references, grouped
+from service.text.schema_references import COMBINED, check_references, grouped, has_value
 from service.text.schema_values import ANNOTATIONS, NAMED, Schema, is_number
 
 # The formats that the library enforces. The specification lets all others be annotations.
@@ -52,6 +52,8 @@ _SHORT_ESCAPES = frozenset("\b\t\n\f\r")
 def prepared(schema: Schema) -> Schema:
     """A whole schema as the library can apply it. `schema` is not changed. Raises SchemaError."""
     check_references(schema, schema)
+    if not has_value(schema, schema, frozenset(), set()):
+        raise SchemaError("it has no finite value")
     return _prepared(schema, schema)
 
 

@@ -46,6 +46,33 @@ def _check_place(schema: Any, root: Schema, seen: set[int]) -> None:
         _check_place(place, root, seen | {id(schema)})
 
 
+def has_value(schema: Any, root: Schema, path: frozenset[int], known: set[int]) -> bool:
+    """Whether a finite value might be valid: one that requires itself inside of it never ends.
+
+    `path`: the schemas around this one. `known`: those that have a value, which this adds to.
+    """
+    if not isinstance(schema, dict) or id(schema) in known:
+        return schema is not False
+    if id(schema) in path:
+        return False
+    path |= {id(schema)}
+    needed = list(schema.get("allOf", ()))
+    if isinstance(schema.get("$ref"), str):
+        needed.append(_target(schema["$ref"], root))
+    if schema.get("type") == "object":
+        others, properties = schema.get("additionalProperties"), schema.get("properties", {})
+        needed += [properties.get(name, others) for name in schema.get("required", ())]
+    if schema.get("type") == "array" and isinstance(items := schema.get("items"), dict):
+        needed += [items] * (schema.get("minItems", 0) > len(schema.get("prefixItems", ())))
+    if not all(has_value(each, root, path, known) for each in needed):
+        return False
+    for name in ("anyOf", "oneOf"):
+        if name in schema and not any(has_value(each, root, path, known) for each in schema[name]):
+            return False
+    known.add(id(schema))
+    return True
+
+
 def _target(reference: str, root: Schema) -> Any:
     """What a reference in the same schema names; None: it may be a schema elsewhere, or a name for one."""
     if reference != "#" and not reference.startswith("#/"):

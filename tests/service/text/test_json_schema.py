@@ -236,6 +236,10 @@ SERVED: list[dict[str, Any]] = [
     # Names that are no part of a URI, and what counts only beside a list of items.
     {"items": {"$ref": "#/$defs/List<\u540d>"}, "$defs": {"List<\u540d>": {"type": "integer"}}},
     {"type": "array", "prefixItems": [{"type": "integer"}], "additionalItems": False, "minItems": 1},
+    # Recursive, with an end.
+    {**OBJECT, "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["a"]},
+    {"type": "array", "items": {"$ref": "#"}},
+    {"$schema": "https://json-schema.org/draft-07/schema#", "type": "integer"},
     # Of drafts before 2020-12, without saying so.
     {"type": "array", "items": [{"type": "integer"}], "additionalItems": False},
 ]
@@ -305,6 +309,8 @@ def test_a_finished_value_that_is_not_valid_is_an_error_and_no_end(
             "oneOf",
         ),
         ({"oneOf": [{"const": 1}, {"enum": [1.0, "a"]}]}, "oneOf|incompatible|disjoint"),
+        ({**OBJECT, "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no finite value"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "no finite value"),
         ({"const": 2**63}, "64 bits"),
         ({"const": -(2**63)}, "64 bits"),
         ({"enum": ["a", {"a": [123456789.12345679]}]}, "15 digits"),
