@@ -60,7 +60,8 @@ def has_value(schema: Any, root: Schema, path: frozenset[int], known: set[int]) 
     if isinstance(schema.get("$ref"), str):
         needed.append(_target(schema["$ref"], root))
     if schema.get("type") == "object":
-        others, properties = schema.get("additionalProperties"), schema.get("properties", {})
+        properties = schema.get("properties", {})
+        others = schema.get("additionalProperties") if not schema.get("patternProperties") else True
         needed += [properties.get(name, others) for name in schema.get("required", ())]
     if schema.get("type") == "array" and isinstance(items := schema.get("items"), dict):
         needed += [items] * (schema.get("minItems", 0) > len(schema.get("prefixItems", ())))

@@ -236,6 +236,7 @@ SERVED: list[dict[str, Any]] = [
     # Names that are no part of a URI, and what counts only beside a list of items.
     {"items": {"$ref": "#/$defs/List<\u540d>"}, "$defs": {"List<\u540d>": {"type": "integer"}}},
     {"type": "array", "prefixItems": [{"type": "integer"}], "additionalItems": False, "minItems": 1},
+    {**OBJECT, "properties": A, "patternProperties": {"^x": A["a"]}, "required": ["a", "xx"]},
     # Recursive, with an end.
     {**OBJECT, "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["a"]},
     {"type": "array", "items": {"$ref": "#"}},
