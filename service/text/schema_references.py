@@ -1,4 +1,4 @@
-"""Where the references of a JSON Schema lead, and which of its schemas have no value in common.
+"""Where the references of a JSON Schema lead, whether it has a finite value, and which schemas share none.
 
 Runs in the process for grammars.
 """
