@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from quire._proxies import require_target
+
 if TYPE_CHECKING:
     # The return type of add_subparsers has no public name.
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
@@ -68,7 +70,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the connection."""
     flag = flags(parser)
     help_text = f"the server, also unix:/path (env QUIRE_TARGET; default {_DEFAULT_TARGET})"
-    flag("--target", _target, "HOST[:PORT]", help_text, os.environ.get("QUIRE_TARGET", _DEFAULT_TARGET))
+    flag("--target", _target, "HOST[:PORT]", help_text, os.environ.get("QUIRE_TARGET") or _DEFAULT_TARGET)
     for name, metavar, help_text in (
         ("ca", "FILE", "use TLS, and trust these CAs for the server's certificate"),
         ("cert", "FILE", "with --ca: the client certificate"),
@@ -81,8 +83,10 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 def _target(text: str) -> str:
     """Adds Quire's default port to a host without a port, because gRPC's default is 443."""
-    if text.startswith(("http://", "https://")):  # gRPC would resolve it as a name
-        raise argparse.ArgumentTypeError(f"{text!r} is refused: must be HOST:PORT, without http://")
+    try:
+        require_target(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is refused: {error}") from None
     return f"{text}:{_DEFAULT_PORT}" if _HOST_ALONE.fullmatch(text) else text
 
 
