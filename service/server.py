@@ -94,8 +94,8 @@ async def _run(gateway: Gateway, *, is_member: bool) -> int:
         if opened is not None:
             try:
                 http_port = opened.bind()
-            except OSError as error:
-                _log.error("cannot listen", listen=listen, error=error.strerror)
+            except OSError:
+                _log.error("cannot listen", listen=listen, error=why_not_listening(listen))
                 await gateway.server.stop(0)
                 return 1
             _log.info(f"listening for {what}", listen=actual_address(listen, http_port))
