@@ -56,15 +56,30 @@ def test_a_model_with_a_name_needs_none(gone: None, tmp_path_factory: pytest.Tem
     assert WeightUploads(directory, versions, config).find("upload:x") is None
 
 
-def test_a_command_without_files_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "said", "status"),
+    [
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "the system refuses it: Too many open files", 1),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory"),
+            "No usable temporary directory",
+            2,
+        ),
+    ],
+)
+def test_a_command_says_what_the_system_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: OSError,
+    said: str,
+    status: int,
 ) -> None:
     def refused(_: object) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise error
 
     monkeypatch.setattr("quire.cli.main._run", refused)
-    assert main(["state", "list"]) == 1
-    assert capsys.readouterr().err == "quire: the system refuses it: Too many open files\n"
+    assert main(["state", "list"]) == status
+    assert capsys.readouterr().err == f"quire: {said}\n"
 
 
 def test_a_program_that_cannot_be_started_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _said(error: OSError, command: str) -> tuple[str, int]:
     """What the system refuses to a command, and the exit status. Raises what may be a fault of the code."""
     if error.filename is None and error.errno == errno.ENOENT:
-        # Only this has no name: where a relative path begins.
-        return "the current directory does not exist any more", 2
+        # A temporary directory, as Python says, or where a relative path begins.
+        is_current = error.strerror == os.strerror(errno.ENOENT)
+        return "the current directory does not exist any more" if is_current else f"{error.strerror}", 2
     if command == "serve":
         raise error
     if error.filename is not None:
