@@ -146,6 +146,19 @@ def test_a_second_server_on_a_port_is_told_of_the_port(tmp_path: Path) -> None:
     assert line["error"] == "another process has this address: end it, or choose another address"
 
 
+@pytest.mark.parametrize("port", ["openai", "metrics"])
+def test_gateways_whose_other_port_is_taken_end_with_a_line(port: str) -> None:
+    several = ("--model", "paged-attention", "--gateways", "2", "--workers", "2", "--listen", "127.0.0.1:0")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with run("serve", *several, f"--{port}-listen", address, "--log-format", "json") as process:
+            _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    failed = [line for line in map(json.loads, error.splitlines()) if line["level"] == "error"]
+    assert [(line["event"], line["listen"]) for line in failed] == [("cannot listen", address)]
+    assert failed[0]["error"] == "another process has this address: end it, or choose another address"
+
+
 def test_a_second_server_on_a_port_removes_nothing_of_the_first(tmp_path: Path) -> None:
     """Not with a journal in memory either, with which neither has locked the directory by then."""
     of_first = [tmp_path / "data" / name for name in ("adapter-versions/1", "weight-uploads/0a")]
