@@ -300,6 +300,13 @@ def test_generate_waits_for_a_worker(
     assert capsys.readouterr().err == "quire: UNAVAILABLE NO_WORKER no worker is ready\n"
 
 
+@pytest.mark.parametrize("flag", ["--cert", "--key"])
+def test_a_certificate_is_not_left_out_without_tls(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["status"], ["caches", "list"], ["load"]):
+        assert main([*command, flag, "/nowhere"]) == 2
+        assert capsys.readouterr().err == "quire: --cert and --key are used with --ca only\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
