@@ -314,6 +314,9 @@ def test_a_certificate_is_not_left_out_without_tls(flag: str, capsys: pytest.Cap
         ("generate x --lgprobs=1", "quire generate: error: --lgprobs is not known; did you mean --logprobs?"),
         ("generate x y", "quire generate: error: y is not known"),
         ("generate x --max-tokens 0", "--max-tokens: '0' is refused: must be a whole number from 1"),
+        ("generate x --max-tokens 4294967296", "refused: must be a whole number from 1 to 4294967295"),
+        ("generate x --top-k 4294967296", "refused: must be a whole number from 0 to 4294967295"),
+        ("generate x --seed -1", "refused: must be a whole number from 0 to 18446744073709551615"),
         ("generate x --top-p hot", "--top-p: 'hot' is refused: must be a number"),
         ("generate --tokens 1,x", "'1,x' is refused: must be whole numbers of 32 bits with commas between"),
         (
@@ -395,8 +398,6 @@ def test_what_only_the_server_can_tell_exits_with_2_too(
     executor.tokenizer_json = b""
     assert quire("generate", "text") == 2
     assert "give token ids with --tokens" in capsys.readouterr().err
-    assert quire("generate", "--tokens", "1", "--seed", "-1") == 2
-    assert "--seed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
