@@ -313,18 +313,22 @@ class Gateway:
         await self._refuse_waiting_calls()
         if self.front is not None:
             await self.front.stop(_FINAL_GRACE_S)
-        await self.server.stop(_FINAL_GRACE_S)
-        if self._peer_server is not None:
-            await self._peer_server.stop(_FINAL_GRACE_S)
-        if self._forwarding is not None:
-            await self._forwarding.close()
+        await self.stop_servers(_FINAL_GRACE_S)
 
     async def fail(self) -> None:
         """Ends after a failure: refuses new calls, and sends the answers that there are."""
         self.state.draining = True
         await self.health.update()
         await self._refuse_waiting_calls()
-        await self.server.stop(_FINAL_GRACE_S)
+        await self.stop_servers(_FINAL_GRACE_S)
+
+    async def stop_servers(self, grace_s: float) -> None:
+        """Ends the calls of clients and of other gateways, and the connections to those."""
+        await self.server.stop(grace_s)
+        if self._peer_server is not None:
+            await self._peer_server.stop(grace_s)
+        if self._forwarding is not None:
+            await self._forwarding.close()
 
     async def _refuse_waiting_calls(self) -> None:
         """Those that gRPC has not handed over yet. When the server stops it would drop them, with CANCELLED.

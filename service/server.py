@@ -97,7 +97,7 @@ async def _run(gateway: Gateway, *, is_member: bool) -> int:
                 http_port = opened.bind()
             except CannotListen as error:
                 _log.error("cannot listen", listen=listen, error=error.why)
-                await gateway.server.stop(0)
+                await gateway.stop_servers(0)
                 return 1
             _log.info(f"listening for {what}", listen=actual_address(listen, http_port))
     worker_count = len(config.worker_addresses) or config.workers

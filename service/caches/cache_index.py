@@ -75,7 +75,7 @@ class CacheIndex:
                 return False
         there = ((self.find(request.sources[at].cache_id, tenant), number) for at, number in parents.items())
         each_its_own = len(set(parents.values())) == len(parents)
-        return each_its_own and all(entry is None or entry.number == number for entry, number in there)
+        return each_its_own and all(entry is self._by_number.get(number) for entry, number in there)
 
     def children(self, request_id: str, tenant: Tenant) -> list[CacheEntry | None]:
         """The children of a fork, in order. None in the place of released ones."""

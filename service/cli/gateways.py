@@ -48,9 +48,10 @@ def run(config: Config) -> int:
     if config.gateways > config.worker_slots:
         raise ConfigError("workers", "", "auto", needs_a_worker(config))
     with contextlib.ExitStack() as stack:
-        if (why_not := why_not_listening(config.listen)) != ADDRESS_IS_FREE:
-            _log.error("cannot listen", listen=config.listen, error=why_not)
-            return 1
+        for address in filter(None, (config.listen, config.openai_listen)):
+            if (why_not := why_not_listening(address)) != ADDRESS_IS_FREE:
+                _log.error("cannot listen", listen=address, error=why_not)
+                return 1
         try:
             members = stack.enter_context(memberships(data_directory(config), config.gateways))
         except (JournalUnusable, OSError) as error:

@@ -149,7 +149,9 @@ def test_a_second_server_on_a_port_is_told_of_the_port(tmp_path: Path) -> None:
     assert line["error"] == "another process has this address: end it, or choose another address"
 
 
-@pytest.mark.parametrize("setting", ["openai-listen", "metrics-listen", "pool-listen", "gateways"])
+@pytest.mark.parametrize(
+    "setting", ["openai-listen", "metrics-listen", "pool-listen", "gateways", "gateways of metrics"]
+)
 def test_a_further_port_that_is_taken_is_named_with_the_reason(tmp_path: Path, setting: str) -> None:
     """Not the one of callers, which is free."""
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -158,13 +160,14 @@ def test_a_further_port_that_is_taken_is_named_with_the_reason(tmp_path: Path, s
         if setting == "pool-listen":
             pool_files.write_certificates(tmp_path, 1)
             flags += ["--pool", str(tmp_path), "--workers", "1"]
-        elif setting == "gateways":
-            flags = ["--gateways", "2", "--workers", "2", "--openai-listen", taken]
+        elif setting.startswith("gateways"):
+            other_port = "--openai-listen" if setting == "gateways" else "--metrics-listen"
+            flags = ["--gateways", "2", "--workers", "2", other_port, taken]
             flags += ["--data-dir", str(tmp_path / "data")]
         with run("serve", "--listen", "127.0.0.1:0", *flags, "--log-format", "json") as process:
             _, error = process.communicate(timeout=60)
     assert process.returncode == 1
-    (line,) = (line for line in map(json.loads, error.splitlines()) if line["level"] == "error")
+    line, *_ = (line for line in map(json.loads, error.splitlines()) if line["level"] == "error")
     assert taken in line.get("listen", line["error"])
     assert line["error"].endswith("another process has this address: end it, or choose another address")
 

@@ -20,6 +20,7 @@ import httpx2
 from service.errors import ProviderFailure
 from service.logging import get_logger
 from service.outbound import proxy_of
+from service.runtimes.remote import failures
 from service.runtimes.remote.config import ProviderConfig
 from workers.common.trusted import require_trusted
 
@@ -50,7 +51,7 @@ class SessionPool:
         self._current: HttpSession | None = None
         self._lock = asyncio.Lock()
         self._is_closed = False
-        # Why there are no credentials. Empty: there are, or they were not read yet.
+        # Why there are no credentials or no session. Empty: there are, or they were not needed yet.
         self.trouble = ""
         # When the provider last refused the current credentials. None: it has not, or took them since then.
         self.refused_at_s: float | None = None
@@ -60,7 +61,7 @@ class SessionPool:
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[HttpSession]:
-        """A session for one request. Raises ProviderFailure: there are no credentials."""
+        """A session for one request. Raises ProviderFailure: there are no credentials, or no session."""
         async with self._lock:
             session = self._current
             if session is None:
@@ -126,7 +127,18 @@ class SessionPool:
         return secret
 
     async def _replace(self, secret: str) -> HttpSession:
-        client = await self._new_client()
+        try:
+            client = await self._new_client()
+        # A proxy that is no URL, or needs a library that is not installed; certificates that are not there.
+        except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
+            # Its text may hold the credentials of a proxy.
+            kind = type(error).__name__
+            _log.error(
+                "the environment's proxy or certificates cannot be used", runtime=self._config.name, kind=kind
+            )
+            self.trouble = "a proxy or the certificates that this server's environment names cannot be used"
+            raise failures.unreachable("NETWORK_ERROR", self._config.base_url) from None
+        self.trouble = ""
         await self._retire()
         self._current = HttpSession(client, secret)
         self.refused_at_s = None

@@ -33,7 +33,9 @@ _Answer = TypeVar("_Answer")
 
 
 def connection(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `new_client` for the server that the options name."""
+    """The arguments of `new_client` for the server that the options name. Raises WrongUsage."""
+    if (options.cert or options.key) and not options.ca:
+        raise WrongUsage("--cert and --key are used with --ca only")
     tls = Tls(ca=options.ca, cert=options.cert or None, key=options.key or None) if options.ca else False
     # The user gives both the token and the target.
     return {"target": options.target, "tls": tls, "token": options.token, "token_in_plain_view": True}
