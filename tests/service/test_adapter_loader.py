@@ -321,3 +321,13 @@ async def test_a_file_that_is_too_large_is_refused_before_it_is_copied(
     # Nor is one of the operator's directory read.
     monkeypatch.setattr(store, "content_digest", lambda _: pytest.fail("it is read"))
     assert store.scan(tmp_path, {}, MAX_BYTES) == {"source": (identity(source), "")}
+
+
+def test_a_directory_in_place_of_a_file_costs_no_descriptor(tmp_path: Path) -> None:
+    """The operator's directory is looked at for as long as a server runs."""
+    source = write_files(tmp_path / "source")
+    (source / FILES[1]).unlink()
+    (source / FILES[1]).mkdir()
+    before = os.listdir("/proc/self/fd")
+    assert store.scan(tmp_path, {}, MAX_BYTES) == {}
+    assert os.listdir("/proc/self/fd") == before
