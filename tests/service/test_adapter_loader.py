@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 from quire.v1 import admin_pb2, types_pb2, worker_pb2
 from structlog.testing import capture_logs
@@ -328,6 +329,6 @@ def test_a_directory_in_place_of_a_file_costs_no_descriptor(tmp_path: Path) -> N
     source = write_files(tmp_path / "source")
     (source / FILES[1]).unlink()
     (source / FILES[1]).mkdir()
-    before = os.listdir("/proc/self/fd")
+    before = psutil.Process().num_fds()
     assert store.scan(tmp_path, {}, MAX_BYTES) == {}
-    assert os.listdir("/proc/self/fd") == before
+    assert psutil.Process().num_fds() == before
