@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 from quire.v1 import admin_pb2, types_pb2, worker_pb2
 from structlog.testing import capture_logs
@@ -374,3 +375,14 @@ async def test_adapters_that_cannot_be_used_are_read_once_and_never_on_the_event
     running.cancel()
     assert threading.main_thread() not in looks
     assert set(read.values()) == {1} and "not a name" not in read
+
+
+def test_a_directory_in_place_of_a_file_costs_no_descriptor(tmp_path: Path) -> None:
+    """The operator's directory is looked at for as long as a server runs."""
+    source = write_files(tmp_path / "source")
+    (source / FILES[1]).unlink()
+    (source / FILES[1]).mkdir()
+    before = psutil.Process().num_fds()
+    scanned = store.scan(tmp_path, {}, MAX_BYTES)
+    assert scanned is not None and scanned[0] == {}
+    assert psutil.Process().num_fds() == before

@@ -379,7 +379,7 @@ async def test_rows_deleted_before_a_checkpoint_of_the_gateway_are_noticed_by_it
         with contextlib.closing(sqlite3.connect(tmp_path / "journal" / "journal.db")) as db, db:
             db.execute("DELETE FROM log WHERE seq = 3")
         journal._writer.append(journal._writer._checkpoint)
-        with pytest.raises(OwnershipLost, match="1 of its rows are missing"):
+        with pytest.raises(OwnershipLost, match="row 3: it is missing"):
             await running
         assert not await commit(journal, appended(1, 5, 7))
 
