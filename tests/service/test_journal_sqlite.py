@@ -397,7 +397,7 @@ async def test_rows_that_are_missing_when_others_are_dropped_are_noticed(tmp_pat
         change(tmp_path / "journal", "DELETE FROM log WHERE seq > 2")
         journal._writer.drop(2)
         async with asyncio.timeout(30):
-            with pytest.raises(OwnershipLost, match="4 of its rows are missing"):
+            with pytest.raises(OwnershipLost, match="row 3: it is missing"):
                 await running
 
 
