@@ -24,11 +24,11 @@ from service.caches.machine import CacheMachine
 from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
 from service.config import Config, ConfigError, needing_extra
-from service.dispatcher import Dispatcher
+from service.dispatcher import Dispatcher, ObservedDispatcher
+from service.extension import Extension
 from service.journal.base import Journal
 from service.journal.opening import open_configured
 from service.logging import get_logger
-from service.metrics.figures import Figures, ObservedDispatcher
 from service.pool import wire
 from service.pool.gpus import Gpu
 from service.pool.launcher import Launcher
@@ -110,11 +110,11 @@ class Core:
         config: Config,
         opened: OpenShard,
         tenant_of: Callable[[str], Tenant] | None = None,
-        figures: Figures | None = None,
+        extensions: Sequence[Extension] = (),
         find_adapter: FindAdapter | None = None,
         gpus: Sequence[Gpu] = (),
     ) -> None:
-        """`tenant_of`: the owner of recovered caches. `figures`: counts appends and commits.
+        """`tenant_of`: the owner of recovered caches. `extensions`: some observe appends and commits.
 
         gpus: for the workers on this machine.
 
@@ -142,11 +142,10 @@ class Core:
         self.caches.weights.replace(versions.serving.number, continued_from=versions.serving.continued_from)
         self.pool = Supervisor(config, versions, self._new_launcher(directory, lease, gpus))
         parts = self.caches, self.journal, functools.partial(wire.send, self.pool.links)
-        if figures is not None:
-            self.journal.on_latency += (figures.commits.add,)
-            self.dispatcher: Dispatcher = ObservedDispatcher(figures.appends, *parts)
-        else:
-            self.dispatcher = Dispatcher(*parts)
+        observing = [one.appends for one in extensions if one.appends is not None]
+        self.journal.on_latency += tuple(one.commits for one in extensions if one.commits is not None)
+        # Who observes nothing pays for no call.
+        self.dispatcher = ObservedDispatcher(observing, *parts) if observing else Dispatcher(*parts)
         self.restarts = RollingRestart(self.pool)
         self.adapters = Adapters(config.max_adapters)
         self.adapter_store = AdapterStore(directory, config.max_lora_bytes)

@@ -88,18 +88,16 @@ async def _run(gateway: Gateway, *, is_member: bool) -> int:
     except CannotListen as error:
         _log.error("cannot listen", listen=error.listen, error=error.why)
         return 1
-    for opened, listen, what in (
-        (gateway.front, config.openai_listen, "HTTP"),
-        (gateway.exporter, config.metrics_listen, "metrics"),
-    ):
-        if opened is not None:
+    for extension in gateway.extensions:
+        if extension.listen:
             try:
-                http_port = opened.bind()
+                http_port = extension.bind()
             except CannotListen as error:
-                _log.error("cannot listen", listen=listen, error=error.why)
+                _log.error("cannot listen", listen=error.listen, error=error.why)
                 await gateway.stop_servers(0)
                 return 1
-            _log.info(f"listening for {what}", listen=actual_address(listen, http_port))
+            listen = actual_address(extension.listen, http_port)
+            _log.info(f"listening for {extension.port_for}", listen=listen)
     worker_count = len(config.worker_addresses) or config.workers
     # The model is logged when a worker is ready: workers may refuse the configured one.
     _log.info("listening", listen=actual_address(config.listen, port), workers=worker_count or "auto")

@@ -13,12 +13,12 @@ from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
 from service.caches.requests import Priority
 from service.errors import InvalidArgument, QuireError, RuntimeNotFound, SequenceTooLong
-from service.openai import errors
-from service.openai.generate import GenerateRequest, generate
-from service.openai.models import ResolvedModel
+from service.extensions.openai import errors
+from service.extensions.openai.generate import GenerateRequest, generate
+from service.extensions.openai.models import ResolvedModel
 from service.runtimes.base import Batch, ChunkSink
-from tests.service.openai.test_front import FakeRuntime, chunk, serving
-from tests.service.openai.test_requests import VALUES
+from tests.service.extensions.openai.test_front import FakeRuntime, chunk, serving
+from tests.service.extensions.openai.test_requests import VALUES
 
 DEFAULTS = types_pb2.SamplingParams(temperature=0.5, top_k=20)
 STOP = runner_pb2.FINISH_REASON_STOP

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import Metric, metrics_core
 from prometheus_client.registry import Collector
 from quire.v1 import executor_pb2, runner_pb2
 
-from service.adapters.registry import Adapters
-from service.api.server_state import ServerState
-from service.caches.machine import CacheMachine
 from service.caches.requests import AppendKind
-from service.metrics.figures import Distribution, Figures
-from service.metrics.totals import Totals
-from service.pool.model_versions import ModelVersions, WorkerSlot
-from service.runtimes.executions import Executions
-from service.runtimes.router import Router
+from service.extension import GatewayParts
+from service.extensions.metrics.figures import Distribution, Figures
+from service.extensions.metrics.totals import Totals
 
 # Names of adapters in one label.
 _MOST_NAMES = 64
@@ -60,38 +54,15 @@ _ADAPTER_COUNTS = {
 }
 
 
-class ShownShard(Protocol):
-    """A shard of the gateway."""
-
-    caches: CacheMachine
-    versions: ModelVersions
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """The parts of the gateway whose figures are shown. `shards`: the one that it got first is the first."""
-
-    state: ServerState
-    shards: Callable[[], Sequence[ShownShard]]
-    adapters: Adapters
-    router: Router
-    executions: Executions
-    num_http_connections: Callable[[], int]
-
-    def slots(self) -> list[WorkerSlot]:
-        """The workers of all shards."""
-        return [slot for shard in self.shards() for slot in shard.versions.all_slots]
-
-
 class QuireCollector(Collector):
     """Reads the figures. Runs on the event loop."""
 
-    def __init__(self, sources: Sources, figures: Figures) -> None:
-        self._of = sources
+    def __init__(self, parts: GatewayParts, figures: Figures) -> None:
+        self._of = parts
         self._figures = figures
         self._totals = Totals()
         # Notes the last counts of a worker that has died.
-        sources.shards()[0].versions.subscribe(self._count)
+        parts.shards()[0].versions.subscribe(self._count)
 
     def collect(self) -> Iterator[Metric]:
         """Yields all families, also those without a value."""
@@ -238,9 +209,9 @@ class QuireCollector(Collector):
         return ",".join(ids[:_MOST_NAMES])
 
 
-def running_and_waiting(sources: Sources) -> tuple[int, int]:
+def running_and_waiting(parts: GatewayParts) -> tuple[int, int]:
     """How many appends fit into the next steps of their workers, short ones first; and the rest."""
-    config, machines = sources.state.config, [one.caches.parts.attempts for one in sources.shards()]
+    config, machines = parts.state.config, [one.caches.parts.attempts for one in parts.shards()]
     sizes: defaultdict[object, list[int]] = defaultdict(list)
     for shard, attempts in enumerate(machines):
         for operation in attempts.running.values():
@@ -248,7 +219,7 @@ def running_and_waiting(sources: Sources) -> tuple[int, int]:
                 tokens = len(operation.attempt.append.token_ids)
                 sizes[shard, operation.entry.worker].append(tokens)
     running = 0
-    ready = [slot.ready for slot in sources.slots() if slot.ready is not None]
+    ready = [slot.ready for slot in parts.slots() if slot.ready is not None]
     step_tokens = max((each.executor.max_batch_tokens for each in ready), default=0)
     for of_worker in sizes.values():
         left = config.max_batch_tokens or step_tokens

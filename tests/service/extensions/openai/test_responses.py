@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from quire.v1 import runner_pb2, types_pb2
 from tokenizers import Tokenizer
 
-from service.openai.models import ResolvedModel
-from service.openai.requests import CompletionRequest
-from service.openai.responses import CompletionResponse
-from service.openai.token_texts import TokenTexts
+from service.extensions.openai.models import ResolvedModel
+from service.extensions.openai.requests import CompletionRequest
+from service.extensions.openai.responses import CompletionResponse
+from service.extensions.openai.token_texts import TokenTexts
 from service.runtimes.sample import Sample, SampleSpec
 from tests.service.text.kinds import END, KINDS, kind
 

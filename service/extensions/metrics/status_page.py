@@ -13,8 +13,9 @@ from typing import Any
 
 from quire.v1 import executor_pb2
 
-from service.metrics.collector import Sources, running_and_waiting
-from service.metrics.figures import Figures
+from service.extension import GatewayParts
+from service.extensions.metrics.collector import running_and_waiting
+from service.extensions.metrics.figures import Figures
 from service.pool.model_versions import WorkerSlot
 
 _VERSION = metadata.version("quire-llm-server")
@@ -24,16 +25,16 @@ _PREFIXES = ("prefix_hit_tokens", "prefix_query_tokens")
 _STEPS = ("steps", "step_tokens", "batch_items")
 
 
-def status_json(sources: Sources, figures: Figures) -> bytes:
+def status_json(parts: GatewayParts, figures: Figures) -> bytes:
     """The figures as JSON. Names nothing of callers."""
     # No markup, whatever takes it for HTML.
-    return json.dumps(_figures(sources, figures)).replace("<", "\\u003c").encode()
+    return json.dumps(_figures(parts, figures)).replace("<", "\\u003c").encode()
 
 
-def _figures(sources: Sources, figures: Figures) -> dict[str, Any]:
-    state, shards, appends = sources.state, sources.shards(), figures.appends
+def _figures(parts: GatewayParts, figures: Figures) -> dict[str, Any]:
+    state, shards, appends = parts.state, parts.shards(), figures.appends
     ready = shards[0].versions.serving.first_ready
-    running, waiting = running_and_waiting(sources)
+    running, waiting = running_and_waiting(parts)
     refusals = state.call_log.refusals
     return {
         "version": _VERSION,
@@ -44,10 +45,10 @@ def _figures(sources: Sources, figures: Figures) -> dict[str, Any]:
             "running": running,
             "waiting": waiting,
             "operations_in_flight": sum(one.caches.operations_in_flight for one in shards),
-            "executions": sources.executions.num_unfinished,
+            "executions": parts.executions.num_unfinished,
             "caches": sum(len(one.caches) for one in shards),
             "sessions": state.receiver.streams,
-            "connections": state.connections.count + sources.num_http_connections(),
+            "connections": state.connections.count + parts.num_http_connections(),
         },
         # Since the start.
         "totals": {
@@ -58,7 +59,7 @@ def _figures(sources: Sources, figures: Figures) -> dict[str, Any]:
             "refusals": refusals.total(),
         },
         "refusals": dict(refusals.most_common()),
-        "workers": [_worker(slot) for slot in sources.slots()],
+        "workers": [_worker(slot) for slot in parts.slots()],
         "times": _times(figures),
     }
 

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from quire.v1 import executor_pb2, runner_pb2
 
-from service.tracing.spans import add_event, set_attribute, set_error
+from service.extensions.tracing.spans import add_event, set_attribute, set_error
 
 # Failures that are events. All are counted.
 _MAX_EVENTS = 32

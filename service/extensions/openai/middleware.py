@@ -23,11 +23,11 @@ from service.api.validation import is_request_id
 from service.auth.authenticator import AUTHORIZATION, Authenticator, current_tenant
 from service.caches.tenants import Tenant
 from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError, SessionLimit
+from service.extensions.openai import errors
+from service.extensions.openai.connection import connection_of
+from service.extensions.openai.generation import event
 from service.listening import is_address
 from service.logging import bind_request_id, get_logger
-from service.openai import errors
-from service.openai.connection import connection_of
-from service.openai.generation import event
 from service.printable import escaped
 from service.setting_rules import is_private
 from service.turns import share_of

@@ -24,10 +24,10 @@ from quire.v1 import admin_pb2, executor_pb2, runner_pb2
 
 from service.api.grpc_services import methods_of
 from service.api.interceptor import Behaviour
+from service.extensions.tracing.http import TracedHttp
+from service.extensions.tracing.spans import Sampler, SpanExporter, set_error, template
+from service.extensions.tracing.streams import STREAMS, reason_of
 from service.logging import current_request_id
-from service.tracing.http import TracedHttp
-from service.tracing.spans import Sampler, SpanExporter, set_error, template
-from service.tracing.streams import STREAMS, reason_of
 
 # What the collector gets of the last spans, when the server stops.
 _CLOSE_S = 2.0

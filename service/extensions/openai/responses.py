@@ -15,8 +15,8 @@ from typing import Any
 from quire.v1 import runner_pb2
 
 from service.api.status import from_status
-from service.openai.requests import CompletionRequest
-from service.openai.token_texts import TokenTexts, by_text
+from service.extensions.openai.requests import CompletionRequest
+from service.extensions.openai.token_texts import TokenTexts, by_text
 from service.runtimes.base import SampleKey
 
 _FINISH = {

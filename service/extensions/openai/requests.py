@@ -16,9 +16,9 @@ from quire.v1 import runner_pb2, types_pb2
 
 from service.api.validation import MAX_LOGIT_BIAS
 from service.errors import InvalidArgument, SequenceTooLong
-from service.openai.fields import Fields, array, bad_field, boolean, integer, number, string
-from service.openai.messages import MAX_TOOLS, parse_messages
-from service.openai.models import ResolvedModel
+from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, number, string
+from service.extensions.openai.messages import MAX_TOOLS, parse_messages
+from service.extensions.openai.models import ResolvedModel
 from service.runtimes.items import MAX_SAMPLES, MAX_STOPS
 
 _MAX_PROMPTS = 1024

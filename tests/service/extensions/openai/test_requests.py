@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from quire.v1 import runner_pb2, types_pb2
 
 from service.errors import InvalidArgument, QuireError, SequenceTooLong
-from service.openai import errors
-from service.openai.models import ResolvedModel
-from service.openai.requests import chat, completion
+from service.extensions.openai import errors
+from service.extensions.openai.models import ResolvedModel
+from service.extensions.openai.requests import chat, completion
 
 DEFAULTS = types_pb2.SamplingParams(temperature=0.5, top_k=20)
 

@@ -20,6 +20,7 @@ from quire.v1 import runner_pb2, types_pb2, worker_pb2
 from starlette.requests import Request
 from starlette.types import Message
 
+from service.adapters.registry import Adapters
 from service.api.request_receiver import RequestReceiver
 from service.api.server_state import ServerState
 from service.api.status import to_status
@@ -27,10 +28,11 @@ from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, new_token
 from service.config import Config, ConfigError
 from service.errors import InvalidArgument, ProviderFailure, QuireError, RuntimeNotFound
+from service.extension import GatewayParts
+from service.extensions.openai.bodies import Body, BodyReader
+from service.extensions.openai.front import OpenAiFront
+from service.extensions.openai.models import Models
 from service.gateway import Gateway
-from service.openai.bodies import Body, BodyReader
-from service.openai.front import OpenAiFront
-from service.openai.models import Models
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
@@ -101,7 +103,21 @@ async def serving(
     runtimes: Any = [runtime] if has_worker else [FakeRuntime(generate_yes, "local"), runtime]
     router = Router(runtimes)
     text = TextModel(lambda: state.first_ready, lambda: "")
-    front = OpenAiFront(Executions(router, state), router, state, text, Authenticator.of(config), forward)
+    front = OpenAiFront(config)
+    front.attach(
+        GatewayParts(
+            state=state,
+            api=SimpleNamespace(Forward=forward),  # type: ignore[arg-type]
+            authenticator=Authenticator.of(config),
+            text=text,
+            executions=Executions(router, state),
+            router=router,
+            adapters=Adapters(1),
+            shards=list,
+            http=[],
+            num_http_connections=lambda: front.num_connections,
+        )
+    )
     port = front.bind()
     tasks = [asyncio.create_task(front.run()), asyncio.create_task(state.receiver.run())]
     try:
@@ -495,7 +511,7 @@ async def test_a_pipelined_request_does_not_inherit_authentication(tmp_path: Pat
 
 
 async def test_listening_needs_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("service.openai")]:
+    for name in [name for name in sys.modules if name.startswith("service.extensions.openai")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigError, match=r"needs uvicorn, .*`make setup`"):

@@ -22,7 +22,7 @@ from quire.v1 import admin_pb2, executor_pb2, runner_pb2
 from service.api.append_codec import done_of
 from service.api.grpc_services import methods_of
 from service.caches.requests import DECODE, PREFILL, VERIFY, Append, Appended, AppendKind, Request
-from service.dispatcher import Dispatcher, Found, OnOutcomes, Outcome
+from service.dispatcher import Found, OnOutcomes, Outcome
 from service.errors import QuireError
 
 # Upper bounds in seconds: about vLLM's, with finer ones for small models; go-grpc-prometheus's; of pauses.
@@ -115,19 +115,6 @@ class Appends:
                 self.generated_tokens += 1
                 self.first_token.add(took_s)
                 self.queue.add(done_of(outcome).timing.queue_ns / 1e9)
-
-
-class ObservedDispatcher(Dispatcher):
-    """A dispatcher whose appends are counted."""
-
-    def __init__(self, appends: Appends, *parts: Any) -> None:
-        """`parts`: the arguments of `Dispatcher`."""
-        super().__init__(*parts)
-        self._appends = appends
-
-    def start(self, requests: Sequence[Request], on_outcomes: OnOutcomes, *caller: Any) -> list[int]:
-        """See `Dispatcher`."""
-        return super().start(requests, self._appends.observing(requests, on_outcomes), *caller)
 
 
 class Calls:

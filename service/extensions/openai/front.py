@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import uvicorn
 from starlette.requests import Request
@@ -17,20 +17,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from service.api.server_state import ServerState
-from service.auth.authenticator import Authenticator
 from service.auth.connections import handshake_limits
 from service.auth.tls import http_context
 from service.config import Config
+from service.extension import Extension, GatewayParts
+from service.extensions.openai import requests
+from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.connection import CHECK_INTERVAL_S, Connection
+from service.extensions.openai.generate import Forward, GenerateHandler, generate
+from service.extensions.openai.generation import CompletionHandler
+from service.extensions.openai.middleware import HEALTH, Middleware
+from service.extensions.openai.models import Models
 from service.listening import listening_socket
-from service.openai import requests
-from service.openai.bodies import BodyReader
-from service.openai.connection import CHECK_INTERVAL_S, Connection
-from service.openai.generate import Forward, GenerateHandler, generate
-from service.openai.generation import CompletionHandler
-from service.openai.middleware import HEALTH, Middleware
-from service.openai.models import Models
-from service.runtimes import router as runtimes
 from service.runtimes.executions import Executions
 from service.text.text_model import TextModel
 from workers.common.handshakes import Handshakes, Peer
@@ -41,38 +39,32 @@ _SHUTDOWN_S = 1.0
 _HANDSHAKE_INTERVAL_S = 1.0
 
 
-class OpenAiFront:
+class OpenAiFront(Extension):
     """Owns the HTTP server."""
 
-    def __init__(
-        self,
-        executions: Executions,
-        router: runtimes.Router,
-        state: ServerState,
-        text: TextModel,
-        authenticator: Authenticator | None,
-        forward: Forward,
-        traced: Callable[[ASGIApp], ASGIApp] | None = None,
-    ) -> None:
-        """`forward`: scores prompts. `traced`: adds spans to an application.
+    port_for = "HTTP"
 
-        Raises ConfigError for certificates that cannot be used.
-        """
-        config = state.config
-        self._listen = config.openai_listen
-        self._state = state
-        self._models = Models(router, state)
-        self.bodies = BodyReader(state.receiver, config.max_request_bytes, config.max_arriving_bytes)
+    def __init__(self, config: Config) -> None:
+        self.listen = config.openai_listen
+        self._config = config
         self._socket: socket.socket | None = None
         self._ended = asyncio.Event()
         # The clients of the connections, as they were a moment ago.
         self._peers: frozenset[Peer | None] = frozenset()
-        self._middleware = Middleware(self._routes(executions, text, forward), authenticator, state)
-        app = self._middleware if traced is None else traced(self._middleware)
+
+    def attach(self, parts: GatewayParts) -> None:
+        """Makes the server. Raises ConfigError for certificates that cannot be used."""
+        config, self._state = self._config, parts.state
+        self._models = Models(parts.router, parts.state)
+        self.bodies = BodyReader(parts.state.receiver, config.max_request_bytes, config.max_arriving_bytes)
+        routes = self._routes(parts.executions, parts.text, parts.api.Forward)
+        self._middleware = app = Middleware(routes, parts.authenticator, parts.state)
+        for wrap in reversed(parts.http):
+            app = wrap(app)
         self._server = _Server(self._uvicorn_config(config, app))
 
     def _routes(self, executions: Executions, text: TextModel, forward: Forward) -> Router:
-        is_processed = self._state.config.openai_logprobs_mode == "processed_logprobs"
+        is_processed = self._config.openai_logprobs_mode == "processed_logprobs"
         of_tokens = functools.partial(generate, is_processed=is_processed)
         shared = executions, self._models, self._state, text, self.bodies
         routes = [
@@ -108,13 +100,13 @@ class OpenAiFront:
 
     def bind(self) -> int:
         """Binds the address; clients can connect from now on. Returns the port. Raises CannotListen."""
-        self._socket = listening_socket(self._listen, _BACKLOG, is_shared=self._state.config.gateways > 1)
+        self._socket = listening_socket(self.listen, _BACKLOG, is_shared=self._config.gateways > 1)
         return int(self._socket.getsockname()[1])
 
     async def run(self) -> None:
         """Serves until `stop`. Call `bind` before."""
         assert self._socket is not None
-        config, port = self._state.config, self._socket.getsockname()[1]
+        config, port = self._config, self._socket.getsockname()[1]
         # With TLS a connection is uvicorn's only after its handshake.
         handshakes = Handshakes(port, lambda peer, _: peer in self._peers, handshake_limits(config))
         checking = [
@@ -130,7 +122,7 @@ class OpenAiFront:
             self._ended.set()
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts no more requests, waits `grace_s` for running ones, then fails the rest with Draining."""
+        """Accepts no more requests, waits this time for running ones, then fails the rest with Draining."""
         # Declared as int, but any number works.
         self._server.config.timeout_graceful_shutdown = grace_s + _SHUTDOWN_S  # type: ignore[assignment]
         self._server.should_exit = True
@@ -144,6 +136,11 @@ class OpenAiFront:
         """Connections that are not closed yet."""
         connections = self._server.server_state.connections
         return [connection for connection in connections if isinstance(connection, Connection)]
+
+    @property
+    def num_connections(self) -> int:
+        """How many these are."""
+        return len(self.connections)
 
     async def _check_connections(self) -> None:
         while True:

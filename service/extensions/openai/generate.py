@@ -18,11 +18,11 @@ from starlette.types import Scope, Send
 
 from service.api.validation import MAX_REQUEST_ID_CHARS
 from service.errors import InvalidArgument
-from service.openai.errors import renamed
-from service.openai.fields import Fields, array, bad_field, boolean, integer, string
-from service.openai.generation import CompletionHandler
-from service.openai.models import ResolvedModel
-from service.openai.requests import (
+from service.extensions.openai.errors import renamed
+from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string
+from service.extensions.openai.generation import CompletionHandler
+from service.extensions.openai.models import ResolvedModel
+from service.extensions.openai.requests import (
     MAX_ID,
     MAX_TOP_LOGPROBS,
     NEUTRAL,
@@ -34,8 +34,8 @@ from service.openai.requests import (
     token_ids,
     unsupported,
 )
-from service.openai.responses import CompletionResponse
-from service.openai.token_texts import TokenTexts, finite
+from service.extensions.openai.responses import CompletionResponse
+from service.extensions.openai.token_texts import TokenTexts, finite
 from service.runtimes.local import NAME
 
 # Scores a prompt: the method Forward.

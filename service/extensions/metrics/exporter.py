@@ -20,12 +20,13 @@ from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from service.api.time_slice import TimeSlice
+from service.extension import Extension, GatewayParts
+from service.extensions.metrics.collector import QuireCollector
+from service.extensions.metrics.figures import Figures
+from service.extensions.metrics.status_page import PAGE, POLICY, status_json
 from service.http_requests import RequestConnection
 from service.listening import is_address, listening_socket
 from service.logging import get_logger
-from service.metrics.collector import QuireCollector, Sources
-from service.metrics.figures import Figures
-from service.metrics.status_page import PAGE, POLICY, status_json
 from service.setting_rules import is_private
 
 _log = get_logger(__name__)
@@ -42,15 +43,16 @@ _TEXT, _HTML, _JSON = "text/plain; charset=utf-8", "text/html; charset=utf-8", "
 _END = b"# EOF\n"
 
 
-class Exporter:
-    """Owner of the port."""
+class Exporter(Extension):
+    """Owner of the port, and of the figures."""
 
-    def __init__(self, listen: str, sources: Sources, figures: Figures) -> None:
-        self._listen, self._sources, self.figures = listen, sources, figures
-        sources.router.on_end = figures.execution_ended
+    port_for = "metrics"
+
+    def __init__(self, listen: str) -> None:
+        self.listen, self.figures = listen, Figures()
+        self.calls, self.appends = self.figures.calls.observing, self.figures.appends.observing
+        self.commits = self.figures.commits.add
         self.registry = CollectorRegistry()
-        self.registry.register(QuireCollector(sources, figures))
-        ProcessCollector(registry=self.registry)
         self._socket: socket.socket | None = None
         # The oldest first.
         self._connections: dict[asyncio.StreamWriter, None] = {}
@@ -58,11 +60,18 @@ class Exporter:
         self._texts: dict[str, tuple[float, bytes]] = {}
         self._computing = asyncio.Lock()
 
+    def attach(self, parts: GatewayParts) -> None:
+        """Collects from these parts."""
+        self._parts = parts
+        parts.router.on_end = self.figures.execution_ended
+        self.registry.register(QuireCollector(parts, self.figures))
+        ProcessCollector(registry=self.registry)
+
     def bind(self) -> int:
         """Binds the address. Returns the port. Raises CannotListen."""
-        if not is_private(self._listen):
+        if not is_private(self.listen):
             _log.warning("others can read the metrics: this port has no TLS and no authentication")
-        self._socket = listening_socket(self._listen)
+        self._socket = listening_socket(self.listen)
         return int(self._socket.getsockname()[1])
 
     async def run(self) -> None:
@@ -127,7 +136,7 @@ class Exporter:
         if request.method not in (b"GET", b"HEAD"):
             return 405, _TEXT, b"only GET and HEAD\n"
         # Probes of HTTP/1.0 have no Host header, and browsers have one.
-        if is_private(self._listen) and host and not is_address(host):
+        if is_private(self.listen) and host and not is_address(host):
             return 403, _TEXT, b"the Host header must be localhost or an IP address\n"
         accepts_openmetrics = _OPENMETRICS in headers.get(b"accept", b"")
         return await self._found(request.target.partition(b"?")[0], accepts_openmetrics)
@@ -149,11 +158,11 @@ class Exporter:
 
     def _why_not_ready(self) -> str:
         """The state as in `quire_state`, or empty if the gRPC health service says SERVING."""
-        state = self._sources.state.state_name
+        state = self._parts.state.state_name
         return "" if state == "serving" else state
 
     async def _status(self) -> bytes:
-        return status_json(self._sources, self.figures)
+        return status_json(self._parts, self.figures)
 
     async def _metrics(self, is_openmetrics: bool) -> tuple[str, bytes]:
         render: Callable[[Any], bytes] = exposition.generate_latest

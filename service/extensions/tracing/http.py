@@ -9,8 +9,8 @@ from typing import Any
 
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from service.extensions.tracing.spans import Sampler, set_attribute, set_error, template
 from service.logging import current_request_id
-from service.tracing.spans import Sampler, set_attribute, set_error, template
 
 # By path, with their operations.
 _OPERATIONS = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.v1 import runner_pb2
 
-from service.openai.fields import Fields, array, bad_field, string
+from service.extensions.openai.fields import Fields, array, bad_field, string
 from service.text.bounded_json import MAX_MESSAGES
 
 MAX_TOOLS = 128

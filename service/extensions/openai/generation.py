@@ -20,11 +20,11 @@ from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.auth.authenticator import current_tenant
 from service.errors import InvalidArgument, QuireError
-from service.openai.bodies import BodyReader
-from service.openai.models import Models, ResolvedModel
-from service.openai.requests import CompletionRequest, ResolveModel
-from service.openai.responses import CompletionResponse, to_json
-from service.openai.token_texts import TokenTexts
+from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.models import Models, ResolvedModel
+from service.extensions.openai.requests import CompletionRequest, ResolveModel
+from service.extensions.openai.responses import CompletionResponse, to_json
+from service.extensions.openai.token_texts import TokenTexts
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
 from service.text.text_model import TextModel
