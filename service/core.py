@@ -34,7 +34,6 @@ from service.pool.gpus import Gpu
 from service.pool.launcher import Launcher
 from service.pool.local import LocalLauncher
 from service.pool.model_versions import ModelVersions, is_gone, model_argument
-from service.pool.ray_launcher import RayLauncher
 from service.pool.remote import RemoteLauncher
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
@@ -140,7 +139,7 @@ class Core:
             gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
             raise ConfigError("model", f"{directory}/weights.json", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.serving.continued_from)
-        self.pool = Supervisor(config, versions, self._new_launcher(directory, lease, gpus))
+        self.pool = Supervisor(config, versions, self._new_launcher(directory, lease, gpus, extensions))
         parts = self.caches, self.journal, functools.partial(wire.send, self.pool.links)
         observing = [one.appends for one in extensions if one.appends is not None]
         self.journal.on_latency += tuple(one.commits for one in extensions if one.commits is not None)
@@ -178,10 +177,17 @@ class Core:
             tenant_of = lambda name: tenants.setdefault(name, Tenant(name))  # noqa: E731
         self.caches.recovered(now_s=time.monotonic(), wall_s=time.time(), tenant_of=tenant_of)
 
-    def _new_launcher(self, directory: Path | None, lease: Lease | None, gpus: Sequence[Gpu]) -> Launcher:
+    def _new_launcher(
+        self,
+        directory: Path | None,
+        lease: Lease | None,
+        gpus: Sequence[Gpu],
+        extensions: Sequence[Extension],
+    ) -> Launcher:
         """Raises ConfigError."""
-        if self.config.launcher == "ray":
-            return RayLauncher(directory, self.config, self._remove_leftovers)
+        for extension in extensions:
+            if extension.launcher is not None:
+                return extension.launcher(self.config, directory, self._remove_leftovers)
         if self.config.has_remote_workers:
             pool = Path(self.config.pool)
             return RemoteLauncher(directory, self.config, self._remove_leftovers, pool, lease)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from service.adapters.registry import Adapters
@@ -21,6 +22,7 @@ from service.caches.machine import CacheMachine
 from service.config import Config
 from service.dispatcher import ObserveAppends
 from service.logging import get_logger
+from service.pool.launcher import Launcher
 from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
@@ -31,6 +33,10 @@ GROUP = "quire.extensions"
 
 # Returns an ASGI application that does more than the given one.
 WrapHttp = Callable[[Any], Any]
+# Returns what starts the workers of a shard. Raises ConfigError. Is given the settings, where it keeps what
+# the next gateway needs to know of them (None: nothing survives), and what it calls once no other gateway
+# uses that directory.
+NewLauncher = Callable[[Config, Path | None, Callable[[], None]], Launcher]
 
 
 class Shard(Protocol):
@@ -77,6 +83,7 @@ class Extension:
         appends: Is called with each request for caches; see `ObserveAppends`.
         commits: Is called with the seconds that each commit of the journal took.
         http: See `WrapHttp`.
+        launcher: See `NewLauncher`. None: the core's own start them.
         listen: The address of its port, as the settings have it; "": it has none.
         port_for: What the port is for, in the log.
     """
@@ -85,6 +92,7 @@ class Extension:
     appends: ObserveAppends | None = None
     commits: Callable[[float], None] | None = None
     http: WrapHttp | None = None
+    launcher: NewLauncher | None = None
     listen = ""
     port_for = ""
 

@@ -128,8 +128,9 @@ SERVICE_ROOMS = {
     # The border, and behind it the extensions: the core imports none of them, nor they each other.
     "service.extension": (
         "service.adapters.registry", "service.api", "service.auth.authenticator", "service.caches.machine",
-        "service.config", "service.dispatcher", "service.logging", "service.pool.model_versions",
-        "service.runtimes.executions", "service.runtimes.router", "service.text.text_model",
+        "service.config", "service.dispatcher", "service.logging", "service.pool.launcher",
+        "service.pool.model_versions", "service.runtimes.executions", "service.runtimes.router",
+        "service.text.text_model",
     ),
     "service.extensions.metrics": (
         "service.adapters.registry", "service.api", "service.caches", "service.config",
@@ -140,6 +141,10 @@ SERVICE_ROOMS = {
         "service.api", "service.caches.tenants", "service.config", "service.auth", "service.errors",
         "service.extension", "service.http_requests", "service.listening", "service.logging",
         "service.printable", "service.runtimes", "service.text", "service.turns",
+    ),
+    "service.extensions.ray": (
+        "service.config", "service.extension", "service.logging", "service.pool.launcher",
+        "service.pool.pool_files", "service.pool.remote",
     ),
     "service.extensions.tracing": (
         "service.api", "service.config", "service.extension", "service.logging", "service.outbound",
@@ -400,6 +405,7 @@ def test_only_the_pool_speaks_with_workers() -> None:
         "service.adapters.loader",
         "service.api.append_codec",
         "service.api.server_state",
+        "service.extensions.ray.launcher",
         "service.text.text_model",
     )
     assert offenders("service", ("quire.v1.worker_pb2",), ("service.pool", *readers)) == []

@@ -109,7 +109,7 @@ class RayLauncher(RemoteLauncher):
     async def _keep_child(self) -> None:
         environment = {"RAY_USAGE_STATS_ENABLED": "0"} | os.environ
         environment["PYTHONPATH"] = child_process.import_path()
-        command = [sys.executable, "-m", "service.pool.ray_placement", json.dumps(self._options())]
+        command = [sys.executable, "-m", "service.extensions.ray.placement", json.dumps(self._options())]
         while True:
             try:
                 self._child = await asyncio.create_subprocess_exec(

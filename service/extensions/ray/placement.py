@@ -1,4 +1,4 @@
-"""Places workers on a Ray cluster, for one gateway: `python -m service.pool.ray_placement OPTIONS`.
+"""Places workers on a Ray cluster, for one gateway: `python -m service.extensions.ray.placement OPTIONS`.
 
 A process of its own, because Ray ends its drivers when it loses the head of the cluster. Workers run on
 without it. The gateway starts it again, and says what there is and what is still to be placed. Actors are
@@ -22,7 +22,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from service.pool.ray_worker import RayWorker
+from service.extensions.ray.worker import RayWorker
 
 _CONNECT_TIMEOUT_S = 30
 # A cluster that does not answer for so long is lost: this process ends, and the next one connects again.

@@ -12,8 +12,8 @@ import pytest
 from quire.v1 import worker_pb2
 
 from service.config import Config, ConfigError
-from service.pool import ray_launcher
-from service.pool.ray_launcher import PlacedWorker, RayLauncher
+from service.extensions.ray import launcher as ray_launcher
+from service.extensions.ray.launcher import PlacedWorker, RayLauncher
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 

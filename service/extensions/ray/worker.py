@@ -1,7 +1,8 @@
 """On a Ray node: the actor that runs one worker, and what keeps that worker when the actor is lost.
 
-The worker is no child of Ray's processes, which would kill it: `python -m service.pool.ray_worker` leaves
-their session, and is the parent of `python -m workers.pool_member`. It ends with the worker, or is killed.
+The worker is no child of Ray's processes, which would kill it: `python -m service.extensions.ray.worker`
+leaves their session, and is the parent of `python -m workers.pool_member`. It ends with the worker, or is
+killed.
 Without Ray the worker runs on, until its gateway gives it back, or for its `orphan_grace_s` without one.
 """
 
