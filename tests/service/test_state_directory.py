@@ -23,7 +23,6 @@ from tests.certificates import Authority
 from tests.quire_command import run
 from workers.common.protocol import EXIT_CONFIG
 
-pytestmark = pytest.mark.usefixtures("logging_as_before")
 SERVE = ("serve", "--model", "paged-attention", "--listen", "127.0.0.1:1")
 
 
