@@ -24,6 +24,7 @@ from service.dispatcher import ObserveAppends
 from service.logging import get_logger
 from service.pool.launcher import Launcher
 from service.pool.model_versions import ModelVersions, WorkerSlot
+from service.runtimes.base import Runtime
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
 from service.text.text_model import TextModel
@@ -37,6 +38,22 @@ WrapHttp = Callable[[Any], Any]
 # the next gateway needs to know of them (None: nothing survives), and what it calls once no other gateway
 # uses that directory.
 NewLauncher = Callable[[Config, Path | None, Callable[[], None]], Launcher]
+
+
+class Runtimes(Protocol):
+    """What runs whole texts beside this server's workers."""
+
+    def open_router(self, local: Runtime, data_dir: Path | None) -> Router:
+        """The router of all runtimes, the given one first. Called once.
+
+        `data_dir`: None: nothing survives.
+        """
+
+    async def read_again(self, renewed: str) -> int:
+        """Applies the configuration as it is now; `renewed`: a runtime that is made anew in any case.
+
+        Returns how many were. Raises BadRuntimes or RuntimeNotFound: nothing has changed.
+        """
 
 
 class Shard(Protocol):
@@ -84,6 +101,7 @@ class Extension:
         commits: Is called with the seconds that each commit of the journal took.
         http: See `WrapHttp`.
         launcher: See `NewLauncher`. None: the core's own start them.
+        runtimes: See `Runtimes`. None: there is only the local one.
         listen: The address of its port, as the settings have it; "": it has none.
         port_for: What the port is for, in the log.
     """
@@ -93,6 +111,7 @@ class Extension:
     commits: Callable[[float], None] | None = None
     http: WrapHttp | None = None
     launcher: NewLauncher | None = None
+    runtimes: Runtimes | None = None
     listen = ""
     port_for = ""
 
@@ -113,6 +132,9 @@ class Extension:
 
     async def stop(self, grace_s: float) -> None:
         """Ends its requests, after running ones had this time. All executions have ended."""
+
+    async def finish(self) -> None:
+        """Called when nothing runs any more."""
 
     def close(self) -> None:
         """Called last."""

@@ -39,8 +39,7 @@ from service.pool import gpus, pool_files
 from service.runtimes.executions import Executions
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local import LocalRuntime
-from service.runtimes.remote.spending import Spending
-from service.runtimes.runtimes_file import RuntimesFile
+from service.runtimes.router import Router
 from service.runtimes.servicer import RunnerApi
 from service.runtimes.sources import FindModel, ModelSources
 from service.shards.forwarding import Forwarding
@@ -82,7 +81,7 @@ class Gateway:
 
         `find_...`: finds models and adapters of the hub.
 
-        Raises JournalUnusable, BadRuntimes or ConfigError.
+        Raises JournalUnusable or ConfigError.
         """
         self._find_model = find_model
         self._gpus = own_gpus = gpus.chosen(config)
@@ -105,16 +104,15 @@ class Gateway:
         # Set when the server has to stop.
         self.stopping = asyncio.Event()
         self.text = TextModel(lambda: self.state.first_ready, current_tenant_name)
-        # Spending is durable if the journal is.
-        self.spending = Spending(opened.directory if self.core.journal.is_durable else None)
-        self.runtimes_file = self._read_runtimes()
-        self.router = self.runtimes_file.router
+        others = next((one.runtimes for one in self.extensions if one.runtimes is not None), None)
+        local, directory = self._local_runtime(), opened.directory if self.core.journal.is_durable else None
+        self.router = Router([local]) if others is None else others.open_router(local, directory)
         self.executions = Executions(self.router, self.state)
         self.runner = RunnerApi(
             self.executions,
             self.router,
             self.state,
-            self.runtimes_file.read_again,
+            None if others is None else others.read_again,
             self.core.weight_uploads,
         )
         self._attach_extensions()
@@ -161,15 +159,12 @@ class Gateway:
         core.versions.subscribe(self.core.versions.changed)
         return AnsweringCore(core, self._forwarding)
 
-    def _read_runtimes(self) -> RuntimesFile:
-        """Reads the runtimes file, with the local runtime as one of them. Raises BadRuntimes."""
+    def _local_runtime(self) -> LocalRuntime:
         core = self.core
         sources = ModelSources(SHIPPED_MODEL_DIR, self._find_model, core.weight_uploads.find)
         loader = WeightsLoader(core.pool, core.dispatcher, core.restarts, sources, self.config)
         parts = core.dispatcher, self.state, self.text, core.restarts
-        local = LocalRuntime(*parts, loader, core.weight_uploads, self._gpus)
-        path = Path(self.config.runtimes) if self.config.runtimes else None
-        return RuntimesFile(path, local, self.spending)
+        return LocalRuntime(*parts, loader, core.weight_uploads, self._gpus)
 
     def _attach_extensions(self) -> None:
         """Raises ConfigError."""
@@ -243,6 +238,12 @@ class Gateway:
         self._port = port
         await self.server.start()
         return port
+
+    async def finish(self) -> None:
+        """Called when nothing runs any more, before `close`."""
+        await self.router.close()
+        for extension in self.extensions:
+            await extension.finish()
 
     def close(self) -> None:
         """Stops the tokenizer processes and closes the journal. All other parts have stopped before."""

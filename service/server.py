@@ -18,7 +18,6 @@ from service.adapters.loader import FindAdapter
 from service.auth.unix_socket import LockedUnixSocket
 from service.config import Config, needing_extra
 from service.core import OpenShard, open_leased
-from service.errors import BadRuntimes
 from service.gateway import Gateway
 from service.journal.base import JournalUnusable
 from service.listening import CannotListen, actual_address
@@ -62,9 +61,6 @@ async def serve(
             else:
                 _log.error("cannot use the journal", error=str(error))
             return 1
-        except BadRuntimes as error:
-            _log.error("cannot use the runtimes", path=config.runtimes, error=error.message)
-            return 2
         stack.callback(gateway.close)
         return await _run(gateway, is_member=member is not None)
 
@@ -115,8 +111,7 @@ async def _run(gateway: Gateway, *, is_member: bool) -> int:
     workers.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await workers
-    await gateway.router.close()
-    await gateway.spending.flush()
+    await gateway.finish()
     _log.info("stopped")
     return status
 

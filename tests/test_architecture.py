@@ -129,7 +129,8 @@ SERVICE_ROOMS = {
     "service.extension": (
         "service.adapters.registry", "service.api", "service.auth.authenticator", "service.caches.machine",
         "service.config", "service.dispatcher", "service.logging", "service.pool.launcher",
-        "service.pool.model_versions", "service.runtimes.executions", "service.runtimes.router",
+        "service.pool.model_versions", "service.runtimes.base", "service.runtimes.executions",
+        "service.runtimes.router",
         "service.text.text_model",
     ),
     "service.extensions.metrics": (
@@ -141,6 +142,12 @@ SERVICE_ROOMS = {
         "service.api", "service.caches.tenants", "service.config", "service.auth", "service.errors",
         "service.extension", "service.http_requests", "service.listening", "service.logging",
         "service.printable", "service.runtimes", "service.text", "service.turns",
+    ),
+    "service.extensions.providers": (
+        "service.api", "service.caches.requests", "service.caches.tenants", "service.completion",
+        "service.config", "service.auth", "service.durable_file", "service.errors", "service.extension",
+        "service.fair_queue", "service.logging", "service.outbound", "service.printable", "service.runtimes",
+        "service.text", "service.token_bucket", "service.turns",
     ),
     "service.extensions.ray": (
         "service.config", "service.extension", "service.logging", "service.pool.launcher",
@@ -178,7 +185,7 @@ SERVICE_ROOMS = {
         "service.config", "service.config_sources", "service.data_directory", "service.errors",
         "service.journal", "service.listening", "service.logging", "service.extension",
         "service.pool.gpus", "service.pool.model_versions", "service.pool.pool_files",
-        "service.outbound", "service.postgres", "service.printable", "service.runtimes.runtimes_file",
+        "service.outbound", "service.postgres", "service.printable",
         "service.server", "service.shards", "service.uploads",
         "service.model_names", "service.quantised",
     ),

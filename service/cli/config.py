@@ -99,7 +99,7 @@ def _problems_at_start(settings: Settings, *, is_running: bool) -> Iterator[str]
     """Why a start would fail. A setting that is refused has its default, of which nothing is said."""
     config = settings.config
     refused = {error.setting for error in settings.errors}
-    checks = [_model, _descriptors, _access, _runtimes, _state, _database, _extensions]
+    checks = [_model, _descriptors, _access, _extensions, _state, _database]
     for check_one in checks if is_running else (*checks, _addresses, _not_in_use):
         for error in check_one(config):
             if error.setting not in refused:
@@ -151,17 +151,6 @@ def _access(config: Config) -> Iterator[ConfigError]:
             read(config)
         except ConfigError as error:
             yield error
-
-
-def _runtimes(config: Config) -> Iterator[ConfigError]:
-    from service.errors import BadRuntimes
-    from service.runtimes.runtimes_file import load
-
-    try:
-        if config.runtimes:
-            load(Path(config.runtimes))
-    except BadRuntimes as error:
-        yield ConfigError("runtimes", "", config.runtimes, error.message)
 
 
 def _addresses(config: Config) -> Iterator[ConfigError]:

@@ -10,8 +10,8 @@ import pytest
 from quire.v1 import runner_pb2, types_pb2
 
 from service.errors import InvalidArgument, ProviderFailure, QuireError
-from service.runtimes.remote.config import DialectName, ProviderConfig
-from service.runtimes.remote.runtime import DIALECTS, check
+from service.extensions.providers.config import DialectName, ProviderConfig
+from service.extensions.providers.runtime import DIALECTS, check
 
 CHAT = runner_pb2.Chat(
     messages=[

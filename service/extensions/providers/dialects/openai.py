@@ -9,8 +9,8 @@ from typing import Any
 from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
-from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.dialects.base import (
+from service.extensions.providers.config import ProviderConfig
+from service.extensions.providers.dialects.base import (
     Delta,
     Dialect,
     Fields,
@@ -20,7 +20,7 @@ from service.runtimes.remote.dialects.base import (
     parsed_json,
     unsupported,
 )
-from service.runtimes.remote.failures import stream_error
+from service.extensions.providers.failures import stream_error
 from service.text.bounded_json import openai_messages, tools_of
 
 # OpenAI's limit. The gateway itself looks for all stop texts.

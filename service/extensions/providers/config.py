@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 from urllib.parse import urlsplit
 
+from service.extensions.providers.prices import Prices
 from service.outbound import is_this_machine
-from service.runtimes.remote.prices import Prices
 
 DialectName = Literal["openai-chat", "openai-completions", "anthropic-messages"]
 # Names of the server's own workers.

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.service.runtimes.remote.fake_provider import FakeProvider, fake_provider
+from tests.service.extensions.providers.fake_provider import FakeProvider, fake_provider
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from structlog.testing import capture_logs
 
 from service.caches.tenants import Tenant
 from service.errors import ProviderFailure
+from service.extensions.providers.dialects.openai import ChatCompletions
 from service.runtimes.base import Batch
-from service.runtimes.remote.dialects.openai import ChatCompletions
 from tests.certificates import Authority
 from tests.http_proxy import http_proxy
-from tests.service.runtimes.remote.fake_provider import (
+from tests.service.extensions.providers.fake_provider import (
     EVENT_STREAM,
     Collected,
     FakeProvider,

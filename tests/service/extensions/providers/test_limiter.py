@@ -18,11 +18,11 @@ from quire.v1 import runner_pb2
 from service.caches.requests import Priority
 from service.caches.tenants import Tenant
 from service.errors import ProviderFailure
+from service.extensions.providers.clock import Clock
+from service.extensions.providers.config import ProviderConfig
+from service.extensions.providers.limiter import Limiter
+from service.extensions.providers.spending import Spending
 from service.fair_queue import HEAD_START, FairQueue, Ticket
-from service.runtimes.remote.clock import Clock
-from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.limiter import Limiter
-from service.runtimes.remote.spending import Spending
 from tests.sim.virtual_loop import VirtualLoop
 
 LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH

@@ -18,10 +18,10 @@ from pathlib import Path
 import httpx2
 
 from service.errors import ProviderFailure
+from service.extensions.providers import failures
+from service.extensions.providers.config import ProviderConfig
 from service.logging import get_logger
 from service.outbound import proxy_of
-from service.runtimes.remote import failures
-from service.runtimes.remote.config import ProviderConfig
 from workers.common.trusted import require_trusted
 
 _log = get_logger(__name__)

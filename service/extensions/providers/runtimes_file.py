@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from service.errors import BadRuntimes, RuntimeNotFound
+from service.extension import Extension
+from service.extensions.providers.config import ProviderConfig
+from service.extensions.providers.runtime import RemoteRuntime
+from service.extensions.providers.spending import Spending
 from service.logging import get_logger
 from service.printable import escaped
 from service.runtimes.base import Runtime
-from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.runtime import RemoteRuntime
-from service.runtimes.remote.spending import Spending
 from service.runtimes.router import Router, Routing
 from workers.common.trusted import require_trusted
 
@@ -45,19 +46,23 @@ class Runtimes:
     runtimes: Mapping[str, ProviderConfig] = field(default_factory=dict)
 
 
-class RuntimesFile:
-    """Owner of the providers and of the router."""
+class RuntimesFile(Extension):
+    """Owner of the providers."""
 
-    def __init__(self, path: Path | None, local: Runtime, spending: Spending) -> None:
-        """Without a path there are no providers. Raises BadRuntimes."""
+    def __init__(self, path: Path) -> None:
+        """Raises BadRuntimes."""
         self._path = path
-        self._spending = spending
         self._reading = asyncio.Lock()
-        configured = Runtimes() if path is None else load(path)
-        self._providers = [
-            RemoteRuntime(config, spending=spending) for config in configured.runtimes.values()
-        ]
-        self.router = Router([local, *self._providers], configured.routing)
+        self._configured = load(path)
+        self._providers: list[RemoteRuntime] = []
+        self.runtimes = self
+
+    def open_router(self, local: Runtime, data_dir: Path | None) -> Router:
+        """Makes the providers of the file, and the router. What was spent is kept in the directory."""
+        self._spending = Spending(data_dir)
+        self._providers = self._reuse_or_create(self._configured.runtimes.values())
+        self.router = Router([local, *self._providers], self._configured.routing)
+        return self.router
 
     async def read_again(self, renewed: str = "") -> int:
         """Applies the file as it is now. Returns how many providers were recreated.
@@ -65,8 +70,6 @@ class RuntimesFile:
         These are the ones whose settings have changed, and `renewed`. Running batches finish with the old
         ones. Raises BadRuntimes or RuntimeNotFound: nothing has changed.
         """
-        if self._path is None:
-            raise BadRuntimes("the server was started without one")
         async with self._reading:
             configured = await asyncio.to_thread(load, self._path)
             local = self.router.runtimes[0]
@@ -84,7 +87,11 @@ class RuntimesFile:
         _log.info("the file of runtimes was read again", providers=len(self._providers), made_anew=made)
         return len(made)
 
-    def _reuse_or_create(self, configs: Iterable[ProviderConfig], renewed: str) -> list[RemoteRuntime]:
+    async def finish(self) -> None:
+        """Writes what was spent."""
+        await self._spending.flush()
+
+    def _reuse_or_create(self, configs: Iterable[ProviderConfig], renewed: str = "") -> list[RemoteRuntime]:
         """A provider for each configuration. An existing one with the same settings is reused."""
         same = {provider.name: provider for provider in self._providers if provider.name != renewed}
         return [

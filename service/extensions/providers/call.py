@@ -13,17 +13,17 @@ from quire.v1 import runner_pb2
 from service.api.status import to_status
 from service.api.trace_context import TRACEPARENT, current_traceparent
 from service.errors import DeadlinePassed, ProviderFailure, QuireError
+from service.extensions.providers import exchange, failures
+from service.extensions.providers.breaker import Breaker, Result
+from service.extensions.providers.clock import Clock
+from service.extensions.providers.config import ProviderConfig
+from service.extensions.providers.dialects.base import Dialect
+from service.extensions.providers.failures import failure
+from service.extensions.providers.limiter import Limiter
+from service.extensions.providers.samples import Samples
+from service.extensions.providers.sessions import HttpSession, SessionPool
 from service.logging import current_request_id, get_logger
 from service.runtimes.base import Batch, ChunkSink
-from service.runtimes.remote import exchange, failures
-from service.runtimes.remote.breaker import Breaker, Result
-from service.runtimes.remote.clock import Clock
-from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.dialects.base import Dialect
-from service.runtimes.remote.failures import failure
-from service.runtimes.remote.limiter import Limiter
-from service.runtimes.remote.samples import Samples
-from service.runtimes.remote.sessions import HttpSession, SessionPool
 
 _log = get_logger(__name__)
 # Reasons for which a retry can help.

@@ -11,19 +11,19 @@ from quire.v1 import runner_pb2, types_pb2
 from service.api import validation
 from service.api.time_slice import TimeSlice
 from service.errors import InvalidArgument, ProviderFailure, QuireError
+from service.extensions.providers import exchange, failures, prices
+from service.extensions.providers.breaker import Breaker
+from service.extensions.providers.call import Provider, ProviderCall
+from service.extensions.providers.clock import Clock
+from service.extensions.providers.config import DialectName, ProviderConfig
+from service.extensions.providers.dialects.anthropic import Messages
+from service.extensions.providers.dialects.base import Dialect, refuse
+from service.extensions.providers.dialects.openai import ChatCompletions, Completions
+from service.extensions.providers.limiter import Limiter
+from service.extensions.providers.sessions import SessionPool
+from service.extensions.providers.spending import Spending
 from service.runtimes import items
 from service.runtimes.base import Batch, ChunkSink
-from service.runtimes.remote import exchange, failures, prices
-from service.runtimes.remote.breaker import Breaker
-from service.runtimes.remote.call import Provider, ProviderCall
-from service.runtimes.remote.clock import Clock
-from service.runtimes.remote.config import DialectName, ProviderConfig
-from service.runtimes.remote.dialects.anthropic import Messages
-from service.runtimes.remote.dialects.base import Dialect, refuse
-from service.runtimes.remote.dialects.openai import ChatCompletions, Completions
-from service.runtimes.remote.limiter import Limiter
-from service.runtimes.remote.sessions import SessionPool
-from service.runtimes.remote.spending import Spending
 from service.text import bounded_json
 
 DIALECTS: dict[DialectName, type[Dialect]] = {

@@ -14,11 +14,11 @@ from typing import Any
 from quire.v1 import runner_pb2
 
 from service.caches.tenants import Tenant
+from service.extensions.providers.clock import Clock
+from service.extensions.providers.config import ProviderConfig
+from service.extensions.providers.runtime import RemoteRuntime
+from service.extensions.providers.spending import Spending
 from service.runtimes.base import Batch, Runtime
-from service.runtimes.remote.clock import Clock
-from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.runtime import RemoteRuntime
-from service.runtimes.remote.spending import Spending
 from tests.error_details import status_reason
 
 # Writes a response; returns whether the connection stays open for another.

@@ -10,12 +10,12 @@ from quire.v1 import runner_pb2
 from service.caches.requests import Priority
 from service.caches.tenants import Tenant
 from service.errors import ProviderFailure
+from service.extensions.providers.clock import Clock
+from service.extensions.providers.config import ProviderConfig
+from service.extensions.providers.failures import failure
+from service.extensions.providers.spending import Spending
 from service.fair_queue import FairQueue, Ticket
 from service.logging import get_logger
-from service.runtimes.remote.clock import Clock
-from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.failures import failure
-from service.runtimes.remote.spending import Spending
 from service.token_bucket import TokenBucket
 
 _log = get_logger(__name__)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from quire.v1 import runner_pb2
 
 from service.errors import ProviderFailure
-from service.runtimes.remote.breaker import Breaker, Result
-from service.runtimes.remote.call import retry_delay_s
-from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.exchange import EventParser, retry_after_s
-from service.runtimes.remote.failures import failure
-from service.runtimes.remote.spending import HourlyBudget
+from service.extensions.providers.breaker import Breaker, Result
+from service.extensions.providers.call import retry_delay_s
+from service.extensions.providers.config import ProviderConfig
+from service.extensions.providers.exchange import EventParser, retry_after_s
+from service.extensions.providers.failures import failure
+from service.extensions.providers.spending import HourlyBudget
 
 
 @given(

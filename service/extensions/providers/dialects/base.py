@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar
 from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument, ProviderFailure
-from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.failures import malformed
+from service.extensions.providers.config import ProviderConfig
+from service.extensions.providers.failures import malformed
 from service.text import bounded_json
 
 _T = TypeVar("_T")

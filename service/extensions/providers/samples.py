@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from google.rpc import status_pb2
 from quire.v1 import runner_pb2
 
+from service.extensions.providers.dialects.base import Delta, StreamUpdate, ToolCallDelta
+from service.extensions.providers.failures import malformed
+from service.extensions.providers.prices import Prices, tokens_of
 from service.runtimes.base import ChunkSink
-from service.runtimes.remote.dialects.base import Delta, StreamUpdate, ToolCallDelta
-from service.runtimes.remote.failures import malformed
-from service.runtimes.remote.prices import Prices, tokens_of
 from service.text.stops import StopMatcher
 
 _DECODER = codecs.getincrementaldecoder("utf-16-le")

@@ -19,9 +19,9 @@ from typing import TypeVar
 import httpx2
 
 from service.errors import ProviderFailure
-from service.runtimes.remote import failures
-from service.runtimes.remote.clock import Clock
-from service.runtimes.remote.config import ProviderConfig
+from service.extensions.providers import failures
+from service.extensions.providers.clock import Clock
+from service.extensions.providers.config import ProviderConfig
 
 _MAX_ERROR_BYTES = 64 << 10
 # How long to wait for the end of a complete response, so that its connection can be reused.

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from service import durable_file
+from service.extensions.providers.clock import Clock
 from service.logging import get_logger
-from service.runtimes.remote.clock import Clock
 
 _log = get_logger(__name__)
 _NAME = "spending.json"

@@ -10,10 +10,10 @@ from quire.v1 import runner_pb2
 
 from service.config import Config
 from service.errors import BadRuntimes, InvalidArgument, RuntimeNotFound
+from service.extensions.providers.runtime import RemoteRuntime
+from service.extensions.providers.runtimes_file import RuntimesFile, load
 from service.runtimes.executions import Executions
-from service.runtimes.remote.runtime import RemoteRuntime
-from service.runtimes.remote.spending import Spending
-from service.runtimes.runtimes_file import RuntimesFile, load
+from service.runtimes.router import Router
 from service.runtimes.servicer import RunnerApi
 from tests.service.runtimes.test_router import FakeRuntime
 from tests.service.served import state_of
@@ -117,6 +117,12 @@ def test_a_missing_file(tmp_path: Path) -> None:
         load(tmp_path / "none.toml")
 
 
+def opened(path: Path) -> RuntimesFile:
+    file = RuntimesFile(path)
+    file.open_router(FakeRuntime("local"), None)
+    return file
+
+
 async def rebuilt(file: RuntimesFile, runtime: str = "") -> int:
     """The number of recreated runtimes that RebuildSession reports after a change of the file."""
     state = state_of(Config())
@@ -127,7 +133,7 @@ async def rebuilt(file: RuntimesFile, runtime: str = "") -> int:
 
 
 async def test_an_operator_can_reload_the_file(tmp_path: Path) -> None:
-    file = RuntimesFile(written(tmp_path, GOOD), FakeRuntime("local"), Spending())
+    file = opened(written(tmp_path, GOOD))
     local, gpt, _ = file.router.runtimes
     added = GOOD.replace('model = "c"', 'model = "d"') + GOOD[GOOD.index("[runtimes.other]") :].replace(
         "other", "third"
@@ -159,7 +165,7 @@ async def test_a_cause_that_does_not_fit_the_runtime_is_refused(
     tmp_path: Path, runtime: str, fitting: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before, REMOTE_AUTH_FAILURE without a name restarted all workers."""
-    file, state = RuntimesFile(written(tmp_path, GOOD), FakeRuntime("local"), Spending()), state_of(Config())
+    file, state = opened(written(tmp_path, GOOD)), state_of(Config())
     rebuilt_for: list[int] = []
 
     async def rebuild(_: Any, cause: int) -> int:
@@ -181,7 +187,7 @@ async def test_a_cause_that_does_not_fit_the_runtime_is_refused(
 
 
 async def test_reloading_a_bad_file_changes_nothing(tmp_path: Path) -> None:
-    file = RuntimesFile(written(tmp_path, GOOD), FakeRuntime("local"), Spending())
+    file = opened(written(tmp_path, GOOD))
     before = file.router.runtimes
     for text, says in (
         (GOOD + 'key = "sk-secret\n', "line 23: is not TOML"),
@@ -193,5 +199,11 @@ async def test_reloading_a_bad_file_changes_nothing(tmp_path: Path) -> None:
         assert says in raised.value.message
         assert "sk-secret" not in raised.value.message and str(tmp_path) not in raised.value.message
         assert file.router.runtimes is before
+
+
+async def test_without_a_file_there_is_none_to_reload() -> None:
+    state, router = state_of(Config()), Router([FakeRuntime("local")])
+    api = RunnerApi(Executions(router, state), router, state, None, cast(Any, None))
+    cause = runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
     with pytest.raises(BadRuntimes, match="started without one"):
-        await rebuilt(RuntimesFile(None, FakeRuntime("local"), Spending()))
+        await api.RebuildSession(runner_pb2.RebuildSessionRequest(cause=cause), cast(Any, None))

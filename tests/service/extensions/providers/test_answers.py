@@ -13,11 +13,11 @@ from quire.v1 import runner_pb2
 from service.api.status import to_status
 from service.caches.tenants import Tenant
 from service.errors import DeadlinePassed
+from service.extensions.providers.dialects.base import Delta
+from service.extensions.providers.prices import Prices
+from service.extensions.providers.samples import Samples
 from service.runtimes.base import Batch
-from service.runtimes.remote.dialects.base import Delta
-from service.runtimes.remote.prices import Prices
-from service.runtimes.remote.samples import Samples
-from tests.service.runtimes.remote.fake_provider import (
+from tests.service.extensions.providers.fake_provider import (
     EVENT_STREAM,
     USAGE,
     Collected,

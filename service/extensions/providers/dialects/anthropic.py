@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
-from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.dialects.base import (
+from service.extensions.providers.config import ProviderConfig
+from service.extensions.providers.dialects.base import (
     Delta,
     Dialect,
     Fields,
@@ -16,7 +16,7 @@ from service.runtimes.remote.dialects.base import (
     ToolCallDelta,
     parsed_json,
 )
-from service.runtimes.remote.failures import stream_error
+from service.extensions.providers.failures import stream_error
 from service.text.bounded_json import call_arguments, chat_role, tools_of
 
 _VERSION = "2023-06-01"

@@ -16,11 +16,11 @@ from quire.v1 import runner_pb2
 
 from service.caches.requests import Priority
 from service.caches.tenants import Quota, Tenant
+from service.extensions.providers.config import BudgetPolicy
+from service.extensions.providers.prices import Prices
+from service.extensions.providers.spending import Spending
 from service.runtimes.base import Batch
-from service.runtimes.remote.config import BudgetPolicy
-from service.runtimes.remote.prices import Prices
-from service.runtimes.remote.spending import Spending
-from tests.service.runtimes.remote.fake_provider import (
+from tests.service.extensions.providers.fake_provider import (
     EVENT_STREAM,
     Collected,
     FakeProvider,
