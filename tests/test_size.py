@@ -104,7 +104,7 @@ def test_metrics_cost_few_calls() -> None:
     with CountedServer(*flags, program=GatewayProcess) as server, decodes(server) as kinds:
         for kind, (step, tokens) in kinds.items():
             found = server.calls_per_step(step)["gateway"]
-            counted = sum(calls for name, calls in found.items() if "/service/metrics/" in name)
+            counted = sum(calls for name, calls in found.items() if "/service/extensions/metrics/" in name)
             assert counted, "metrics are counted"
             assert found.total() / tokens <= CALLS_WITH_METRICS[kind] * SLACK, kind
 
