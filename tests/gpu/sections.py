@@ -104,7 +104,7 @@ class Section:
 def all_sections() -> list[Section]:
     """In the order in which they run."""
     return [
-        Section("versions", 10, _versions),
+        Section("versions", 40, _versions),
         Section("kernels", 40, _kernels),
         Section("layers", 60, _layers),
         Section("model", 150, _model),
