@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -37,7 +39,10 @@ class GatewayProcess:
     """
 
     def __init__(self, *, model: str, workers: int = 1, flags: Sequence[str] = (), root: Path = ROOT) -> None:
-        self.log_path = Path(tempfile.mkdtemp(prefix="quire-gateway-")) / "log"
+        directory = tempfile.mkdtemp(prefix="quire-gateway-")
+        # The log is read after the end of the gateway, too.
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        self.log_path = Path(directory) / "log"
         self._wanted_workers = workers
         command = self._command(root, "serve", "--model", model, "--listen", "127.0.0.1:0")
         command += ["--workers", str(workers), "--device", "cpu", "--log-format", "json"]

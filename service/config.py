@@ -66,13 +66,16 @@ OTHER_ENV = (
 
 
 class ConfigError(Exception):
-    """An invalid setting: its name, its source, its value, and the allowed values."""
+    """An invalid setting: its name, its source, its value, and the allowed values.
+
+    Without a source, `Settings.said` finds it.
+    """
 
     def __init__(self, setting: str, source: str, value: object, allowed: str) -> None:
         value = _without_password(value)
         # As TOML has it. Its texts can be quoted as Python quotes them.
         self.shown = f"{setting} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
-        super().__init__(f"{self.shown} (from {source}) is refused: {allowed}")
+        super().__init__(f"{self.shown}{source and f' (from {source})'} is refused: {allowed}")
         self.setting = setting
         self.source = source
         self.value = value
@@ -86,7 +89,7 @@ def needing_extra(extra: str, setting: str, value: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         allowed = f"needs {error.name}, of the extra {extra}: `make setup` installs it"
-        raise ConfigError(setting, "a setting", value, allowed) from None
+        raise ConfigError(setting, "", value, allowed) from None
 
 
 def _setting(default: Any, help_text: str, rule: Rule, *, group: str = "") -> Any:

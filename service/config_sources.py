@@ -60,9 +60,10 @@ class Settings:
     file: str
 
     def said(self, error: ConfigError) -> str:
-        """The error, with the line if the setting is in the file."""
-        if not self.file or error.source != self.file:
-            return str(error)
+        """The error, with where the setting is from: the line, if it is in the file."""
+        source = error.source or self.sources.get(error.setting, "default")
+        if not self.file or source != self.file:
+            return str(ConfigError(error.setting, source, error.value, error.allowed))
         return f"{self.file}{line_of(self.file, error.setting)}: {error.shown} is refused: {error.allowed}"
 
 

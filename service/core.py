@@ -15,7 +15,7 @@ from pathlib import Path
 from service.adapters.loader import AdapterLoader, FindAdapter
 from service.adapters.registry import Adapters
 from service.adapters.store import AdapterStore
-from service.api.admin import CoreOperations
+from service.api.admin import OperatorCalls
 from service.api.elsewhere import RunHere
 from service.api.executor import ExecutorApi
 from service.api.server_state import ServerState
@@ -170,6 +170,7 @@ class Core:
         )
         self.state.has_recovered = len(self.caches) > 0
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool, self.adapters)
+        self.operator_calls = OperatorCalls(self.state, self.restarts, self.dispatcher)
 
     def _recovered(self, tenant_of: Callable[[str], Tenant] | None) -> None:
         # Without authentication, each stored name becomes a tenant.
@@ -227,7 +228,7 @@ class AnsweringCore:
         self._forwarding = forwarding
         self.caches, self.versions = core.caches, core.versions
         self.run_here: RunHere = core.api.run_here
-        self.operations = CoreOperations(core.state, core.restarts, core.dispatcher)
+        self.operator_calls = core.operator_calls
         forwarding.cores[core.shard.index] = self
 
     async def run(self) -> None:

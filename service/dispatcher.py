@@ -139,8 +139,8 @@ class Dispatcher:
         """
 
         def release(_durable: bool) -> None:
-            index = self.caches.index
-            self.release([cache_id for key in request_ids for cache_id in index.ids_of(key, tenant)], tenant)
+            made = (entry for key in request_ids for entry in self.caches.index.made_by(key, tenant))
+            self.release([entry.state.cache_id for entry in made if entry is not None], tenant)
 
         # The current commits are complete when this empty one is.
         self._compactor.commit((), release)

@@ -30,7 +30,7 @@ from service.auth.tls import server_credentials
 from service.config import Config, needing_extra
 from service.core import AnsweringCore, Core, OpenShard, open_alone, open_leased
 from service.data_directory import data_directory
-from service.listening import actual_address
+from service.listening import actual_address, binding
 from service.logging import get_logger
 from service.memory import keep_trimmed
 from service.metrics.collector import Sources
@@ -50,7 +50,7 @@ from service.shards.ids import Shard
 from service.shards.keeper import Keeper, RunningCore
 from service.shards.leases import Lease, Leases
 from service.shards.one_host import Membership, stop_parent
-from service.shards.operators import Operators
+from service.shards.operators import OperatorCallsOfAll
 from service.shards.peers import Addresses, PeerInterceptor, Peers
 from service.text.sandbox import hide_memory
 from service.text.text_model import TextModel
@@ -208,7 +208,7 @@ class Gateway:
         self.stopping.set()
 
     async def start(self) -> int:
-        """Binds the port and starts serving. Returns the port; 0 for a Unix socket. Raises RuntimeError."""
+        """Binds the port and starts serving. Returns the port; 0 for a Unix socket. Raises CannotListen."""
         # On kernels without Landlock, from helper processes of this user.
         hide_memory()
         await self.health.update()
@@ -225,21 +225,21 @@ class Gateway:
             core = self.core
             parts = core.adapter_loader, core.adapters, core.caches.adapters_in_use
             stop = self.stop if self._member is None else stop_parent
-            api = admin.AdminApi(self.state, core.restarts, *parts, stop, core.dispatcher)
+            calls = core.operator_calls
             if self._forwarding is not None:
-                api.others = Operators(self._forwarding, api.here)
-            operators = cast(admin_pb2_grpc.AdminServiceServicer, api)
-            admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self.server)
-            if self._peer_server is not None:
-                admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self._peer_server)
+                calls = OperatorCallsOfAll(self._forwarding, calls)
+            api = cast(admin_pb2_grpc.AdminServiceServicer, admin.AdminApi(self.state, *parts, stop, calls))
+            for server in filter(None, (self.server, self._peer_server)):
+                admin_pb2_grpc.add_AdminServiceServicer_to_server(api, server)
             names.append(ADMIN_SERVICE)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         if self.config.reflection == "on":
             add_reflection(self.server, names)
-        if self.credentials is None:
-            port = self.server.add_insecure_port(self.config.listen)
-        else:
-            port = self.server.add_secure_port(self.config.listen, self.credentials)
+        with binding(self.config.listen):
+            if self.credentials is None:
+                port = self.server.add_insecure_port(self.config.listen)
+            else:
+                port = self.server.add_secure_port(self.config.listen, self.credentials)
         if self._peer_server is not None:
             self._listen_for_peers(self._peer_server)
             await self._peer_server.start()
@@ -257,12 +257,15 @@ class Gateway:
             self.tracer.close()
 
     def _listen_for_peers(self, server: grpc.aio.Server) -> None:
-        """Raises RuntimeError if the address is taken."""
+        """Raises CannotListen."""
         if self._member is not None:
-            server.add_insecure_port(self._member.addresses[self._member.shard.index])
+            address = self._member.addresses[self._member.shard.index]
+            with binding(address):
+                server.add_insecure_port(address)
         else:
             credentials = pool_files.server_credentials(Path(self.config.pool))
-            server.add_secure_port(self.config.peer_listen, credentials)
+            with binding(self.config.peer_listen):
+                server.add_secure_port(self.config.peer_listen, credentials)
 
     async def run_workers(self) -> None:
         """Runs the workers and all background tasks until cancelled. Raises PoolFailed."""
@@ -310,18 +313,22 @@ class Gateway:
         await self._refuse_waiting_calls()
         if self.front is not None:
             await self.front.stop(_FINAL_GRACE_S)
-        await self.server.stop(_FINAL_GRACE_S)
-        if self._peer_server is not None:
-            await self._peer_server.stop(_FINAL_GRACE_S)
-        if self._forwarding is not None:
-            await self._forwarding.close()
+        await self.stop_servers(_FINAL_GRACE_S)
 
     async def fail(self) -> None:
         """Ends after a failure: refuses new calls, and sends the answers that there are."""
         self.state.draining = True
         await self.health.update()
         await self._refuse_waiting_calls()
-        await self.server.stop(_FINAL_GRACE_S)
+        await self.stop_servers(_FINAL_GRACE_S)
+
+    async def stop_servers(self, grace_s: float) -> None:
+        """Ends the calls of clients and of other gateways, and the connections to those."""
+        await self.server.stop(grace_s)
+        if self._peer_server is not None:
+            await self._peer_server.stop(grace_s)
+        if self._forwarding is not None:
+            await self._forwarding.close()
 
     async def _refuse_waiting_calls(self) -> None:
         """Those that gRPC has not handed over yet. When the server stops it would drop them, with CANCELLED.

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import ipaddress
 import socket
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-from service.auth.unix_socket import IN_USE
+from workers.common.addresses import why_not_listening
 
-ADDRESS_IS_FREE = "the address is free by now"
+
+class CannotListen(Exception):
+    """An address that cannot be bound, and why."""
+
+    def __init__(self, listen: str) -> None:
+        self.listen = listen
+        self.why = why_not_listening(listen)
+        super().__init__(f"{listen}: {self.why}")
+
+
+@contextlib.contextmanager
+def binding(listen: str) -> Iterator[None]:
+    """Converts what sockets and gRPC raise where they cannot bind this address. Raises CannotListen."""
+    try:
+        yield
+    except (OSError, RuntimeError):
+        raise CannotListen(listen) from None
 
 
 def actual_address(address: str, port: int) -> str:
@@ -21,7 +34,7 @@ def actual_address(address: str, port: int) -> str:
 
 
 def listening_socket(address: str, backlog: int | None = None, *, is_shared: bool = False) -> socket.socket:
-    """Binds an address that is not of a Unix socket; clients can connect from now on. Raises OSError.
+    """Binds an address that is not of a Unix socket; clients can connect from now on. Raises CannotListen.
 
     `backlog`: see `socket.create_server`. `is_shared`: other gateways listen there, too.
     """
@@ -30,20 +43,23 @@ def listening_socket(address: str, backlog: int | None = None, *, is_shared: boo
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # As gRPC's port: [::] also accepts IPv4.
     is_dual = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
-    return socket.create_server(
-        (host, int(port)), family=family, backlog=backlog, dualstack_ipv6=is_dual, reuse_port=is_shared
-    )
+    with binding(address):
+        return socket.create_server(
+            (host, int(port)), family=family, backlog=backlog, dualstack_ipv6=is_dual, reuse_port=is_shared
+        )
 
 
 @contextlib.contextmanager
 def reserved(address: str) -> Iterator[str]:
-    """An address on which several gateways can listen, with the chosen port for port 0. Raises OSError."""
+    """An address for several gateways, with the chosen port for port 0. Raises CannotListen."""
     host, _, port = address.rpartition(":")
-    family, *_, found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    with binding(address):
+        family, *_, found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Without listen(), it gets no connections.
-        held.bind(found)
+        with binding(address):
+            held.bind(found)
         yield actual_address(address, held.getsockname()[1])
 
 
@@ -61,32 +77,3 @@ def is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def why_not_listening(listen: str) -> str:
-    """Why an address cannot be bound, which gRPC does not report. Binds it for a moment to find out."""
-    path = listen.removeprefix("unix:")
-    try:
-        if path != listen:
-            _try_to_bind(socket.AF_UNIX, path)
-            Path(path).unlink()
-        else:
-            host, _, port = listen.rpartition(":")
-            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-            for family, *_, address in found:
-                _try_to_bind(family, address)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            return str(error.strerror)
-        if path == listen:
-            return IN_USE
-        return "it is a directory: name a file in it" if Path(path).is_dir() else "something is at this path"
-    return ADDRESS_IS_FREE
-
-
-def _try_to_bind(family: int, address: Any) -> None:
-    """Raises OSError."""
-    with socket.socket(family, socket.SOCK_STREAM) as trial:
-        # As in gRPC: connections in TIME_WAIT do not block the address.
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        trial.bind(address)

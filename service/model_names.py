@@ -47,7 +47,7 @@ def model_problem(value: str) -> str:
 def other_format(names: Collection[str]) -> str:
     """Names the format of model files that cannot be served, and what to use instead; "" if it is unknown."""
     if "adapter_config.json" in names:
-        return "it is a LoRA adapter (PEFT): merge it into its base model and use the directory of the result"
+        return "it is a LoRA adapter (PEFT): serve its base model, and load it with `quire adapters load`"
     if any(name.lower().endswith(".gguf") for name in names):
         return "it is in GGUF format, for llama.cpp: use the original model in safetensors format"
     return ""

@@ -26,7 +26,7 @@ class Proxy:
 
     Attributes:
         variable: Which names it, without regard to case.
-        address: Where it is, without the credentials that the variable may contain.
+        address: Where it is, without the credentials that the variable may contain. Empty: it is no URL.
     """
 
     variable: str
@@ -43,5 +43,8 @@ def proxy_of(url: str) -> Proxy | None:
     if not scheme or is_this_machine(host) or is_excepted:
         return None
     found = proxies[scheme]
-    address = urlsplit(found if "://" in found else f"//{found}").netloc.rpartition("@")[2]
+    try:
+        address = urlsplit(found if "://" in found else f"//{found}").netloc.rpartition("@")[2]
+    except ValueError:
+        address = ""
     return Proxy(f"{scheme}_proxy", address)

@@ -21,7 +21,7 @@ from service.core import OpenShard, open_leased
 from service.errors import BadRuntimes
 from service.gateway import Gateway
 from service.journal.base import JournalUnusable
-from service.listening import ADDRESS_IS_FREE, actual_address, why_not_listening
+from service.listening import CannotListen, actual_address
 from service.logging import drain_log, get_logger
 from service.pool.launcher import PoolFailed
 from service.postgres.errors import DatabaseFailed
@@ -29,6 +29,7 @@ from service.runtimes.sources import FindModel
 from service.shards.keeper import Keeper
 from service.shards.leases import OwnershipLost
 from service.shards.one_host import LEAVE_WORKERS, Membership
+from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
 
 _log = get_logger(__name__)
 
@@ -84,8 +85,8 @@ async def _run(gateway: Gateway, *, is_member: bool) -> int:
     _stop_on_signals(gateway, is_member=is_member)
     try:
         port = await gateway.start()
-    except RuntimeError:
-        _log.error("cannot listen", listen=config.listen, error=why_not_listening(config.listen))
+    except CannotListen as error:
+        _log.error("cannot listen", listen=error.listen, error=error.why)
         return 1
     for opened, listen, what in (
         (gateway.front, config.openai_listen, "HTTP"),
@@ -94,9 +95,9 @@ async def _run(gateway: Gateway, *, is_member: bool) -> int:
         if opened is not None:
             try:
                 http_port = opened.bind()
-            except OSError as error:
-                _log.error("cannot listen", listen=listen, error=error.strerror)
-                await gateway.server.stop(0)
+            except CannotListen as error:
+                _log.error("cannot listen", listen=listen, error=error.why)
+                await gateway.stop_servers(0)
                 return 1
             _log.info(f"listening for {what}", listen=actual_address(listen, http_port))
     worker_count = len(config.worker_addresses) or config.workers

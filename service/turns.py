@@ -19,9 +19,13 @@ from service.fair_queue import FairQueue
 _Result = TypeVar("_Result")
 
 
-def share_of(most: int, tenant: Hashable) -> int:
-    """How many of `most` one tenant may have. An empty name, or None: callers cannot be told apart."""
-    return most if tenant in ("", None) else (most + 1) // 2
+def share_of(most: int, tenant: Hashable, others: int = 0) -> int:
+    """How many of `most` one tenant may have. An empty name, or None: callers cannot be told apart.
+
+    `others`: how many other tenants have, of what is refused and not waited for. Of the rest it is half, so
+    that two tenants cannot have all.
+    """
+    return most if tenant in ("", None) else (most - others + 1) // 2
 
 
 class Turns:

@@ -108,21 +108,23 @@ class UploadedFile:
 class Arriving(Generic[_Message]):
     """The messages of a call that uploads. A slow call would keep what it holds from others.
 
-    Each message has `timeout_s`, and all that have arrived so much more as they have bytes at the least rate.
+    It waits `timeout_s` for each message, and for all together so much longer as those that have arrived have
+    bytes at the least rate.
     """
 
     def __init__(self, messages: AsyncIterator[_Message], timeout_s: float) -> None:
         self._messages, self._timeout_s = messages, timeout_s
-        self._until_s = time.monotonic() + timeout_s
+        # Of waiting: what is done between two messages is no fault of the client.
+        self._left_s = timeout_s
 
     async def next(self) -> _Message | None:
         """The next message, None at the end. Raises MessageTimeout."""
-        left_s = min(self._timeout_s, self._until_s - time.monotonic())
+        began_s = time.monotonic()
         try:
-            async with asyncio.timeout(max(0.0, left_s)):
+            async with asyncio.timeout(max(0.0, min(self._timeout_s, self._left_s))):
                 message = await anext(self._messages, None)
         except TimeoutError:
             raise MessageTimeout(self._timeout_s) from None
         if message is not None:
-            self._until_s += message.ByteSize() / LEAST_BYTES_PER_S
+            self._left_s += message.ByteSize() / LEAST_BYTES_PER_S - (time.monotonic() - began_s)
         return message

@@ -48,6 +48,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {"sliding_window": 7}),
     "mistral without a window": ("mistral", {"sliding_window": None, "head_dim": 48}),
+    "ministral": (
+        "ministral",
+        {"head_dim": 16, "sliding_window": 7, "layer_types": ["full_attention", *3 * ["sliding_attention"]]},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 6, "sliding_window": 9}),
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
     "qwen3": ("qwen3", {"head_dim": 32}),

@@ -21,6 +21,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -56,7 +57,9 @@ def fork_server(*modules: str) -> str:
     """The socket of the process that forks, with these modules. It ends with this one, or was given."""
     if given := json.loads(os.environ.get(_GIVEN, "{}")).get(",".join(modules)):
         return str(given)
-    path = str(Path(tempfile.mkdtemp(prefix="quire-forks-")) / "socket")
+    directory = tempfile.mkdtemp(prefix="quire-forks-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    path = str(Path(directory) / "socket")
     # In the place of Python for several gateways, so that they are forked, and their workers, too.
     script = Path(path).with_name("python")
     client = f'"{sys.executable}" -I -S "{ROOT / "tests" / "fork_client.py"}" "${_FORKED_BY}"'

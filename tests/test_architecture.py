@@ -100,7 +100,7 @@ SERVICE_ROOMS = {
     "service.data_directory": ("service.config",),
     "service.pool": (
         "service.caches", "service.config", "service.dispatcher", "service.durable_file", "service.errors",
-        "service.logging", "service.running_clock",
+        "service.listening", "service.logging", "service.running_clock",
         "service.model_names",
         "service.printable", "service.shards.leases",
     ),
@@ -136,7 +136,7 @@ SERVICE_ROOMS = {
         "service.logging", "service.pool.model_versions", "service.runtimes",
     ),
     "service.tracing": ("service.api", "service.logging", "service.outbound"),
-    "service.listening": ("service.auth.unix_socket",),
+    "service.listening": (),
     "service.http_requests": (),
     "service.shards": (
         "service.api", "service.auth", "service.config", "service.durable_file", "service.errors",

@@ -23,6 +23,7 @@ import uvloop
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from workers import models
+from workers.common.addresses import why_not_listening
 from workers.common.child_process import open_standard_files
 from workers.common.handshakes import HandshakeLimits, Handshakes, Peer, peer_named
 from workers.common.protocol import DIRECT, EXIT_CONFIG, GATEWAY_NAME, PROTOCOL, without
@@ -259,7 +260,8 @@ async def _serve(options: argparse.Namespace) -> int:
         try:
             port = server.add_secure_port(options.listen, credentials)
         except RuntimeError:
-            _log.error("the address cannot be bound", listen=options.listen)
+            why_not = why_not_listening(options.listen)
+            _log.error("cannot listen", listen=options.listen, error=why_not)
             return EXIT_CONFIG
         await server.start()
         handshakes = Handshakes(port, lambda peer, _: peer in member.peers, _HANDSHAKES, is_final=False)

@@ -311,6 +311,7 @@ class WorkerServer:
         """Sends a gateway the description of the worker: from now on it is served."""
         assert self._executor is not None and self._scheduler is not None, "its step loop runs"
         stream.is_ready = True
+        replacement = self._executor.replacement
         ready = wire.to_ready(
             self._executor.info(),
             self._executor.capabilities(),
@@ -321,6 +322,7 @@ class WorkerServer:
             max_batch_items=self._scheduler.max_batch_items,
             holdings=holdings,
         )
+        ready.weights_replaced = replacement is not None and replacement.was_applied
         self._send([worker_pb2.WorkerEvent(ready=ready), self._snapshot(0)])
 
     def _send_results(self, results: Sequence[Result | DecodesDone]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from quire.v1 import admin_pb2, worker_pb2
 
 from service.adapters import store as files
-from service.adapters.recovery import is_copy, numbers_again, recover
+from service.adapters.recovery import numbers_again, recover
 from service.adapters.registry import Adapters, AdapterVersion, check_adapter_id
 from service.adapters.store import AdapterStore, Found, bad_adapter
 from service.caches.machine import CacheMachine
@@ -76,18 +76,23 @@ class AdapterLoader:
         self._retired_s: dict[int, float] = {}
         # Changes of the list are written one after the other.
         self._writing = asyncio.Lock()
-        # Subdirectories that are no adapters, and which of them were logged.
+        # What the directory had when it was read last: adapters, subdirectories that are none, and which of
+        # these were logged.
+        self._found: Mapping[str, Found] = {}
         self._ignored: set[str] = set()
         self._warned: set[str] = set()
         self._contents = {} if contents is None else contents
         if recover(adapters, store, self._contents, caches.adapters_in_use()):
             self._write_list(adapters)
         if self._directory is not None:
-            found = files.scan(self._directory, self._known(), config.max_lora_bytes)
-            self._warn_of_ignored(self._directory, found or {}, at_once=True)
-            gone, new = self._directory_changes(self._directory, found)
-            if (gone or new) and self._write_list(self._list_with(new, gone)):
-                self._use(new, gone)
+            self._found = {v.adapter_id: Found(v.identity, v.digest) for v in self._of_directory()}
+            scanned = files.scan(self._directory, self._found, config.max_lora_bytes)
+            if scanned is not None:
+                self._found, ignored = scanned
+                self._warn_of_ignored(ignored, set(ignored))
+                gone, new = self._directory_changes(self._directory)
+                if (gone or new) and self._write_list(self._list_with(new, gone)):
+                    self._use(new, gone)
         pool.adapter_command = self._all_adapters
 
     # LoadAdapter.
@@ -229,47 +234,38 @@ class AdapterLoader:
             await self._remove_unused()
             if self._directory is None:
                 continue
-            known, max_bytes = self._known(), self._config.max_lora_bytes
-            found = await asyncio.to_thread(files.scan, self._directory, known, max_bytes)
-            self._warn_of_ignored(self._directory, found or {})
+            max_bytes = self._config.max_lora_bytes
+            scanned = await asyncio.to_thread(files.scan, self._directory, self._found, max_bytes)
+            if scanned is None:
+                continue
+            self._found, ignored = scanned
+            # Not of one that is being copied: it is new.
+            self._warn_of_ignored(ignored, ignored.keys() & self._ignored)
             async with self._writing:
-                gone, new = self._directory_changes(self._directory, found)
+                gone, new = self._directory_changes(self._directory)
                 # If that cannot be stored, the next round tries again.
                 if gone or new:
                     listed = self._list_with(new, gone)
                     if await asyncio.to_thread(self._write_list, listed):
                         self._use(new, gone)
 
-    def _warn_of_ignored(self, directory: Path, found: Mapping[str, Found], *, at_once: bool = False) -> None:
-        """Logs once which subdirectories are no adapters; not of one that is being copied: it is new."""
-        reasons = files.ignored(directory, found)
-        for adapter_id in found:
-            try:
-                check_adapter_id(adapter_id)
-            except InvalidArgument as error:
-                reasons[adapter_id] = error.message
-        before, self._ignored = self._ignored, set(reasons)
-        for name in sorted(reasons if at_once else reasons.keys() & before):
-            if name not in self._warned:
-                _log.warning("a subdirectory of adapters is ignored", name=name, why=reasons[name])
-        self._warned = self._warned & set(reasons) | (set(reasons) if at_once else set(reasons) & before)
+    def _warn_of_ignored(self, reasons: Mapping[str, str], told: set[str]) -> None:
+        """Logs once why subdirectories are no adapters. `told`: the names of which it is logged."""
+        for name in sorted(told - self._warned):
+            _log.warning("a subdirectory of adapters is ignored", name=name, why=reasons[name])
+        self._ignored = set(reasons)
+        self._warned = self._warned & self._ignored | told
 
-    def _known(self) -> dict[str, Found]:
-        """What the directory has, as far as the registry knows."""
-        mine = (version for version in self._adapters if version.identity and not version.retired)
-        return {version.adapter_id: Found(version.identity, version.digest) for version in mine}
+    def _of_directory(self) -> list[AdapterVersion]:
+        """The versions that the directory has, as far as the registry knows."""
+        return [version for version in self._adapters if version.identity and not version.retired]
 
-    def _directory_changes(
-        self, directory: Path, found: Mapping[str, Found] | None
-    ) -> tuple[list[AdapterVersion], list[AdapterVersion]]:
-        """Versions that are gone, and new ones, whose numbers are taken. `found`: see `scan` in store.py."""
-        if found is None:
-            return [], []
-        mine = {v.adapter_id: v for v in self._adapters if v.identity and not v.retired}
-        gone = [version for adapter_id, version in mine.items() if adapter_id not in found]
+    def _directory_changes(self, directory: Path) -> tuple[list[AdapterVersion], list[AdapterVersion]]:
+        """Versions that are gone, and new ones, whose numbers are taken."""
+        gone = [version for version in self._of_directory() if version.adapter_id not in self._found]
         new: list[AdapterVersion] = []
         taken: set[int] = set()
-        for adapter_id, (identity, digest) in found.items():
+        for adapter_id, (identity, digest) in self._found.items():
             version = self._adapters.of(None, adapter_id)
             # One that was loaded by a call keeps its id.
             if version is not None and not version.identity:
@@ -280,10 +276,7 @@ class AdapterLoader:
             path = str(directory / adapter_id)
             again = [n for n in numbers_again(self._adapters, self._contents, digest) if n not in taken]
             try:
-                check_adapter_id(adapter_id)
                 number = again.pop() if again else self._adapters.next_number(len(new))
-            except InvalidArgument:
-                continue
             except AdapterLimit as error:
                 _log.warning("not all adapters of the directory can be used", why=error.message)
                 break
@@ -340,8 +333,7 @@ class AdapterLoader:
         if removed:
             self._pool.send_adapters(worker_pb2.AdapterCommand(removed=[v.number for v in removed]))
             for version in removed:
-                if is_copy(version, self._store):
-                    await asyncio.to_thread(self._store.remove, version)
+                await asyncio.to_thread(self._store.remove, version)
 
     def _all_adapters(self) -> worker_pb2.AdapterCommand:
         """What a worker is told when it is ready."""

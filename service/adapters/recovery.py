@@ -9,7 +9,6 @@ an older one may have been restored, or there may be none, as with several hosts
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from service.adapters.registry import Adapters, AdapterVersion
 from service.adapters.store import AdapterStore
@@ -62,8 +61,3 @@ def _copies_of_caches(
 def numbers_again(adapters: Adapters, contents: Mapping[int, str], digest: str) -> list[int]:
     """The numbers that caches have of this content and the registry has not, in order."""
     return sorted(n for n, known in contents.items() if known == digest and adapters.get(n) is None)
-
-
-def is_copy(version: AdapterVersion, store: AdapterStore) -> bool:
-    """Whether its directory is a copy, which goes with it."""
-    return not version.identity and Path(version.directory).parent == store.directory.path

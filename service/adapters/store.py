@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from service import durable_file
-from service.adapters.registry import Adapters, AdapterVersion
+from service.adapters.registry import Adapters, AdapterVersion, check_adapter_id
 from service.errors import InvalidArgument
 from service.logging import get_logger
 from service.uploads import UploadDirectory, UploadedFile
@@ -84,8 +84,9 @@ class AdapterStore:
         shutil.rmtree(self.path(number), ignore_errors=True)
 
     def remove(self, version: AdapterVersion) -> None:
-        """Removes the copy of a version, if there is one. Never raises."""
-        shutil.rmtree(version.directory, ignore_errors=True)
+        """Removes the copy of a version, if its directory is one. Never raises."""
+        if not version.identity and Path(version.directory).parent == self.directory.path:
+            shutil.rmtree(version.directory, ignore_errors=True)
 
     def write_list(self, adapters: Adapters) -> None:
         """Stores all versions, for the next gateway. Nobody may change them meanwhile."""
@@ -174,33 +175,33 @@ def _found(directory: Path, known: Found | None, max_bytes: int) -> Found:
     return Found(before, digest)
 
 
-def scan(directory: Path, known: Mapping[str, Found], max_bytes: int) -> dict[str, Found] | None:
-    """The adapters in a directory, by name. None: it cannot be read. Raises nothing.
+def scan(
+    directory: Path, known: Mapping[str, Found], max_bytes: int
+) -> tuple[dict[str, Found], dict[str, str]] | None:
+    """The adapters in a directory by name, and why other subdirectories are none. Raises nothing.
 
-    known: those that were found before. What has changed since is read. max_bytes: of a file of weights.
+    None: it cannot be read. known: those that were found before. What has changed since is read. max_bytes:
+    of a file of weights.
     """
-    found = {}
+    found: dict[str, Found] = {}
+    ignored: dict[str, str] = {}
     try:
         for entry in directory.iterdir():
-            # What is no adapter, or not complete yet, is left out.
-            with contextlib.suppress(OSError):
+            if not entry.is_dir():
+                continue
+            try:
+                check_adapter_id(entry.name)
                 found[entry.name] = _found(entry, known.get(entry.name), max_bytes)
+            except InvalidArgument as error:
+                ignored[entry.name] = error.message
+            except OSError:
+                missing = [name for name in FILES if not os.path.exists(entry / name)]  # noqa: PTH110 - no error
+                why = f"it has no {' and no '.join(missing)}" if missing else "it cannot be read"
+                ignored[entry.name] = why
     except OSError as error:
         _log.warning("cannot read the directory of adapters", error=error.strerror)
         return None
-    return found
-
-
-def ignored(directory: Path, found: Mapping[str, Found]) -> dict[str, str]:
-    """Why subdirectories are no adapters, by name. `found`: what `scan` has found. Raises nothing."""
-    reasons = {}
-    with contextlib.suppress(OSError):
-        for entry in directory.iterdir():
-            if entry.name in found or not entry.is_dir():
-                continue
-            missing = [name for name in FILES if not (entry / name).exists()]
-            reasons[entry.name] = f"it has no {' and no '.join(missing)}" if missing else "it cannot be read"
-    return reasons
+    return found, ignored
 
 
 def bad_adapter(why: str) -> InvalidArgument:

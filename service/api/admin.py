@@ -46,8 +46,8 @@ class Stop(Protocol):
         """`leave_workers`: keep them running for the next gateway on the same data directory."""
 
 
-class CoreOperations:
-    """What operators do to one core: to its caches and workers."""
+class OperatorCalls:
+    """What operators do to the caches and workers of one core. `context` is only for calls to others."""
 
     def __init__(self, state: ServerState, restarts: RollingRestart, dispatcher: Dispatcher) -> None:
         self._state, self._restarts, self._dispatcher = state, restarts, dispatcher
@@ -58,21 +58,25 @@ class CoreOperations:
         ready = executor_pb2.WORKER_STATE_READY
         return sum(1 for slot in self._state.slots if slot.state == ready)
 
-    async def warm_up(self, workers: int) -> int:
+    async def warm_up(self, workers: int, context: Any) -> int:
         """Waits for so many workers, or for all with 0. Returns how many are ready."""
         # Polling is enough: this call is rare.
         while self.num_ready < (workers or len(self._state.slots)):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         return self.num_ready
 
-    async def drain(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
-        """Replaces workers. Raises InvalidArgument or NoWorker."""
+    async def drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
+        """Replaces all workers, or the one of this id. Raises InvalidArgument or NoWorker."""
         grace_s = self._state.config.drain_grace_s
         if request.HasField("grace"):
             grace_s = validation.grace_seconds(request.grace)
         return admin_pb2.DrainResponse(workers=await self._restarts.replace(request.worker_id, grace_s))
 
-    async def move_cache(self, request: admin_pb2.MoveCacheRequest) -> admin_pb2.MoveCacheResponse:
+    async def move_cache(
+        self,
+        request: admin_pb2.MoveCacheRequest,
+        context: Any,
+    ) -> admin_pb2.MoveCacheResponse:
         """Moves a cache to a worker. Raises QuireError."""
         move = Move(request.cache_id, request.worker_id)
         (moved,) = await self._dispatcher.run((move,), current_tenant())
@@ -88,68 +92,49 @@ class CoreOperations:
         return response
 
 
-class OtherGateways(Protocol):
-    """What does for all gateways of the server what one is asked. None in its place: there is one."""
-
-    async def warmup(self, request: admin_pb2.WarmupRequest, context: Any) -> admin_pb2.WarmupResponse:
-        """See `AdminApi.Warmup`."""
-
-    async def drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
-        """See `AdminApi.Drain`."""
-
-    async def move_cache(
-        self, request: admin_pb2.MoveCacheRequest, context: Any
-    ) -> admin_pb2.MoveCacheResponse:
-        """See `AdminApi.MoveCache`."""
-
-
 class AdminApi:
     """Implements the service. A wait ends at the caller's deadline or when the server stops."""
 
     def __init__(
         self,
         state: ServerState,
-        restarts: RollingRestart,
         loader: AdapterLoader,
         adapters: Adapters,
         caches_of_versions: Callable[[], Counter[int]],
         stop: Stop,
-        dispatcher: Dispatcher,
+        operator_calls: OperatorCalls,
     ) -> None:
-        """`caches_of_versions`: the number of caches of each version of an adapter, by its number."""
+        """`caches_of_versions`: the number of caches of each version of an adapter, by its number.
+
+        `operator_calls`: of the whole server, which may have several gateways.
+        """
         self._state = state
         self._loader = loader
         self._adapters = adapters
         self._caches_of_versions = caches_of_versions
         self._stop = stop
-        self.here = CoreOperations(state, restarts, dispatcher)
-        self.others: OtherGateways | None = None
+        self._operator_calls = operator_calls
 
     async def Warmup(self, request: admin_pb2.WarmupRequest, context: Context) -> admin_pb2.WarmupResponse:
         """Waits until workers are ready, of all gateways."""
         config = self._state.config
-        # One of several on one host has a part of them.
-        num_workers = config.worker_slots if self.others is not None else len(self._state.slots)
-        if request.workers > num_workers and config.workers is not None:
-            raise InvalidArgument("TOO_MANY_WORKERS", "workers", f"there are {num_workers} workers")
-        if self.others is not None:
-            return await self.others.warmup(request, context)
-        return admin_pb2.WarmupResponse(workers_ready=await self.here.warm_up(request.workers))
+        # Those of other hosts have their own.
+        is_known = config.workers is not None and not config.peer_listen
+        if is_known and request.workers > config.worker_slots:
+            raise InvalidArgument("TOO_MANY_WORKERS", "workers", f"there are {config.worker_slots} workers")
+        ready = await self._operator_calls.warm_up(request.workers, context)
+        return admin_pb2.WarmupResponse(workers_ready=ready)
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         """Replaces workers, of whichever gateway."""
-        if self.others is not None:
-            return await self.others.drain(request, context)
-        return await self.here.drain(request)
+        return await self._operator_calls.drain(request, context)
 
     async def MoveCache(
         self, request: admin_pb2.MoveCacheRequest, context: Context
     ) -> admin_pb2.MoveCacheResponse:
         """Moves a cache to a worker of the gateway that has it."""
         validation.check_cache_id(request.cache_id)
-        if self.others is not None:
-            return await self.others.move_cache(request, context)
-        return await self.here.move_cache(request)
+        return await self._operator_calls.move_cache(request, context)
 
     async def LoadAdapter(
         self, requests: AsyncIterator[Any], _context: Context

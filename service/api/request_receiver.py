@@ -127,11 +127,12 @@ class RequestReceiver:
     async def stream(self, messages: Any, context: _Context) -> Any:
         """The stream of messages of a call, or the error that it is refused with."""
         tenant = current_tenant()
-        # Where callers have tenants, none has more than half.
+        # Where callers have tenants, none has more than half of what others leave.
         if self.streams >= self._max_streams:
             return SessionLimit(self._max_streams)
-        share = share_of(self._max_streams, tenant)
-        if self._streams[tenant] >= share:
+        own = self._streams[tenant]
+        share = share_of(self._max_streams, tenant, self.streams - own)
+        if own >= share:
             return SessionLimit(share, of_tenant=True)
         self._streams[tenant] += 1
         context.add_done_callback(lambda _: self._on_done(tenant))  # type: ignore[arg-type]

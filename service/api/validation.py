@@ -67,10 +67,6 @@ def no_adapter(_adapter_id: str, reason: str = "") -> int:
     raise without_lora(reason, field="adapter_id")
 
 
-def no_creation(_request_id: str) -> None:
-    """Where no cache was made by a request."""
-
-
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """The limits that requests are checked against."""
@@ -90,7 +86,7 @@ class RequestLimits:
     # The number of the adapter that an id names. Raises AdapterNotFound, or Unsupported.
     adapter_of: Callable[[str], int] = no_adapter
     # The limits for a request with the id of one that creates or has created a cache. None: there is none.
-    limits_of_creation: Callable[[str], RequestLimits | None] = no_creation
+    limits_of_creation: Callable[[str], RequestLimits | None] | None = None
 
     def of(self, cache_id: str) -> RequestLimits:
         """The limits for an append to a cache; an empty id is a new cache. Raises WeightsChanged."""
@@ -100,7 +96,9 @@ class RequestLimits:
 
     def of_creation(self, request_id: str) -> RequestLimits:
         """The limits for a new cache, or for one that this request id has made. Raises WeightsChanged."""
-        return (request_id and self.limits_of_creation(request_id)) or self
+        if not request_id or self.limits_of_creation is None:
+            return self
+        return self.limits_of_creation(request_id) or self
 
 
 def check_tokens(token_ids: Sequence[int], limits: RequestLimits) -> None:

@@ -86,7 +86,7 @@ class Authenticator:
             path = Path(config.tokens) if config.tokens else None
             return cls(path, certificates=bool(config.tls_client_ca))
         except (OSError, ValueError) as error:
-            raise ConfigError("tokens", "the file", config.tokens, str(error)) from None
+            raise ConfigError("tokens", "", config.tokens, str(error)) from None
 
     def authenticate(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         """Authenticates a call by its token, before its request is read, and sets the current tenant.

@@ -59,7 +59,7 @@ def _watched(config: Config, what: str, read: Callable[[Config], _T]) -> Reloade
     try:
         return ReloadedFile(what, paths, lambda: read(config))
     except (OSError, ValueError) as error:
-        raise ConfigError("tls_cert", "the files", config.tls_cert, str(error)) from None
+        raise ConfigError("tls_cert", "", config.tls_cert, str(error)) from None
 
 
 def _context(config: Config) -> ssl.SSLContext:
@@ -74,7 +74,8 @@ def _context(config: Config) -> ssl.SSLContext:
             context.load_verify_locations(config.tls_client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
     except ssl.SSLError as error:
-        raise ValueError(f"the certificate, its key or the CA cannot be used: {error.reason}") from None
+        why = error.reason or "one of them is not in PEM"
+        raise ValueError(f"the certificate, its key or the CA cannot be used: {why}") from None
     context.set_alpn_protocols(["http/1.1"])
     return context
 

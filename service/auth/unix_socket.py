@@ -13,7 +13,7 @@ import os
 import socket
 from pathlib import Path
 
-IN_USE = "another process has this address: end it, or choose another address"
+from workers.common.addresses import IN_USE
 
 
 class LockedUnixSocket:

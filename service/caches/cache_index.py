@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from service.caches.entries import CacheEntry
 from service.caches.leases import LeaseEnds
@@ -75,7 +75,7 @@ class CacheIndex:
                 return False
         there = ((self.find(request.sources[at].cache_id, tenant), number) for at, number in parents.items())
         each_its_own = len(set(parents.values())) == len(parents)
-        return each_its_own and all(entry is None or entry.number == number for entry, number in there)
+        return each_its_own and all(entry is self._by_number.get(number) for entry, number in there)
 
     def children(self, request_id: str, tenant: Tenant) -> list[CacheEntry | None]:
         """The children of a fork, in order. None in the place of released ones."""
@@ -105,22 +105,18 @@ class CacheIndex:
             if entry is not None:
                 yield entry.order, entry.handle
 
-    def lookup(self, request_id: str, tenant: Tenant | None = None) -> list[Remembered | None]:
+    def made_by(self, request_id: str, tenant: Tenant | None = None) -> Sequence[CacheEntry | None]:
         """The caches that a creation or fork with this request id has created.
 
         None in the place of released ones. Empty if there are none, or all were released.
         """
         tenant = tenant or self.anonymous
         entry = self.created_by(request_id, tenant)
-        made = [entry] if entry is not None and entry.visible else self.children(request_id, tenant)
-        return [None if entry is None else _remembered(entry) for entry in made]
+        return [entry] if entry is not None and entry.visible else self.children(request_id, tenant)
 
-    def ids_of(self, request_id: str, tenant: Tenant | None = None) -> list[str]:
-        """The ids of the caches that `lookup` finds. Their tokens are not copied."""
-        tenant = tenant or self.anonymous
-        entry = self.created_by(request_id, tenant)
-        made = [entry] if entry is not None and entry.visible else self.children(request_id, tenant)
-        return [entry.state.cache_id for entry in made if entry is not None]
+    def lookup(self, request_id: str, tenant: Tenant | None = None) -> list[Remembered | None]:
+        """`made_by`, with copies of their tokens."""
+        return [None if entry is None else _remembered(entry) for entry in self.made_by(request_id, tenant)]
 
     def creation_of(self, request_id: str, tenant: Tenant | None = None) -> tuple[int, int] | None:
         """The weights and the adapter of the cache that a request with this id makes or has made."""

@@ -36,6 +36,9 @@ class LeaseEnds:
         bucket = self._bucket_of.pop(entry, None)
         if bucket is not None:
             bucket.pop(entry, None)
+            if not bucket:
+                # An empty dict keeps the memory of what was in it.
+                bucket.clear()
 
     def moved(self, entry: CacheEntry) -> None:
         """The lease of a cache was set to another time."""

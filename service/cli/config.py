@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import errno
 import importlib
 import json
@@ -102,25 +103,29 @@ def _problems_at_start(settings: Settings, *, is_running: bool) -> Iterator[str]
     checks = [_model, _descriptors, _access, _runtimes, _state, _database]
     for check_one in checks if is_running else (*checks, _addresses, _not_in_use):
         for error in check_one(config):
-            source = settings.sources.get(error.setting, "default")
-            named = ConfigError(error.setting, source, error.value, error.allowed)
             if error.setting not in refused:
-                yield settings.said(named)
+                yield settings.said(error)
 
 
 def _model(config: Config) -> Iterator[ConfigError]:
-    directory = Path(config.model)
-    if is_hub_id(config.model):
-        from service.cli import hub
-
-        try:
-            directory = hub.find_model(config.model, config.model_revision, download=False)
-        except hub.HubError as error:
-            if config.model_download == "off":
-                yield ConfigError("model", "", config.model, str(error))
-            return
-    if not config.has_remote_workers and (problem := quantised(directory)):
+    served, missing = _served(config)
+    if missing and config.model_download == "off":
+        yield ConfigError("model", "", config.model, missing)
+    if not (missing or config.has_remote_workers) and (problem := quantised(Path(served.model))):
         yield ConfigError("model", "", config.model, problem)
+
+
+def _served(config: Config) -> tuple[Config, str]:
+    """What a start goes on with: the directory of a model of the hub. Or why it is not there."""
+    if not is_hub_id(config.model) or config.has_remote_workers:
+        return config, ""
+    from service.cli import hub
+
+    try:
+        found = hub.find_model(config.model, config.model_revision, download=False)
+    except hub.HubError as error:
+        return config, str(error)
+    return dataclasses.replace(config, model=str(found), model_revision=None), ""
 
 
 def _descriptors(config: Config) -> Iterator[ConfigError]:
@@ -162,7 +167,7 @@ def _runtimes(config: Config) -> Iterator[ConfigError]:
 
 def _addresses(config: Config) -> Iterator[ConfigError]:
     from service.auth.unix_socket import LockedUnixSocket
-    from service.listening import ADDRESS_IS_FREE, why_not_listening
+    from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
 
     for name, _, address in config.addresses():
         problem: str | None = ADDRESS_IS_FREE
@@ -206,10 +211,14 @@ def _state(config: Config) -> Iterator[ConfigError]:
     """Checks that the data directory can be written to, and that what a start reads in it can be read."""
     from service.cli.journal import read_journal
 
+    config, _ = _served(config)
     directory = data_directory(config)
     if directory is None:
         if config.journal == "sqlite":
             yield ConfigError("journal", "", "sqlite", "needs a data_dir if the port is chosen at each start")
+        return
+    if config.peer_listen:
+        # Their state is in the database. See `prepare`.
         return
     try:
         require_trusted(directory)
@@ -219,13 +228,13 @@ def _state(config: Config) -> Iterator[ConfigError]:
             return
     # Path.exists raises if a directory of the path cannot be read.
     there = next(path for path in (directory, *directory.parents) if os.path.exists(path))  # noqa: PTH110
-    if not there.is_dir():
-        yield ConfigError("data_dir", "", str(directory), f"{there} is a file")
-        return
     try:
         require_writable(there)
     except OSError as error:
-        yield ConfigError("data_dir", "", str(directory), f"{there} cannot be written to ({error.strerror})")
+        # Without a journal there nothing has to be written.
+        if config.journal != "memory":
+            why = f"cannot be written to ({error.strerror})" if there.is_dir() else "is a file"
+            yield ConfigError("data_dir", "", str(directory), f"{there} {why}")
         return
     model_tag = None
     if config.journal in ("auto", "sqlite") and (directory / DATABASE).exists():
@@ -241,15 +250,8 @@ def _loaded_last(config: Config, directory: Path, model_tag: str | None) -> Iter
     from service.pool import model_versions as versions
 
     stored, model = versions.read_served_model(directory), config.model
-    if stored is None:
+    if stored is None or is_hub_id(model):
         return
-    if is_hub_id(model):
-        from service.cli import hub
-
-        try:
-            model = str(hub.find_model(model, config.model_revision, download=False))
-        except hub.HubError:
-            return
     configured, (_, newest) = versions.model_argument(model), versions.from_model_tag(model_tag)
     served = versions.choose_served_model(stored, configured, newest).model
     if versions.is_gone(served, configured):
@@ -258,7 +260,7 @@ def _loaded_last(config: Config, directory: Path, model_tag: str | None) -> Iter
 
 
 def _not_in_use(config: Config) -> Iterator[ConfigError]:
-    directory = data_directory(config)
+    directory = data_directory(_served(config)[0])
     if directory is not None and directory.is_dir():
         with unused(directory) as is_unused:
             if not is_unused:

@@ -27,13 +27,14 @@ from service.config import SETTINGS, Config, ConfigError
 from service.config_sources import needs_a_worker
 from service.data_directory import data_directory
 from service.journal.base import JournalUnusable
-from service.listening import ADDRESS_IS_FREE, reserved, why_not_listening
+from service.listening import CannotListen, reserved
 from service.logging import get_logger
 from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from service.pool import gpus
 from service.shards.ids import Shard
 from service.shards.one_host import LEAVE_WORKERS, STOP, Membership, memberships
 from workers.common import child_process
+from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
 
 _log = get_logger(__name__)
 # One that lives shorter is restarted with a delay.
@@ -45,11 +46,12 @@ def run(config: Config) -> int:
     """Serves until a signal. Returns the exit status. Raises ConfigError."""
     config = gpus.with_workers(config, gpus.chosen(config))
     if config.gateways > config.worker_slots:
-        raise ConfigError("workers", "a setting", "auto", needs_a_worker(config))
+        raise ConfigError("workers", "", "auto", needs_a_worker(config))
     with contextlib.ExitStack() as stack:
-        if (why_not := why_not_listening(config.listen)) != ADDRESS_IS_FREE:
-            _log.error("cannot listen", listen=config.listen, error=why_not)
-            return 1
+        for address in filter(None, (config.listen, config.openai_listen)):
+            if (why_not := why_not_listening(address)) != ADDRESS_IS_FREE:
+                _log.error("cannot listen", listen=address, error=why_not)
+                return 1
         try:
             members = stack.enter_context(memberships(data_directory(config), config.gateways))
         except (JournalUnusable, OSError) as error:
@@ -61,8 +63,8 @@ def run(config: Config) -> int:
                 address and stack.enter_context(reserved(address))
                 for address in (config.listen, config.openai_listen)
             )
-        except OSError as error:
-            _log.error("cannot listen", listen=config.openai_listen or config.listen, error=error.strerror)
+        except CannotListen as error:
+            _log.error("cannot listen", listen=error.listen, error=error.why)
             return 1
         config = dataclasses.replace(config, listen=listen, openai_listen=openai_listen)
         _log.info(
@@ -146,12 +148,7 @@ class _Parent:
         backoff_s = 0.0
         while True:
             started_s = time.monotonic()
-            process = await self._start(index)
-            self._processes[index] = process
-            if self._stopping.is_set():
-                self._tell(process, self._command)
-            status = await process.wait()
-            del self._processes[index]
+            status = await self._run_once(index)
             if status >= 0:
                 return status
             if self._stopping.is_set():
@@ -159,10 +156,26 @@ class _Parent:
             backoff_s = min(max(_MIN_BACKOFF_S, 2 * backoff_s), _MAX_BACKOFF_S)
             if time.monotonic() - started_s > _LONG_LIFE_S:
                 backoff_s = 0.0
-            _log.warning("a gateway was killed and is restarted", gateway=index, signal=-status)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), backoff_s)
                 return 0
+
+    async def _run_once(self, index: int) -> int:
+        """Runs a process of one gateway. Returns how it has ended: below 0 if another has to follow."""
+        try:
+            process = await self._start(index)
+        except OSError as error:
+            # For example, no process or memory is left for now.
+            _log.error("a gateway cannot be started", gateway=index, error=error.strerror)
+            return -1
+        self._processes[index] = process
+        if self._stopping.is_set():
+            self._tell(process, self._command)
+        status = await process.wait()
+        del self._processes[index]
+        if status < 0 and not self._stopping.is_set():
+            _log.warning("a gateway was killed and is restarted", gateway=index, signal=-status)
+        return status
 
     async def _start(self, index: int) -> asyncio.subprocess.Process:
         environment = os.environ | {"PYTHONPATH": child_process.import_path()}

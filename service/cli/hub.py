@@ -35,7 +35,7 @@ from workers.common.protocol import EXIT_CONFIG
 _CONFIG = "config.json"
 _SMALL = (
     _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "additional_chat_templates/*.jinja",
+    "added_tokens.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 # Optional files, which clients can read.
 _CARDS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt")

@@ -12,7 +12,14 @@ from typing import Any
 
 from service.cli.child import NoAnswer, ask
 from service.config import Config
-from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, is_hub_id, is_model, model_problem
+from service.model_names import (
+    SHIPPED_MODEL,
+    SHIPPED_MODEL_DIR,
+    WEIGHTLESS_MODEL,
+    is_hub_id,
+    is_model,
+    model_problem,
+)
 from service.printable import escaped
 from service.quantised import quantised
 
@@ -60,6 +67,8 @@ def _directory(model: str) -> Path:
             return hub.find_files(model, ("config.json",), download=True)
         except hub.HubError as error:
             raise NoAnswer(str(error), ()) from None
+    if model == WEIGHTLESS_MODEL:
+        raise NoAnswer(f"{model} cannot be planned: it has neither a config.json nor weights", ())
     directory = SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else Path(model)
     if not is_model(str(directory)):
         raise NoAnswer(f"{model} cannot be planned: {model_problem(model)}", ())

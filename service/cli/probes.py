@@ -24,14 +24,13 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from service.auth.connections import TooFewDescriptors, with_descriptors
-from service.auth.unix_socket import IN_USE
 from service.cli.state import unused
 from service.config import Config
 from service.config_sources import read_settings
 from service.data_directory import data_directories, data_directory, state_dir
-from service.listening import ADDRESS_IS_FREE, why_not_listening
 from service.logging import configure_logging
 from service.uploads import RESERVE_BYTES
+from workers.common.addresses import ADDRESS_IS_FREE, IN_USE, why_not_listening
 
 OK, SLOW, PROBLEM = "ok", "slow", "problem"
 _DISTRIBUTION = "quire-llm-server"

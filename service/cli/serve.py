@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _run(settings.config)
     except ConfigError as error:
-        print(f"quire: {error}", file=sys.stderr)
+        print(f"quire: {escaped(settings.said(error))}", file=sys.stderr)
         return 2
     except StateUnusable as error:
         print(f"quire: {escaped(str(error))}", file=sys.stderr)
@@ -52,7 +52,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(config: Config) -> int:
     """Raises ConfigError for a setting that is checked only when it is used, or StateUnusable."""
-    prepare(config)
     may_download = config.model_download == "on"
     if is_hub_id(config.model) and not config.has_remote_workers:
         from service.cli import hub
@@ -62,6 +61,7 @@ def _run(config: Config) -> int:
         except hub.HubError as error:
             return _failed(error, error.status)
         config = dataclasses.replace(config, model=str(found), model_revision=None)
+    prepare(config)
     if not config.has_remote_workers and (problem := quantised(Path(config.model))):
         print(f"quire: {escaped(f'{config.model} cannot be served: {problem}')}", file=sys.stderr)
         return EXIT_CONFIG

@@ -33,6 +33,7 @@ from typing import Any, Final, Literal
 from zlib import crc32
 
 from service.journal.base import DirectoryInUse, JournalUnusable
+from service.journal.recovery import Recovery
 
 Sync = Literal["normal", "full"]
 # Device and inode; None if the file does not exist.
@@ -64,6 +65,7 @@ _CHANGED: Final = (
 _INSERT: Final = (
     "INSERT INTO log SELECT ?, ?, ? FROM meta WHERE key = ? AND value = ? AND (SELECT max(seq) FROM log) IS ?"
 )
+ROWS: Final = "SELECT seq, wall_ns, data FROM log WHERE seq BETWEEN ? AND ? ORDER BY seq"
 _STAMP: Final = f"PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {FORMAT};"
 _SCHEMA: Final = """
     CREATE TABLE log (seq INTEGER PRIMARY KEY, wall_ns INTEGER NOT NULL, data BLOB NOT NULL);
@@ -150,21 +152,24 @@ class Files:
             raise FileChanged(errno.ESTALE, "another program has written to it", self._name)
 
     def require_rows(self, first_seq: int, last_seq: int) -> None:
-        """Reads the file. Raises LostRows unless all these rows are there, and sqlite3.Error."""
+        """Reads the file. Raises LostRows unless all these rows can be recovered, and sqlite3.Error."""
+        rows = Recovery(_ignore, _ignore, first_seq, last_seq + 1, "table log", lambda _: _CHANGED)
         try:
             with contextlib.closing(self._connect("ro")) as db:
                 (found,) = _fetch_one(db, "PRAGMA quick_check(1)")
-                query = "SELECT count(*) FROM log WHERE seq BETWEEN ? AND ?"
-                (count,) = _fetch_one(db, query, first_seq, last_seq)
+                for row in db.execute(ROWS, (first_seq, last_seq)):
+                    rows.add(*row)
+            rows.end()
+            if rows.torn is not None:
+                raise rows.damaged(last_seq, str(rows.torn))
+        except JournalUnusable as error:
+            raise LostRows(errno.ESTALE, str(error), self._name) from None
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             if isinstance(error, sqlite3.OperationalError):
                 raise
-            found, count = str(error), 0
+            found = str(error)
         if found != "ok":
             raise LostRows(errno.ESTALE, f"it is damaged ({found}). {_CHANGED}", self._name)
-        missing = last_seq + 1 - first_seq - count
-        if missing:
-            raise LostRows(errno.ESTALE, f"{missing} of its rows are missing. {_CHANGED}", self._name)
 
     def require_names(self) -> None:
         """Raises NotOwner if the database or its log was removed or replaced."""
@@ -382,6 +387,10 @@ def first_seq(db: sqlite3.Connection) -> int:
     if found is None:
         raise sqlite3.DatabaseError("table meta does not say which row is the first")
     return int(found)
+
+
+def _ignore(_record: object, _wall_s: float) -> None:
+    """Only whether a row can be recovered matters."""
 
 
 def _stored(key: str, value: int | str) -> str:

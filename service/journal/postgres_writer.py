@@ -2,7 +2,8 @@
 
 A row, the check that the shard is still this owner's, and the check that the log ends where this owner has
 left it are one statement, and so one transaction and one round trip. A log that ends elsewhere has lost rows:
-an older copy of the database was restored, or a standby that was behind has taken over.
+an older copy of the database was restored, or a standby that was behind has taken over. Those before its end
+are counted now and then.
 
 If the connection breaks during a statement, it may still be running. Nothing is written until it is known
 what has become of it: the shard's row gets the next `writer` number. That waits for the statement's lock, and
@@ -44,6 +45,8 @@ NEXT_WRITER: Final = (
 )
 # A statement of its own: it has to see what the one before has waited for.
 LAST: Final = "SELECT coalesce(max(seq), 0) FROM quire.log WHERE shard = $1"
+# How many of the rows there are that have to be.
+COUNT: Final = "SELECT count(*) FROM quire.log WHERE shard = $1 AND seq >= $2 AND seq < $3"
 SET_FIRST: Final = """
     UPDATE quire.shards SET first_seq = greatest(first_seq, $3) WHERE shard = $1 AND fence = $2 RETURNING 1
 """
@@ -57,6 +60,9 @@ DROP: Final = """
 # Pauses between attempts to learn what has become of a row.
 _FIRST_RETRY_S: Final = 0.05
 _MAX_RETRY_S: Final = 2.0
+# How often rows are counted at most, after commits; and as a multiple of the time that this takes.
+_COUNT_S: Final = 5.0
+_COUNT_PAUSE: Final = 100
 # While the database cannot be reached, commits are refused without another attempt for so long.
 _REFUSED_S: Final = 0.2
 
@@ -79,6 +85,7 @@ class PostgresWriter:
         # `first_seq` is not in the table yet.
         self._first_is_new = False
         self._refused_until_s = 0.0
+        self._count_at_s = time.monotonic() + _COUNT_S
         self._warn = RareWarnings(__name__, shard=lease.shard)
 
     def begin(self, first_seq: int, next_seq: int, size_bytes: int) -> None:
@@ -120,6 +127,8 @@ class PostgresWriter:
                 if self._queue:
                     commits = self._take_commits()
                     self._on_written(len(commits), await self._commit(commits))
+                    if time.monotonic() >= self._count_at_s and not self._lease.loss:
+                        await self._count_rows()
                 if self.is_dropping and not await self._drop_rows() and not self._queue:
                     # Tried again after the next commit.
                     return
@@ -207,6 +216,19 @@ class PostgresWriter:
         if not self.next_seq - 1 <= found <= self.next_seq:
             raise OwnershipLost(_lost_rows(found, self.next_seq - 1))
         return found
+
+    async def _count_rows(self) -> None:
+        """Notices rows that another program has removed before the last one, which recovery would miss."""
+        began_s, lease, expected = time.monotonic(), self._lease, self.next_seq - self.first_seq
+        try:
+            ((found,),) = await self._table.fetch(COUNT, lease.shard, self.first_seq, self.next_seq)
+            if found != expected:
+                missing = f"{expected - int(found)} of its rows are missing. {RESTORED}"
+                lease.lose(await why_lost(self._table, lease) or missing)
+        except DatabaseFailed as error:
+            self._warn("the journal's rows could not be counted", error)
+        took_s = time.monotonic() - began_s
+        self._count_at_s = time.monotonic() + max(_COUNT_S, _COUNT_PAUSE * took_s)
 
     async def _drop_rows(self) -> bool:
         """Drops some of the rows that are not needed. False: it failed."""

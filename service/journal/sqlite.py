@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from service.journal.encoding import CorruptRecord
-from service.journal.files import Files, Sync, read_meta, translate_errors
+from service.journal.files import ROWS, Files, Sync, read_meta, translate_errors
 from service.journal.recovery import Apply, ApplyRun, Recovery
 from service.journal.stored import COMPACTION_BYTES, StoredJournal
 from service.journal.writer import Writer
@@ -61,8 +61,8 @@ class SqliteJournal(StoredJournal):
         place = str(self._files.path)
         recovery = Recovery(apply, apply_run, writer.first_seq, writer.next_seq, place, self._advice)
         with translate_errors(self._files.path):
-            query = "SELECT seq, wall_ns, data FROM log WHERE seq >= ? ORDER BY seq"
-            with contextlib.closing(self._db.execute(query, (writer.first_seq,))) as rows:
+            bounds = writer.first_seq, writer.next_seq - 1
+            with contextlib.closing(self._db.execute(ROWS, bounds)) as rows:
                 for seq, wall_ns, row in rows:
                     recovery.add(seq, wall_ns, row)
                 recovery.end()

@@ -356,6 +356,8 @@ class Writer:
                 self._db.execute("DELETE FROM log WHERE seq <= ?", (last,))
             self._wal_bytes += _WAL_ROW_BYTES
             self.is_dropping = last > 0
+        except LostRows as error:
+            self._failed(error)
         except FAILURES as error:
             self._drop_at = time.monotonic() + _IDLE_S
             self._warn("rows of the journal could not be dropped", error)

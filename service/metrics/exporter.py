@@ -59,7 +59,7 @@ class Exporter:
         self._computing = asyncio.Lock()
 
     def bind(self) -> int:
-        """Binds the address. Returns the port. Raises OSError."""
+        """Binds the address. Returns the port. Raises CannotListen."""
         if not is_private(self._listen):
             _log.warning("others can read the metrics: this port has no TLS and no authentication")
         self._socket = listening_socket(self._listen)

@@ -107,7 +107,7 @@ class OpenAiFront:
         )
 
     def bind(self) -> int:
-        """Binds the address; clients can connect from now on. Returns the port. Raises OSError."""
+        """Binds the address; clients can connect from now on. Returns the port. Raises CannotListen."""
         self._socket = listening_socket(self._listen, _BACKLOG, is_shared=self._state.config.gateways > 1)
         return int(self._socket.getsockname()[1])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from quire.v1 import runner_pb2
@@ -51,7 +52,8 @@ def _message(value: object, path: str) -> runner_pb2.ChatMessage:
     if role == "tool":
         message.tool_call_id = fields.required("tool_call_id")
     if content is not None:
-        message.content = _text(content, f"{path}.content")
+        kinds = ("text", "refusal") if role == "assistant" else ("text",)
+        message.content = _text(content, f"{path}.content", kinds)
     elif not message.tool_calls:
         raise bad_field(f"{path}.content", "is required")
     fields.refuse_others(_IGNORED_OF_ASSISTANT if role == "assistant" else ())
@@ -67,22 +69,23 @@ def _add_parts_of_assistant(message: runner_pb2.ChatMessage, fields: Fields) -> 
             message.reasoning_content = thoughts
 
 
-def _text(content: object, path: str) -> str:
-    """The text of a content: a string, or parts, which become lines."""
+def _text(content: object, path: str, kinds: Sequence[str]) -> str:
+    """The text of a content: a string, or parts of these kinds, which become lines."""
     if isinstance(content, str):
         return string(content, path)
     if not isinstance(content, list) or not 0 < len(content) <= _MAX_PARTS:
         raise bad_field(path, f"must be a string, or a list of 1 to {_MAX_PARTS} parts")
-    return "\n".join(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
+    return "\n".join(_part(part, f"{path}[{index}]", kinds) for index, part in enumerate(content))
 
 
-def _part(part: object, path: str) -> str:
+def _part(part: object, path: str, kinds: Sequence[str]) -> str:
     fields = Fields(part, path)
-    if fields.raw("type") != "text":
-        raise bad_field(f"{path}.type", "must be text")
-    text = fields.get("text", string)
+    kind = fields.raw("type")
+    if kind not in kinds:
+        raise bad_field(f"{path}.type", f"must be {' or '.join(kinds)}")
+    text = fields.get(kind, string)
     if text is None:
-        raise bad_field(f"{path}.text", "is required")
+        raise bad_field(f"{path}.{kind}", "is required")
     fields.refuse_others()
     return text
 

@@ -134,12 +134,14 @@ class Middleware:
         if len(self._running) > max_requests:
             raise SessionLimit(max_requests)
         if self._authenticator is not None:
-            self._admit_tenant(share_of(max_requests, current_tenant()))
+            self._admit_tenant(max_requests)
 
     def _admit_tenant(self, max_requests: int) -> None:
         tenant = self._running[cast("asyncio.Task[None]", asyncio.current_task())] = current_tenant()
-        if list(self._running.values()).count(tenant) > max_requests:
-            raise SessionLimit(max_requests, of_tenant=True)
+        own = list(self._running.values()).count(tenant)
+        share = share_of(max_requests, tenant, len(self._running) - own)
+        if own > share:
+            raise SessionLimit(share, of_tenant=True)
 
 
 class _Response:

@@ -75,9 +75,7 @@ def _select(found: Sequence[Gpu], wanted: str) -> list[Gpu]:
         ]
         if len(fitting) != 1 or fitting[0] in selected:
             there = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in found) or "none that nvidia-smi lists"
-            raise ConfigError(
-                "devices", "a setting", wanted, f"this machine's GPUs are: {there}; each only once"
-            )
+            raise ConfigError("devices", "", wanted, f"this machine's GPUs are: {there}; each only once")
         selected += fitting
     return selected
 

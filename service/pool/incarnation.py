@@ -288,6 +288,10 @@ class Incarnation:
         if version is not self._version:
             self.terminate("other weights have replaced those that it has loaded")
             return
+        if ready.weights_replaced:
+            # Only of an earlier gateway, whose switch this one does not know of: its data was restored.
+            self.terminate("weights that were put into place later are not those that are served")
+            return
         expected = version.expected_fingerprint
         if expected not in (None, fingerprint):
             failure = PoolFailed(

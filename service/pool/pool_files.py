@@ -36,7 +36,7 @@ def gateway_certificates(pool: Path) -> tuple[bytes, bytes, bytes]:
             found.append((pool / name).read_bytes())
         except OSError as error:
             problem = f"{name} cannot be read ({error.strerror}): `quire pool init` makes such a directory"
-            raise ConfigError("pool", "a setting", str(pool), problem) from None
+            raise ConfigError("pool", "", str(pool), problem) from None
     ca, key, certificate = found
     return ca, key, certificate
 
@@ -76,7 +76,7 @@ def own_pool(data_dir: Path | None) -> Path:
             write_certificates(made, _OWN_DAYS)
             made.rename(pool)
     except OSError as error:
-        raise ConfigError("data_dir", "a setting", str(data_dir), f"{error.strerror}") from None
+        raise ConfigError("data_dir", "", str(data_dir), f"{error.strerror}") from None
     return pool
 
 

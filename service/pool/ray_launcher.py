@@ -43,7 +43,7 @@ class RayLauncher(RemoteLauncher):
         """Raises ConfigError."""
         if importlib.util.find_spec("ray") is None:
             problem = "needs ray, of the extra ray: `make setup` installs it"
-            raise ConfigError("launcher", "a setting", config.launcher, problem)
+            raise ConfigError("launcher", "", config.launcher, problem)
         self._runtime_env = _read_runtime_env(config.ray_runtime_env)
         self._pool = Path(config.pool) if config.pool else pool_files.own_pool(data_dir)
         super().__init__(data_dir, config, on_locked, self._pool)
@@ -175,7 +175,7 @@ def _read_runtime_env(file: str) -> Any:
     try:
         return json.loads(Path(file).read_text(encoding="utf-8")) if file else None
     except (OSError, ValueError):
-        raise ConfigError("ray_runtime_env", "a setting", file, "must be a file of JSON") from None
+        raise ConfigError("ray_runtime_env", "", file, "must be a file of JSON") from None
 
 
 class PlacedWorker(LeasedWorker):
@@ -201,7 +201,9 @@ class PlacedWorker(LeasedWorker):
             return
         _log.warning(f"ray: actor {kind}", **event)
         if kind == "ended":
-            self._ended.set_result(event["status"])
+            # Or it is said again, to the next child process.
+            if not self._ended.done():
+                self._ended.set_result(event["status"])
         elif kind == "leaving":
             if not self.leaving.done():
                 within_s = event["within_s"]

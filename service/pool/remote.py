@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import grpc
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from service.config import Config
+from service.listening import CannotListen, binding
 from service.logging import get_logger
 from service.pool import pool_files
 from service.pool.endpoints import AttachedEndpoint, Endpoint, LeasedEndpoint
@@ -101,6 +102,7 @@ class RemoteLauncher:
         self._waiting = WaitingWorkers()
         self._server_credentials = pool_files.server_credentials(pool)
         self._server: grpc.aio.Server | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, LeasedWorker]:  # noqa: ARG002
         """Opens the registry and the port. No worker is adopted here: a lease may find one with KV."""
@@ -138,14 +140,13 @@ class RemoteLauncher:
         )
         worker_pb2_grpc.add_WorkerPoolServiceServicer_to_server(self._waiting, self._server)
         try:
-            port = self._server.add_secure_port(self._config.pool_listen, self._server_credentials)
-            await self._server.start()
-        except RuntimeError:
-            raise PoolFailed(
-                f"pool_listen = {self._config.pool_listen}: the address cannot be bound"
-            ) from None
+            with binding(self._config.pool_listen):
+                port = self._server.add_secure_port(self._config.pool_listen, self._server_credentials)
+        except CannotListen as error:
+            raise PoolFailed(f"cannot listen on pool_listen = {error}") from None
+        await self._server.start()
         handshakes = Handshakes(
-            port, lambda peer, _: peer in self._waiting.peers, _HANDSHAKES, is_final=False
+            port, lambda peer, _: self._waiting.peers[peer] > 0, _HANDSHAKES, is_final=False
         )
         self._watching = asyncio.create_task(handshakes.run(_HANDSHAKE_INTERVAL_S), name="handshakes")
         _log.info("workers can call", pool_listen=self._config.pool_listen)
@@ -176,8 +177,9 @@ class RemoteLauncher:
         """Streams are closed already."""
         if self._registry is not None:
             self._registry.close()
-        if self._server is not None:
+        if self._watching is not None:
             self._watching.cancel()
+        if self._server is not None:
             # Stopping it takes a moment in which nothing depends on it.
             self._closing = asyncio.ensure_future(self._server.stop(_CLOSE_GRACE_S))
 
@@ -188,8 +190,9 @@ class WaitingWorkers(worker_pb2_grpc.WorkerPoolServiceServicer):
     def __init__(self) -> None:
         self._waiting: deque[AttachedEndpoint] = deque()
         self._arrived = asyncio.Event()
-        # The clients whose calls last, with a certificate of the pool.
-        self.peers: set[Peer | None] = set()
+        # The clients whose calls last, with a certificate of the pool, and how many do: a connection's next
+        # call may begin before the end of the last one is noticed.
+        self.peers: Counter[Peer | None] = Counter()
 
     async def take(self) -> AttachedEndpoint:
         """The one that has waited longest. Waits for one."""
@@ -203,11 +206,11 @@ class WaitingWorkers(worker_pb2_grpc.WorkerPoolServiceServicer):
     ) -> None:
         """Lasts until the stream is closed by either side."""
         peer = peer_named(context.peer())
-        self.peers.add(peer)
+        self.peers[peer] += 1
         try:
             await self._attach(request_iterator, context)
         finally:
-            self.peers.discard(peer)
+            self.peers -= Counter((peer,))
 
     async def _attach(
         self, request_iterator: AsyncIterator[worker_pb2.ConnectResponse], context: _Context

@@ -6,7 +6,7 @@ import asyncio
 
 from quire.v1 import admin_pb2, executor_pb2
 
-from service.errors import InvalidArgument, NoWorker
+from service.errors import UNKNOWN_WORKER, InvalidArgument, NoWorker
 from service.logging import get_logger
 from service.pool.model_versions import WorkerSlot
 from service.pool.supervisor import Supervisor
@@ -31,7 +31,7 @@ class RollingRestart:
         wanted = [slot for slot in self._pool.versions.serving.slots if worker_id in ("", slot.worker_id)]
         if not wanted:
             known = ", ".join(slot.worker_id for slot in self._pool.versions.serving.slots)
-            raise InvalidArgument("UNKNOWN_WORKER", "worker_id", f"no worker has this id; there are {known}")
+            raise InvalidArgument(UNKNOWN_WORKER, "worker_id", f"no worker has this id; there are {known}")
         replaced = []
         for slot in wanted:
             if (one := await self._replace(slot, grace_s)) is None:

@@ -46,6 +46,12 @@ class BatchCaches:
         key = self.key(item_id, part)
         return self._dispatcher.caches.index.lookup(key, self._tenant) if key else ()
 
+    def adapter(self, item_id: str, part: str) -> int:
+        """That of the caches made under a key, also by an earlier run. 0: none."""
+        key = self.key(item_id, part)
+        made = self._dispatcher.caches.index.made_by(key, self._tenant) if key else ()
+        return next((entry.state.adapter for entry in made if entry is not None), 0)
+
     def add(self, cache_id: str) -> None:
         self._ids.add(cache_id)
 

@@ -109,13 +109,14 @@ class Executions:
     def _check_number(self, tenant: Tenant | None) -> None:
         """Raises TooManyExecutions if a tenant may not start another one, nor read one that has finished.
 
-        Where callers have tokens, no tenant gets more than half of them.
+        Where callers have tokens, no tenant gets more than half of what others leave.
         """
         most, running = self._state.config.max_executions, self._open[State.RUNNING]
         if len(running) >= most:
             raise TooManyExecutions(most, _RETRY_S)
-        share = share_of(most, tenant)
-        if tenant is not None and list(running.values()).count(tenant) >= share:
+        own = list(running.values()).count(tenant)
+        share = share_of(most, tenant, len(running) - own)
+        if tenant is not None and own >= share:
             raise TooManyExecutions(share, _RETRY_S, of_tenant=True)
 
     def _cancel_an_unread_one(self, ended: Tenant | None) -> None:

@@ -100,9 +100,9 @@ class LocalRun:
         """The adapter of the caches that an earlier run has made for an item. 0: none."""
         if item.adapter_id:
             parts = (SAMPLES, *map(sample_part, range(num_samples(item))))
-            found = (cache for part in parts for cache in self._caches.recall(item.item_id, part))
-            for cache in filter(None, found):
-                return cache.adapter
+            return next(
+                (adapter for part in parts if (adapter := self._caches.adapter(item.item_id, part))), 0
+            )
         return 0
 
     async def run(self, items: Sequence[PreparedItem]) -> None:
@@ -267,7 +267,7 @@ class LocalRun:
             raise
         assert isinstance(forked, Handles)
         self._caches.discard(parent)
-        salt = self._tenant.salt(item.cache_salt, item.adapter)
+        salt = self._tenant.salt(item.cache_salt)
         caches = [
             Remembered(handle.cache_id, prompt, item.weights, item.adapter, salt) for handle in forked.handles
         ]

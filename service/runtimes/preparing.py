@@ -88,7 +88,6 @@ class ItemPreparer:
         items.check(item)
         adapter = validation.check_adapter(item.adapter_id, "", limits)
         validation.check_cache_salt(item.cache_salt)
-        prompt = await self._prompt(item, limits)
         output = types_pb2.OutputOptions(
             sampling=item.sampling if item.HasField("sampling") else None,
             logprob=item.logprobs,
@@ -101,11 +100,13 @@ class ItemPreparer:
         if kept_as and output.HasField("sampling") and not output.sampling.HasField("seed"):
             # A resumed execution must draw the same tokens again.
             output.sampling.seed = _seed_of(kept_as, item.item_id)
+        # What may take long is last: templates, long texts and grammars.
         tokenizer = None if item.tokens_only else await self._text.tokenizer()
         if item.stop and tokenizer is None:
             raise InvalidArgument(
                 "BAD_STOP", "stop", "stop texts need a tokenizer, which the model does not have"
             )
+        prompt = await self._prompt(item, limits)
         stop_ids = await self._stop_ids(item)
         end_ids = self._end_ids(item) | stop_ids.keys()
         new_matcher = await self._matcher(item, end_ids)

@@ -176,7 +176,8 @@ class WeightUploads:
         """The id of the upload that is served as this model. Empty if it is another directory."""
         try:
             return Path(model).resolve().relative_to(self.directory.path).parts[0]
-        except (ValueError, IndexError):
+        # OSError: of a relative path, which no upload has, once the current directory is gone.
+        except (ValueError, IndexError, OSError):
             return ""
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from quire.v1 import executor_pb2
 
 from service.api import validation
-from service.api.admin import CoreOperations
+from service.api.admin import OperatorCalls
 from service.api.budget import SMALL_BYTES, AnswerBudget, in_memory
 from service.api.calls import CALLS, ids_in
 from service.api.elsewhere import RunHere
@@ -57,7 +57,7 @@ class AnsweringShard(Protocol):
     run_here: RunHere
     caches: Any
     versions: Any
-    operations: CoreOperations
+    operator_calls: OperatorCalls
 
 
 # In the trailing metadata of a forwarded call: the address of the gateway that has its cache.
@@ -117,7 +117,21 @@ class Forwarding:
         core = self.cores.get(shard)
         if core is not None:
             return await core.run_here(method, request, context)
-        return await self.forward(shard, method, request, CALLS[method].response, context)
+        return await self._forward_counted(shard, method, request, CALLS[method].response, context)
+
+    async def _forward_counted(
+        self, shard: int, method: str, request: Any, response: type[Any], context: CallContext
+    ) -> Any:
+        """As `forward`, of an answer for the caller: it counts until the call has ended."""
+        answers = self._answers.of(current_tenant())
+        if answers.is_exceeded:
+            raise AnswersFull(answers.max_bytes)
+        answer = await self.forward(shard, method, request, response, context)
+        size_bytes = in_memory(answer.ByteSize())
+        is_large = size_bytes > SMALL_BYTES
+        answers.adjust(size_bytes, is_large=is_large)
+        context.add_done_callback(lambda _: answers.adjust(-size_bytes, is_large=is_large))
+        return answer
 
     async def forward(
         self, shard: int, method: str, request: Any, response: type[Any], context: CallContext
@@ -128,20 +142,12 @@ class Forwarding:
         address = self._addresses.peers.get(shard)
         if address is None:
             raise GatewayUnavailable
-        answers = self._answers.of(current_tenant())
-        if answers.is_exceeded:
-            raise AnswersFull(answers.max_bytes)
         timeout_s, metadata = context.time_remaining(), context.invocation_metadata()
         self.in_flight += 1
         try:
-            answer = await self._peers.call(address, method, request, response, timeout_s, metadata)
+            return await self._peers.call(address, method, request, response, timeout_s, metadata)
         finally:
             self.in_flight -= 1
-        size_bytes = in_memory(answer.ByteSize())
-        is_large = size_bytes > SMALL_BYTES
-        answers.adjust(size_bytes, is_large=is_large)
-        context.add_done_callback(lambda _: answers.adjust(-size_bytes, is_large=is_large))
-        return answer
 
     def one_of_each_other(self) -> list[int]:
         """A shard of each of the other gateways, in order."""
@@ -228,7 +234,7 @@ class Forwarding:
             raise ShardMoved
         else:
             asked.page_token = f"{shard}.{rest}"
-            return await self.forward(shard, "ListCaches", asked, type(response), context)
+            return await self._forward_counted(shard, "ListCaches", asked, type(response), context)
         if response.next_page_token:
             response.next_page_token = f"{shard}.{response.next_page_token}"
         elif shard + 1 < self.home.count:

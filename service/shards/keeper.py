@@ -78,7 +78,7 @@ class Keeper:
         count = await self._lookups.create(self._config.shards)
         if count != self._config.shards:
             allowed = f"the caches in the database are of {count}"
-            raise ConfigError("shards", "a setting", self._config.shards, allowed)
+            raise ConfigError("shards", "", self._config.shards, allowed)
         self._membership = await self._be_member()
         waits = False
         while True:

@@ -56,7 +56,7 @@ def check_count(directory: Path | None, gateways: int) -> None:
         found = "1"
     if found is not None and found != str(gateways):
         allowed = f"the caches in {directory} are of {found}; keep it, or choose another data_dir"
-        raise ConfigError("gateways", "a setting", gateways, allowed)
+        raise ConfigError("gateways", "", gateways, allowed)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.v1 import admin_pb2, executor_pb2
 
-from service.api.admin import CoreOperations
+from service.api.admin import OperatorCalls
 from service.errors import UNKNOWN_WORKER, InvalidArgument, QuireError, ShardMoved
 from service.shards.forwarding import CallContext, Forwarding
 from service.shards.peers import is_forwarded
@@ -22,11 +22,11 @@ _SERVICE = "AdminService"
 _POLL_S = 0.2
 
 
-class Operators:
-    """See `service.api.admin.OtherGateways`."""
+class OperatorCallsOfAll(OperatorCalls):
+    """What operators do to all gateways of a server."""
 
-    def __init__(self, forwarding: Forwarding, home: CoreOperations) -> None:
-        """`home`: of the home shard."""
+    def __init__(self, forwarding: Forwarding, home: OperatorCalls) -> None:
+        """`home`: of the home shard. Nothing is done but by it and by those of other shards."""
         self._forwarding = forwarding
         self._home = home
 
@@ -37,7 +37,7 @@ class Operators:
         shard = self._forwarding.shard_of(request.cache_id)
         core = self._cores().get(self._forwarding.home.index if shard is None else shard)
         if core is not None:
-            return await core.move_cache(request)
+            return await core.move_cache(request, context)
         assert shard is not None
         if is_forwarded(context.invocation_metadata()):
             raise ShardMoved
@@ -49,7 +49,7 @@ class Operators:
     async def drain(self, request: admin_pb2.DrainRequest, context: CallContext) -> admin_pb2.DrainResponse:
         """Replaces all workers of the server, or the one of this id, whoever has it. Raises QuireError."""
         replaced: list[admin_pb2.ReplacedWorker] = []
-        places = [core.drain(request) for core in self._cores().values()]
+        places = [core.drain(request, context) for core in self._cores().values()]
         places += [
             self._ask(shard, "Drain", request, admin_pb2.DrainResponse, context)
             for shard in self._others(context)
@@ -69,24 +69,22 @@ class Operators:
             raise InvalidArgument(UNKNOWN_WORKER, "worker_id", "no worker has this id; see GetStatus")
         return admin_pb2.DrainResponse(workers=replaced)
 
-    async def warmup(
-        self, request: admin_pb2.WarmupRequest, context: CallContext
-    ) -> admin_pb2.WarmupResponse:
-        """Waits for workers of the whole server: for as many as the request says, or for all."""
+    async def warm_up(self, workers: int, context: CallContext) -> int:
+        """Waits for so many workers of the whole server, or for all with 0. Returns how many are ready."""
         others = self._others(context)
-        if request.workers:
-            while (ready := await self._ready(others, context)) < request.workers:  # noqa: ASYNC110 - of others
+        if workers:
+            while (ready := await self._ready(others, context)) < workers:  # noqa: ASYNC110 - of others
                 await asyncio.sleep(_POLL_S)
-            return admin_pb2.WarmupResponse(workers_ready=ready)
+            return ready
 
         async def of_another(shard: int) -> int:
-            answer = await self._ask(shard, "Warmup", request, admin_pb2.WarmupResponse, context)
-            return int(answer.workers_ready)
+            request, response = admin_pb2.WarmupRequest(), admin_pb2.WarmupResponse
+            return int((await self._ask(shard, "Warmup", request, response, context)).workers_ready)
 
-        waiting = [asyncio.ensure_future(core.warm_up(0)) for core in self._cores().values()]
+        waiting = [asyncio.ensure_future(core.warm_up(0, context)) for core in self._cores().values()]
         waiting += [asyncio.ensure_future(of_another(shard)) for shard in others]
         try:
-            return admin_pb2.WarmupResponse(workers_ready=sum(await asyncio.gather(*waiting)))
+            return sum(await asyncio.gather(*waiting))
         finally:
             for one in waiting:
                 one.cancel()
@@ -102,10 +100,10 @@ class Operators:
             found += sum(worker.state == ready for worker in status.workers)
         return found
 
-    def _cores(self) -> Mapping[int, CoreOperations]:
+    def _cores(self) -> Mapping[int, OperatorCalls]:
         """Those of this process, by shard."""
         home = {self._forwarding.home.index: self._home}
-        return home | {shard: core.operations for shard, core in self._forwarding.cores.items()}
+        return home | {shard: core.operator_calls for shard, core in self._forwarding.cores.items()}
 
     def _others(self, context: CallContext) -> Sequence[int]:
         """A shard of each other gateway. Of a forwarded call none: the first gateway asks all."""

@@ -161,6 +161,10 @@ def _parsed(text: str) -> Schema:
         schema = {}
     if not isinstance(schema, dict):
         raise GrammarError("a JSON Schema is an object")
+    dialect = schema.get("$schema")
+    if isinstance(dialect, str) and dialect.startswith("https://json-schema.org/draft-0"):
+        # The names of older drafts begin with http, which is easily missed.
+        schema["$schema"] = dialect.replace("https", "http", 1)
     return schema
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from typing import Any
+from urllib.parse import quote
 
 from service.text.schema_patterns import SchemaError, check_backslash, names_of
+from service.text.schema_references import COMBINED, check_references, grouped, has_value
 from service.text.schema_values import ANNOTATIONS, NAMED, Schema, is_number
 
 # The formats that the library enforces. The specification lets all others be annotations.
@@ -20,64 +22,57 @@ _FORMATS = frozenset(
 )
 # Where schemas have schemas: one, a list of them, or some by name.
 _ONE = ("items", "additionalItems", "additionalProperties")
-_LISTS = ("items", "prefixItems", "anyOf", "oneOf", "allOf")
+_LISTS = ("items", "prefixItems", *COMBINED)
+# Values with which keywords that the library does not know say nothing. All names are strings.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "not": (False,),
+}
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 # The least distance from an exclusive bound: a smaller one takes an expression of hundreds of digits.
 _LEAST_DISTANCE = 1e-15
 # From here on every float is an integer.
 _LARGE = 2.0**53
+# The largest bound that the library can apply: the last float of 64 bits with a sign.
+_LARGEST_BOUND = 2**63 - 1024
+# Of the numbers that the library writes as they are.
+_MAX_DIGITS = 15
+# Of a reference, beside letters and digits: programs write the names of types as they are.
+_URI = "-._~:/?@!$&'()*+,;=%"
 # Control characters with a short escape.
 _SHORT_ESCAPES = frozenset("\b\t\n\f\r")
 
 
 def prepared(schema: Schema) -> Schema:
     """A whole schema as the library can apply it. `schema` is not changed. Raises SchemaError."""
-    _check_references(schema, schema)
-    return _prepared(schema)
+    check_references(schema, schema)
+    if not has_value(schema, schema, frozenset(), set()):
+        raise SchemaError("it has no finite value")
+    return _prepared(schema, schema)
 
 
-def _check_references(schema: Any, root: Schema) -> None:
-    """Raises SchemaError for a reference that only leads back to itself: the library begins its value."""
-    if isinstance(schema, list):
-        for inner in schema:
-            _check_references(inner, root)
-    if not isinstance(schema, dict):
-        return
-    seen: set[str] = set()
-    at: Any = schema
-    while isinstance(at, dict) and isinstance(reference := at.get("$ref"), str):
-        if reference in seen:
-            raise SchemaError("a reference leads back to itself")
-        seen.add(reference)
-        at = _target(reference, root)
-    for inner in schema.values():
-        _check_references(inner, root)
-
-
-def _target(reference: str, root: Schema) -> Any:
-    """What a reference in the same schema names; None: it may be a schema elsewhere, or a name for one."""
-    if not reference.startswith("#"):
-        return None
-    at: Any = root
-    for part in reference[1:].split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        at = at.get(name) if isinstance(at, dict) else None
-    return at
-
-
-def _prepared(schema: Schema) -> Schema:
-    written = {name: value for name, value in schema.items() if name != "x-guidance"}
-    for name in NAMED:
-        if isinstance(schema.get(name), dict):
-            written[name] = {key: _inner(inner) for key, inner in schema[name].items()}
-    for name in _LISTS:
-        if isinstance(schema.get(name), list):
-            written[name] = [_inner(inner) for inner in schema[name]]
-    for name in _ONE:
-        if isinstance(schema.get(name), dict):
-            written[name] = _prepared(schema[name])
+def _prepared(schema: Schema, root: Schema) -> Schema:
+    written = {name: value for name, value in schema.items() if not _says_nothing(name, value)}
+    if isinstance(schema.get("oneOf"), list) and "anyOf" not in schema:
+        # The library does not look where references lead.
+        written |= grouped(written.pop("oneOf"), root)
+    _prepare_inner(written, root)
+    if not isinstance(schema.get("items"), list):
+        # Only beside a list it counts, and the library ignores `prefixItems` where there is one.
+        written.pop("additionalItems", None)
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        written["$ref"] = "#" + quote(reference[1:], safe=_URI)
     if written.get("format") not in _FORMATS:
         written.pop("format", None)
     check_backslash(schema.get("pattern"))
+    written |= {name: int(written[name]) for name in _COUNTS if is_number(written.get(name))}
+    _check_numbers([schema.get("const"), schema.get("enum")])
     _set_bounds(written)
     _set_names(written)
     required = schema.get("required")
@@ -88,12 +83,44 @@ def _prepared(schema: Schema) -> Schema:
     return written
 
 
-def _inner(schema: Any) -> Any:
-    return _prepared(schema) if isinstance(schema, dict) else schema
+def _prepare_inner(schema: Schema, root: Schema) -> None:
+    for name in NAMED:
+        if isinstance(schema.get(name), dict):
+            schema[name] = {key: _inner(inner, root) for key, inner in schema[name].items()}
+    for name in _LISTS:
+        if isinstance(schema.get(name), list):
+            schema[name] = [_inner(inner, root) for inner in schema[name]]
+    schema |= {name: _inner(schema[name], root) for name in _ONE if name in schema}
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    # `x-guidance` has options of the library.
+    return name == "x-guidance" or any(value == neutral for neutral in _NEUTRAL.get(name, ()))
+
+
+def _inner(schema: Any, root: Schema) -> Any:
+    return _prepared(schema, root) if isinstance(schema, dict) else schema
+
+
+def _check_numbers(value: Any) -> None:
+    """Raises SchemaError for a number in a value that the library would write as another one."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_numbers(inner)
+    elif is_number(value):
+        digits = "".join(filter(str.isdigit, repr(value).partition("e")[0])).strip("0")
+        is_float = isinstance(value, float)
+        if abs(value) >= (_LARGE if is_float else 1 << 63) or (is_float and len(digits) > _MAX_DIGITS):
+            raise SchemaError(
+                f"const and enum can have integers of 64 bits and numbers of {_MAX_DIGITS} digits"
+            )
 
 
 def _set_bounds(schema: Schema) -> None:
-    """Replaces exclusive bounds by inclusive ones next to them."""
+    """Replaces exclusive bounds by inclusive ones next to them, and large ones by those inside of them."""
+    for name, sign in (("minimum", 1), ("maximum", -1)):
+        if is_number(schema.get(name)):
+            schema[name] = _inside(schema[name], sign)
     if schema.get("type") == "integer":
         return
     for exclusive, inclusive, sign, nearer in (
@@ -109,6 +136,16 @@ def _set_bounds(schema: Schema) -> None:
     if is_number(least) and is_number(most) and least > most:
         # Also if they differ by less than the library's precision.
         schema["minimum"], schema["maximum"] = 1, 0
+
+
+def _inside(bound: float, sign: int) -> float:
+    """The next number inside of a bound that the library can hold; `sign`: 1 for a lower bound."""
+    if abs(bound) <= _LARGE:
+        return bound
+    near = sign * float(max(sign * bound, -_LARGEST_BOUND))
+    # Python compares an integer and a float by their values, and subtracts them as floats.
+    is_inside = near >= bound if sign > 0 else near <= bound
+    return int(near if is_inside else math.nextafter(near, sign * math.inf))
 
 
 def _next(bound: float, sign: int, step: Any) -> float:

@@ -39,9 +39,11 @@ _DESCRIPTORS = "/proc/self/fd"
 # seccomp: the architecture as the kernel names it, and the column of the tables below.
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _X32_BIT = 0x40000000
-# Calls that nothing here needs, by their numbers on the two machines. They make connections, ...
+# Calls that nothing here needs, by their numbers on the two machines. They make connections (also one of a
+# pair sends to any Unix socket whose name it knows), ...
 _REFUSED = {
-    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
+    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "bind": (49, 200),
+    "listen": (50, 201),
     "shmget": (29, 194), "shmat": (30, 196), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
     # ... reach other processes of this user, ...
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
@@ -49,8 +51,10 @@ _REFUSED = {
     "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438),
     "pidfd_send_signal": (424, 424), "setpriority": (141, 140), "ioprio_set": (251, 30),
     "migrate_pages": (256, 238), "move_pages": (279, 239),
-    # ... change files in ways that Landlock does not know, ...
-    "chmod": (90, None), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    # ... change files in ways that Landlock does not know, also those that are open for reading, ...
+    "truncate": (76, 45), "fchmod": (91, 52), "fchown": (93, 55), "fsetxattr": (190, 7),
+    "fremovexattr": (199, 16), "chmod": (90, None), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, None),
     "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
     "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
     "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15),
@@ -68,10 +72,12 @@ _OF_THIS_PROCESS_OR_0 = {
     "prlimit64": (302, 261), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
 }  # fmt: skip
+# Of a descriptor: to whom its signals go, which may be any process of this user. By the second argument.
+_REFUSED_SECOND = {"fcntl": ((72, 25), (8, 15)), "ioctl": ((16, 29), (0x8901, 0x8902))}
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
-# In what the filter sees: the number of the call, the machine, and the lower half of the first argument.
-_NUMBER, _MACHINE, _FIRST = 0, 4, 16
+# In what the filter sees: the number of the call, the machine, and the lower halves of two arguments.
+_NUMBER, _MACHINE, _FIRST, _SECOND = 0, 4, 16, 24
 _SECCOMP = (317, 277)
 _SET_FILTER, _ALL_THREADS = 1, 1
 
@@ -191,6 +197,13 @@ def _filter(machine: int, column: int) -> Iterator[tuple[int, int, int, int]]:
             body.append((_RETURN, 0, 0, _REFUSE))
             yield (_EQUAL, 0, len(body), numbers[column])
             yield from body
+    for numbers, values in _REFUSED_SECOND.values():
+        body = [(_LOAD, 0, 0, _SECOND)]
+        for value in values:
+            body += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _REFUSE)]
+        body.append((_RETURN, 0, 0, _ALLOW))
+        yield (_EQUAL, 0, len(body), numbers[column])
+        yield from body
     for refused in _REFUSED.values():
         if (number := refused[column]) is not None:
             yield from ((_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE))

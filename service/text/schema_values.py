@@ -34,13 +34,20 @@ class Validator:
     def __init__(self, schema: Schema) -> None:
         """Raises SchemaError if it is no schema."""
         # It takes 0.1 s to import, and most processes need no schemas.
-        from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator  # noqa: PLC0415
+        from jsonschema import (  # noqa: PLC0415
+            Draft3Validator,
+            Draft4Validator,
+            Draft7Validator,
+            Draft202012Validator,
+        )
         from jsonschema.validators import extend, validator_for  # noqa: PLC0415
         from referencing import Registry  # noqa: PLC0415
 
         drafts: list[Any] = [Draft202012Validator, Draft7Validator, Draft4Validator]
-        if "$schema" in schema:
+        if isinstance(schema.get("$schema"), str):
             drafts = [validator_for(schema, default=Draft202012Validator)]
+        if drafts[0] is Draft3Validator:
+            raise SchemaError("draft 3 of JSON Schema is not supported")
         faults = [_fault(draft, schema) for draft in drafts]
         if None not in faults:
             raise SchemaError(f"it is no JSON Schema, at '{faults[0]}'")

@@ -106,6 +106,21 @@ def test_retries_end(client: Client, executor: FakeExecutor) -> None:
     assert len(executor.calls["Decode"]) == 4
 
 
+def test_a_text_in_place_of_tokens_is_refused_with_what_makes_tokens(client: Client) -> None:
+    cache = client.prefill([1, 2, 3])
+    text: Any = "hello"
+    for call in (
+        lambda: client.prefill(text),
+        lambda: client.score(text),
+        lambda: client.batch_prefill([text]),
+        lambda: client.score_batch([text]),
+        lambda: cache.extend(text),
+        lambda: cache.verify(text),
+    ):
+        with pytest.raises(TypeError, match=r"not a text: tokenizer\(\)\.encode\(text\)"):
+            call()
+
+
 def test_no_token_and_no_length_are_no_zero(client: Client, executor: FakeExecutor) -> None:
     cache = client.prefill([1, 2, 3])
     nothing: Any = None

@@ -108,10 +108,13 @@ async def test_it_goes_to_no_other_unless_that_is_asked_for(target: str) -> None
     Client(target).close()
 
 
-async def test_a_url_is_no_target() -> None:
+@pytest.mark.parametrize(
+    "target", ["", "http://127.0.0.1:50051", "127.0.0.1:99999", "ipv4:127.0.0.1:1,127.0.0.1:65536"]
+)
+async def test_a_url_is_no_target_and_no_port_is_taken_modulo(target: str) -> None:
     for kind in (Client, AsyncClient):
-        with pytest.raises(ValueError, match="a target is HOST:PORT"):
-            kind("http://127.0.0.1:50051")
+        with pytest.raises(ValueError, match="is refused: must "):
+            kind(target)
 
 
 def test_settings_that_contradict_themselves(tmp_path: Path) -> None:

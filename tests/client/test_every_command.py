@@ -65,7 +65,6 @@ LISTED = {
     ".venv/bin/quire adapters unload": "tests/client/cli/test_adapters.py",
     ".venv/bin/buf curl": "tests/client/test_readme.py",
     ".venv/bin/grpcurl": "tests/client/test_readme.py",
-    "grpcurl": "tests/e2e/test_calls_page.py",
     "curl http://127.0.0.1:9464/metrics": "tests/e2e/test_metrics.py",
     "curl http://127.0.0.1:8000": "tests/e2e/test_openai.py",
     ".venv/bin/python clients/python/examples/greedy_loop.py": "tests/client/test_examples.py",

@@ -228,7 +228,11 @@ def test_a_draft_out_of_the_answer_that_drew_it(client: Client) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"temprature": 1}, TypeError, "no setting temprature: there are temperature, top_k"),
+        (
+            {"temprature": 1},
+            TypeError,
+            "no setting temprature: there are logprob, .*top_logprobs, .*hidden, .*temperature, top_k",
+        ),
         ({"temperature": "hot"}, TypeError, "temperature: "),
         ({"top_k": -1}, ValueError, "top_k: "),
         ({"top_k": 1.5}, TypeError, "top_k: "),

@@ -169,3 +169,32 @@ def test_callers_under_way_do_not_notice(models: list[Path]) -> None:
             assert [said] == hf_greedy(models[weights % 3], begun, 1)
         with pytest.raises(grpc.RpcError):
             replace(gateway, models[3])
+
+
+@pytest.mark.parametrize("copied_caches", [0, 2], ids=["without-caches", "with-caches"])
+def test_workers_with_weights_that_a_restore_has_undone_are_not_adopted(
+    models: list[Path], home: Path, tmp_path: Path, copied_caches: int
+) -> None:
+    """They have the same name and were started for the same directory as those that are wanted."""
+    flags = ("--data-dir", str(home), "--orphan-grace-s", "60")
+    with serve(models[0], *flags) as gateway:
+        texts = [Text(gateway) for _ in range(copied_caches)]
+        (worker,) = gateway.status().workers
+        first = described(gateway)
+        gateway.kill()
+        copy = shutil.copytree(home, tmp_path / "copy", ignore=shutil.ignore_patterns("workers"))
+    with serve(models[0], *flags) as gateway:
+        gateway.wait_until_ready()
+        assert gateway.status().workers[0].pid == worker.pid
+        replace(gateway, models[1])
+        gateway.kill()
+    for path in home.iterdir():
+        if path.is_file():
+            path.unlink()
+    shutil.copytree(copy, home, dirs_exist_ok=True)
+    with serve(models[0], *flags) as gateway:
+        gateway.wait_until_ready()
+        assert described(gateway).fingerprint == first.fingerprint
+        for text in (*texts, Text(gateway)):
+            text.gateway = gateway
+            assert text.finish() == hf_greedy(models[0], text.prompt, len(text.tokens))

@@ -94,7 +94,30 @@ def _delete_rows(_copy: Path, data_dir: Path) -> None:
         db.execute("DELETE FROM log WHERE seq > 12")
 
 
-@pytest.mark.parametrize("lose", [_restore_in_place, _delete_rows])
+def _until_checkpoint(data_dir: Path, statement: str) -> None:
+    """Changes rows, and brings the change into the file, as a program does that ends."""
+    with contextlib.closing(sqlite3.connect(data_dir / "journal.db", isolation_level=None)) as db:
+        db.execute(statement)
+        db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+
+def _delete_a_row(_copy: Path, data_dir: Path) -> None:
+    _until_checkpoint(data_dir, "DELETE FROM log WHERE seq = 12")
+
+
+def _change_a_row(_copy: Path, data_dir: Path) -> None:
+    last = "(SELECT data FROM log WHERE seq = 13)"
+    _until_checkpoint(data_dir, f"UPDATE log SET data = {last} WHERE seq = 12")
+
+
+def _exchange_rows(_copy: Path, data_dir: Path) -> None:
+    moved = "(SELECT data FROM log AS other WHERE other.seq = 25 - log.seq)"
+    _until_checkpoint(data_dir, f"UPDATE log SET data = {moved} WHERE seq IN (12, 13)")
+
+
+@pytest.mark.parametrize(
+    "lose", [_restore_in_place, _delete_rows, _delete_a_row, _change_a_row, _exchange_rows]
+)
 def test_rows_that_sqlite_lost_are_noticed_by_the_next_commit(
     tmp_path: Path, lose: Callable[[Path, Path], None]
 ) -> None:

@@ -190,6 +190,8 @@ def test_the_request_id_of_a_fork_belongs_to_its_caches_and_counts(gateway: Gate
         [(right, 1), (left, 2)],
         [(right, 2), (left, 1)],
         [(left, 2), (other, 1)],
+        [(left, 2), ("kv_never", 1)],
+        [("kv_never", 2), (right, 1)],
         [(left, 2)],
         [(left, 3)],
         [(left, 2), (right, 1), (other, 1)],

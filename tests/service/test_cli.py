@@ -20,7 +20,10 @@ from service.data_directory import data_directory
 from service.journal.base import JournalUnusable
 from service.journal.opening import open_configured
 from service.journal.sqlite import open_journal
+from service.pool import pool_files
+from service.shards.one_host import memberships
 from tests.quire_command import run
+from workers.common.protocol import EXIT_CONFIG
 
 DAY_S = 86_400
 
@@ -144,6 +147,63 @@ def test_a_second_server_on_a_port_is_told_of_the_port(tmp_path: Path) -> None:
             line = refused("--listen", listen, "--data-dir", str(directory))
     assert (line["event"], line["listen"]) == ("cannot listen", listen)
     assert line["error"] == "another process has this address: end it, or choose another address"
+
+
+@pytest.mark.parametrize(
+    "setting", ["openai-listen", "metrics-listen", "pool-listen", "gateways", "gateways of metrics"]
+)
+def test_a_further_port_that_is_taken_is_named_with_the_reason(tmp_path: Path, setting: str) -> None:
+    """Not the one of callers, which is free."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        flags = [f"--{setting}", taken]
+        if setting == "pool-listen":
+            pool_files.write_certificates(tmp_path, 1)
+            flags += ["--pool", str(tmp_path), "--workers", "1"]
+        elif setting.startswith("gateways"):
+            other_port = "--openai-listen" if setting == "gateways" else "--metrics-listen"
+            flags = ["--gateways", "2", "--workers", "2", other_port, taken]
+            flags += ["--data-dir", str(tmp_path / "data")]
+        with run("serve", "--listen", "127.0.0.1:0", *flags, "--log-format", "json") as process:
+            _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    line, *_ = (line for line in map(json.loads, error.splitlines()) if line["level"] == "error")
+    assert taken in line.get("listen", line["error"])
+    assert line["error"].endswith("another process has this address: end it, or choose another address")
+
+
+def test_a_port_of_a_worker_that_is_taken_is_named_with_the_reason(tmp_path: Path) -> None:
+    pool_files.write_certificates(tmp_path, 1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        flags = ("--pool", str(tmp_path), "--listen", taken, "--log-format", "json")
+        with run("worker", *flags) as process:
+            _, error = process.communicate(timeout=60)
+    assert process.returncode == EXIT_CONFIG
+    (line,) = map(json.loads, error.splitlines())
+    assert line["listen"] == taken and line["error"].startswith("another process has this address")
+
+
+def test_a_setting_that_is_refused_late_is_named_with_where_it_is_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+    with memberships(data, 2):
+        pass
+    flags = ["serve", "--listen", "127.0.0.1:0", "--data-dir", str(data)]
+    file = tmp_path / "quire.toml"
+    file.write_text("workers = 3\ngateways = 1\n")
+    for given, variable, said in (
+        ([], "", "gateways = 1 (from default) is refused: the caches in "),
+        (["--gateways", "1"], "", "gateways = 1 (from --gateways) is refused: "),
+        ([], "1", "gateways = 1 (from QUIRE_GATEWAYS) is refused: "),
+        (["--config", str(file)], "", f"{file}:2: gateways = 1 is refused: "),
+    ):
+        with monkeypatch.context() as patch:
+            if variable:
+                patch.setenv("QUIRE_GATEWAYS", variable)
+            assert main([*flags, *given]) == 2
+        assert capsys.readouterr().err.startswith(f"quire: {said}")
 
 
 def test_a_second_server_on_a_port_removes_nothing_of_the_first(tmp_path: Path) -> None:

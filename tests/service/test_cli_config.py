@@ -18,6 +18,7 @@ from quire.cli.main import main
 
 from service.config import ADDRESSES, SETTINGS, Config, ConfigError
 from service.config_sources import json_schema, read_settings
+from service.data_directory import data_directory
 from service.journal.sqlite import open_journal
 from service.pool.model_versions import ServedModel, to_model_tag, write_served_model
 from service.pool.pool_files import write_certificates
@@ -97,6 +98,8 @@ def test_a_data_directory_that_cannot_be_made_is_told(
     """Also to root, whom permissions do not stop."""
     (said,) = problems(capsys, "--listen", "127.0.0.1:0", "--data-dir", directory)
     assert said.startswith("data_dir = ") and "cannot be written to (" in said
+    # A start says nothing of it then, either.
+    assert not problems(capsys, "--listen", "127.0.0.1:0", "--data-dir", directory, "--journal", "memory")
 
 
 def test_nothing_is_made_by_a_check_without_problems(
@@ -167,6 +170,19 @@ def test_a_running_servers_directory_is_in_use_and_a_damaged_journal_is_told(
     (directory / "journal.db").write_bytes(b"no database")
     (said,) = problems(capsys, *flags)
     assert f"{directory}/journal.db is not a database" in said and "quire-journal" not in said
+
+
+def test_the_directory_of_a_model_of_the_hub_is_that_of_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, another one was checked than the server uses, by the model's name on the hub."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("service.cli.hub.find_model", lambda *_, **__: tmp_path / "snapshot")
+    used = data_directory(Config(model=str(tmp_path / "snapshot")))
+    assert used is not None
+    with contextlib.closing(open_journal(used)):
+        (said,) = [line for line in problems(capsys, "--model", "a/model") if "data_dir" in line]
+    assert "a server uses it" in said
 
 
 def test_weights_that_were_loaded_last_and_are_gone_are_told(

@@ -239,7 +239,7 @@ def test_bad_listen_addresses(address: str) -> None:
         ),
         (
             "adapter_config.json",
-            "it is a LoRA adapter (PEFT): merge it into its base model and use the directory of the result",
+            "it is a LoRA adapter (PEFT): serve its base model, and load it with `quire adapters load`",
         ),
     ],
 )

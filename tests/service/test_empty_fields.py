@@ -94,7 +94,6 @@ def _drafts(draft: types_pb2.DraftProbabilities) -> None:
 
 def _move(**fields: str) -> None:
     api = AdminApi.__new__(AdminApi)
-    api.others = None
     asyncio.run(api.MoveCache(admin_pb2.MoveCacheRequest(**fields), None))  # type: ignore[arg-type]
 
 

@@ -26,6 +26,7 @@ SMALL = {
     "tokenizer.json": b'{"version": "1.0"}',
     "tokenizer_config.json": b"{}",
     "special_tokens_map.json": b'{"bos_token": "<s>"}',
+    "added_tokens.json": b'{"<|im_start|>": 7}',
     "chat_template.jinja": b"{{ messages }}",
     "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
 }

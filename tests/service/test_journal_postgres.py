@@ -286,6 +286,21 @@ async def test_a_database_that_has_lost_rows_ends_the_ownership(postgres: Postgr
             lost.cancel()
 
 
+async def test_a_row_that_is_missing_before_the_last_one_ends_the_ownership(postgres: PostgresServer) -> None:
+    """Before, commits went on until the next gateway could not read the log."""
+    async with Owner(postgres.url, "a") as owner:
+        owner.journal._writer._count_at_s = 0.0
+        for number in (1, 2, 3):
+            assert await owner.commit(created(number))
+        async with operator(postgres.url) as connection:
+            await connection.execute("DELETE FROM quire.log WHERE seq = 2")
+        owner.journal._writer._count_at_s = 0.0
+        assert await owner.commit(created(4)), "it is behind the last row, which is there"
+        with pytest.raises(OwnershipLost, match=r"1 of its rows are missing\. An older copy was restored"):
+            await owner.running
+        assert not await owner.commit(created(5))
+
+
 @pytest.mark.parametrize("compacted", [False, True])
 async def test_an_older_copy_of_the_database_ends_the_ownership(
     postgres: PostgresServer, compacted: bool

@@ -379,9 +379,26 @@ async def test_rows_deleted_before_a_checkpoint_of_the_gateway_are_noticed_by_it
         with contextlib.closing(sqlite3.connect(tmp_path / "journal" / "journal.db")) as db, db:
             db.execute("DELETE FROM log WHERE seq = 3")
         journal._writer.append(journal._writer._checkpoint)
-        with pytest.raises(OwnershipLost, match="1 of its rows are missing"):
+        with pytest.raises(OwnershipLost, match="row 3: it is missing"):
             await running
         assert not await commit(journal, appended(1, 5, 7))
+
+
+async def test_rows_that_are_missing_when_others_are_dropped_are_noticed(tmp_path: Path) -> None:
+    """Before, the attempt was repeated each second, with a look at all rows, until the next commit."""
+    with contextlib.closing(open_journal(tmp_path / "journal")) as journal:
+        running = asyncio.create_task(journal.run())
+        assert await commit(journal, created(1))
+        for position in range(5):
+            assert await commit(journal, appended(1, position, 7))
+        journal._writer.append(journal._writer._disconnect)
+        while journal._writer._db is not None:
+            await asyncio.sleep(0.01)
+        change(tmp_path / "journal", "DELETE FROM log WHERE seq > 2")
+        journal._writer.drop(2)
+        async with asyncio.timeout(30):
+            with pytest.raises(OwnershipLost, match="4 of its rows are missing"):
+                await running
 
 
 async def test_what_another_program_writes_without_a_loss_stops_nothing(journal: SqliteJournal) -> None:

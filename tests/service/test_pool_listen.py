@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -13,8 +15,8 @@ from quire.v1 import worker_pb2_grpc
 
 from service.config import Config
 from service.pool import pool_files, remote
-from service.pool.remote import RemoteLauncher
-from workers.common.protocol import GATEWAY_NAME
+from service.pool.remote import RemoteLauncher, WaitingWorkers
+from workers.common.protocol import GATEWAY_NAME, WORKER_NAME
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's /proc")
 PATIENCE_S = 60.0
@@ -55,3 +57,26 @@ async def test_half_open_connections_keep_no_worker_out(
                     await asyncio.sleep(0.01)
     launcher.close()
     await launcher._closing
+
+
+async def test_a_worker_that_calls_again_stays_known() -> None:
+    """Before, the end of its last call made its connection one that says nothing, which is closed."""
+    waiting = WaitingWorkers()
+    context = cast(
+        Any,
+        SimpleNamespace(
+            peer=lambda: "ipv4:127.0.0.1:7",
+            auth_context=lambda: {"x509_subject_alternative_name": [WORKER_NAME.encode()]},
+        ),
+    )
+    calls = []
+    for number in (1, 2):
+        calls.append(asyncio.create_task(waiting.Attach(cast(Any, None), context)))
+        while len(waiting._waiting) < number:
+            await asyncio.sleep(0)
+    calls[0].cancel()
+    await asyncio.wait(calls[:1])
+    assert [*waiting.peers] == [("127.0.0.1", 7)]
+    calls[1].cancel()
+    await asyncio.wait(calls)
+    assert not waiting.peers

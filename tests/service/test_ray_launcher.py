@@ -72,6 +72,8 @@ async def test_the_next_child_watches_what_is_placed(tmp_path: Path) -> None:
     assert worker.leaving.result() == 3.0
     child.says("ended", name=name, status=7)
     assert await worker.wait() == 7
+    child.says("ended", name=name, status=8)
+    assert await worker.wait() == 7
 
 
 async def test_room(tmp_path: Path) -> None:

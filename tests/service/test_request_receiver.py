@@ -230,7 +230,7 @@ def test_a_pause_of_the_gateway_ends_no_call() -> None:
     assert ended(state, MESSAGE_TIMEOUT_S) == {"a": MessageTimeout}, "the clock runs while the gateway runs"
 
 
-async def test_a_tenant_has_half_of_the_sessions() -> None:
+async def test_a_tenant_has_half_of_the_sessions_that_others_leave() -> None:
     receiver, contexts = RequestReceiver(Config(max_sessions=4)), list[SimpleNamespace]()
 
     async def opened(tenant: Tenant | None) -> Any:
@@ -247,8 +247,11 @@ async def test_a_tenant_has_half_of_the_sessions() -> None:
     assert [await opened(alice) for _ in range(2)] == ["messages"] * 2
     refused = await opened(alice)
     assert isinstance(refused, SessionLimit) and refused.metadata == {"limit": "2"}
-    assert [await opened(bob) for _ in range(2)] == ["messages"] * 2
+    assert await opened(bob) == "messages"
+    refused = await opened(bob)
+    assert isinstance(refused, SessionLimit) and refused.metadata == {"limit": "1"}
+    assert await opened(Tenant("carol")) == "messages", "two tenants do not have all"
     refused = await opened(None)
     assert isinstance(refused, SessionLimit) and refused.metadata == {"limit": "4"}
     contexts[0].ends[0](None)
-    assert receiver.streams == 3 and await opened(alice) == "messages"
+    assert receiver.streams == 3 and await opened(Tenant("dave")) == "messages"

@@ -12,9 +12,10 @@ from quire.cli.main import main
 
 from service.auth.authenticator import Authenticator
 from service.auth.tls import server_credentials
+from service.cli import serve
 from service.config import Config, ConfigError
 from service.config_sources import read_settings
-from service.data_directory import StateUnusable, prepare
+from service.data_directory import StateUnusable, data_directory, prepare
 from service.errors import BadRuntimes
 from service.pool import pool_files
 from service.runtimes.runtimes_file import load
@@ -127,3 +128,22 @@ def test_the_keys_of_a_pool_are_this_users(everybodys: Path) -> None:
     pool_files.write_certificates(everybodys, 1)
     with pytest.raises(ConfigError, match="other users can write to it"):
         pool_files.secret(everybodys)
+
+
+def test_the_directory_that_is_prepared_is_the_one_that_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, that of the model's name on the hub was made, and never used."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    found = tmp_path / "snapshot"
+    found.mkdir()
+    monkeypatch.setattr("service.cli.hub.find_model", lambda *_, **__: found)
+    used: list[Path | None] = []
+
+    def run_gateway(config: Config) -> int:
+        used.append(data_directory(config))
+        return 0
+
+    monkeypatch.setattr(serve, "run_gateway", run_gateway)
+    assert serve._run(Config(model="someone/some-model")) == 0
+    assert [*(tmp_path / "quire").iterdir()] == used

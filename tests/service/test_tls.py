@@ -139,3 +139,5 @@ def test_invalid_files_are_an_error_at_the_start(ours: Authority, theirs: Author
             server_credentials(listening(Pair(cert, key)))
     with pytest.raises(ConfigError, match="cannot be used"):
         server_credentials(listening(pair, tls_client_ca=str(pair.key)))
+    with pytest.raises(ConfigError, match="cannot be used: one of them is not in PEM"):
+        server_credentials(listening(Pair(Path(os.devnull), Path(os.devnull))))

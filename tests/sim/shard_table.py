@@ -84,7 +84,13 @@ class ModelDatabase:
             await asyncio.sleep(self.rng.uniform(0, _LATE_S))
         if query == postgres_writer.APPEND:
             return await self._append(*values)
-        if query in (postgres_writer.LAST, postgres.HEAD, postgres.ROWS, leases._FENCE):
+        if query in (
+            postgres_writer.LAST,
+            postgres_writer.COUNT,
+            postgres.HEAD,
+            postgres.ROWS,
+            leases._FENCE,
+        ):
             return self._read(query, values)
         await self.wait_unlocked()
         return self._change(query, values, session)
@@ -123,6 +129,8 @@ class ModelDatabase:
     def _read(self, query: str, values: Sequence[Any]) -> list[Sequence[Any]]:
         if query == postgres_writer.LAST:
             return [(max(self.rows, default=0),)]
+        if query == postgres_writer.COUNT:
+            return [(sum(values[1] <= seq < values[2] for seq in self.rows),)]
         if query == leases._FENCE:
             return [(self.fence,)]
         if query == postgres.HEAD:

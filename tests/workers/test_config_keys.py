@@ -192,6 +192,41 @@ def test_a_model_without_the_keys_that_may_be_absent_has_the_same_logits(name: s
     assert (logits - expected).abs().max() < losses
 
 
+_LINEAR = {"type": "linear", "factor": 2.0}
+_YARN = {"type": "yarn", "factor": 4.0}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# What the library makes of a config that has it otherwise than a model's own saved config.
+CHANGED: list[tuple[str, dict[str, Any]]] = [
+    ("mistral", {"layer_types": [_FULL] * 4}),
+    ("mistral", {"layer_types": [_FULL, _SLIDING] * 2}),
+    ("mistral", {"layer_types": None}),
+    ("smollm3", {"use_sliding_window": False}),
+    ("llama", {"rope_scaling": _YARN, "original_max_position_embeddings": 128}),
+    ("llama", {"rope_scaling": _YARN | {"original_max_position_embeddings": 64}}),
+    ("llama", {"original_max_position_embeddings": 128}),
+    ("phi3 with longrope", {"original_max_position_embeddings": 256}),
+    ("gemma3", {"rope_scaling": _LINEAR}),
+    ("gemma3", {"rope_scaling": _LINEAR, "rope_parameters": None}),
+    ("gemma3", {"rope_scaling": _LINEAR | {"rope_type": "linear"}, "rope_parameters": None}),
+    ("olmo3", {"rope_scaling": _YARN, "original_max_position_embeddings": 128}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), CHANGED, ids=str)
+def test_a_changed_config_is_the_model_that_the_library_makes_of_it(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    directory = make_family_model(tmp_path, *settings_of(name), seed=7)
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    (text,) = random_texts(3, (40,))
+    expected, losses = hf_logits(directory, text), float32_losses(hf_model(directory), [text])[0, -1]
+    decoder = load_decoder(directory, torch.float32, pack=True)
+    inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
+    logits = decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))
+    assert (logits - expected).abs().max() < losses
+
+
 def test_a_cap_of_gemma3_changes_nothing(tmp_path: Path) -> None:
     model_type, settings = settings_of("gemma3")
     plain = make_family_model(tmp_path / "a", model_type, settings, seed=7)

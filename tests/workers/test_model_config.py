@@ -192,7 +192,7 @@ def test_token_ids_outside_the_vocabulary_are_ignored_with_a_warning(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, r"model_type: must be one of .*qwen3.*, got 'mamba'"),
+        ({"model_type": "mamba"}, r"model_type: must be one of .*gemma3, .*qwen3.*, got 'mamba'"),
         ({"model_type": ...}, "model_type: must be the name of a model family, got None"),
         ({"vocab_size": None}, "vocab_size: must be a positive integer, got nothing"),
         ({"hidden_size": 0}, "hidden_size: must be a positive integer, got 0"),

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from service.cli.hub import _SMALL
 from tests.service.text.kinds import kind
 from workers.models.chat_template import read_chat_template
 from workers.models.errors import ModelError
+from workers.models.files import _SETTINGS
 from workers.models.text import ModelText, read_text
 from workers.models.tokenizer import TokenizerFile, read_tokenizer
 
@@ -311,3 +313,20 @@ def test_a_secret_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"auths": {}}')
     with pytest.raises(ModelError, match="is not a tokenizer"):
         read_tokenizer(tmp_path, 1 << 20, PLENTY)
+
+
+@pytest.mark.parametrize("other", ["vocab.json", "tokenizer.model", ""])
+def test_a_directory_without_a_tokenizer_json_says_so(
+    tmp_path: Path, other: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Most likely it is an older one, and its owner wants texts."""
+    if other:
+        (tmp_path / other).write_text("{}")
+    assert read_tokenizer(tmp_path, 10, PLENTY) == TokenizerFile()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "texts are refused" in record.getMessage()
+    assert record.getMessage().endswith(f"save_pretrained(directory) makes it from {other}") is bool(other)
+
+
+def test_the_hub_is_asked_for_every_file_that_a_load_reads() -> None:
+    assert set(_SETTINGS) == {name.partition("/")[0] for name in _SMALL}

@@ -134,6 +134,7 @@ def test_what_is_not_a_model_in_safetensors_is_told(
         (tmp_path, "it is in GGUF format, for llama.cpp: use the original model in safetensors format"),
         (quantised, "its weights are quantised (gptq, "),
         (tmp_path / "none", "it does not exist"),
+        ("paged-attention", "it has neither a config.json nor weights"),
     ):
         assert main(["plan", "--model", str(model)]) == 1
         said = capsys.readouterr().err.splitlines()[-1]

@@ -20,10 +20,12 @@ def content_digest(directory: Path) -> str:
         path = directory / name
         # O_NONBLOCK: opening a named pipe must not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            # `fdopen` would leave that of a directory open.
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "it is not a regular file", str(path))
             digest.update(f"{name} {status.st_size}\n".encode())
             while part := file.read(_PART_BYTES):
                 digest.update(part)

@@ -43,6 +43,7 @@ class WeightsReplacement(Generic[_Weights]):
         self.submit: Callable[[ReplacementRead], None]
         # Called by `discard`, for weights that this process does not own.
         self.on_discard: Callable[[], None] | None = None
+        self.was_applied = False
         # The command whose weights are wanted. 0: none.
         self._wanted, self._directory = 0, ""
         self._ready: tuple[_Weights, ModelDescription] | None = None
@@ -89,7 +90,7 @@ class WeightsReplacement(Generic[_Weights]):
         if self._ready is None:
             raise RuntimeError("no weights were read")
         weights, description = self._ready
-        self._wanted, self._ready = 0, None
+        self._wanted, self._ready, self.was_applied = 0, None, True
         began_s = time.monotonic()
         self._apply(weights, description)
         _log.info("other weights were put into place in %.4f s", time.monotonic() - began_s)

@@ -31,7 +31,6 @@ REFUSED_UNLESS: dict[str, object] = {
     "is_encoder_decoder": False,
     "kv_sharing_modes": ...,
     "layer_types": FULL,  # of each layer
-    "original_max_position_embeddings": ...,
     "partial_rotary_factor": 1,
     "per_layer_config": ...,
     "sliding_window": ...,
@@ -45,8 +44,12 @@ QUANTIZED = f"{QUANTIZATION}: quantised weights are not supported, only float32,
 
 def keys_read(family: Family) -> frozenset[str]:
     """The keys that are read of a config of this family."""
+    # Of rotations for each type of layer the library takes it from their own parameters.
+    shared = set[str]() if family.rope_by_type else {"original_max_position_embeddings"}
     biases = {"attention_bias": family.qkv_bias, "mlp_bias": family.mlp_bias}
-    return READ | family.reads | {family.activation} | {name for name in biases if biases[name] is None}
+    return (
+        READ | shared | family.reads | {family.activation} | {name for name in biases if biases[name] is None}
+    )
 
 
 def settings_read(settings: Mapping[str, object], family: Family) -> dict[str, object]:

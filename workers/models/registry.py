@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.values import integer, names, non_negative_integer
+from workers.models.values import boolean, integer, names, non_negative_integer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -73,6 +73,9 @@ def _full_every(default: int) -> LayerTypes:
 
 
 def _sliding_without_rope(settings: Mapping[str, object], layers: int) -> list[str]:
+    # Only here does it count: layers that are listed have the window anyway.
+    if not boolean(settings, "use_sliding_window", default=False):
+        return [FULL] * layers
     return [FULL if rotated else SLIDING for rotated in rope_layers(settings, layers)]
 
 
@@ -194,14 +197,18 @@ _MIXTRAL_EXPERTS = ExpertNames(
     "block_sparse_moe.experts.{}.w2",
 )
 
+_MISTRAL = Family(
+    defaults=_MISTRAL_DEFAULTS | {"sliding_window": 4096},
+    reads=_WINDOW | {"layer_types"},
+    qkv_bias=False,
+    output_bias=False,
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(defaults=_LLAMA_DEFAULTS, mlp_bias=None),
-    "mistral": Family(
-        defaults=_MISTRAL_DEFAULTS | {"sliding_window": 4096},
-        reads=_WINDOW,
-        qkv_bias=False,
-        output_bias=False,
-    ),
+    "mistral": _MISTRAL,
+    # What the library makes of a mistral whose config lists the types of its layers.
+    "ministral": _MISTRAL,
     "mixtral": Family(
         defaults=_MISTRAL_DEFAULTS
         | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2, "num_local_experts": 8},
@@ -282,7 +289,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         defaults=_defaults(32064, 3072, 8192, 32, 32, 4096, 1, 32000)
         | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-        reads=_WINDOW | {"original_max_position_embeddings", "partial_rotary_factor"},
+        reads=_WINDOW | {"partial_rotary_factor"},
         qkv_bias=False,
         output_bias=False,
         attention_names=("qkv_proj",),
@@ -299,7 +306,6 @@ FAMILIES: dict[str, Family] = {
         reads=names("sliding_window use_sliding_window layer_types no_rope_layers no_rope_layer_interval"),
         mlp_bias=None,
         layer_types=_sliding_without_rope,
-        windows_opt_in=True,
     ),
     "olmo2": Family(
         defaults=_OLMO_DEFAULTS,
@@ -369,6 +375,6 @@ def family_of(model_type: object) -> Family:
         UnsupportedError: The family is unknown; the message lists those that are known.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
+        known = ", ".join(sorted({*FAMILIES, *WRAPPERS}))
         raise UnsupportedError(f"model_type: must be one of {known}, got {model_type!r}")
     return FAMILIES[model_type]

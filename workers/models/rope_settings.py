@@ -22,20 +22,21 @@ def read_ropes(settings: Mapping[str, object], family: Family) -> dict[str, Rope
     """
     # In transformers the old spelling takes precedence if a config has both.
     scaling = _object(settings.get("rope_scaling"), "rope_scaling")
-    parameters = scaling or _object(settings.get("rope_parameters"), "rope_parameters")
+    by_type = _object(settings.get("rope_parameters"), "rope_parameters")
     if not family.rope_by_type:
+        parameters = scaling or by_type
         if any(isinstance(value, Mapping) for value in parameters.values()):
             raise UnsupportedError("rope_parameters: must not be by layer type for this model_type")
         rope = _read(settings, parameters, "rope_theta")
         return {FULL: rope, SLIDING: rope}
-    # In the old spelling only the full layers are scaled, and the sliding ones have a base of their own.
-    by_type = {} if scaling else parameters
+    # In the old spelling only the full layers are scaled, and the sliding ones have a base of their own. The
+    # library adds it to the new one, which has a `rope_type`: an older `type` does not count.
     if by_type.keys() - {FULL, SLIDING}:
         raise UnsupportedError(f"rope_parameters: must be by layer type, got {sorted(by_type)}")
-    full = scaling or _object(by_type.get(FULL), f"rope_parameters.{FULL}")
+    full = _object(by_type.get(FULL), f"rope_parameters.{FULL}") or {"rope_type": "default"}
     sliding = _object(by_type.get(SLIDING), f"rope_parameters.{SLIDING}")
     return {
-        FULL: _read(settings, full, "rope_theta"),
+        FULL: _read(settings, {**full, **scaling}, "rope_theta"),
         SLIDING: _read(settings, sliding, "rope_local_base_freq"),
     }
 
@@ -72,8 +73,17 @@ def max_seq_len(settings: Mapping[str, object]) -> int:
     parameters = settings.get("rope_scaling") or settings.get("rope_parameters")
     if not isinstance(parameters, Mapping) or _type_of(parameters) != "longrope":
         return longest
-    original = integer(settings, "original_max_position_embeddings", longest)
-    return min(longest, integer(parameters, "original_max_position_embeddings", original))
+    return min(longest, _original_length(settings, parameters))
+
+
+def _original_length(settings: Mapping[str, object], parameters: Mapping[str, object]) -> int:
+    """The longest text before the rotation was scaled, in tokens. Raises ModelError.
+
+    The library takes what the config says outside of the parameters, where there is one rotation for all.
+    """
+    longest = integer(settings, "max_position_embeddings")
+    inner = integer(parameters, "original_max_position_embeddings", longest)
+    return integer(settings, "original_max_position_embeddings", inner)
 
 
 def _object(value: object, name: str) -> Mapping[str, object]:
@@ -92,12 +102,11 @@ def _read(settings: Mapping[str, object], parameters: Mapping[str, object], thet
     """One rotary embedding. In the old spelling its base is the setting `theta_name`."""
     longest = integer(settings, "max_position_embeddings")
     served = max_seq_len(settings)
-    original = integer(settings, "original_max_position_embeddings", longest)
     theta = number(parameters, "rope_theta", number(settings, theta_name, 10_000.0))
     rope_type = _type_of(parameters)
     if rope_type == "default":
         return RopeSpec(theta=theta)
-    original = integer(parameters, "original_max_position_embeddings", original)
+    original = _original_length(settings, parameters)
     # A missing factor is an error, except for the types whose default is known.
     factors = {"longrope": longest / original, "proportional": 1.0}
     is_partial = rope_type == "proportional"

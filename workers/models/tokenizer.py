@@ -22,6 +22,8 @@ from workers.models.token_settings import AddedToken, TokenSettings, added_token
 _log = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
+# From which classes of transformers make a tokenizer.json.
+_OTHER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 
 # The largest known tokenizers have 33 MB, and 1.9 million values.
 MAX_BYTES = 64 << 20
@@ -55,6 +57,7 @@ def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> Tokenize
     """
     file = directory / TOKENIZER_FILE
     if not exists(file):
+        _warn_without(directory)
         return TokenizerFile()
     max_bytes = min(max_bytes, MAX_BYTES)
     with open_regular(file) as opened:
@@ -84,6 +87,14 @@ def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> Tokenize
         )
     end_id = vocabulary.id_of(settings.texts.get("eos_token", ""))
     return TokenizerFile(content, end_id if end_id is not None and end_id < vocab_size else None)
+
+
+def _warn_without(directory: Path) -> None:
+    """Says that clients get no tokenizer, and how to make one from what is there."""
+    others = [file.name for pattern in _OTHER_FILES for file in directory.glob(pattern)]
+    made_by = "transformers' AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+    how = f"; {made_by} makes it from {others[0]}" if others else ""
+    _log.warning("there is no %s, so texts are refused and only tokens served%s", TOKENIZER_FILE, how)
 
 
 def _reset(tokenizer: dict[str, Any]) -> bool:

@@ -216,7 +216,7 @@ class AsyncCache(CacheState):
         """Appends several tokens and predicts the next one. The options are those of `prefill`."""
         request = executor_pb2.PrefillRequest(
             cache_id=self.cache_id,
-            token_ids=token_ids,
+            token_ids=_calls.tokens(token_ids),
             position=self.seq_len,
             output=output,
             score_from=score_from,
@@ -244,7 +244,7 @@ class AsyncCache(CacheState):
         """
         request = executor_pb2.ForwardVerifyRequest(
             cache_id=self.cache_id,
-            token_ids=token_ids,
+            token_ids=_calls.tokens(token_ids),
             position=self.seq_len,
             output=output,
             accept=accept,

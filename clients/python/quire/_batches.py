@@ -102,7 +102,7 @@ def prefill_request(
     `output` applies to an item without its own.
     """
     return executor_pb2.PrefillRequest(
-        token_ids=item.token_ids,
+        token_ids=_calls.tokens(item.token_ids),
         output=output if item.output is None else item.output,
         lease=_calls.duration(item.lease_s),
         adapter_id=item.adapter_id,
@@ -121,7 +121,7 @@ def forward_request(
     if experts_from is None:
         experts_from = max(item.score_from, 1) - 1 if item.experts else 0
     return executor_pb2.ForwardRequest(
-        token_ids=item.token_ids,
+        token_ids=_calls.tokens(item.token_ids),
         output=output if item.output is None else item.output,
         score_from=item.score_from,
         cache_salt=item.cache_salt,

@@ -90,6 +90,13 @@ def check_given(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an integer, not None")
 
 
+def tokens(token_ids: Sequence[int] | str) -> Sequence[int]:
+    """Raises TypeError for a text, which is a sequence, too."""
+    if isinstance(token_ids, str):
+        raise TypeError("tokens are numbers, not a text: tokenizer().encode(text) of a client makes them")
+    return token_ids
+
+
 class CacheState:
     """The client's state of a cache, and the requests for it.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import grpc
-from quire._proxies import channel_options, is_private
+from quire._proxies import channel_options, is_private, require_target
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_MAX_REQUEST_BYTES = 16 << 20
@@ -64,8 +64,10 @@ def connection(
 
     Raises ValueError for invalid settings, OSError for unreadable files.
     """
-    if target.startswith(("http://", "https://")):  # gRPC would try for seconds to resolve it as a name
-        raise ValueError(f"a target is HOST:PORT, without http://: {target}")
+    try:
+        require_target(target)
+    except ValueError as error:
+        raise ValueError(f"the target {target!r} is refused: {error}") from None
     # No retry policy, because a channel cannot see which request is fenced. It still resends a request that
     # no server has received.
     options: list[tuple[str, int | str]] = [

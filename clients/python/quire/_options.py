@@ -112,7 +112,8 @@ def _sampling(settings: SamplingSettings) -> types_pb2.SamplingParams:
         known = types_pb2.SamplingParams.DESCRIPTOR.fields_by_name
         for name, value in settings.items():
             if name not in known:
-                raise TypeError(f"there is no setting {name}: there are {', '.join(known)}") from None
+                names = ", ".join((*(output_options.__kwdefaults__ or ()), *known))
+                raise TypeError(f"there is no setting {name}: there are {names}") from None
             try:
                 types_pb2.SamplingParams(**{name: value})  # type: ignore[arg-type]
             except (TypeError, ValueError) as error:

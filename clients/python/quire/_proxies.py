@@ -1,4 +1,4 @@
-"""Which targets are on this machine, and the HTTP proxy through which gRPC connects to the others.
+"""Targets: which there can be, which are on this machine, and gRPC's HTTP proxy to the others.
 
 gRPC takes the proxy from the environment, and uses it for loopback addresses, too: see `channel_options`.
 """
@@ -12,6 +12,16 @@ from urllib.parse import urlsplit
 # In gRPC's order. The first one that is set counts.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
+_MAX_PORT = 65_535
+
+
+def require_target(target: str) -> None:
+    """Raises ValueError where gRPC would resolve a URL as a name, or take a port modulo 65,536."""
+    if not target or target.startswith(("http://", "https://")):
+        raise ValueError("must be HOST:PORT, without http://")
+    ports = () if _is_unix(target) else (address.rpartition(":")[2] for address in _addresses(target))
+    if any(port.isdecimal() and int(port) > _MAX_PORT for port in ports):
+        raise ValueError(f"must have a port up to {_MAX_PORT}")
 
 
 def channel_options(target: str) -> list[tuple[str, int | str]]:

@@ -20,6 +20,7 @@ import httpx2
 from service.errors import ProviderFailure
 from service.logging import get_logger
 from service.outbound import proxy_of
+from service.runtimes.remote import failures
 from service.runtimes.remote.config import ProviderConfig
 from workers.common.trusted import require_trusted
 
@@ -50,7 +51,7 @@ class SessionPool:
         self._current: HttpSession | None = None
         self._lock = asyncio.Lock()
         self._is_closed = False
-        # Why there are no credentials. Empty: there are, or they were not read yet.
+        # Why there are no credentials or no session. Empty: there are, or they were not needed yet.
         self.trouble = ""
         # When the provider last refused the current credentials. None: it has not, or took them since then.
         self.refused_at_s: float | None = None
@@ -60,7 +61,7 @@ class SessionPool:
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[HttpSession]:
-        """A session for one request. Raises ProviderFailure: there are no credentials."""
+        """A session for one request. Raises ProviderFailure: there are no credentials, or no session."""
         async with self._lock:
             session = self._current
             if session is None:
@@ -111,18 +112,33 @@ class SessionPool:
         config = self._config
         if not config.api_key_env and not config.api_key_file:
             return ""
-        secret = await asyncio.to_thread(_configured_text, config)
+        secret, why = "", "it is empty, or not of one word in ASCII"
+        try:
+            secret = await asyncio.to_thread(_configured_text, config)
+        except OSError as error:
+            why = str(error.strerror)
         # Others are invalid in a header, and HTTP libraries quote an invalid header in their errors.
         if not secret or not secret.isascii() or not secret.isprintable() or " " in secret:
             place = config.api_key_env or config.api_key_file
-            _log.error("a provider's credentials cannot be used", runtime=config.name, place=place)
+            _log.error("a provider's credentials cannot be used", runtime=config.name, place=place, why=why)
             self.trouble = "this server has no usable credentials for the provider"
             raise ProviderFailure("UNAUTHORIZED", self.trouble)
         self.trouble = ""
         return secret
 
     async def _replace(self, secret: str) -> HttpSession:
-        client = await self._new_client()
+        try:
+            client = await self._new_client()
+        # A proxy that is no URL, or needs a library that is not installed; certificates that are not there.
+        except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
+            # Its text may hold the credentials of a proxy.
+            kind = type(error).__name__
+            _log.error(
+                "the environment's proxy or certificates cannot be used", runtime=self._config.name, kind=kind
+            )
+            self.trouble = "a proxy or the certificates that this server's environment names cannot be used"
+            raise failures.unreachable("NETWORK_ERROR", self._config.base_url) from None
+        self.trouble = ""
         await self._retire()
         self._current = HttpSession(client, secret)
         self.refused_at_s = None
@@ -164,11 +180,9 @@ class SessionPool:
 
 
 def _configured_text(config: ProviderConfig) -> str:
+    """Raises OSError."""
     if config.api_key_env:
         return os.environ.get(config.api_key_env, "").strip()
-    try:
-        require_trusted(Path(config.api_key_file))
-        with Path(config.api_key_file).open("rb") as file:
-            return file.read(_MAX_SECRET_BYTES).decode("ascii", errors="replace").strip()
-    except OSError:
-        return ""
+    require_trusted(Path(config.api_key_file))
+    with Path(config.api_key_file).open("rb") as file:
+        return file.read(_MAX_SECRET_BYTES).decode("ascii", errors="replace").strip()

@@ -108,6 +108,15 @@ async def test_a_tenant_gets_half_of_the_slots() -> None:
     served.open(request(), BOB, None)
 
 
+async def test_two_tenants_leave_slots_for_others() -> None:
+    served = executions(Slow(), max_executions=8)
+    for tenant, share in ((ALICE, 4), (BOB, 2), (Tenant("carol"), 1), (Tenant("dave"), 1)):
+        for _ in range(share):
+            served.open(request(), tenant, None)
+        with pytest.raises(TooManyExecutions):
+            served.open(request(), tenant, None)
+
+
 async def test_finished_unread_executions_take_no_slots_and_the_oldest_are_dropped() -> None:
     served = executions(FakeRuntime("local"), max_executions=2)
     kept = {name: served.open(request(name), None, None) for name in "abcd"[:2]}

@@ -237,6 +237,10 @@ def test_an_answer_without_text_is_its_refusal_or_its_thoughts() -> None:
         return parsed([FINISHED[0], made, FINISHED[3]]).messages[1]
 
     assert answer(content=None, refusal="no").content == "no"
+    parts = [{"type": "text", "text": "well,"}, {"type": "refusal", "refusal": "no"}]
+    assert parsed([FINISHED[0], {"role": "assistant", "content": parts}]).messages[1].content == "well,\nno"
+    with pytest.raises(InvalidArgument, match="must be text"):
+        parsed([{"role": "user", "content": parts}])
     assert answer(content=None, reasoning_content="hm") == answer(content="", reasoning_content="hm")
     for bad in (
         {"content": None},

@@ -211,6 +211,36 @@ SERVED: list[dict[str, Any]] = [
     {"type": "object", "properties": A, "additionalProperties": {"type": "null"}, "required": ["a"]},
     {"type": "object", "patternProperties": {"^a": {"const": 1}}, "additionalProperties": {"type": "null"}},
     {"type": "object", "required": ["a"], "minProperties": 2},
+    # Bounds of whole numbers and floats of a size: the library has floats, and integers of 64 bits.
+    {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    {"type": ["integer", "null"], "maximum": 2**64 - 1, "minimum": 0},
+    {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+    {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 4},
+    # Keywords that the library does not know, where they say nothing.
+    {"type": "array", "uniqueItems": False, "unevaluatedItems": True, "not": False},
+    {
+        "type": "object",
+        "propertyNames": {"type": "string"},
+        "dependentRequired": {},
+        "unevaluatedProperties": {},
+    },
+    {"type": "array", "items": {"type": "string", "minLength": 1.0}, "minItems": 1.0, "maxItems": 2.0},
+    {"$ref": "#whole", "$defs": {"whole": {"$anchor": "whole", "type": "integer"}}},
+    # Alternatives without a value in common, behind references or listed.
+    {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": OBJECT}},
+    {"oneOf": [{"const": 1}, {"const": 2}, {"const": "a"}]},
+    {
+        "items": {"oneOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}, {"type": "null"}]},
+        "$defs": {name: {**OBJECT, "properties": {"t": {"const": name}}, "required": ["t"]} for name in "xy"},
+    },
+    # Names that are no part of a URI, and what counts only beside a list of items.
+    {"items": {"$ref": "#/$defs/List<\u540d>"}, "$defs": {"List<\u540d>": {"type": "integer"}}},
+    {"type": "array", "prefixItems": [{"type": "integer"}], "additionalItems": False, "minItems": 1},
+    {**OBJECT, "properties": A, "patternProperties": {"^x": A["a"]}, "required": ["a", "xx"]},
+    # Recursive, with an end.
+    {**OBJECT, "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["a"]},
+    {"type": "array", "items": {"$ref": "#"}},
+    {"$schema": "https://json-schema.org/draft-07/schema#", "type": "integer"},
     # Of drafts before 2020-12, without saying so.
     {"type": "array", "items": [{"type": "integer"}], "additionalItems": False},
 ]
@@ -271,6 +301,22 @@ def test_a_finished_value_that_is_not_valid_is_an_error_and_no_end(
         ({"properties": {"description": 5}}, "no JSON Schema, at 'properties/description'"),
         ({"type": "object", "minProperties": 2}, "minProperties"),
         ({"items": {"$ref": "#/items"}}, "back to itself"),
+        ({"allOf": [{"$ref": "#/allOf/0"}]}, "back to itself"),
+        ({"$ref": "#/$defs/a%20b", "$defs": {"a b": {"$ref": "#/$defs/a%20b"}}}, "back to itself"),
+        ({"items": {"anyOf": [{"type": "null"}, {"$ref": "#/items"}]}}, "back to itself"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        (
+            {"oneOf": [{**OBJECT, "properties": {"t": {"const": name}}} for name in "xy"]},
+            "oneOf",
+        ),
+        ({"oneOf": [{"const": 1}, {"enum": [1.0, "a"]}]}, "oneOf|incompatible|disjoint"),
+        ({**OBJECT, "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no finite value"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "no finite value"),
+        ({"const": 2**63}, "64 bits"),
+        ({"const": -(2**63)}, "64 bits"),
+        ({"enum": ["a", {"a": [123456789.12345679]}]}, "15 digits"),
+        ({"$schema": 3}, r"at '\$schema'"),
+        ({"$schema": "http://json-schema.org/draft-03/schema#"}, "draft 3"),
         ({"type": "string", "pattern": "a\\"}, "lone backslash"),
         ({"uniqueItems": True, "type": "array"}, "Unimplemented keys"),
         ({"$schema": "https://example.org/own", "type": "integer"}, "does not fetch"),

@@ -109,6 +109,18 @@ def test_it_connects_to_nothing(run: Callable[[str], str], tmp_path: Path) -> No
         assert run(connected + " result = socket.socket(fileno=os.dup(s)).connect('/x')") in DENIED
 
 
+def test_it_sends_to_no_socket_by_one_of_a_pair(run: Callable[[str], str], tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as unix:
+        unix.bind(str(tmp_path / "s"))
+        code = "import socket; a, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)"
+        assert run(f"{code}; a.sendto(b'x', {str(tmp_path / 's')!r})") in DENIED
+
+
+@pytest.mark.parametrize("code", ["fchmod(f, 0o700)", "fchown(f, 0, 0)", "setxattr(f, 'user.a', b'')"])
+def test_it_changes_no_code_that_it_can_read(run: Callable[[str], str], code: str) -> None:
+    assert run(f"import os; f = os.open(os.__file__, os.O_RDONLY); os.{code}") in DENIED
+
+
 def test_it_reaches_no_other_process(run: Callable[[str], str]) -> None:
     # Ends with its input, also where an assertion fails.
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
@@ -184,9 +196,13 @@ def test_without_landlock_the_rest_is_done() -> None:
         "print(sandbox.confine())\n"
         "try: socket.socket()\n"
         "except PermissionError: print('refused')\n"
+        # A pipe sends the signal of choice to whom it is said to belong to.
+        "import fcntl, os\n"
+        "try: fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())\n"
+        "except PermissionError: print('refused')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(ROOT), capture_output=True, text=True)
-    assert done.stdout == "Landlock (no)\nrefused\n", done.stderr
+    assert done.stdout == "Landlock (no)\nrefused\nrefused\n", done.stderr
 
 
 def test_the_filter_is_the_same_for_both_machines() -> None:

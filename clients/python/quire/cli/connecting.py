@@ -33,7 +33,9 @@ _Answer = TypeVar("_Answer")
 
 
 def connection(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `new_client` for the server that the options name."""
+    """The arguments of `new_client` for the server that the options name. Raises WrongUsage."""
+    if (options.cert or options.key) and not options.ca:
+        raise WrongUsage("--cert and --key are used with --ca only")
     tls = Tls(ca=options.ca, cert=options.cert or None, key=options.key or None) if options.ca else False
     # The user gives both the token and the target.
     return {"target": options.target, "tls": tls, "token": options.token, "token_in_plain_view": True}
@@ -60,7 +62,7 @@ def connected(options: argparse.Namespace, interrupted: int = 1) -> Iterator[Cli
     before = signal.signal(signal.SIGINT, lambda *_: _end_process(interrupted))
     try:
         client = new_client(Client, connection(options), timeout_s=CONTROL_TIMEOUT_S)
-        with converting_failures(options.target), client:
+        with converting_failures(options), client:
             yield client
     finally:
         signal.signal(signal.SIGINT, before)
@@ -109,8 +111,8 @@ def _end_process(status: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def converting_failures(target: str) -> Iterator[None]:
-    """Converts failed calls to `target` to CommandFailed with `line_of`."""
+def converting_failures(options: argparse.Namespace) -> Iterator[None]:
+    """Converts failed calls to the server that the options name to CommandFailed with `line_of`."""
     try:
         yield
     except (QuireError, grpc.RpcError) as failed:
@@ -118,8 +120,10 @@ def converting_failures(target: str) -> Iterator[None]:
         lines = [line_of(error)]
         # Without a reason the error is from gRPC, not from a server.
         if error.code == grpc.StatusCode.UNAVAILABLE and not error.reason:
-            lines.append("is a server running there? --target names another one")
-            if proxy := proxy_of(target):
+            # A server with TLS only closes the connection.
+            without_tls = "" if options.ca else "; one with TLS needs --ca"
+            lines.append(f"is a server running there? --target names another one{without_tls}")
+            if proxy := proxy_of(options.target):
                 lines.append(
                     f"the connection goes through the proxy {proxy}; no_proxy lists what does without"
                 )

@@ -178,8 +178,5 @@ def _sampling(defaults: types_pb2.SamplingParams, options: argparse.Namespace) -
     given = {name: getattr(options, name) for name in _SAMPLING if getattr(options, name) is not None}
     sampling = types_pb2.SamplingParams()
     sampling.CopyFrom(defaults)
-    try:
-        sampling.MergeFrom(types_pb2.SamplingParams(**given))
-    except (ValueError, OverflowError):
-        raise WrongUsage("--top-k and --seed must be whole numbers from 0") from None
+    sampling.MergeFrom(types_pb2.SamplingParams(**given))
     return sampling

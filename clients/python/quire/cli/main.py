@@ -41,6 +41,8 @@ _SERVER_COMMANDS = ("serve", "config", "doctor", "plan", "state", "journal", "to
 # The order in the help. Other commands come last.
 _ORDER = ("serve", *_CLIENT_COMMANDS, *_SERVER_COMMANDS[1:])
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Files, processes or memory.
+_NO_MORE = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 _NO_EXTRA = "needs the extra `cli`; in a checkout of Quire: `pip install './clients/python[cli]'`"
 _NO_SERVER = (
     "comes with the server (quire-llm-server); in a checkout of Quire: `pip install ./clients/python .`"
@@ -68,16 +70,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return 1
     except OSError as error:
-        if parsed.command == "serve":
-            raise
-        if error.filename is None and error.errno in _NO_ROOM:
-            _drop_output()
-            tell(f"the output cannot be written: {error.strerror}")
-            return 1
-        if error.filename is None:
-            raise
-        print(f"quire: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+        text, status = _said(error, parsed.command)
+        tell(text)
+        return status
+
+
+def _said(error: OSError, command: str) -> tuple[str, int]:
+    """What the system refuses to a command, and the exit status. Raises what may be a fault of the code."""
+    if error.filename is None and error.errno == errno.ENOENT:
+        # A temporary directory, as Python says, or where a relative path begins.
+        is_current = error.strerror == os.strerror(errno.ENOENT)
+        return "the current directory does not exist any more" if is_current else f"{error.strerror}", 2
+    if command == "serve":
+        raise error
+    if error.filename is not None:
+        return f"{error.filename}: {error.strerror}", 2
+    if error.errno in _NO_ROOM:
+        _drop_output()
+        return f"the output cannot be written: {error.strerror}", 1
+    if error.errno in _NO_MORE:
+        return f"the system refuses it: {error.strerror}", 1
+    raise error
 
 
 def _drop_output() -> None:

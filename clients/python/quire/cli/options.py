@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from quire._proxies import require_target
+
 if TYPE_CHECKING:
     # The return type of add_subparsers has no public name.
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
@@ -42,7 +44,9 @@ def option_type(
 
 count = option_type(int, "a whole number from 1", lambda value: value >= 1)
 _number = option_type(float, "a number")
-_whole_number = option_type(int, "a whole number")
+_max_tokens = option_type(int, f"a whole number from 1 to {2**32 - 1}", lambda value: 0 < value < 1 << 32)
+_top_k = option_type(int, f"a whole number from 0 to {2**32 - 1}", lambda value: 0 <= value < 1 << 32)
+_seed = option_type(int, f"a whole number from 0 to {2**64 - 1}", lambda value: 0 <= value < 1 << 64)
 _seconds = option_type(float, "a number of seconds above 0", lambda value: 0 < value < math.inf)
 _token_ids = option_type(
     lambda text: [int(part) for part in text.split(",")],
@@ -68,7 +72,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the connection."""
     flag = flags(parser)
     help_text = f"the server, also unix:/path (env QUIRE_TARGET; default {_DEFAULT_TARGET})"
-    flag("--target", _target, "HOST[:PORT]", help_text, os.environ.get("QUIRE_TARGET", _DEFAULT_TARGET))
+    flag("--target", _target, "HOST[:PORT]", help_text, os.environ.get("QUIRE_TARGET") or _DEFAULT_TARGET)
     for name, metavar, help_text in (
         ("ca", "FILE", "use TLS, and trust these CAs for the server's certificate"),
         ("cert", "FILE", "with --ca: the client certificate"),
@@ -81,8 +85,10 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 def _target(text: str) -> str:
     """Adds Quire's default port to a host without a port, because gRPC's default is 443."""
-    if text.startswith(("http://", "https://")):  # gRPC would resolve it as a name
-        raise argparse.ArgumentTypeError(f"{text!r} is refused: must be HOST:PORT, without http://")
+    try:
+        require_target(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is refused: {error}") from None
     return f"{text}:{_DEFAULT_PORT}" if _HOST_ALONE.fullmatch(text) else text
 
 
@@ -170,7 +176,7 @@ def add_generate(commands: Commands) -> None:
     prompt("prompt", str, "PROMPT", text, nargs="?")
     prompt("--tokens", _token_ids, "1,2,3", "token ids to continue, instead of text")
     flag = flags(parser)
-    flag("--max-tokens", count, "N", "generate at most N tokens (default 64)", 64)
+    flag("--max-tokens", _max_tokens, "N", "generate at most N tokens (default 64)", 64)
     form = parser.add_mutually_exclusive_group()
     chat = "PROMPT is a message for the model's chat template (default if it has one)"
     form.add_argument("--chat", action="store_true", help=chat)
@@ -179,11 +185,11 @@ def add_generate(commands: Commands) -> None:
     # The names are those of the API.
     own = "(default: the model's own)"
     flag("--temperature", _number, "T", "0: greedy (default: the model's own, else 0)")
-    flag("--top-k", _whole_number, "K", f"sample from the K most likely tokens, 0: all {own}")
+    flag("--top-k", _top_k, "K", f"sample from the K most likely tokens, 0: all {own}")
     flag("--top-p", _number, "P", f"sample from the top probability mass P {own}")
     flag("--min-p", _number, "P", f"drop tokens below P times the highest probability {own}")
     flag("--repetition-penalty", _number, "R", f"above 1: earlier tokens are less likely {own}")
-    flag("--seed", _whole_number, "N", "the seed of the sampling, for repeatable results")
+    flag("--seed", _seed, "N", "the seed of the sampling, for repeatable results")
     flag("--adapter", str, "ID", "a LoRA adapter of the server, see `quire adapters` (default: none)", "")
     lines = "print a line for each token: id, log-probability, text"
     parser.add_argument("--logprobs", action="store_true", help=lines)

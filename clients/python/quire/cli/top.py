@@ -51,7 +51,7 @@ def show_top(options: argparse.Namespace) -> int:
     poller.start()
     try:
         first = poller.replies.get()
-        with converting_failures(options.target):
+        with converting_failures(options):
             if isinstance(first, QuireError):
                 raise first
         view = _View(first, options.target)

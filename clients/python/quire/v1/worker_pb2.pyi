@@ -457,7 +457,7 @@ class LoadProgress(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerReady(_message.Message):
-    __slots__ = ("pid", "model", "tokenizer_json", "executor", "pages_total", "chat_template", "sampling_defaults", "holdings")
+    __slots__ = ("pid", "model", "tokenizer_json", "executor", "pages_total", "chat_template", "sampling_defaults", "holdings", "weights_replaced")
     PID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -466,6 +466,7 @@ class WorkerReady(_message.Message):
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_REPLACED_FIELD_NUMBER: _ClassVar[int]
     pid: int
     model: _types_pb2.ModelDescription
     tokenizer_json: bytes
@@ -474,7 +475,8 @@ class WorkerReady(_message.Message):
     chat_template: _types_pb2.ChatTemplate
     sampling_defaults: _types_pb2.SamplingParams
     holdings: _containers.RepeatedCompositeFieldContainer[Holding]
-    def __init__(self, pid: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., pages_total: _Optional[int] = ..., chat_template: _Optional[_Union[_types_pb2.ChatTemplate, _Mapping]] = ..., sampling_defaults: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
+    weights_replaced: bool
+    def __init__(self, pid: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., pages_total: _Optional[int] = ..., chat_template: _Optional[_Union[_types_pb2.ChatTemplate, _Mapping]] = ..., sampling_defaults: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., weights_replaced: _Optional[bool] = ...) -> None: ...
 
 class Holding(_message.Message):
     __slots__ = ("sequence", "length")

@@ -90,6 +90,27 @@ async def test_refused_credentials_are_read_again_once_for_all_calls(
     assert len(clients) == 2
 
 
+@pytest.fixture(params=["other users can write to it", "No such file or directory"])
+def unusable(key: Path, request: pytest.FixtureRequest) -> tuple[Path, str]:
+    """A file that cannot be used, and why."""
+    if request.param.startswith("No"):
+        key.unlink()
+    else:
+        key.chmod(0o622)
+    return key, request.param
+
+
+async def test_why_credentials_cannot_be_used_is_logged(
+    provider: FakeProvider, unusable: tuple[Path, str]
+) -> None:
+    """Before, a file that others can write to was like one that is empty, or not there."""
+    key, why = unusable
+    with capture_logs() as logs:
+        out = await answered(provider, item(), api_key_file=str(key))
+    assert reason(out.last()) == "UNAUTHORIZED" and not provider.asked
+    assert why in {entry.get("why") for entry in logs}
+
+
 async def test_refused_credentials_are_not_sent_again_unless_they_have_changed(
     provider: FakeProvider, key: Path
 ) -> None:
@@ -179,6 +200,30 @@ async def test_a_proxy_is_named_where_it_may_be_the_cause(
     assert proxy.address not in error.message
     (told,) = [entry for entry in logs if entry["event"] == "a provider is reached through a proxy"]
     assert told["proxy"] == proxy.address and "secret" not in str(told)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("HTTPS_PROXY", "socks5://user:secret@127.0.0.1:9"),
+        ("HTTPS_PROXY", "http://secret@[::1"),
+        ("ALL_PROXY", "://secret"),
+        ("SSL_CERT_FILE", "/secret/none"),
+    ],
+)
+async def test_what_the_environment_names_and_cannot_be_used_is_no_fault_of_the_server(
+    provider: FakeProvider, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    settings = config(provider, base_url="https://provider.example/v1", max_retries=0)
+    with capture_logs() as logs:
+        async with remote(settings, VirtualTime()) as runtime:
+            out = await run(runtime, item())
+            assert "cannot be used" in runtime.describe().trouble
+    assert reason(out.last()) == "NETWORK_ERROR"
+    named = "_PROXY" in variable and f"the proxy that {variable.lower()} names"
+    assert not named or named in out.last().error.message
+    assert "cannot be used" in str(logs) and "secret" not in str(logs) + str(out.last())
 
 
 async def test_rebuilding_a_session_does_not_disturb_running_calls(provider: FakeProvider, key: Path) -> None:

@@ -53,7 +53,7 @@ def load(options: argparse.Namespace) -> int:
             request, timeout=CONTROL_TIMEOUT_S, metadata=client.metadata
         )
     try:
-        with converting_failures(options.target), _without_interrupts():
+        with converting_failures(options), _without_interrupts():
             return asyncio.run(_main(spec, info, capabilities))
     except asyncio.CancelledError:
         # Ctrl-C while the clients connect, or a second time.

@@ -1,0 +1,169 @@
+"""Where the references of a JSON Schema lead, whether it has a finite value, and which schemas share none.
+
+Runs in the process for grammars.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+from service.text.schema_patterns import SchemaError
+from service.text.schema_values import Schema
+
+# Keywords with schemas for the same value.
+COMBINED = ("allOf", "anyOf", "oneOf")
+_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+_PYTHON = {type(None): "null", bool: "boolean", str: "string", list: "array", dict: "object"}
+
+
+def check_references(schema: Any, root: Schema) -> None:
+    """Raises SchemaError for a reference that only leads back to itself: the library begins its value."""
+    if isinstance(schema, list):
+        for inner in schema:
+            check_references(inner, root)
+    if not isinstance(schema, dict):
+        return
+    _check_place(schema, root, set())
+    for inner in schema.values():
+        check_references(inner, root)
+
+
+def _check_place(schema: Any, root: Schema, seen: set[int]) -> None:
+    """Follows what applies to the same value as a schema does. `seen`: the schemas on the way."""
+    if not isinstance(schema, dict):
+        return
+    if id(schema) in seen:
+        raise SchemaError("a reference leads back to itself")
+    places = [_target(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else []
+    for name in COMBINED:
+        if isinstance(schema.get(name), list):
+            places += schema[name]
+    for place in places:
+        _check_place(place, root, seen | {id(schema)})
+
+
+def has_value(schema: Any, root: Schema, path: frozenset[int], known: set[int]) -> bool:
+    """Whether a finite value might be valid: one that requires itself inside of it never ends.
+
+    `path`: the schemas around this one. `known`: those that have a value, which this adds to.
+    """
+    if not isinstance(schema, dict) or id(schema) in known:
+        return schema is not False
+    if id(schema) in path:
+        return False
+    path |= {id(schema)}
+    needed = list(schema.get("allOf", ()))
+    if isinstance(schema.get("$ref"), str):
+        needed.append(_target(schema["$ref"], root))
+    if schema.get("type") == "object":
+        properties = schema.get("properties", {})
+        others = schema.get("additionalProperties") if not schema.get("patternProperties") else True
+        needed += [properties.get(name, others) for name in schema.get("required", ())]
+    if schema.get("type") == "array" and isinstance(items := schema.get("items"), dict):
+        needed += [items] * (schema.get("minItems", 0) > len(schema.get("prefixItems", ())))
+    if not all(has_value(each, root, path, known) for each in needed):
+        return False
+    for name in ("anyOf", "oneOf"):
+        if name in schema and not any(has_value(each, root, path, known) for each in schema[name]):
+            return False
+    known.add(id(schema))
+    return True
+
+
+def _target(reference: str, root: Schema) -> Any:
+    """What a reference in the same schema names; None: it may be a schema elsewhere, or a name for one."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    at: Any = root
+    for part in unquote(reference[1:]).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(at, list):
+            at = dict(zip(map(str, range(len(at))), at, strict=True))
+        at = at.get(name) if isinstance(at, dict) else None
+    return at
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is certain of the values of a schema: their types, and which they are if it lists them.
+
+    `names`: of objects, the names that are required. `listed`: the values of some of their properties.
+    Values are JSON.
+    """
+
+    types: frozenset[str]
+    values: frozenset[str] | None
+    names: frozenset[str]
+    listed: Schema
+
+    def are_apart(self, other: _Facts) -> bool:
+        """Whether it is certain that no value is valid under both."""
+        common = self.types & other.types
+        if self.values is not None and other.values is not None and not self.values & other.values:
+            return True
+        names = self.names & other.names & self.listed.keys() & other.listed.keys()
+        return not common or (
+            common == {"object"} and any(self.listed[name].isdisjoint(other.listed[name]) for name in names)
+        )
+
+
+def grouped(schemas: list[Any], root: Schema) -> Schema:
+    """What stands for a `oneOf`: only schemas that may have a value in common must be told apart."""
+    facts = [_facts(schema, root) for schema in schemas]
+    values = [each.values for each in facts if each.values is not None]
+    if len(values) == len(schemas) and len(frozenset[str]().union(*values)) == sum(map(len, values)):
+        return {"anyOf": schemas}
+    groups: list[list[int]] = []
+    for index, each in enumerate(facts):
+        near = [group for group in groups if not all(each.are_apart(facts[other]) for other in group)]
+        groups = [group for group in groups if group not in near]
+        groups.append([*itertools.chain(*near), index])
+    if len(groups) == 1:
+        return {"oneOf": schemas}
+    found = [[schemas[index] for index in group] for group in groups]
+    return {"anyOf": [group[0] if len(group) == 1 else {"oneOf": group} for group in found]}
+
+
+def _facts(schema: Any, root: Schema) -> _Facts:
+    if not isinstance(schema, dict):
+        return _Facts(_TYPES if schema is not False else frozenset(), None, frozenset(), {})
+    given = schema.get("type", list(_TYPES))
+    types = frozenset([given] if isinstance(given, str) else given)
+    if "number" in types:
+        types |= {"integer"}
+    values = _values(schema)
+    names: frozenset[str] = frozenset(schema.get("required", ()))
+    properties = schema.get("properties", {}).items()
+    listed = {name: found for name, inner in properties if (found := _values(inner)) is not None}
+    target = _target(schema["$ref"], root) if isinstance(schema.get("$ref"), str) else True
+    for each in (target, *schema.get("allOf", ())):
+        inner = _facts(each, root)
+        types, names, listed = types & inner.types, names | inner.names, inner.listed | listed
+        values = inner.values if values is None else values
+    for name in ("anyOf", "oneOf"):
+        if name in schema:
+            types &= frozenset[str]().union(*(_facts(each, root).types for each in schema[name]))
+    if values is not None:
+        types &= {name for value in values for name in _types_of(json.loads(value))}
+    return _Facts(types, values, names, listed)
+
+
+def _values(schema: Any) -> frozenset[str] | None:
+    """The values that a schema lists, as JSON; None: it lists none."""
+    if not isinstance(schema, dict) or not {"const", "enum"} & schema.keys():
+        return None
+    return frozenset(map(_text, [schema["const"]] if "const" in schema else schema["enum"]))
+
+
+def _text(value: Any) -> str:
+    whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if whole else value, sort_keys=True)
+
+
+def _types_of(value: Any) -> tuple[str, ...]:
+    name = _PYTHON.get(type(value))
+    return ("integer", "number") if name is None else (name,)

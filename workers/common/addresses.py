@@ -1,0 +1,40 @@
+"""Why an address cannot be bound, for gateways and workers."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from pathlib import Path
+from typing import Any
+
+ADDRESS_IS_FREE = "the address is free by now"
+IN_USE = "another process has this address: end it, or choose another address"
+
+
+def why_not_listening(listen: str) -> str:
+    """Why an address cannot be bound, which gRPC does not report. Binds it for a moment to find out."""
+    path = listen.removeprefix("unix:")
+    try:
+        if path != listen:
+            _try_to_bind(socket.AF_UNIX, path)
+            Path(path).unlink()
+        else:
+            host, _, port = listen.rpartition(":")
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            for family, *_, address in found:
+                _try_to_bind(family, address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return str(error.strerror)
+        if path == listen:
+            return IN_USE
+        return "it is a directory: name a file in it" if Path(path).is_dir() else "something is at this path"
+    return ADDRESS_IS_FREE
+
+
+def _try_to_bind(family: int, address: Any) -> None:
+    """Raises OSError."""
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        # As in gRPC: connections in TIME_WAIT do not block the address.
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        trial.bind(address)
