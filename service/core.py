@@ -24,17 +24,16 @@ from service.caches.machine import CacheMachine
 from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
 from service.config import Config, ConfigError, needing_extra
-from service.dispatcher import Dispatcher
+from service.dispatcher import Dispatcher, ObservedDispatcher
+from service.extension import Extension
 from service.journal.base import Journal
 from service.journal.opening import open_configured
 from service.logging import get_logger
-from service.metrics.figures import Figures, ObservedDispatcher
 from service.pool import wire
 from service.pool.gpus import Gpu
 from service.pool.launcher import Launcher
 from service.pool.local import LocalLauncher
 from service.pool.model_versions import ModelVersions, is_gone, model_argument
-from service.pool.ray_launcher import RayLauncher
 from service.pool.remote import RemoteLauncher
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
@@ -110,11 +109,11 @@ class Core:
         config: Config,
         opened: OpenShard,
         tenant_of: Callable[[str], Tenant] | None = None,
-        figures: Figures | None = None,
+        extensions: Sequence[Extension] = (),
         find_adapter: FindAdapter | None = None,
         gpus: Sequence[Gpu] = (),
     ) -> None:
-        """`tenant_of`: the owner of recovered caches. `figures`: counts appends and commits.
+        """`tenant_of`: the owner of recovered caches. `extensions`: some observe appends and commits.
 
         gpus: for the workers on this machine.
 
@@ -140,13 +139,12 @@ class Core:
             gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
             raise ConfigError("model", f"{directory}/weights.json", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.serving.continued_from)
-        self.pool = Supervisor(config, versions, self._new_launcher(directory, lease, gpus))
+        self.pool = Supervisor(config, versions, self._new_launcher(directory, lease, gpus, extensions))
         parts = self.caches, self.journal, functools.partial(wire.send, self.pool.links)
-        if figures is not None:
-            self.journal.on_latency += (figures.commits.add,)
-            self.dispatcher: Dispatcher = ObservedDispatcher(figures.appends, *parts)
-        else:
-            self.dispatcher = Dispatcher(*parts)
+        observing = [one.appends for one in extensions if one.appends is not None]
+        self.journal.on_latency += tuple(one.commits for one in extensions if one.commits is not None)
+        # Who observes nothing pays for no call.
+        self.dispatcher = ObservedDispatcher(observing, *parts) if observing else Dispatcher(*parts)
         self.restarts = RollingRestart(self.pool)
         self.adapters = Adapters(config.max_adapters)
         self.adapter_store = AdapterStore(directory, config.max_lora_bytes)
@@ -179,10 +177,17 @@ class Core:
             tenant_of = lambda name: tenants.setdefault(name, Tenant(name))  # noqa: E731
         self.caches.recovered(now_s=time.monotonic(), wall_s=time.time(), tenant_of=tenant_of)
 
-    def _new_launcher(self, directory: Path | None, lease: Lease | None, gpus: Sequence[Gpu]) -> Launcher:
+    def _new_launcher(
+        self,
+        directory: Path | None,
+        lease: Lease | None,
+        gpus: Sequence[Gpu],
+        extensions: Sequence[Extension],
+    ) -> Launcher:
         """Raises ConfigError."""
-        if self.config.launcher == "ray":
-            return RayLauncher(directory, self.config, self._remove_leftovers)
+        for extension in extensions:
+            if extension.launcher is not None:
+                return extension.launcher(self.config, directory, self._remove_leftovers)
         if self.config.has_remote_workers:
             pool = Path(self.config.pool)
             return RemoteLauncher(directory, self.config, self._remove_leftovers, pool, lease)

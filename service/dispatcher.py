@@ -41,6 +41,8 @@ Outcome = Result | QuireError
 Found = Sequence[tuple[int, Outcome]]
 # Called with those that are there at the same time. It must not call the dispatcher.
 OnOutcomes = Callable[[Found], None]
+# Gets requests that are started together. Returns an `on_outcomes` that does more than the given one.
+ObserveAppends = Callable[[Sequence[Request], OnOutcomes], OnOutcomes]
 
 
 class Dispatcher:
@@ -332,3 +334,18 @@ def _log_failure(worker_id: str, op_id: int, failed: CommandFailed) -> None:
     # Other errors are refusals. There can be thousands, and their callers get them.
     level = "error" if isinstance(failed.error, WorkerFault) and not failed.kv_missing else "debug"
     getattr(_log, level)("worker refused a command", worker_id=worker_id, op_id=op_id, detail=failed.detail)
+
+
+class ObservedDispatcher(Dispatcher):
+    """A dispatcher whose requests are also given to others."""
+
+    def __init__(self, observing: Sequence[ObserveAppends], *parts: Any) -> None:
+        """`parts`: the arguments of `Dispatcher`."""
+        super().__init__(*parts)
+        self._observing = observing
+
+    def start(self, requests: Sequence[Request], on_outcomes: OnOutcomes, *caller: Any) -> list[int]:
+        """See `Dispatcher`."""
+        for observe in self._observing:
+            on_outcomes = observe(requests, on_outcomes)
+        return super().start(requests, on_outcomes, *caller)

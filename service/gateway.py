@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -27,22 +27,19 @@ from service.api.interceptor import CallInterceptor, Observing
 from service.auth.authenticator import Authenticator, current_tenant_name
 from service.auth.connections import handshake_limits, server_options
 from service.auth.tls import server_credentials
-from service.config import Config, needing_extra
+from service.config import Config
 from service.core import AnsweringCore, Core, OpenShard, open_alone, open_leased
 from service.data_directory import data_directory
+from service.extension import GatewayParts, open_extensions
 from service.listening import actual_address, binding
 from service.logging import get_logger
 from service.memory import keep_trimmed
-from service.metrics.collector import Sources
-from service.metrics.exporter import Exporter
-from service.metrics.figures import Figures
 from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, WEIGHTLESS_MODEL
 from service.pool import gpus, pool_files
 from service.runtimes.executions import Executions
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local import LocalRuntime
-from service.runtimes.remote.spending import Spending
-from service.runtimes.runtimes_file import RuntimesFile
+from service.runtimes.router import Router
 from service.runtimes.servicer import RunnerApi
 from service.runtimes.sources import FindModel, ModelSources
 from service.shards.forwarding import Forwarding
@@ -55,10 +52,6 @@ from service.shards.peers import Addresses, PeerInterceptor, Peers
 from service.text.sandbox import hide_memory
 from service.text.text_model import TextModel
 from workers.common.handshakes import Handshakes, has_spoken
-
-if TYPE_CHECKING:
-    from service.openai.front import OpenAiFront
-    from service.tracing.tracer import CallTracer
 
 _log = get_logger(__name__)
 
@@ -88,7 +81,7 @@ class Gateway:
 
         `find_...`: finds models and adapters of the hub.
 
-        Raises JournalUnusable, BadRuntimes or ConfigError.
+        Raises JournalUnusable or ConfigError.
         """
         self._find_model = find_model
         self._gpus = own_gpus = gpus.chosen(config)
@@ -103,29 +96,26 @@ class Gateway:
             opened = open_alone(config, Shard(), data_directory(config))
         self._find_adapter = find_adapter
         self._tenant_of = None if self.authenticator is None else self.authenticator.tenant
-        self._figures = Figures() if config.metrics_listen else None
-        self.core = Core(config, opened, self._tenant_of, self._figures, find_adapter, own_gpus)
+        self.extensions = open_extensions(config)
+        self.core = Core(config, opened, self._tenant_of, self.extensions, find_adapter, own_gpus)
         self.state = self.core.state
         self._member = member
         self._forwarding = self._connect()
         # Set when the server has to stop.
         self.stopping = asyncio.Event()
         self.text = TextModel(lambda: self.state.first_ready, current_tenant_name)
-        # Spending is durable if the journal is.
-        self.spending = Spending(opened.directory if self.core.journal.is_durable else None)
-        self.runtimes_file = self._read_runtimes()
-        self.router = self.runtimes_file.router
+        others = next((one.runtimes for one in self.extensions if one.runtimes is not None), None)
+        local, directory = self._local_runtime(), opened.directory if self.core.journal.is_durable else None
+        self.router = Router([local]) if others is None else others.open_router(local, directory)
         self.executions = Executions(self.router, self.state)
         self.runner = RunnerApi(
             self.executions,
             self.router,
             self.state,
-            self.runtimes_file.read_again,
+            None if others is None else others.read_again,
             self.core.weight_uploads,
         )
-        self.tracer = open_tracer(config)
-        self.front = self._open_front() if config.openai_listen else None
-        self.exporter = None if self._figures is None else self._open_exporter(self._figures)
+        self._attach_extensions()
         self.health = HealthApi(_HEALTH_NAMES, self.state)
         self.core.versions.subscribe(self.health.on_change)
         self.core.versions.subscribe(self._log_ready)
@@ -161,7 +151,7 @@ class Gateway:
         """The core of a further shard, which answers from now on."""
         assert self._forwarding is not None
         opened = await open_leased(self.config, shard, lease, leases)
-        core = Core(self.config, opened, self._tenant_of, self._figures, self._find_adapter)
+        core = Core(self.config, opened, self._tenant_of, self.extensions, self._find_adapter)
         # Of the process: the limit, and what is counted, also after the shard is given back.
         core.state.answers = self.state.answers
         core.versions.starts = self.core.versions.starts
@@ -169,37 +159,37 @@ class Gateway:
         core.versions.subscribe(self.core.versions.changed)
         return AnsweringCore(core, self._forwarding)
 
-    def _read_runtimes(self) -> RuntimesFile:
-        """Reads the runtimes file, with the local runtime as one of them. Raises BadRuntimes."""
+    def _local_runtime(self) -> LocalRuntime:
         core = self.core
         sources = ModelSources(SHIPPED_MODEL_DIR, self._find_model, core.weight_uploads.find)
         loader = WeightsLoader(core.pool, core.dispatcher, core.restarts, sources, self.config)
         parts = core.dispatcher, self.state, self.text, core.restarts
-        local = LocalRuntime(*parts, loader, core.weight_uploads, self._gpus)
-        path = Path(self.config.runtimes) if self.config.runtimes else None
-        return RuntimesFile(path, local, self.spending)
+        return LocalRuntime(*parts, loader, core.weight_uploads, self._gpus)
 
-    def _open_front(self) -> OpenAiFront:
-        """Creates the HTTP server. Raises ConfigError if the libraries for it are not installed."""
-        with needing_extra("openai", "openai_listen", self.config.openai_listen):
-            from service.openai.front import OpenAiFront  # noqa: PLC0415
-        parts = self.executions, self.router, self.state, self.text, self.authenticator
-        return OpenAiFront(*parts, self.core.api.Forward, None if self.tracer is None else self.tracer.http)
-
-    def _open_exporter(self, figures: Figures) -> Exporter:
-        core, front = self.core, self.front
+    def _attach_extensions(self) -> None:
+        """Raises ConfigError."""
+        core, extensions = self.core, self.extensions
         further: dict[int, Any] = {} if self._forwarding is None else self._forwarding.cores
-        parts = core.state, lambda: [core, *further.values()], core.adapters, self.router, self.executions
-        sources = Sources(*parts, lambda: 0 if front is None else len(front.connections))
-        return Exporter(self.config.metrics_listen, sources, figures)
+        parts = GatewayParts(
+            state=self.state,
+            api=core.api,
+            authenticator=self.authenticator,
+            text=self.text,
+            executions=self.executions,
+            router=self.router,
+            adapters=core.adapters,
+            shards=lambda: [core, *further.values()],
+            http=[one.http for one in extensions if one.http is not None],
+            num_http_connections=lambda: sum(one.num_connections for one in extensions),
+        )
+        for extension in extensions:
+            extension.attach(parts)
 
     def _observing(self) -> list[Observing]:
-        """What counts and traces calls, if anything does. Connects the log of slow calls."""
+        """What extensions do with each call. Connects the log of slow calls."""
         if self.config.slow_call_ms:
             self.core.journal.on_latency += (self.state.call_log.committed,)
-        tracing = [] if self.tracer is None else [self.tracer.observing]
-        counting = [] if self._figures is None else [self._figures.calls.observing]
-        return [*tracing, *counting]
+        return [one.calls for one in self.extensions if one.calls is not None]
 
     def stop(self, *, leave_workers: bool = False) -> None:
         """Starts to stop. `leave_workers`: the next gateway with this data directory can adopt them."""
@@ -249,12 +239,18 @@ class Gateway:
         await self.server.start()
         return port
 
+    async def finish(self) -> None:
+        """Called when nothing runs any more, before `close`."""
+        await self.router.close()
+        for extension in self.extensions:
+            await extension.finish()
+
     def close(self) -> None:
         """Stops the tokenizer processes and closes the journal. All other parts have stopped before."""
         self.text.close()
         self.core.close()
-        if self.tracer is not None:
-            self.tracer.close()
+        for extension in self.extensions:
+            extension.close()
 
     def _listen_for_peers(self, server: grpc.aio.Server) -> None:
         """Raises CannotListen."""
@@ -281,10 +277,8 @@ class Gateway:
             if self._port > 1:
                 handshakes = Handshakes(self._port, has_spoken, handshake_limits(self.config))
                 group.create_task(handshakes.run(_HANDSHAKE_INTERVAL_S), name="handshakes")
-            if self.front is not None:
-                group.create_task(self.front.run(), name="front")
-            if self.exporter is not None:
-                group.create_task(self.exporter.run(), name="metrics")
+            for extension in self.extensions:
+                group.create_task(extension.run(), name=type(extension).__name__)
             group.create_task(keep_trimmed(self.state.memory), name="memory")
 
     async def drain(self) -> None:
@@ -311,8 +305,8 @@ class Gateway:
         while self._forwarding is not None and self._forwarding.in_flight and time.monotonic() < deadline_s:
             await asyncio.sleep(_POLL_INTERVAL_S)
         await self._refuse_waiting_calls()
-        if self.front is not None:
-            await self.front.stop(_FINAL_GRACE_S)
+        for extension in self.extensions:
+            await extension.stop(_FINAL_GRACE_S)
         await self.stop_servers(_FINAL_GRACE_S)
 
     async def fail(self) -> None:
@@ -344,15 +338,6 @@ class Gateway:
         if self._ready_fields and self.state.has_ready_worker:
             _log.info("ready", **self._ready_fields)
             self._ready_fields = {}
-
-
-def open_tracer(config: Config) -> CallTracer | None:
-    """What traces calls, if there is a collector. Raises ConfigError if its libraries are not installed."""
-    if not config.otlp_endpoint:
-        return None
-    with needing_extra("otel", "otlp_endpoint", config.otlp_endpoint):
-        from service.tracing.tracer import CallTracer  # noqa: PLC0415
-    return CallTracer(config.otlp_endpoint)
 
 
 def _new_server(config: Config, interceptor: CallInterceptor) -> grpc.aio.Server:

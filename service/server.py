@@ -18,7 +18,6 @@ from service.adapters.loader import FindAdapter
 from service.auth.unix_socket import LockedUnixSocket
 from service.config import Config, needing_extra
 from service.core import OpenShard, open_leased
-from service.errors import BadRuntimes
 from service.gateway import Gateway
 from service.journal.base import JournalUnusable
 from service.listening import CannotListen, actual_address
@@ -62,9 +61,6 @@ async def serve(
             else:
                 _log.error("cannot use the journal", error=str(error))
             return 1
-        except BadRuntimes as error:
-            _log.error("cannot use the runtimes", path=config.runtimes, error=error.message)
-            return 2
         stack.callback(gateway.close)
         return await _run(gateway, is_member=member is not None)
 
@@ -88,18 +84,16 @@ async def _run(gateway: Gateway, *, is_member: bool) -> int:
     except CannotListen as error:
         _log.error("cannot listen", listen=error.listen, error=error.why)
         return 1
-    for opened, listen, what in (
-        (gateway.front, config.openai_listen, "HTTP"),
-        (gateway.exporter, config.metrics_listen, "metrics"),
-    ):
-        if opened is not None:
+    for extension in gateway.extensions:
+        if extension.listen:
             try:
-                http_port = opened.bind()
+                http_port = extension.bind()
             except CannotListen as error:
-                _log.error("cannot listen", listen=listen, error=error.why)
+                _log.error("cannot listen", listen=error.listen, error=error.why)
                 await gateway.stop_servers(0)
                 return 1
-            _log.info(f"listening for {what}", listen=actual_address(listen, http_port))
+            listen = actual_address(extension.listen, http_port)
+            _log.info(f"listening for {extension.port_for}", listen=listen)
     worker_count = len(config.worker_addresses) or config.workers
     # The model is logged when a worker is ready: workers may refuse the configured one.
     _log.info("listening", listen=actual_address(config.listen, port), workers=worker_count or "auto")
@@ -117,8 +111,7 @@ async def _run(gateway: Gateway, *, is_member: bool) -> int:
     workers.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await workers
-    await gateway.router.close()
-    await gateway.spending.flush()
+    await gateway.finish()
     _log.info("stopped")
     return status
 

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import dataclasses
 import errno
-import importlib
 import json
 import os
 import sys
@@ -100,7 +99,7 @@ def _problems_at_start(settings: Settings, *, is_running: bool) -> Iterator[str]
     """Why a start would fail. A setting that is refused has its default, of which nothing is said."""
     config = settings.config
     refused = {error.setting for error in settings.errors}
-    checks = [_model, _descriptors, _access, _runtimes, _state, _database]
+    checks = [_model, _descriptors, _access, _extensions, _state, _database]
     for check_one in checks if is_running else (*checks, _addresses, _not_in_use):
         for error in check_one(config):
             if error.setting not in refused:
@@ -154,17 +153,6 @@ def _access(config: Config) -> Iterator[ConfigError]:
             yield error
 
 
-def _runtimes(config: Config) -> Iterator[ConfigError]:
-    from service.errors import BadRuntimes
-    from service.runtimes.runtimes_file import load
-
-    try:
-        if config.runtimes:
-            load(Path(config.runtimes))
-    except BadRuntimes as error:
-        yield ConfigError("runtimes", "", config.runtimes, error.message)
-
-
 def _addresses(config: Config) -> Iterator[ConfigError]:
     from service.auth.unix_socket import LockedUnixSocket
     from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
@@ -180,12 +168,17 @@ def _addresses(config: Config) -> Iterator[ConfigError]:
             problem = why_not_listening(address)
         if problem != ADDRESS_IS_FREE:
             yield ConfigError(name, "", address, f"cannot listen: {problem}")
-    if config.openai_listen:
-        try:
-            importlib.import_module("service.openai.front")  # its libraries are an extra
-        except ModuleNotFoundError as error:
-            needed = f"needs {error.name}, of the extra openai"
-            yield ConfigError("openai_listen", "", config.openai_listen, needed)
+
+
+def _extensions(config: Config) -> Iterator[ConfigError]:
+    """Checks that what the settings ask for is installed."""
+    from service.extension import open_extensions
+
+    try:
+        for extension in open_extensions(config):
+            extension.close()
+    except ConfigError as error:
+        yield error
 
 
 def _database(config: Config) -> Iterator[ConfigError]:

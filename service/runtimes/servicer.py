@@ -19,7 +19,7 @@ from service.api.session import write_in_time
 from service.api.status import to_status
 from service.auth.authenticator import current_tenant
 from service.auth.tokens import Role
-from service.errors import InvalidArgument, QuireError, RoleMissing
+from service.errors import BadRuntimes, InvalidArgument, QuireError, RoleMissing
 from service.logging import current_request_id
 from service.runtimes.base import Runtime
 from service.runtimes.executions import Executions
@@ -42,8 +42,8 @@ class RunnerApi:
     executions: Executions
     router: Router
     state: ServerState
-    # See `RuntimesFile.read_again`.
-    read_runtimes: Callable[[str], Awaitable[int]]
+    # See `Runtimes.read_again` of `extension`. None: there is nothing to read.
+    read_runtimes: Callable[[str], Awaitable[int]] | None
     uploads: WeightUploads
 
     async def Execute(self, request: runner_pb2.ExecuteRequest, context: Context) -> None:
@@ -144,6 +144,8 @@ class RunnerApi:
         if request.cause == runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE:
             if request.runtime == self.router.runtimes[0].name:
                 raise _unfit_cause(request)
+            if self.read_runtimes is None:
+                raise BadRuntimes("the server was started without one")
             rebuilt = await self.read_runtimes(request.runtime)
         else:
             runtime = self.router.named(request.runtime)

@@ -24,8 +24,9 @@ def postgres(postgres_server: PostgresServer) -> PostgresServer:
     return postgres_server
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
+    """Commands that run in this process set it for good."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from service.config import Config
+from service.extensions.metrics.exporter import Exporter
 from service.gateway import Gateway
-from service.metrics.exporter import Exporter
 from service.shards.one_host import Membership
 
 
@@ -57,8 +57,7 @@ async def serving(
 ) -> AsyncIterator[MetricsServer]:
     defaults = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "model": "paged-attention"}
     gateway = Gateway(Config(**(defaults | settings), data_dir=str(tmp_path)), member=member)
-    exporter = gateway.exporter
-    assert exporter is not None
+    (exporter,) = (one for one in gateway.extensions if isinstance(one, Exporter))
     port = exporter.bind()
     running = asyncio.create_task(exporter.run())
     await asyncio.sleep(0)

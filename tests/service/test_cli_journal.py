@@ -20,8 +20,6 @@ from service.caches.records import CacheCreated, CacheForked, Record
 from service.journal.sqlite import SqliteJournal, open_journal
 from tests.service.journal_traffic import Traffic, appended, commit, created, facts, recovered
 
-pytestmark = pytest.mark.usefixtures("logging_as_before")
-
 
 def write(journal: SqliteJournal, *commits: list[Record]) -> None:
     async def one_after_the_other() -> None:

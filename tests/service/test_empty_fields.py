@@ -17,9 +17,9 @@ from service.api import append_codec, validation
 from service.api.admin import AdminApi
 from service.api.validation import RequestLimits
 from service.errors import InvalidArgument
-from service.openai.generate import generate
-from service.openai.models import ResolvedModel
-from service.openai.requests import chat, completion
+from service.extensions.openai.generate import generate
+from service.extensions.openai.models import ResolvedModel
+from service.extensions.openai.requests import chat, completion
 from service.runtimes import items
 from service.runtimes.sources import ModelSources
 

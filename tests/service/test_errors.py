@@ -109,7 +109,9 @@ def given_reasons() -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / "service").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+                # A reason that several places know has a name in `errors`.
+                named = [getattr(errors, arg.id, None) for arg in node.args if isinstance(arg, ast.Name)]
+                texts = named + [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
                 reason = next((text for text in texts if isinstance(text, str) and text.isupper()), None)
                 if reason is not None and node.func.id in (*GIVEN, "_check_at_most"):
                     yield reason, GIVEN.get(node.func.id, errors.InvalidArgument).code

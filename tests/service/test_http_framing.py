@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.service.extensions.openai.test_front import FakeRuntime, generate_yes, raw_request, serving
 
 from tests.service import metrics_server
-from tests.service.openai.test_front import FakeRuntime, generate_yes, raw_request, serving
 
 PATIENCE_S = 30.0
 Exchange = Callable[[bytes], Awaitable[bytes]]

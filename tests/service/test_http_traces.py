@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from service.api.trace_context import current_traceparent
-from service.tracing.http import TracedHttp
-from service.tracing.tracer import CallTracer
+from service.extensions.tracing.http import TracedHttp
+from service.extensions.tracing.tracer import CallTracer
 from tests.collector import Collector, Received
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

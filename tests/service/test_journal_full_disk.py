@@ -95,7 +95,6 @@ async def test_nothing_is_lost(disk: Path, monkeypatch: pytest.MonkeyPatch) -> N
             assert facts(owner.ledger) == expected
 
 
-@pytest.mark.usefixtures("logging_as_before")
 @pytest.mark.parametrize("running", [False, True])
 def test_a_backup_names_the_disk_that_is_full(
     disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, running: bool

@@ -23,9 +23,9 @@ from service.config import Config
 from service.core import AnsweringCore, OpenShard, open_alone
 from service.dispatcher import Dispatcher
 from service.errors import QueueFull
+from service.extensions.metrics.figures import TIMES_S, Appends, Calls, Distribution
+from service.extensions.metrics.totals import Totals
 from service.gateway import Gateway
-from service.metrics.figures import TIMES_S, Appends, Calls, Distribution
-from service.metrics.totals import Totals
 from service.shards.ids import Shard
 from service.shards.leases import Lease
 from service.shards.one_host import Membership
@@ -176,7 +176,7 @@ def test_streams_have_their_types() -> None:
 async def test_without_the_setting_nothing_is_counted(tmp_path: Path) -> None:
     gateway = Gateway(Config(listen="127.0.0.1:0", model="paged-attention", data_dir=str(tmp_path)))
     try:
-        assert gateway.exporter is None and type(gateway.core.dispatcher) is Dispatcher
+        assert gateway.extensions == [] and type(gateway.core.dispatcher) is Dispatcher
         assert gateway.core.journal.on_latency == ()
     finally:
         await gateway.server.stop(0)

@@ -14,7 +14,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parsed
 from quire.v1 import executor_pb2
 
-from service.metrics import exporter
+from service.extensions.metrics import exporter
 from tests.load_config import load_config
 from tests.service.metrics_server import serving
 

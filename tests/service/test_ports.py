@@ -15,7 +15,6 @@ from service.shards.ids import Shard
 from service.shards.one_host import Membership
 from tests.load_config import load_config
 
-pytestmark = pytest.mark.usefixtures("logging_as_before")
 TWO = {"gateways": "2", "workers": "2"}
 
 

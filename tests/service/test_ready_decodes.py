@@ -10,7 +10,7 @@ from quire.v1 import worker_pb2
 
 from service.caches.ledger import Ledger
 from service.caches.requests import Append, AppendKind, Fork
-from service.metrics.figures import Appends
+from service.extensions.metrics.figures import Appends
 from tests.sim.appends import append
 from tests.sim.harness import MAX_SEQ_LEN, Gateway, decode, prefill
 from tests.sim.model_worker import TIMEOUT

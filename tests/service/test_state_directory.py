@@ -17,13 +17,12 @@ from service.config import Config, ConfigError
 from service.config_sources import read_settings
 from service.data_directory import StateUnusable, data_directory, prepare
 from service.errors import BadRuntimes
+from service.extensions.providers.runtimes_file import load
 from service.pool import pool_files
-from service.runtimes.runtimes_file import load
 from tests.certificates import Authority
 from tests.quire_command import run
 from workers.common.protocol import EXIT_CONFIG
 
-pytestmark = pytest.mark.usefixtures("logging_as_before")
 SERVE = ("serve", "--model", "paged-attention", "--listen", "127.0.0.1:1")
 
 

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import types_pb2, worker_pb2
 
-from service.metrics.figures import TIMES_S, Distribution
-from service.metrics.status_page import PAGE
+from service.extensions.metrics.figures import TIMES_S, Distribution
+from service.extensions.metrics.status_page import PAGE
 from tests.service.metrics_server import serving
 from tests.service.served import become_ready
 

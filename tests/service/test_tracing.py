@@ -26,10 +26,10 @@ from service.api.status import to_status
 from service.api.trace_context import TraceParent, trace_parent
 from service.config import Config, ConfigError
 from service.errors import CacheNotFound, Unauthenticated
-from service.gateway import open_tracer
-from service.tracing.spans import Sampler
-from service.tracing.streams import TracedSession
-from service.tracing.tracer import CallTracer
+from service.extensions.tracing.extension import open_extension
+from service.extensions.tracing.spans import Sampler
+from service.extensions.tracing.streams import TracedSession
+from service.extensions.tracing.tracer import CallTracer
 from tests.collector import Collector, Received, values
 from tests.service.served import channel_to, state_of
 from tests.service.test_interceptor import SECRET, Servicer, raises
@@ -289,14 +289,14 @@ def test_without_the_setting_nothing_is_loaded() -> None:
     code = "import service.gateway, sys; print([n for n in sys.modules if n.startswith('opentelemetry')])"
     run = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
-    assert open_tracer(Config()) is None
+    assert open_extension(Config()) is None
 
 
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "service.tracing.tracer")
+    monkeypatch.delitem(sys.modules, "service.extensions.tracing.tracer")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(ConfigError, match="extra otel"):
-        open_tracer(Config(otlp_endpoint="http://127.0.0.1:4317"))
+        open_extension(Config(otlp_endpoint="http://127.0.0.1:4317"))
 
 
 @given(st.one_of(st.text(), st.binary(), st.from_regex(re.compile(r"[0-9a-f]{2}-.*"), fullmatch=True)))

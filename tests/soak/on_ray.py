@@ -25,7 +25,7 @@ from tests.soak.faults import Injector
 from tests.soak.options import parser
 from tests.soak.server import Server, runs
 
-_DRIVER = "service.pool.ray_placement"
+_DRIVER = "service.extensions.ray.placement"
 _LEAVE_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 
@@ -73,7 +73,7 @@ class RayServer(Server):
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(record["pid"])
             # A number may have been used again.
-            if "service.pool.ray_worker" in process.cmdline():
+            if "service.extensions.ray.worker" in process.cmdline():
                 self._holders[process.pid] = process, record["node"]
 
 

@@ -25,12 +25,12 @@ from service.errors import (
     RuntimeNotFound,
     Unsupported,
 )
+from service.extensions.providers import failures
 from service.pool.gpus import Gpu
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
 from service.runtimes.local import LocalRuntime
-from service.runtimes.remote import failures
 from service.runtimes.replay_buffer import ReplayBudget
 from service.runtimes.router import Router, Routing
 from service.runtimes.servicer import RunnerApi

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
-from service.runtimes.remote.dialects.base import parsed_json
+from service.extensions.providers.dialects.base import parsed_json
 from service.text import bounded_json
 from service.text.bounded_json import MAX_BYTES, MAX_VALUES, check_chat, count_in_slices, parse
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from service.errors import InvalidArgument
-from service.openai.models import ResolvedModel
-from service.openai.requests import chat
+from service.extensions.openai.models import ResolvedModel
+from service.extensions.openai.requests import chat
 from service.text.chat_template import ChatTemplates, TemplateRaised
 from service.text.chats import prompt_of
 from service.text.template_process import render

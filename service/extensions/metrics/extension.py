@@ -1,0 +1,15 @@
+"""Figures for Prometheus, probes and the status page, with `metrics_listen`."""
+
+from __future__ import annotations
+
+from service.config import Config
+from service.extension import Extension
+
+
+def open_extension(config: Config) -> Extension | None:
+    """None without an address to listen on."""
+    if not config.metrics_listen:
+        return None
+    from service.extensions.metrics.exporter import Exporter  # noqa: PLC0415 - its libraries take time
+
+    return Exporter(config.metrics_listen)

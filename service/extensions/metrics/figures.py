@@ -1,0 +1,182 @@
+"""Figures that nothing else keeps: times of appends, calls, executions, commits, and of the event loop.
+
+They are used on the event loop only, so they need no locks: a value takes 0.1 us, in a histogram of
+prometheus_client 1.3 us. None of this exists without the setting `metrics_listen`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+from prometheus_client.metrics_core import HistogramMetricFamily
+from quire.v1 import admin_pb2, executor_pb2, runner_pb2
+
+from service.api.append_codec import done_of
+from service.api.grpc_services import methods_of
+from service.caches.requests import DECODE, PREFILL, VERIFY, Append, Appended, AppendKind, Request
+from service.dispatcher import Found, OnOutcomes, Outcome
+from service.errors import QuireError
+
+# Upper bounds in seconds: about vLLM's, with finer ones for small models; go-grpc-prometheus's; of pauses.
+TIMES_S = (
+    .001, .0025, .005, .01, .025, .05, .075, .1, .15, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+    2560,
+)  # fmt: skip
+CALLS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+PAUSES_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+_LAG_INTERVAL_S = 0.1
+_TYPES = ("unary", "server_stream"), ("client_stream", "bidi_stream")
+_Behaviour = Callable[[Any, Any], Awaitable[Any]]
+
+
+class Distribution:
+    """A histogram of seconds."""
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._total_s = 0.0
+
+    def add(self, value_s: float) -> None:
+        """Counts a value."""
+        self._counts[bisect_left(self._bounds_s, value_s)] += 1
+        self._total_s += value_s
+
+    def write(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Adds it to a family."""
+        bounds = [*(str(float(bound_s)) for bound_s in self._bounds_s), "+Inf"]
+        buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
+        family.add_metric(labels, buckets, self._total_s)
+
+    def summary(self) -> dict[str, float | None]:
+        """The count, the mean, and bounds that half and 99% of the values do not exceed.
+
+        None: there is no value, or no such bound.
+        """
+        sums, bounds_s = [*itertools.accumulate(self._counts)], [*self._bounds_s, None]
+        if not (count := sums[-1]):
+            return {"count": 0, "mean_s": None, "p50_s": None, "p99_s": None}
+        p50_s, p99_s = (bounds_s[bisect_left(sums, part * count)] for part in (0.5, 0.99))
+        return {"count": count, "mean_s": self._total_s / count, "p50_s": p50_s, "p99_s": p99_s}
+
+
+class Appends:
+    """Appends that were answered, whichever call, Session or execution they are from."""
+
+    def __init__(self) -> None:
+        # By kind, and by the reason of those that failed.
+        self.answered = [0] * (max(AppendKind) + 1)
+        self.failed: Counter[str] = Counter()
+        self.prompt_tokens = self.generated_tokens = 0
+        # From the request until it is durable and answered. A verify is one value: the mean of its tokens.
+        self.first_token, self.token = Distribution(TIMES_S), Distribution(TIMES_S)
+        # What a prompt waited in its worker.
+        self.queue = Distribution(TIMES_S)
+
+    def observing(self, requests: Sequence[Request], on_outcomes: OnOutcomes) -> OnOutcomes:
+        """Returns an `on_outcomes` that also counts."""
+        begun_s = time.monotonic()
+
+        def observe(found: Found) -> None:
+            on_outcomes(found)
+            took_s = time.monotonic() - begun_s
+            for index, outcome in found:
+                append = requests[index]
+                if type(append) is Append:
+                    self._count(append, outcome, took_s)
+
+        return observe
+
+    def _count(self, append: Append, outcome: Outcome, took_s: float) -> None:
+        if type(outcome) is not Appended:
+            if isinstance(outcome, QuireError):
+                self.failed[outcome.reason] += 1
+            return
+        kind = append.kind
+        self.answered[kind] += 1
+        if kind is DECODE:
+            self.generated_tokens += 1
+            self.token.add(took_s)
+        elif kind is VERIFY:
+            self.generated_tokens += outcome.kept
+            self.token.add(took_s / outcome.kept)
+        else:
+            self.prompt_tokens += len(append.token_ids)
+            if kind is PREFILL and append.rows:
+                self.generated_tokens += 1
+                self.first_token.add(took_s)
+                self.queue.add(done_of(outcome).timing.queue_ns / 1e9)
+
+
+class Calls:
+    """The calls of gRPC, by type, service and method, as go-grpc-prometheus has them."""
+
+    def __init__(self) -> None:
+        self._labels = {
+            name: (_TYPES[of.client_streaming][of.server_streaming], of.containing_service.full_name, of.name)
+            for name, of in methods_of(admin_pb2, executor_pb2, runner_pb2, health_pb2).items()
+        }
+        self.started: Counter[tuple[str, ...]] = Counter()
+        # Also by code.
+        self.handled: Counter[tuple[str, ...]] = Counter()
+        self.seconds: defaultdict[tuple[str, ...], Distribution] = defaultdict(lambda: Distribution(CALLS_S))
+
+    def observing(self, method: str, behaviour: _Behaviour) -> _Behaviour:
+        """Returns a behaviour that also counts."""
+        # A caller without a token can name any method.
+        labels = self._labels.get(method, ("unknown", "unknown", "unknown"))
+        seconds = self.seconds[labels]
+
+        async def handle(messages: Any, context: Any) -> Any:
+            began_s, code = time.monotonic(), "OK"
+            self.started[labels] += 1
+            try:
+                return await behaviour(messages, context)
+            except BaseException as error:
+                code = _code_of(error, context)
+                raise
+            finally:
+                self.handled[*labels, code] += 1
+                seconds.add(time.monotonic() - began_s)
+
+        return handle
+
+
+def _code_of(error: BaseException, context: Any) -> str:
+    """The status of a call that raised, as Go writes it."""
+    code = context.code()
+    if isinstance(error, asyncio.CancelledError):
+        return "Canceled"
+    name = code.name if isinstance(code, grpc.StatusCode) else "UNKNOWN"
+    return name.title().replace("_", "")
+
+
+class Figures:
+    """All of them."""
+
+    def __init__(self) -> None:
+        self.appends = Appends()
+        self.calls = Calls()
+        self.commits, self.lag = Distribution(PAUSES_S), Distribution(PAUSES_S)
+        # By runtime.
+        self.executions: defaultdict[str, Distribution] = defaultdict(lambda: Distribution(TIMES_S))
+
+    def execution_ended(self, runtime: str, took_s: float) -> None:
+        """Counts an execution, which may have failed: maybe before it had a runtime."""
+        self.executions[runtime or "none"].add(took_s)
+
+    async def watch_lag(self) -> None:
+        """Measures how late the event loop runs a timer, until cancelled."""
+        while True:
+            due_s = time.monotonic() + _LAG_INTERVAL_S
+            await asyncio.sleep(_LAG_INTERVAL_S)
+            self.lag.add(max(0.0, time.monotonic() - due_s))

@@ -1,0 +1,298 @@
+"""vLLM's /inference/v1/generate: token ids in, token ids out, for code that renders prompts itself.
+
+The fields are those of vLLM's `GenerateRequest`, `SamplingParams` and `GenerateResponse`. An entry of the
+log-probabilities has both forms of vLLM: `token_id`, and `token` as "token_id:N".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast
+
+import grpc
+from quire.v1 import executor_pb2, runner_pb2, types_pb2
+from starlette.types import Scope, Send
+
+from service.api.validation import MAX_REQUEST_ID_CHARS
+from service.errors import InvalidArgument
+from service.extensions.openai.errors import renamed
+from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string
+from service.extensions.openai.generation import CompletionHandler
+from service.extensions.openai.models import ResolvedModel
+from service.extensions.openai.requests import (
+    MAX_ID,
+    MAX_TOP_LOGPROBS,
+    NEUTRAL,
+    CompletionRequest,
+    ResolveModel,
+    prompt_tokens,
+    set_common,
+    stream_options,
+    token_ids,
+    unsupported,
+)
+from service.extensions.openai.responses import CompletionResponse
+from service.extensions.openai.token_texts import TokenTexts, finite
+from service.runtimes.local import NAME
+
+# Scores a prompt: the method Forward.
+Forward: TypeAlias = Callable[
+    [executor_pb2.ForwardRequest, "grpc.aio.ServicerContext[Any, Any]"],
+    Awaitable[executor_pb2.ForwardResponse],
+]
+_MAX_IDS = 1 << 20
+_MAX_PRIORITY = 1 << 63
+_IGNORED = frozenset({"token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
+# How tokens become text, what is returned of experts, and what only code of vLLM itself sets.
+_IGNORED_SETTINGS = frozenset(
+    {
+        "detokenize", "flat_logprobs", "include_stop_str_in_output", "output_kind",
+        "output_text_buffer_length", "return_token_ids", "routed_experts_prompt_start", "skip_clone",
+        "skip_reading_prefix_cache", "skip_special_tokens", "spaces_between_special_tokens",
+        "stream_interval",
+    }
+)  # fmt: skip
+# Fields of an ExecuteItem, and their names here.
+_PARAMS = (
+    (re.compile(r"^(?:items\[\d+\]\.|output\.)+"), ""),
+    (re.compile(r"^sampling\."), "sampling_params."),
+    (re.compile(r"^tokens\.(?=token_ids)"), ""),
+    (re.compile(r"^constraint\b.*"), "sampling_params.allowed_token_ids"),
+    (re.compile(r"^top_logprobs\b"), "sampling_params.logprobs"),
+    (re.compile(r"^(?=(?:n|max_tokens|stop|stop_token_ids)\b)"), "sampling_params."),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest(CompletionRequest):
+    """A valid request, not yet checked against the model. It has one item."""
+
+    request_id: str
+    # How many alternatives to each token of the output, and of the prompt. None: no log-probabilities of it.
+    num_top: int | None
+    num_prompt_top: int | None
+
+
+def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False) -> GenerateRequest:
+    """A request to /inference/v1/generate.
+
+    `is_processed`: the log-probabilities of tokens are those that they were drawn with. Raises
+    InvalidArgument, and what `resolve` raises.
+    """
+    fields = Fields(value)
+    model = resolve(fields.get("model", string) or NAME)
+    if not model.is_local:
+        raise unsupported("model", "a provider takes and returns no token ids")
+    item = runner_pb2.ExecuteItem(item_id="0")
+    prompt = fields.get("token_ids", array, _MAX_IDS)
+    if not prompt:
+        raise bad_field("token_ids", "must be a list of at least one token id")
+    item.tokens.token_ids.extend(prompt_tokens(prompt, "token_ids", model.max_tokens))
+    params = _settings(fields.raw("sampling_params"))
+    _set_sampling(item, params, model)
+    num_top = params.get("logprobs", integer, 0, MAX_TOP_LOGPROBS)
+    if num_top is not None:
+        # With one alternative vLLM returns only the token itself.
+        item.logprobs, item.top_logprobs = True, num_top if num_top > 1 else 0
+        if is_processed and item.sampling.temperature > 0:
+            if num_top > 1:
+                raise unsupported(
+                    "sampling_params.logprobs", "at most 1 with --openai-logprobs-mode processed_logprobs"
+                )
+            item.logprobs, item.sampled_logprobs = False, True
+    is_stream, with_usage = stream_options(fields)
+    num_prompt_top = params.get("prompt_logprobs", integer, 0, MAX_TOP_LOGPROBS)
+    if is_stream and num_prompt_top is not None:
+        raise unsupported("sampling_params.prompt_logprobs", "a stream has none")
+    item.cache_salt = _cache_salt(params, fields)
+    params.refuse_others(_IGNORED_SETTINGS, NEUTRAL)
+    request_id = fields.get("request_id", string) or ""
+    if len(request_id) > MAX_REQUEST_ID_CHARS:
+        raise bad_field("request_id", f"has more than {MAX_REQUEST_ID_CHARS} characters")
+    if fields.raw("output_mode") not in (None, "tokens"):
+        raise unsupported("output_mode", "must be tokens")
+    if fields.get("return_token_ids", boolean):
+        raise unsupported("return_token_ids", "the prompt is used as it is sent")
+    priority = _priority(fields.get("priority", integer, -_MAX_PRIORITY, _MAX_PRIORITY - 1) or 0)
+    fields.refuse_others(_IGNORED, {"content_parts": []})
+    return GenerateRequest(
+        items=[item],
+        model=model,
+        is_chat=False,
+        has_logprobs=num_top is not None,
+        is_stream=is_stream,
+        with_usage=with_usage,
+        priority=priority,
+        request_id=request_id,
+        num_top=num_top,
+        num_prompt_top=num_prompt_top,
+    )
+
+
+def _settings(given: object) -> Fields:
+    if isinstance(given, dict) and given.get("seed") == -1:
+        # In vLLM it means none.
+        given = {**given, "seed": None}
+    return Fields(given, "sampling_params")
+
+
+def _set_sampling(item: runner_pb2.ExecuteItem, params: Fields, model: ResolvedModel) -> None:
+    """Sets what is sampled. vLLM does not use a model's recommended settings here, so they are not used."""
+    set_common(item, params, replace(model, sampling_defaults=types_pb2.SamplingParams()))
+    item.max_tokens = params.get("max_tokens", integer, 1, MAX_ID) or 0
+    item.ignore_eos = bool(params.get("ignore_eos", boolean))
+    item.tokens_only = not item.stop
+    allowed = params.get("allowed_token_ids", array, _MAX_IDS)
+    if allowed is not None:
+        path = params.path("allowed_token_ids")
+        if not allowed:
+            raise InvalidArgument("BAD_MASK", path, "no token is allowed")
+        item.constraint.mask.allowed.ids.extend(token_ids(allowed, path))
+    if params.get("min_tokens", integer, 0, MAX_ID):
+        raise unsupported(
+            "sampling_params.min_tokens", "is not supported: a sample ends at its first end token"
+        )
+
+
+def _cache_salt(*places: Fields) -> str:
+    """The salt of the last place that has one. An empty one is refused: it would be as if there were none."""
+    salt = ""
+    for fields in places:
+        if fields.raw("cache_salt") is not None:
+            salt = fields.required("cache_salt")
+    return salt
+
+
+def _priority(given: int) -> types_pb2.Priority:
+    """The priority: in vLLM a request with a lower number runs first."""
+    if given == 0:
+        return types_pb2.PRIORITY_UNSPECIFIED
+    return types_pb2.PRIORITY_HIGH if given < 0 else types_pb2.PRIORITY_LOW
+
+
+class GenerateResponse(CompletionResponse):
+    """All choices of one request, as token ids."""
+
+    _request: GenerateRequest
+
+    def __init__(self, request: GenerateRequest, scored: executor_pb2.ForwardResponse | None) -> None:
+        """`scored`: the prompt's tokens, if their log-probabilities are wanted."""
+        super().__init__(request, TokenTexts(None))
+        self._scored = scored
+
+    def begin(self, started: runner_pb2.ExecutionStarted) -> None:
+        request = self._request
+        self._head = {
+            "request_id": request.request_id or started.request_id,
+            "created": self._created,
+            "model": request.model.adapter_id or started.model_id,
+            "output_mode": "tokens",
+        }
+
+    def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
+        choice = self._update_choice(chunk)
+        if chunk.token_ids or choice.finish:
+            yield self._event(self._fields(choice.index, choice.finish, lambda: iter((chunk,))))
+
+    def _body(self) -> dict[str, Any]:
+        scored = None if self._scored is None else self._prompt_entries()
+        return {"prompt_logprobs": scored, **super()._body()}
+
+    def _whole(self, choice: Any) -> dict[str, Any]:
+        return self._fields(choice.index, choice.finish, choice.chunks)
+
+    def _fields(
+        self, index: int, finish: str | None, chunks: Callable[[], Iterator[runner_pb2.SampleChunk]]
+    ) -> dict[str, Any]:
+        token_ids = (token_id for chunk in chunks() for token_id in chunk.token_ids)
+        logprobs = None
+        if self._request.has_logprobs:
+            entries = (entry for chunk in chunks() for entry in self._token_entries(chunk))
+            logprobs = {"content": entries}
+        return {"index": index, "token_ids": token_ids, "logprobs": logprobs, "finish_reason": finish}
+
+    def _token_entries(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
+        """Each token, with the most likely others: as many as were asked for, itself included."""
+        for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=False):
+            entries = [
+                {"token": f"token_id:{each}", "token_id": each, "logprob": value, "rank": rank}
+                for each, value, rank in _ranked(token_id, _value(logprob), logprob.top)
+            ]
+            top = entries[: max(1, self._request.num_top or 0)]
+            yield {**entries[0], "top_logprobs": top}
+
+    def _prompt_entries(self) -> Iterator[dict[int, dict[str, Any]] | None]:
+        """For each token of the prompt: it, then the most likely ones at its place. The first has none."""
+        assert self._scored is not None
+        yield None
+        rest = self._request.items[0].tokens.token_ids[1:]
+        for token_id, logprob, output in zip(
+            rest, self._scored.token_logprobs, self._scored.outputs, strict=False
+        ):
+            yield {
+                each: {"logprob": value, "rank": rank, "decoded_token": None}
+                for each, value, rank in _ranked(token_id, logprob, output.top)
+            }
+
+
+def _value(logprob: runner_pb2.TokenLogprob) -> float:
+    is_processed = logprob.HasField("sampled_logprob")
+    return logprob.sampled_logprob if is_processed else logprob.logprob
+
+
+def _ranked(token_id: int, logprob: float, top: types_pb2.TopLogprobs) -> list[tuple[int, float, int | None]]:
+    """A token, then the most likely others: each with its log-probability and its rank, if that is known."""
+    rank = None
+    others: list[tuple[int, float, int | None]] = []
+    for place, (each, value) in enumerate(zip(top.token_ids, top.logprobs, strict=True), start=1):
+        if each == token_id:
+            rank = place
+        else:
+            others.append((each, finite(value), place))
+    return [(token_id, finite(logprob), rank), *others]
+
+
+@dataclass(frozen=True, eq=False)
+class GenerateHandler(CompletionHandler):
+    """Handles requests for tokens. An ASGI application."""
+
+    forward: Forward
+
+    async def _handle(self, body: list[object], scope: Scope, send: Send) -> None:
+        try:
+            await super()._handle(body, scope, send)
+        except InvalidArgument as error:
+            raise InvalidArgument(error.reason, renamed(error.field, _PARAMS), error.message) from None
+
+    def _resolve(self, model: str) -> ResolvedModel:
+        return self.models.resolve(model, needs_text=False)
+
+    @asynccontextmanager
+    async def _response(self, request: CompletionRequest) -> AsyncIterator[CompletionResponse]:
+        """Scores the prompt first, if that is wanted."""
+        assert isinstance(request, GenerateRequest)
+        with _ForwardContext() as context:
+            scored = None
+            if request.num_prompt_top is not None:
+                forward = executor_pb2.ForwardRequest(
+                    token_ids=request.items[0].tokens.token_ids,
+                    output=types_pb2.OutputOptions(top_logprobs=request.num_prompt_top),
+                    priority=request.priority,
+                    adapter_id=request.model.adapter_id,
+                    cache_salt=request.items[0].cache_salt,
+                )
+                scored = await self.forward(forward, cast("Any", context))
+            yield GenerateResponse(request, scored)
+
+
+class _ForwardContext(ExitStack):
+    """What a Forward needs of a gRPC context. Its answer counts until the response is sent."""
+
+    def time_remaining(self) -> None:
+        """There is no deadline."""
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        self.callback(callback, self)

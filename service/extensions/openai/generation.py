@@ -1,0 +1,220 @@
+"""Handles a request for text or tokens: runs its body as a batch, and sends the response.
+
+The batch ends at once if the client disconnects or does not read for too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from quire.v1 import runner_pb2
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from service.api.budget import SMALL_BYTES
+from service.api.server_state import ServerState
+from service.api.time_slice import TimeSlice
+from service.auth.authenticator import current_tenant
+from service.errors import InvalidArgument, QuireError
+from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.models import Models, ResolvedModel
+from service.extensions.openai.requests import CompletionRequest, ResolveModel
+from service.extensions.openai.responses import CompletionResponse, to_json
+from service.extensions.openai.token_texts import TokenTexts
+from service.runtimes.execution import Execution
+from service.runtimes.executions import Executions
+from service.text.text_model import TextModel
+
+# A response is sent in parts of about this size.
+_PART_BYTES = 1 << 16
+_JSON = (b"content-type", b"application/json")
+_EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies must not buffer the stream.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(frozen=True, eq=False)
+class CompletionHandler:
+    """Handles completions or chats, depending on `parse`. An ASGI application."""
+
+    parse: Callable[[object, ResolveModel], CompletionRequest]
+    executions: Executions
+    models: Models
+    state: ServerState
+    text: TextModel
+    body_reader: BodyReader
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises QuireError."""
+        async with self.body_reader.read(Request(scope, receive)) as value:
+            body = [value]
+            del value
+            await _until_disconnected(receive, self._handle(body, scope, send))
+
+    async def _handle(self, body: list[object], scope: Scope, send: Send) -> None:
+        """`body`: what was parsed, which is taken from it: Python's numbers take many times their bytes."""
+        (value,) = body
+        if not (isinstance(value, dict) and self.models.is_remote(value.get("model"))):
+            await self.state.first_worker(None)
+        completion_request = self.parse(value, self._resolve)
+        body.clear()
+        del value
+        request = runner_pb2.ExecuteRequest(
+            runtime=completion_request.model.runtime,
+            items=completion_request.items,
+            priority=completion_request.priority,
+        )
+        async with self._response(completion_request) as response:
+            execution = self.executions.open(request, current_tenant(), None)
+            reader = execution.attach({})
+            send_response = self._send_stream if completion_request.is_stream else self._send_whole
+            try:
+                await send_response(execution, reader, response, send)
+            finally:
+                execution.detach(reader)
+                scope["quire.answer"] = _described(execution.started, response)
+
+    def _resolve(self, model: str) -> ResolvedModel:
+        return self.models.resolve(model)
+
+    @asynccontextmanager
+    async def _response(self, request: CompletionRequest) -> AsyncIterator[CompletionResponse]:
+        """The response, before its first chunk. The context ends when it is sent."""
+        wants_texts = request.has_logprobs and request.model.is_local
+        token_texts = TokenTexts(await self.text.tokenizer() if wants_texts else None)
+        yield CompletionResponse(request, token_texts)
+
+    async def _send_whole(
+        self, execution: Execution, reader: int, response: CompletionResponse, send: Send
+    ) -> None:
+        """Sends the response in one piece. Its chunks count as unread until it is sent."""
+        held_bytes = large_bytes = 0
+        answers = self.state.answers.of(current_tenant())
+        time_slice = TimeSlice()
+        try:
+            while chunks := await execution.read(reader):
+                time_slice.begin()
+                response.begin(execution.started)
+                for chunk in chunks:
+                    size_bytes = response.add(chunk)
+                    answers.take(size_bytes)
+                    held_bytes += size_bytes
+                    if size_bytes > SMALL_BYTES:
+                        large_bytes += size_bytes
+                    if time_slice.due:
+                        await time_slice.yield_to_others()
+                if held_bytes > self.state.config.max_response_bytes:
+                    text = "the response is too large for one piece: use a stream"
+                    raise InvalidArgument("OUTPUT_TOO_LARGE", "max_tokens", text)
+            body = _ResponseBody(send, [_JSON])
+            await body.write(response.pieces())
+            await body.end()
+        finally:
+            answers.adjust(-large_bytes, is_large=True)
+            answers.adjust(large_bytes - held_bytes)
+
+    async def _send_stream(
+        self, execution: Execution, reader: int, response: CompletionResponse, send: Send
+    ) -> None:
+        """Sends the response as a stream, from the first event on: an error before it has its own status."""
+        body = _ResponseBody(send, _EVENT_STREAM)
+        while chunks := await execution.read(reader):
+            response.begin(execution.started)
+            try:
+                await body.write(event(each) for chunk in chunks for each in response.events(chunk))
+            except QuireError:
+                # What came before a failed sample is sent.
+                await body.flush()
+                raise
+            await body.flush()
+        await body.write(map(event, response.last_events()))
+        await body.write(["data: [DONE]\n\n"])
+        await body.end()
+
+
+class _ResponseBody:
+    """Sends a response in parts, as fast as the client reads. Its first part starts the response."""
+
+    def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = headers
+        self._has_begun = False
+        self._parts: list[str] = []
+        self._num_characters = 0
+
+    async def write(self, texts: Iterable[str]) -> None:
+        """Lets other tasks run between the texts, some of which may only be sent later."""
+        time_slice = TimeSlice()
+        for text in texts:
+            self._parts.append(text)
+            self._num_characters += len(text)
+            if self._num_characters >= _PART_BYTES:
+                await self.flush()
+            if time_slice.due:
+                await time_slice.yield_to_others()
+
+    async def flush(self) -> None:
+        if self._parts:
+            await self._begin(self._headers)
+            await self._send({"type": "http.response.body", "body": self._take(), "more_body": True})
+
+    async def end(self) -> None:
+        """Ends the response. A short one has its length."""
+        last = self._take()
+        await self._begin([*self._headers, (b"content-length", str(len(last)).encode())])
+        await self._send({"type": "http.response.body", "body": last})
+
+    async def _begin(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def _take(self) -> bytes:
+        taken = "".join(self._parts).encode()
+        self._parts, self._num_characters = [], 0
+        return taken
+
+
+def event(value: object) -> str:
+    """A server-sent event."""
+    return f"data: {to_json(value)}\n\n"
+
+
+def _described(started: runner_pb2.ExecutionStarted, response: CompletionResponse) -> dict[str, str | int]:
+    """An answer's attributes for traces."""
+    model, usage = started.model_id, response.usage()
+    models = {"gen_ai.request.model": model, "gen_ai.response.model": model} if model else {}
+    return {
+        "quire.runtime": started.runtime,
+        **models,
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+    }
+
+
+async def _until_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` for a request whose body has been received.
+
+    Raises what `work` raises; CancelledError if the client disconnects.
+    """
+    tasks = working, _ = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    working.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client disconnects, or the response is complete."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,106 @@
+"""Chat messages of OpenAI's API as messages of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.v1 import runner_pb2
+
+from service.extensions.openai.fields import Fields, array, bad_field, string
+from service.text.bounded_json import MAX_MESSAGES
+
+MAX_TOOLS = 128
+_MAX_PARTS = 1024
+_ROLES = {
+    "system": runner_pb2.CHAT_ROLE_SYSTEM,
+    "developer": runner_pb2.CHAT_ROLE_SYSTEM,
+    "user": runner_pb2.CHAT_ROLE_USER,
+    "assistant": runner_pb2.CHAT_ROLE_ASSISTANT,
+    "tool": runner_pb2.CHAT_ROLE_TOOL,
+}
+# What answers have beside the message itself, and clients send back with it: sources, and copies of what is
+# in the message already.
+_IGNORED_OF_ASSISTANT = frozenset({"annotations", "parsed"})
+_IGNORED_OF_CALL = frozenset({"index"})
+_IGNORED_OF_FUNCTION = frozenset({"parsed_arguments"})
+
+
+def parse_messages(fields: Fields) -> runner_pb2.Chat:
+    """The messages of a request as a Chat. Raises InvalidArgument."""
+    values = fields.get("messages", array, MAX_MESSAGES)
+    if not values:
+        raise bad_field("messages", "must be a list of at least one message")
+    messages = [_message(value, f"messages[{index}]") for index, value in enumerate(values)]
+    return runner_pb2.Chat(messages=messages)
+
+
+def _message(value: object, path: str) -> runner_pb2.ChatMessage:
+    fields = Fields(value, path)
+    role = fields.required("role")
+    if role not in _ROLES:
+        raise bad_field(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
+    message = runner_pb2.ChatMessage(role=_ROLES[role], name=fields.get("name", string))
+    content = fields.raw("content")
+    if role == "assistant":
+        _add_parts_of_assistant(message, fields)
+        if content is None:
+            # An answer without text: OpenAI's API has a refusal there, and others only thoughts.
+            content = fields.get("refusal", string)
+            if content is None and message.HasField("reasoning_content") and not message.tool_calls:
+                content = ""
+    if role == "tool":
+        message.tool_call_id = fields.required("tool_call_id")
+    if content is not None:
+        kinds = ("text", "refusal") if role == "assistant" else ("text",)
+        message.content = _text(content, f"{path}.content", kinds)
+    elif not message.tool_calls:
+        raise bad_field(f"{path}.content", "is required")
+    fields.refuse_others(_IGNORED_OF_ASSISTANT if role == "assistant" else ())
+    return message
+
+
+def _add_parts_of_assistant(message: runner_pb2.ChatMessage, fields: Fields) -> None:
+    for index, call in enumerate(fields.get("tool_calls", array, MAX_TOOLS) or ()):
+        message.tool_calls.append(_call(call, index, f"{fields.path('tool_calls')}[{index}]"))
+    for name in ("reasoning", "reasoning_content"):
+        thoughts = fields.get(name, string)
+        if thoughts is not None:
+            message.reasoning_content = thoughts
+
+
+def _text(content: object, path: str, kinds: Sequence[str]) -> str:
+    """The text of a content: a string, or parts of these kinds, which become lines."""
+    if isinstance(content, str):
+        return string(content, path)
+    if not isinstance(content, list) or not 0 < len(content) <= _MAX_PARTS:
+        raise bad_field(path, f"must be a string, or a list of 1 to {_MAX_PARTS} parts")
+    return "\n".join(_part(part, f"{path}[{index}]", kinds) for index, part in enumerate(content))
+
+
+def _part(part: object, path: str, kinds: Sequence[str]) -> str:
+    fields = Fields(part, path)
+    kind = fields.raw("type")
+    if kind not in kinds:
+        raise bad_field(f"{path}.type", f"must be {' or '.join(kinds)}")
+    text = fields.get(kind, string)
+    if text is None:
+        raise bad_field(f"{path}.{kind}", "is required")
+    fields.refuse_others()
+    return text
+
+
+def _call(value: Any, index: int, path: str) -> runner_pb2.ToolCall:
+    fields = Fields(value, path)
+    if fields.raw("type") not in (None, "function"):
+        raise bad_field(f"{path}.type", "must be function")
+    function = Fields(fields.raw("function"), f"{path}.function")
+    call = runner_pb2.ToolCall(
+        index=index,
+        id=fields.required("id"),
+        name=function.required("name"),
+        arguments_json=function.get("arguments", string) or "",
+    )
+    fields.refuse_others(_IGNORED_OF_CALL)
+    function.refuse_others(_IGNORED_OF_FUNCTION)
+    return call

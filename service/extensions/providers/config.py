@@ -1,0 +1,118 @@
+"""The configuration of one provider."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal
+from urllib.parse import urlsplit
+
+from service.extensions.providers.prices import Prices
+from service.outbound import is_this_machine
+
+DialectName = Literal["openai-chat", "openai-completions", "anthropic-messages"]
+# Names of the server's own workers.
+_TAKEN_NAMES = ("", "local")
+_MAY_BE_0 = ("max_retries", "retry_min_s", "max_retry_after_s")
+# What happens to a request beyond the hourly budget: it is refused; or sent with a warning in the log; or
+# queued until the budget allows it.
+BudgetPolicy = Literal["reject", "warn", "throttle"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProviderConfig:
+    """One provider, one model, one dialect. Raises ValueError, which names the setting and no secret."""
+
+    # The runtime's name in requests.
+    name: str
+    # The provider's usual name, such as "openai". Empty: as `name`.
+    provider: str = ""
+    dialect: DialectName
+    # The URL without the dialect's path, such as https://api.openai.com/v1.
+    base_url: str
+    model: str
+    # The source of the credentials: an environment variable, or a file. Neither: none are sent.
+    api_key_env: str = ""
+    api_key_file: str = ""
+    # Whether credentials and prompts may be sent to other machines without TLS.
+    insecure: bool = False
+    # Whether the provider takes fields that OpenAI's own API lacks: top_k, min_p, repetition_penalty,
+    # stop_token_ids, ignore_eos.
+    extensions: bool = False
+    # The chat dialect's field for the token limit. Some models take max_completion_tokens only.
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    # The token limit of an item without max_tokens.
+    max_output_tokens: int = 4096
+    # By model.
+    prices: Mapping[str, Prices] = field(default_factory=dict)
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    max_concurrent: int = 64
+    # The length of the queue for those limits.
+    max_waiting: int = 4096
+    budget_usd_per_hour: float | None = None
+    budget_policy: BudgetPolicy = "reject"
+
+    max_retries: int = 3
+    retry_min_s: float = 1.0
+    retry_max_s: float = 60.0
+    # A request is not retried if the provider's Retry-After is longer.
+    max_retry_after_s: float = 300.0
+    breaker_failures: int = 10
+    breaker_open_s: float = 30.0
+
+    connect_timeout_s: float = 10.0
+    # From the start of the request to the first byte of the response body.
+    first_byte_timeout_s: float = 30.0
+    # Between two pieces of the body.
+    idle_timeout_s: float = 10.0
+    # For the whole response.
+    answer_timeout_s: float = 900.0
+    max_line_bytes: int = 1 << 20
+    max_answer_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        """Checks what the types of the settings leave open."""
+        self._check_address()
+        if self.name in _TAKEN_NAMES:
+            raise ValueError("the name is that of the server's own workers")
+        if not self.model:
+            raise ValueError("model: must not be empty")
+        if self.api_key_env and self.api_key_file:
+            raise ValueError("api_key_env and api_key_file: only one of them can be given")
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if type(value) in (int, float):
+                # Also a whole number that is too large for a float.
+                if value > sys.float_info.max:
+                    raise ValueError(f"{setting.name}: must be finite")
+                if not value and setting.name not in _MAY_BE_0:
+                    raise ValueError(f"{setting.name}: must be more than 0")
+        if self.budget_usd_per_hour is not None and self.model not in self.prices:
+            raise ValueError("budget_usd_per_hour: needs a price of the model")
+
+    def _check_address(self) -> None:
+        form = "base_url: must be http(s)://HOST[:PORT][/PATH], without credentials or a query"
+        try:
+            url = urlsplit(self.base_url)
+            host, has_port = url.hostname or "", url.port != 0
+        except ValueError:
+            raise ValueError(form) from None
+        if url.scheme not in ("http", "https") or not host or not has_port:
+            raise ValueError(form)
+        if url.username is not None or url.query or url.fragment:
+            raise ValueError(form)
+        if url.scheme == "http" and not self.insecure and not is_this_machine(host):
+            raise ValueError("base_url: must be https for another machine, or `insecure` be true")
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """Whether it is reached without a proxy, and maybe without TLS."""
+        return is_this_machine(urlsplit(self.base_url).hostname or "")
+
+    @property
+    def price(self) -> Prices | None:
+        """The price of the model. None: unknown."""
+        return self.prices.get(self.model)

@@ -1,0 +1,166 @@
+"""Turns a provider's stream into chunks, for the samples of one request."""
+
+from __future__ import annotations
+
+import codecs
+from collections import defaultdict
+from collections.abc import Sequence
+
+from google.rpc import status_pb2
+from quire.v1 import runner_pb2
+
+from service.extensions.providers.dialects.base import Delta, StreamUpdate, ToolCallDelta
+from service.extensions.providers.failures import malformed
+from service.extensions.providers.prices import Prices, tokens_of
+from service.runtimes.base import ChunkSink
+from service.text.stops import StopMatcher
+
+_DECODER = codecs.getincrementaldecoder("utf-16-le")
+_UNFINISHED = runner_pb2.FINISH_REASON_UNSPECIFIED
+
+
+class Samples:
+    """The samples of one request for one item. Puts each piece of text once."""
+
+    def __init__(
+        self, item: runner_pb2.ExecuteItem, indexes: Sequence[int], price: Prices | None, sink: ChunkSink
+    ) -> None:
+        """`indexes`: the index in the item of each of the request's samples, in order."""
+        self._samples = [_Sample(item.item_id, index, item.stop) for index in indexes]
+        self._price = price
+        self._sink = sink
+        # Whether a chunk was put out. A retry is not possible then.
+        self.has_put = False
+        self._has_ended = False
+        # The use that the provider reported last. None: none yet.
+        self.usage: runner_pb2.Usage | None = None
+        # The output tokens so far, estimated from the text.
+        self.estimated_tokens = 0
+
+    def take(self, update: StreamUpdate) -> None:
+        """Adds an update of the stream. Raises ProviderFailure if the request has no such sample."""
+        if isinstance(update, runner_pb2.Usage):
+            self.usage = update
+            return
+        if update.sample >= len(self._samples):
+            raise malformed()
+        self.estimated_tokens += tokens_of(update.text)
+        self.estimated_tokens += sum(tokens_of(call.arguments_json) for call in update.tool_calls)
+        chunk = self._samples[update.sample].take(update)
+        if chunk is not None:
+            self._put([chunk])
+
+    @property
+    def are_finished(self) -> bool:
+        """Whether the finish reason of every sample is known."""
+        return all(sample.finish for sample in self._samples)
+
+    @property
+    def are_stopped(self) -> bool:
+        """Whether a stop text has ended every sample, so that the rest of the stream is not needed."""
+        return all(sample.is_stopped for sample in self._samples)
+
+    def end(self, error: status_pb2.Status | None = None) -> None:
+        """Puts the last chunks. `error` applies to samples without a finish reason. Can be repeated.
+
+        The first call counts: a deadline can still pass while the connection is closed.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            self._put([self._counted(sample, sample.end(error)) for sample in self._samples])
+
+    def _counted(self, sample: _Sample, chunk: runner_pb2.SampleChunk) -> runner_pb2.SampleChunk:
+        """Adds the usage to a sample's last chunk. The first sample reports that of the whole request."""
+        if self.usage is not None:
+            if sample is not self._samples[0]:
+                chunk.usage.SetInParent()
+            else:
+                chunk.usage.CopyFrom(self.usage)
+            if self._price is not None:
+                chunk.usage.cost_usd = self._price.cost_usd(chunk.usage)
+        return chunk
+
+    def _put(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
+        self.has_put = True
+        self._sink.put(chunks)
+
+
+class _Sample:
+    """One sample of the request."""
+
+    def __init__(self, item_id: str, index: int, stops: Sequence[str]) -> None:
+        self._item_id = item_id
+        self._index = index
+        self._stops = StopMatcher(stops)
+        self._num_chunks = 0
+        self._text = _DECODER("replace")
+        # By the index of the call.
+        self._arguments: defaultdict[int, codecs.IncrementalDecoder]
+        self._arguments = defaultdict(lambda: _DECODER("replace"))
+        self._stop = ""
+        self.finish: runner_pb2.FinishReason = _UNFINISHED
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(self._stops.found)
+
+    def take(self, delta: Delta) -> runner_pb2.SampleChunk | None:
+        """The chunk for an update. None: nothing to show yet."""
+        if self.finish:
+            return None
+        text = self._stops.push(_push(self._text, delta.text))
+        if self.is_stopped:
+            self.finish, self._stop = runner_pb2.FINISH_REASON_STOP, self._stops.found
+        elif delta.finish:
+            self.finish, self._stop = delta.finish, _whole(delta.stop)
+        tool_calls = [call for delta in delta.tool_calls if (call := self._tool_call(delta))]
+        if not text and not delta.logprobs and not tool_calls:
+            return None
+        chunk = self._chunk()
+        chunk.text = text
+        for logprob in delta.logprobs:
+            chunk.logprobs.add(logprob=logprob)
+        chunk.tool_calls.extend(tool_calls)
+        return chunk
+
+    def end(self, error: status_pb2.Status | None) -> runner_pb2.SampleChunk:
+        """Its last chunk. Earlier chunks stay valid."""
+        chunk = self._chunk()
+        if not self.is_stopped:
+            chunk.text = self._stops.flush()
+        if error is None or self.finish:
+            chunk.finish_reason = self.finish or runner_pb2.FINISH_REASON_STOP
+            chunk.stop = self._stop
+        else:
+            chunk.finish_reason = runner_pb2.FINISH_REASON_ERROR
+            chunk.error.CopyFrom(error)
+        return chunk
+
+    def _chunk(self) -> runner_pb2.SampleChunk:
+        self._num_chunks += 1
+        return runner_pb2.SampleChunk(
+            item_id=self._item_id,
+            sample=self._index,
+            position=self._num_chunks - 1,
+            finish_reason=_UNFINISHED,
+        )
+
+    def _tool_call(self, delta: ToolCallDelta) -> runner_pb2.ToolCall | None:
+        arguments = _push(self._arguments[delta.index], delta.arguments_json)
+        if not (delta.id or delta.name or arguments):
+            return None
+        return runner_pb2.ToolCall(
+            index=delta.index, id=_whole(delta.id), name=_whole(delta.name), arguments_json=arguments
+        )
+
+
+def _push(decoder: codecs.IncrementalDecoder, text: str, *, is_last: bool = False) -> str:
+    """The text that is complete now: JSON may split a surrogate pair between two deltas.
+
+    An unpaired surrogate is replaced: a protobuf string cannot hold it.
+    """
+    return decoder.decode(text.encode("utf-16-le", "surrogatepass"), is_last)
+
+
+def _whole(text: str) -> str:
+    return _push(_DECODER("replace"), text, is_last=True)

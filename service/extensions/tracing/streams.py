@@ -1,0 +1,116 @@
+"""What the spans of Session and Execute say of their answers: sums, and a bounded number of events.
+
+Each stands in for the call's context, and reads what is written to it. Nothing is kept per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+from google.rpc import error_details_pb2, status_pb2
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from quire.v1 import executor_pb2, runner_pb2
+
+from service.extensions.tracing.spans import add_event, set_attribute, set_error
+
+# Failures that are events. All are counted.
+_MAX_EVENTS = 32
+
+
+class TracedStream:
+    """The context of a stream of answers, whose `write` also tells its span."""
+
+    def __init__(self, context: Any, span: Span) -> None:
+        self._context, self._span, self._write = context, span, context.write
+        # Asked for with each call on a Session.
+        self.time_remaining = context.time_remaining
+        self._has_begun = False
+        self._failures = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def finish(self) -> None:
+        """Adds what is known at the end."""
+        set_attribute(self._span, "quire.failures", self._failures)
+
+    def _begin(self, event: str) -> None:
+        self._has_begun = True
+        add_event(self._span, event)
+
+    def _fail(self, status: status_pb2.Status) -> str:
+        """Counts a failure, and returns its reason."""
+        reason = reason_of(status)
+        self._failures += 1
+        if self._failures <= _MAX_EVENTS:
+            add_event(self._span, "failure", {"error.type": reason})
+        return reason
+
+
+class TracedSession(TracedStream):
+    """A Session: how many calls were answered, when the first was, and which failed."""
+
+    _answers = 0
+
+    def write(self, message: executor_pb2.SessionResponse) -> Awaitable[None]:
+        """See `grpc.aio.ServicerContext`."""
+        if not self._has_begun:
+            self._begin("first answer")
+        self._answers += len(message.results)
+        for result in message.results:
+            if result.HasField("error"):
+                self._fail(result.error)
+        written: Awaitable[None] = self._write(message)
+        return written
+
+    def finish(self) -> None:
+        """Adds what is known at the end."""
+        super().finish()
+        set_attribute(self._span, "quire.answers", self._answers)
+
+
+class TracedExecute(TracedStream):
+    """An Execute: its model, its runtime, its tokens, the first of them, and which samples failed."""
+
+    _input_tokens = _output_tokens = 0
+
+    def write(self, message: runner_pb2.ExecuteResponse) -> Awaitable[None]:
+        """See `grpc.aio.ServicerContext`."""
+        if message.started.runtime:
+            set_attribute(self._span, "quire.runtime", message.started.runtime)
+            if model := message.started.model_id:
+                set_attribute(self._span, "gen_ai.request.model", model)
+                set_attribute(self._span, "gen_ai.response.model", model)
+        for chunk in message.chunks:
+            if not self._has_begun and (chunk.token_ids or chunk.text):
+                self._begin("first token")
+            if chunk.finish_reason:
+                self._end(chunk)
+        written: Awaitable[None] = self._write(message)
+        return written
+
+    def _end(self, chunk: runner_pb2.SampleChunk) -> None:
+        self._output_tokens += chunk.usage.output_tokens
+        if not chunk.sample:
+            # The samples of an item share its prompt.
+            self._input_tokens += chunk.usage.input_tokens
+        if chunk.HasField("error"):
+            set_error(self._span, self._fail(chunk.error))
+
+    def finish(self) -> None:
+        """Adds what is known at the end."""
+        super().finish()
+        set_attribute(self._span, "gen_ai.operation.name", "generate_content")
+        set_attribute(self._span, "gen_ai.usage.input_tokens", self._input_tokens)
+        set_attribute(self._span, "gen_ai.usage.output_tokens", self._output_tokens)
+
+
+# By the name of the method.
+STREAMS: dict[str, type[TracedSession | TracedExecute]] = {"Session": TracedSession, "Execute": TracedExecute}
+
+
+def reason_of(status: status_pb2.Status) -> str:
+    """The reason in an error's details. Empty if there is none."""
+    info = error_details_pb2.ErrorInfo()
+    return next((info.reason for detail in status.details if detail.Unpack(info)), "")

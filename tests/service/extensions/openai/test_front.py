@@ -1,0 +1,644 @@
+"""The HTTP server over a runtime that tests control: errors, tools, shutdown, authentication, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+import sys
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+from quire.v1 import runner_pb2, types_pb2, worker_pb2
+from starlette.requests import Request
+from starlette.types import Message
+
+from service.adapters.registry import Adapters
+from service.api.request_receiver import RequestReceiver
+from service.api.server_state import ServerState
+from service.api.status import to_status
+from service.auth.authenticator import Authenticator, current_tenant
+from service.auth.tokens import Role, new_token
+from service.config import Config, ConfigError
+from service.errors import InvalidArgument, ProviderFailure, QuireError, RuntimeNotFound
+from service.extension import GatewayParts
+from service.extensions.openai.bodies import Body, BodyReader
+from service.extensions.openai.front import OpenAiFront
+from service.extensions.openai.models import Models
+from service.gateway import Gateway
+from service.runtimes.base import Batch, ChunkSink
+from service.runtimes.executions import Executions
+from service.runtimes.router import Router
+from service.text.text_model import TextModel
+from tests.certificates import Authority, Pair
+from tests.service.served import state_of, until
+
+QUESTION: Any = [{"role": "user", "content": "What is 2 < 3?"}]
+TIMEOUT_S = 30.0
+
+
+class FakeRuntime:
+    """A provider that runs `generate` for each batch, which puts chunks into the sink."""
+
+    wait_s = 0.0
+
+    def __init__(
+        self, generate: Callable[[Batch, ChunkSink], Any], name: str = "fake", model_id: str = "m"
+    ) -> None:
+        self._generate = generate
+        self.name = name
+        self._model_id = model_id
+        self.tenants: list[str] = []
+        self.running = 0
+
+    def describe(self) -> runner_pb2.Runtime:
+        if self.name == "local":
+            return runner_pb2.Runtime(name=self.name, runtime_kind=runner_pb2.RUNTIME_KIND_LOCAL)
+        return runner_pb2.Runtime(
+            name=self.name,
+            model_id=self._model_id,
+            provider=f"owner of {self.name}",
+            runtime_kind=runner_pb2.RUNTIME_KIND_OPENAI_CHAT,
+        )
+
+    async def execute(self, batch: Batch, sink: ChunkSink) -> None:
+        tenant = current_tenant()
+        self.tenants.append("" if tenant is None else tenant.name)
+        self.running += 1
+        try:
+            await self._generate(batch, sink)
+        finally:
+            self.running -= 1
+
+
+class Server:
+    """A running HTTP server, and clients of it."""
+
+    def __init__(self, front: OpenAiFront, state: ServerState, port: int) -> None:
+        self.front = front
+        self.state = state
+        self.port = port
+
+    def client(self, key: str = "none") -> Any:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=0)
+
+
+@asynccontextmanager
+async def serving(
+    runtime: FakeRuntime, *, has_worker: bool = True, forward: Any = None, **settings: Any
+) -> AsyncIterator[Server]:
+    """`forward`: answers requests for the log-probabilities of prompts."""
+    config = Config(**{"openai_listen": "127.0.0.1:0", **settings})
+    model = types_pb2.ModelDescription(vocab_size=100)
+    able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
+    state = state_of(config, worker_pb2.WorkerReady(model=model, executor=able) if has_worker else None)
+    runtimes: Any = [runtime] if has_worker else [FakeRuntime(generate_yes, "local"), runtime]
+    router = Router(runtimes)
+    text = TextModel(lambda: state.first_ready, lambda: "")
+    front = OpenAiFront(config)
+    front.attach(
+        GatewayParts(
+            state=state,
+            api=SimpleNamespace(Forward=forward),  # type: ignore[arg-type]
+            authenticator=Authenticator.of(config),
+            text=text,
+            executions=Executions(router, state),
+            router=router,
+            adapters=Adapters(1),
+            shards=list,
+            http=[],
+            num_http_connections=lambda: front.num_connections,
+        )
+    )
+    port = front.bind()
+    tasks = [asyncio.create_task(front.run()), asyncio.create_task(state.receiver.run())]
+    try:
+        yield Server(front, state, port)
+    finally:
+        await front.stop(0.2)
+        tasks[1].cancel()
+        await asyncio.wait(tasks)
+        assert runtime.running == 0
+
+
+def raw_request(**settings: Any) -> bytes:
+    """A chat request as HTTP bytes."""
+    body = json.dumps({"model": "m", "messages": QUESTION, **settings})
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def chunk(text: str = "", **fields: Any) -> runner_pb2.SampleChunk:
+    return runner_pb2.SampleChunk(item_id="0", text=text, **fields)
+
+
+async def generate_yes(_batch: Batch, sink: ChunkSink) -> None:
+    sink.put([chunk("yes", finish_reason=runner_pb2.FINISH_REASON_STOP)])
+
+
+def error_with_code(code: str) -> QuireError:
+    error = QuireError("it failed", retry_after_s=1.5)
+    error.code, error.reason = code, "SOME_REASON"
+    return error
+
+
+STATUS = {
+    "INVALID_ARGUMENT": 400, "FAILED_PRECONDITION": 400, "OUT_OF_RANGE": 400, "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403, "NOT_FOUND": 404, "ABORTED": 409, "RESOURCE_EXHAUSTED": 429, "INTERNAL": 500,
+    "UNIMPLEMENTED": 501, "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504, "DATA_LOSS": 500,
+}  # fmt: skip
+# What a runtime raises, and the status, code and headers of the response.
+ERRORS: list[tuple[BaseException, int, str, dict[str, str]]] = [
+    *(
+        (error_with_code(code), status, "some_reason", {"retry-after": "2", "retry-after-ms": "1500"})
+        for code, status in STATUS.items()
+    ),
+    # A provider did not accept this server's credentials.
+    *(
+        (ProviderFailure(reason, "refused"), 502, reason.lower(), {"x-should-retry": "false"})
+        for reason in ("UNAUTHORIZED", "FORBIDDEN")
+    ),
+    (RuntimeError("the secret"), 500, "internal", {}),
+    # A panic of a Rust library.
+    (BaseException("the secret"), 500, "internal", {}),
+]
+
+
+async def test_errors_have_their_status() -> None:
+    async def generate(batch: Batch, sink: ChunkSink) -> None:
+        raise ERRORS[int(batch.items[0].chat.messages[0].content)][0]
+
+    async with serving(FakeRuntime(generate)) as served, served.client() as client:
+        for index, (_, status, code, headers) in enumerate(ERRORS):
+            messages = [{"role": "user", "content": str(index)}]
+            with pytest.raises(openai.APIStatusError) as caught:
+                await client.chat.completions.create(model="m", messages=messages, stream=index % 2 > 0)
+            assert (caught.value.status_code, caught.value.code) == (status, code)
+            assert "secret" not in caught.value.response.text
+            assert headers.items() <= caught.value.response.headers.items()
+            assert caught.value.response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, BaseException])
+async def test_the_text_of_an_exception_outside_of_a_batch_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    def fail() -> runner_pb2.Runtime:
+        raise kind("the secret")
+
+    runtime = FakeRuntime(generate_yes)
+    async with serving(runtime) as served, served.client() as client:
+        monkeypatch.setattr(runtime, "describe", fail)
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.models.list()
+    assert (caught.value.status_code, caught.value.code) == (500, "internal")
+    assert "secret" not in caught.value.response.text
+
+
+def test_the_owner_of_a_model_is_the_runtime_that_gets_its_requests() -> None:
+    """Also if several runtimes serve it, or if it has the name of another runtime."""
+    named = (("a", "m"), ("b", "m"), ("c", "d"), ("d", "x"))
+    runtimes: Any = [FakeRuntime(generate_yes, name, model) for name, model in named]
+    models = Models(Router(runtimes), state_of(Config()))
+    listed = {entry["id"]: entry["owned_by"] for entry in models.listed()}
+    assert list(listed) == ["a", "b", "c", "d", "m", "x"]
+    for name, owner in listed.items():
+        assert owner == f"owner of {models.resolve(name).runtime}" == models.entry(name)["owned_by"]
+    assert [models.resolve(name).runtime for name in ("m", "d")] == ["a", "d"]
+    with pytest.raises(RuntimeNotFound, match=r"no model 'gpt\\x1b-4': /v1/models lists the models"):
+        models.resolve("gpt\x1b-4")
+
+
+async def test_an_error_in_a_stream_is_an_event() -> None:
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        error = to_status(error_with_code("UNAVAILABLE"))
+        failed = chunk(position=1, finish_reason=runner_pb2.FINISH_REASON_ERROR, error=error)
+        sink.put([chunk("so far"), failed])
+
+    async with serving(FakeRuntime(generate)) as served, served.client() as client:
+        stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
+        assert [(await anext(stream)).choices[0].delta.content for _ in range(2)] == ["", "so far"]
+        with pytest.raises(openai.APIError, match="it failed"):
+            await anext(stream)
+
+
+async def test_a_provider_needs_no_worker() -> None:
+    """Also while other calls wait for the first worker, because caches were recovered."""
+    async with serving(FakeRuntime(generate_yes), has_worker=False) as served, served.client() as client:
+        served.state.has_recovered = True
+        completion = await client.chat.completions.create(model="m", messages=QUESTION)
+        assert completion.choices[0].message.content
+
+
+async def test_tool_calls() -> None:
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        first = runner_pb2.ToolCall(index=0, id="call-1", name="add", arguments_json='{"a":')
+        second = runner_pb2.ToolCall(index=0, arguments_json="1}")
+        sink.put([chunk(tool_calls=[first]), chunk(position=1, tool_calls=[second])])
+        sink.put([chunk(position=2, finish_reason=runner_pb2.FINISH_REASON_TOOL_CALLS)])
+
+    async with serving(FakeRuntime(generate)) as served, served.client() as client:
+        whole = await client.chat.completions.create(model="fake", messages=QUESTION)
+        choice = whole.choices[0]
+        call = choice.message.tool_calls[0]
+        assert (call.id, call.function.name, call.function.arguments) == ("call-1", "add", '{"a":1}')
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        async with client.chat.completions.stream(model="fake", messages=QUESTION) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.tool_calls[0].function.arguments == '{"a":1}'
+
+
+async def test_a_shutdown_ends_running_requests_with_an_error() -> None:
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        sink.put([chunk("so far")])
+        await asyncio.Event().wait()
+
+    async with serving(FakeRuntime(generate)) as served, served.client() as client:
+        stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
+        whole = asyncio.create_task(client.chat.completions.create(model="m", messages=QUESTION))
+        await anext(stream)
+        await asyncio.sleep(0.05)
+        await served.front.stop(1.0)
+        with pytest.raises(openai.APIError, match="draining"):
+            async for _ in stream:
+                pass
+        with pytest.raises(openai.InternalServerError) as caught:
+            await whole
+        assert caught.value.status_code == 503
+
+
+async def test_a_request_after_the_grace_of_a_shutdown_is_refused() -> None:
+    """It may come on a connection that is still open."""
+    runtime = FakeRuntime(generate_yes)
+    async with serving(runtime) as served, served.client() as client:
+        await served.front._middleware.stop(0)
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.chat.completions.create(model="m", messages=QUESTION)
+        assert (caught.value.status_code, caught.value.code) == (503, "draining") and not runtime.tenants
+
+
+async def test_a_shutdown_lets_a_finished_stream_be_read_to_its_end() -> None:
+    text = "x" * (1 << 23)
+
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        sink.put([chunk(text, finish_reason=runner_pb2.FINISH_REASON_STOP)])
+
+    runtime = FakeRuntime(generate)
+    async with serving(runtime) as served, served.client() as client:
+        stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
+        await until(lambda: not runtime.running)
+        stopping = asyncio.create_task(served.front.stop(TIMEOUT_S))
+        await asyncio.sleep(0.05)
+        assert "".join([part.choices[0].delta.content or "" async for part in stream]) == text
+        await stopping
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_client_that_does_not_read_is_disconnected(is_stream: bool) -> None:
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        for position in range(200):
+            await sink.wait_for_room()
+            sink.put([chunk("x" * 100_000, position=position)])
+            await asyncio.sleep(0)
+        if is_stream:
+            await asyncio.Event().wait()
+        sink.put([chunk(position=200, finish_reason=runner_pb2.FINISH_REASON_LENGTH)])
+
+    runtime = FakeRuntime(generate)
+    async with serving(runtime, session_stall_s=0.5) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1 << 10)
+        writer.write(raw_request(stream=is_stream))
+        await reader.readexactly(12)
+        # The response is not read, so the connection is reset in the middle of it.
+        await until(lambda: not served.front.connections)
+        await until(lambda: not runtime.running)
+        await until(lambda: served.state.answers.used_bytes == 0)
+        writer.close()
+
+
+async def test_limits_on_requests_and_connections() -> None:
+    may_continue = asyncio.Event()
+
+    async def generate(batch: Batch, sink: ChunkSink) -> None:
+        await may_continue.wait()
+        await generate_yes(batch, sink)
+
+    runtime = FakeRuntime(generate)
+    async with serving(runtime, max_sessions=1, max_connections=3) as served, served.client() as client:
+        first = asyncio.create_task(client.chat.completions.create(model="m", messages=QUESTION))
+        await until(lambda: runtime.running == 1)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.chat.completions.create(model="m", messages=QUESTION)
+        assert caught.value.code == "session_limit"
+        silent = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(6)]
+        await until(lambda: len(served.front.connections) <= 3)
+        may_continue.set()
+        assert (await first).choices[0].message.content == "yes", "earlier connections stay open"
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_a_response_too_large_for_one_piece() -> None:
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        for position in range(3):
+            sink.put([chunk("x" * 500, position=position)])
+        await generate_yes(_batch, sink)
+
+    async with serving(FakeRuntime(generate), max_response_bytes=1024) as served, served.client() as client:
+        with pytest.raises(openai.BadRequestError, match="use a stream"):
+            await client.chat.completions.create(model="m", messages=QUESTION)
+        assert served.state.answers.used_bytes == 0
+        stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
+        assert sum([len(part.choices[0].delta.content or "") async for part in stream]) == 1503
+
+
+def with_logprobs(num_tokens: int) -> FakeRuntime:
+    """Generates tokens, each with the log-probabilities of twenty alternatives."""
+    top = types_pb2.TopLogprobs(token_ids=range(20), logprobs=[-0.1 * n for n in range(20)])
+    logprob = runner_pb2.TokenLogprob(logprob=-0.5, top=top)
+
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        for position in range(num_tokens):
+            part = chunk(" w\u00e9", position=position, logprobs=[logprob])
+            sink.put([part])
+        sink.put([chunk(position=num_tokens, finish_reason=runner_pb2.FINISH_REASON_LENGTH)])
+
+    return FakeRuntime(generate)
+
+
+class DirectRequest:
+    """A request without a connection. Its response is not read until `may_send` is set."""
+
+    def __init__(self, served: Server, body: bytes) -> None:
+        self._request = body
+        self.response = bytearray()
+        self.is_sending = asyncio.Event()
+        self.may_send = asyncio.Event()
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        path = "/v1/chat/completions"
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": headers,
+            "query_string": b"",
+        }
+        scope["state"] = {"connection": SimpleNamespace(is_receiving=False)}
+        app: Any = served.front._server.config.app
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        if self._request:
+            body, self._request = self._request, b""
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await asyncio.Event().wait()
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.body":
+            self.is_sending.set()
+            if not self.may_send.is_set():
+                await self.may_send.wait()
+            self.response += message["body"]
+
+
+def body_of(**settings: Any) -> bytes:
+    return raw_request(**settings).partition(b"\r\n\r\n")[2]
+
+
+LOGPROBS = {"logprobs": True, "top_logprobs": 20}
+
+
+async def test_the_memory_of_a_response_in_one_piece_counts_until_it_is_read() -> None:
+    async with serving(with_logprobs(3000)) as served:
+        tracemalloc.start()
+        request = DirectRequest(served, body_of(**LOGPROBS))
+        await request.is_sending.wait()
+        held_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        counted_bytes = served.state.answers.used_bytes
+        request.may_send.set()
+        await request.task
+        assert counted_bytes > 3000 * 100 and held_bytes < 2 * counted_bytes + (1 << 19)
+        assert served.state.answers.used_bytes == 0
+        (choice,) = json.loads(request.response)["choices"]
+        assert (
+            choice["message"]["content"] == " w\u00e9" * 3000 and len(choice["logprobs"]["content"]) == 3000
+        )
+        assert choice["logprobs"]["content"][-1]["top_logprobs"][3]["logprob"] == pytest.approx(-0.3)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_large_response_does_not_block_the_event_loop(is_stream: bool) -> None:
+    async with serving(with_logprobs(5000)) as served:
+        request = DirectRequest(served, body_of(stream=is_stream, **LOGPROBS))
+        request.may_send.set()
+        turns = 0
+        while not request.task.done():
+            turns += 1
+            await asyncio.sleep(0)
+        # Ten turns happen anyway.
+        assert len(request.response) > 5000 * 500 and turns > 30
+
+
+def tls_settings(pair: Pair, authority: Authority) -> dict[str, Any]:
+    return {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(authority.cert)}
+
+
+async def statuses(port: int, trusted: Authority, certificate: Pair | None, requests: bytes) -> list[bytes]:
+    """The status of each response; empty: the connection is refused."""
+    context = ssl.create_default_context(cafile=str(trusted.cert))
+    if certificate is not None:
+        context.load_cert_chain(certificate.cert, certificate.key)
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        writer.write(requests)
+        found = await reader.read()
+        writer.close()
+    except (OSError, ssl.SSLError):
+        return []
+    return [part[:3] for part in found.split(b"HTTP/1.1 ")[1:]]
+
+
+LAST_REQUEST = raw_request().replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)
+
+
+async def test_tls_settings_are_the_gateways(tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path / "ca"), Authority(tmp_path / "other")
+    pair, alice = Pair(tmp_path / "cert", tmp_path / "key"), authority.issue("alice")
+
+    def install(server: Pair) -> None:
+        pair.cert.write_bytes(server.cert.read_bytes())
+        pair.key.write_bytes(server.key.read_bytes())
+
+    install(authority.server())
+    runtime = FakeRuntime(generate_yes)
+    async with serving(runtime, **tls_settings(pair, authority)) as served:
+        assert await statuses(served.port, authority, alice, LAST_REQUEST) == [b"200"]
+        assert runtime.tenants == ["alice"]
+        # As OpenAI's clients send it, who have no other way to leave it out.
+        with_bearer = LAST_REQUEST.replace(b"connection:", b"authorization: Bearer unused\r\nconnection:", 1)
+        assert await statuses(served.port, authority, alice, with_bearer) == [b"200"]
+        assert runtime.tenants.pop() == "alice"
+        assert await statuses(served.port, authority, None, LAST_REQUEST) == []
+        assert await statuses(served.port, other, alice, LAST_REQUEST) == []
+        install(other.server())
+        assert await statuses(served.port, other, alice, LAST_REQUEST) == [b"200"]
+
+
+async def test_a_pipelined_request_does_not_inherit_authentication(tmp_path: Path) -> None:
+    """A request for the models with a token for observers, and then a request for text without a token."""
+    authority = Authority(tmp_path / "ca")
+    pair, alice, anonymous = authority.server(), authority.issue("alice"), authority.issue("")
+    token, line = new_token("ops", [Role.OBSERVE])
+    (tmp_path / "tokens").write_text(f"[tokens]\n{line}\n")
+    runtime = FakeRuntime(generate_yes)
+    both = f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {token}\r\n\r\n".encode()
+    both += LAST_REQUEST
+    settings = tls_settings(pair, authority)
+    async with serving(runtime, tokens=str(tmp_path / "tokens"), **settings) as served:
+        assert await statuses(served.port, authority, anonymous, both) == [b"200", b"401"]
+        assert runtime.tenants == []
+        assert await statuses(served.port, authority, alice, both) == [b"200", b"200"]
+        assert runtime.tenants == ["alice"]
+
+
+async def test_listening_needs_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("service.extensions.openai")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigError, match=r"needs uvicorn, .*`make setup`"):
+        Gateway(Config(listen="127.0.0.1:0", openai_listen="127.0.0.1:0"))
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+async def test_all_addresses_of_ipv6_include_those_of_ipv4() -> None:
+    runtime = FakeRuntime(generate_yes)
+    async with serving(runtime, openai_listen="[::]:0") as served, served.client() as client:
+        assert [each.id async for each in client.models.list()]
+
+
+async def turns_of(work: Coroutine[Any, Any, Any]) -> int:
+    """How often other tasks ran meanwhile."""
+    task, turns = asyncio.ensure_future(work), 0
+    while not task.done():
+        turns += 1
+        await asyncio.sleep(0)
+    return turns
+
+
+async def test_a_body_of_too_many_values_is_not_parsed() -> None:
+    async def parse(data: bytes) -> Any:
+        return await BodyReader(RequestReceiver(Config()), 1 << 24, 1 << 24).parse(bytearray(data))
+
+    text = {"prompt": 'a,[{,"' * 400_000 + "\\"}
+    assert await parse(json.dumps(text).encode()) == text, "commas and brackets in strings are no values"
+    assert await turns_of(parse(json.dumps(text).encode())) > 30
+    numbers = list(range((1 << 20) - 8))
+    assert await parse(json.dumps(numbers).encode()) == numbers
+    with pytest.raises(InvalidArgument) as caught:
+        await parse(b"[" + b"1," * (1 << 20) + b"1]")
+    assert caught.value.reason == "REQUEST_TOO_LARGE"
+
+
+async def test_the_bytes_of_all_bodies_are_limited_until_the_response() -> None:
+    may_continue = asyncio.Event()
+
+    async def generate(batch: Batch, sink: ChunkSink) -> None:
+        await may_continue.wait()
+        await generate_yes(batch, sink)
+
+    runtime = FakeRuntime(generate)
+    async with serving(runtime, max_arriving_bytes=40_000, max_request_bytes=20_000) as served:
+        bodies = served.front.bodies
+        connections = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(4)]
+        try:
+            for index, (_, writer) in enumerate(connections):
+                writer.write(raw_request(user="x" * 12_000))
+                await until(lambda index=index: runtime.running == min(index + 1, 3))  # type: ignore[misc]
+            reader, _ = connections[3]
+            answer = await asyncio.wait_for(reader.readuntil(b"}}"), TIMEOUT_S)
+            assert answer.startswith(b"HTTP/1.1 429") and b"arriving_full" in answer
+            assert b"retry-after" in answer and 36_000 < bodies.held_bytes <= 40_000
+            may_continue.set()
+            for reader, _ in connections[:3]:
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            await until(lambda: bodies.held_bytes == 0)
+        finally:
+            for _, writer in connections:
+                writer.close()
+
+
+@pytest.mark.parametrize("size_bytes", [30_000, 90_000])
+async def test_a_refused_body_is_read_to_its_end(size_bytes: int) -> None:
+    """Otherwise the connection of a client that still sends is reset. A far too large body is not read."""
+    async with serving(FakeRuntime(generate_yes), max_request_bytes=20_000) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        try:
+            is_read = size_bytes < 40_000
+            sent = raw_request(user="x" * size_bytes)
+            writer.write(sent + raw_request() if is_read else sent[:50_000])
+            assert (await asyncio.wait_for(reader.readline(), TIMEOUT_S)).startswith(b"HTTP/1.1 413")
+            rest = await asyncio.wait_for(
+                reader.read() if not is_read else reader.readuntil(b"200 OK"), TIMEOUT_S
+            )
+            assert (b"200 OK" in rest) == is_read
+        finally:
+            writer.close()
+
+
+def test_a_tenant_may_use_half_of_the_bytes_for_bodies() -> None:
+    bodies = BodyReader(RequestReceiver(Config()), 1000, 2000)
+
+    def is_refused(tenant: str, size_bytes: int) -> bool:
+        return bodies.reserve(Body(disconnected, bodies, tenant), size_bytes) is not None
+
+    sizes = (("a", 600), ("a", 401), ("a", 400), ("b", 1000), ("b", 1))
+    assert [is_refused(*one) for one in sizes] == [False, True, False, False, True]
+    assert bodies.held_bytes == 2000
+    too_large = bodies.reserve(Body(disconnected, bodies, ""), 1001)
+    assert too_large is not None and too_large.reason == "REQUEST_TOO_LARGE"
+
+
+async def test_nothing_is_kept_of_a_body_that_announces_too_many_bytes() -> None:
+    bodies, held_bytes = BodyReader(RequestReceiver(Config()), 1000, 2000), []
+
+    async def receive() -> Message:
+        held_bytes.append(bodies.held_bytes)
+        return {"type": "http.request", "body": b" " * 100, "more_body": len(held_bytes) < 3}
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"1001")]
+    with pytest.raises(InvalidArgument, match="at most 1000 bytes"):
+        async with bodies.read(Request({"type": "http", "headers": headers}, receive)):
+            pass
+    assert held_bytes == [0, 0, 0]
+
+
+async def test_large_bodies_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that other tasks run between two of them."""
+    bodies = BodyReader(RequestReceiver(Config()), 1 << 20, 1 << 24)
+    running, most = 0, 0
+
+    async def watched(_data: bytearray, _limit: int) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return 0
+
+    # Not by the module's name: another test reloads modules.
+    monkeypatch.setitem(BodyReader.parse.__globals__, "count_values", watched)
+    await asyncio.gather(*(bodies.parse(bytearray(b"1" + b" " * (1 << 17))) for _ in range(6)))
+    assert most == 1
+
+
+async def disconnected() -> Message:
+    return {"type": "http.disconnect"}

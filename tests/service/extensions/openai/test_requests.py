@@ -1,0 +1,188 @@
+"""Requests of OpenAI's API as items of an execution."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.v1 import runner_pb2, types_pb2
+
+from service.errors import InvalidArgument, QuireError, SequenceTooLong
+from service.extensions.openai import errors
+from service.extensions.openai.models import ResolvedModel
+from service.extensions.openai.requests import chat, completion
+
+DEFAULTS = types_pb2.SamplingParams(temperature=0.5, top_k=20)
+
+
+def resolve(_model: str) -> ResolvedModel:
+    return ResolvedModel("local", is_local=True, sampling_defaults=DEFAULTS)
+
+
+def item(**settings: Any) -> runner_pb2.ExecuteItem:
+    """The item of a chat request with some settings."""
+    request = chat({"model": "m", "messages": [{"role": "user", "content": "x"}], **settings}, resolve)
+    return request.items[0]
+
+
+def test_messages() -> None:
+    call = {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": "a"},
+        {"role": "developer", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
+        {"role": "user", "content": "d", "name": "me"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "call-1"},
+    ]
+    parsed = item(messages=messages).chat.messages
+    assert [(message.role, message.content) for message in parsed] == [
+        (runner_pb2.CHAT_ROLE_SYSTEM, "a"),
+        (runner_pb2.CHAT_ROLE_SYSTEM, "b\nc"),
+        (runner_pb2.CHAT_ROLE_USER, "d"),
+        (runner_pb2.CHAT_ROLE_ASSISTANT, ""),
+        (runner_pb2.CHAT_ROLE_TOOL, "3"),
+    ]
+    assert parsed[3].tool_calls[0] == runner_pb2.ToolCall(id="call-1", name="add", arguments_json="{}")
+    assert parsed[4].tool_call_id == "call-1"
+
+
+def test_recommended_sampling_settings_apply_unless_given() -> None:
+    assert item().sampling == DEFAULTS
+    assert item(temperature=None, top_p=None).sampling == DEFAULTS, "null means absent"
+    given = item(temperature=0, top_k=-1, top_p=0.5, seed=-1, logit_bias={"7": -100}).sampling
+    expected = types_pb2.SamplingParams(temperature=0, top_k=0, top_p=0.5, seed=(1 << 64) - 1)
+    expected.logit_bias[7] = -100
+    assert given == expected
+    plain = ResolvedModel("other", is_local=False, sampling_defaults=types_pb2.SamplingParams())
+    request = completion({"model": "m", "prompt": "x"}, lambda _: plain)
+    assert request.items[0].sampling == types_pb2.SamplingParams(temperature=1.0)
+    assert request.items[0].max_tokens == 16
+
+
+# What clients send that asks for nothing: defaults of OpenAI, of other servers and of SDKs.
+NEUTRAL: dict[str, Any] = {
+    "n": 1, "best_of": 1, "stop": [], "logit_bias": {}, "seed": None, "top_k": 0, "stream": False,
+    "stream_options": {}, "frequency_penalty": 0, "user": "me", "bad_words": [], "length_penalty": 1.0,
+    "min_tokens": 0, "use_beam_search": False, "early_stopping": False, "ignore_eos": False,
+    "stop_token_ids": [], "allowed_token_ids": None, "logits_processors": [], "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "echo": False,
+    "return_token_ids": False, "priority": 0, "structured_outputs": None, "guided_json": None,
+    "prompt_logprobs": None, "truncate_prompt_tokens": None, "suffix": "", "extra_args": {},
+}  # fmt: skip
+NEUTRAL_OF_CHATS: dict[str, Any] = {
+    **NEUTRAL, "tools": [], "tool_choice": "auto", "parallel_tool_calls": False, "functions": [],
+    "function_call": "none", "logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"},
+    "modalities": ["text"], "audio": None, "verbosity": "medium", "web_search_options": None,
+    "reasoning_effort": None, "add_generation_prompt": True, "continue_final_message": False,
+    "chat_template_kwargs": {}, "documents": [], "include_reasoning": True, "add_special_tokens": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEUTRAL_OF_CHATS)
+def test_a_neutral_value_asks_for_nothing(name: str) -> None:
+    def same(made: runner_pb2.ExecuteItem, plain: runner_pb2.ExecuteItem) -> bool:
+        # These two are set to what they are anyway.
+        for each in (made, plain):
+            each.sampling.frequency_penalty = each.sampling.top_k = 0
+        return made == plain
+
+    assert same(item(**{name: NEUTRAL_OF_CHATS[name]}), item())
+    if name in NEUTRAL:
+        body = {"model": "m", "prompt": "x"}
+        made = completion({**body, name: NEUTRAL[name]}, resolve).items[0]
+        assert same(made, completion(body, resolve).items[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bad_words", ["x"]), ("bad_words", ""), ("length_penalty", 1.1), ("length_penalty", True),
+        ("min_tokens", 1), ("min_tokens", False), ("use_beam_search", True), ("use_beam_search", 0),
+        ("chat_template_kwargs", {"x": 1}), ("best_of", 2), ("functions", [{}]), ("verbosity", "low"),
+        ("unknown", []), ("unknown", {}), ("unknown", False), ("unknown", 0), ("unknown", ""),
+        ("stream_options", {"include_usage": True}), ("echo", True), ("add_special_tokens", True),
+    ],
+)  # fmt: skip
+def test_any_other_value_of_what_is_not_supported_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        item(**{name: value})
+    assert caught.value.field == name
+
+
+def test_tool_calls_cannot_be_limited_where_there_are_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(InvalidArgument) as caught:
+        item(tools=tools, parallel_tool_calls=False)
+    assert caught.value.field == "parallel_tool_calls"
+
+
+def test_response_formats() -> None:
+    assert item(response_format={"type": "json_object"}).constraint.json_schema == '{"type":"object"}'
+    schema = {"type": "object", "properties": {"ä": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": schema}}
+    assert json.loads(item(response_format=form).constraint.json_schema) == schema
+    assert not item(response_format={"type": "text"}).HasField("constraint")
+    deep: Any = {}
+    for _ in range(900):
+        deep = {"items": deep}
+    form["json_schema"]["schema"] = deep  # type: ignore[index]
+    item(response_format=form)
+
+
+@pytest.mark.parametrize("prompt", [[], {}, 3, [True], [1.5], [-1], [1 << 32], ["a", 1], [[1], "a", None]])
+def test_invalid_prompts(prompt: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        completion({"model": "m", "prompt": prompt}, resolve)
+    assert errors.body(caught.value)["error"]["param"].startswith("prompt")
+
+
+def test_token_prompts_are_limited_by_the_context_of_the_model() -> None:
+    own = ResolvedModel("local", is_local=True, sampling_defaults=DEFAULTS, max_tokens=4)
+    for prompt in ([1, 2, 3, 4], [[1], [5, 6, 7, 8]]):
+        request = completion({"model": "m", "prompt": prompt}, lambda _: own)
+        nested = prompt if isinstance(prompt[0], list) else [prompt]
+        assert [list(item.tokens.token_ids) for item in request.items] == nested
+    for prompt in ([1, 2, 3, 4, None], [[1], [1, 2, 3, 4, "x"]]):  # type: ignore[assignment]
+        with pytest.raises(SequenceTooLong):
+            completion({"model": "m", "prompt": prompt}, lambda _: own)
+    with pytest.raises(InvalidArgument) as caught:
+        completion({"model": "m", "prompt": [[1], [2, True]]}, lambda _: own)
+    assert caught.value.field == "prompt[1][1]"
+
+
+NAMES = st.sampled_from(
+    [
+        "model", "messages", "prompt", "role", "content", "type", "text", "temperature", "top_p", "top_k",
+        "n", "stop", "seed", "max_tokens", "logprobs", "top_logprobs", "logit_bias", "tools", "tool_choice",
+        "function", "name", "response_format", "json_schema", "schema", "stream", "stream_options",
+        "include_usage", "user", "echo", "suffix", "best_of", "tool_calls", "id", "arguments",
+    ]
+)  # fmt: skip
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(exclude_categories=()))
+    | st.sampled_from(["user", "assistant", "tool", "function", "text", "json_object", "auto", "x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES | st.text(), inner, max_size=6),
+    max_leaves=20,
+)
+
+
+@given(VALUES | st.dictionaries(NAMES, VALUES, max_size=10))
+def test_any_value_is_a_request_or_refused(value: Any) -> None:
+    message = {"role": "user", "content": "x"}
+    for parse, base in ((completion, {"prompt": "x"}), (chat, {"messages": [message]})):
+        for request in (value, {"model": "m", **base, **value} if isinstance(value, dict) else value):
+            refusal = None
+            try:
+                assert parse(request, resolve).items[0].ByteSize()
+            except QuireError as error:
+                refusal = error
+            if refusal is not None:
+                assert errors.http_status(refusal) == 400
+                json.dumps(errors.body(refusal), ensure_ascii=False).encode()

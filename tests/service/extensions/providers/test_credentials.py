@@ -1,0 +1,401 @@
+"""Credentials are read again when they are refused, and only the provider ever sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from quire.v1 import runner_pb2
+from structlog.testing import capture_logs
+
+from service.caches.tenants import Tenant
+from service.errors import ProviderFailure
+from service.extensions.providers.dialects.openai import ChatCompletions
+from service.runtimes.base import Batch
+from tests.certificates import Authority
+from tests.http_proxy import http_proxy
+from tests.service.extensions.providers.fake_provider import (
+    EVENT_STREAM,
+    Collected,
+    FakeProvider,
+    Reply,
+    VirtualTime,
+    answered,
+    config,
+    delta,
+    event,
+    fake_provider,
+    item,
+    raw,
+    reason,
+    remote,
+    run,
+    said,
+    stalled,
+    status,
+    stream,
+)
+
+MANUAL = runner_pb2.REBUILD_CAUSE_MANUAL
+SECRET = "sk-planted-secret"
+OTHER = "sk-another-secret"
+GOOD = said("good")
+HEAD = EVENT_STREAM.encode()
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.write_text(SECRET + "\n")
+    return path
+
+
+def write(key: Path, text: str | None) -> None:
+    if text is None:
+        key.unlink()
+    else:
+        key.write_text(text)
+
+
+async def test_refused_credentials_are_read_again_once_for_all_calls(
+    provider: FakeProvider, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients: list[httpx2.AsyncClient] = []
+    client = httpx2.AsyncClient
+
+    def counted(**options: Any) -> httpx2.AsyncClient:
+        clients.append(client(**options))
+        return clients[-1]
+
+    monkeypatch.setattr(httpx2, "AsyncClient", counted)
+    both_are_there = asyncio.Barrier(2)
+
+    async def refuse(writer: asyncio.StreamWriter) -> bool:
+        await both_are_there.wait()
+        write(key, OTHER)
+        return await status(401)(writer)
+
+    provider.script += [refuse, refuse, GOOD]
+    out = await answered(provider, item(), item(item_id="b"), time=VirtualTime(), api_key_file=str(key))
+    assert (out.text("a"), out.text("b")) == ("good", "good")
+    keys = [asked.headers["authorization"].removeprefix("Bearer ") for asked in provider.asked]
+    assert keys == [SECRET, SECRET, OTHER, OTHER]
+    assert len(clients) == 2
+
+
+@pytest.fixture(params=["other users can write to it", "No such file or directory"])
+def unusable(key: Path, request: pytest.FixtureRequest) -> tuple[Path, str]:
+    """A file that cannot be used, and why."""
+    if request.param.startswith("No"):
+        key.unlink()
+    else:
+        key.chmod(0o622)
+    return key, request.param
+
+
+async def test_why_credentials_cannot_be_used_is_logged(
+    provider: FakeProvider, unusable: tuple[Path, str]
+) -> None:
+    """Before, a file that others can write to was like one that is empty, or not there."""
+    key, why = unusable
+    with capture_logs() as logs:
+        out = await answered(provider, item(), api_key_file=str(key))
+    assert reason(out.last()) == "UNAUTHORIZED" and not provider.asked
+    assert why in {entry.get("why") for entry in logs}
+
+
+async def test_refused_credentials_are_not_sent_again_unless_they_have_changed(
+    provider: FakeProvider, key: Path
+) -> None:
+    provider.script.append(status(401))
+    virtual = VirtualTime()
+    async with remote(config(provider, api_key_file=str(key)), virtual) as runtime:
+        assert not runtime.describe().trouble
+        for tried in range(1, 13):
+            out = await run(runtime, item())
+            assert reason(out.last()) == ("UNAUTHORIZED" if tried <= 10 else "CIRCUIT_OPEN")
+            assert "credentials" in runtime.describe().trouble
+        assert len(provider.asked) == 10 and virtual.slept == []
+        assert runtime.describe().breaker == runner_pb2.BREAKER_STATE_OPEN
+        # When it is tried again, the credentials are read again.
+        virtual.now_s += 31
+        assert not runtime.describe().trouble, "a router sends the next request"
+        write(key, OTHER)
+        provider.script = type(provider.script)([status(401), GOOD])
+        assert (await run(runtime, item())).text("a") == "good"
+        after = runtime.describe()
+    assert (after.trouble, after.breaker) == ("", runner_pb2.BREAKER_STATE_CLOSED)
+
+
+async def test_many_calls_with_replaced_credentials_are_all_sent_again(
+    provider: FakeProvider, key: Path
+) -> None:
+    """That they were refused says nothing about the new ones."""
+    all_are_there = asyncio.Barrier(12)
+
+    async def refuse(writer: asyncio.StreamWriter) -> bool:
+        await all_are_there.wait()
+        write(key, OTHER)
+        return await status(401)(writer)
+
+    provider.script += [*[refuse] * 12, GOOD]
+    items = [item(item_id=str(n)) for n in range(12)]
+    async with remote(config(provider, api_key_file=str(key)), VirtualTime()) as runtime:
+        out = await run(runtime, *items)
+        assert {out.text(one.item_id) for one in items} == {"good"}
+        assert not runtime.describe().trouble and len(provider.asked) == 24
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
+async def test_a_provider_on_this_machine_is_asked_without_a_proxy(
+    provider: FakeProvider, key: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Its connection has no TLS, so that a proxy would see the key and the prompt."""
+    with http_proxy() as proxy:
+        monkeypatch.setenv(variable, proxy.url)
+        for host in ("127.0.0.1", "localhost"):
+            provider.script.append(GOOD)
+            url = provider.url.replace("127.0.0.1", host)
+            out = await answered(provider, item(), api_key_file=str(key), base_url=url)
+            assert out.text("a") == "good"
+    assert not proxy.requests
+
+
+@pytest.mark.parametrize(
+    ("scheme", "answer", "expected"),
+    [
+        ("https", 407, "NETWORK_ERROR"),
+        ("https", 502, "NETWORK_ERROR"),
+        ("https", None, "NETWORK_ERROR"),
+        # Without a tunnel, the proxy's answer looks like the provider's.
+        ("http", 407, "NETWORK_ERROR"),
+        ("http", 502, "SERVER_ERROR"),
+        ("http", None, "NETWORK_ERROR"),
+    ],
+)
+async def test_a_proxy_is_named_where_it_may_be_the_cause(
+    provider: FakeProvider,
+    key: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheme: str,
+    answer: int | None,
+    expected: str,
+) -> None:
+    with http_proxy(answer) as proxy:
+        monkeypatch.setenv(f"{scheme}_PROXY".upper(), proxy.url)
+        settings: dict[str, Any] = {"api_key_file": str(key), "max_retries": 0, "insecure": scheme == "http"}
+        with capture_logs() as logs:
+            out = await answered(provider, item(), base_url=f"{scheme}://provider.example/v1", **settings)
+    assert proxy.requests
+    assert any(SECRET in request for request in proxy.requests) == (scheme == "http"), "as `insecure` allows"
+    error = out.last().error
+    assert reason(out.last()) == expected and f"the proxy that {scheme}_proxy names" in error.message
+    assert proxy.address not in error.message
+    (told,) = [entry for entry in logs if entry["event"] == "a provider is reached through a proxy"]
+    assert told["proxy"] == proxy.address and "secret" not in str(told)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("HTTPS_PROXY", "socks5://user:secret@127.0.0.1:9"),
+        ("HTTPS_PROXY", "http://secret@[::1"),
+        ("ALL_PROXY", "://secret"),
+        ("SSL_CERT_FILE", "/secret/none"),
+    ],
+)
+async def test_what_the_environment_names_and_cannot_be_used_is_no_fault_of_the_server(
+    provider: FakeProvider, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    settings = config(provider, base_url="https://provider.example/v1", max_retries=0)
+    with capture_logs() as logs:
+        async with remote(settings, VirtualTime()) as runtime:
+            out = await run(runtime, item())
+            assert "cannot be used" in runtime.describe().trouble
+    assert reason(out.last()) == "NETWORK_ERROR"
+    named = "_PROXY" in variable and f"the proxy that {variable.lower()} names"
+    assert not named or named in out.last().error.message
+    assert "cannot be used" in str(logs) and "secret" not in str(logs) + str(out.last())
+
+
+async def test_rebuilding_a_session_does_not_disturb_running_calls(provider: FakeProvider, key: Path) -> None:
+    go_on = asyncio.Event()
+
+    async def slow(writer: asyncio.StreamWriter) -> bool:
+        writer.write(HEAD + event(delta("old")))
+        await go_on.wait()
+        writer.write(event(delta(finish="stop")) + event("[DONE]"))
+        return False
+
+    provider.script += [slow, GOOD]
+    sink = Collected()
+    async with remote(config(provider, api_key_file=str(key))) as runtime:
+        running = asyncio.create_task(runtime.execute(Batch("k", Tenant(), [item()]), sink))
+        await sink.first.wait()
+        old = runtime._provider.sessions._current
+        assert old is not None
+        write(key, OTHER)
+        assert await runtime.rebuild_session(MANUAL) == 1
+        again = await run(runtime, item())
+        was_closed_before = old.client.is_closed
+        go_on.set()
+        await running
+        assert (was_closed_before, old.client.is_closed) == (False, True)
+
+    assert (sink.text(), again.text()) == ("old", "good")
+    assert provider.asked[1].headers["authorization"] == f"Bearer {OTHER}"
+
+
+@pytest.mark.parametrize("text", ["", "two words", "line\nbreak", "k\u00e9y", "\x7f", None])
+async def test_an_invalid_key_is_not_sent(provider: FakeProvider, key: Path, text: str | None) -> None:
+    write(key, text)
+
+    async with remote(config(provider, api_key_file=str(key))) as runtime:
+        out = await run(runtime, item())
+        assert runtime.describe().trouble
+        with pytest.raises(ProviderFailure):
+            await runtime.rebuild_session(MANUAL)
+        write(key, SECRET)
+        provider.script.append(GOOD)
+        assert (await run(runtime, item())).text() == "good"
+        assert not runtime.describe().trouble
+
+    assert reason(out.last()) == "UNAUTHORIZED"
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+async def test_credentials_are_only_sent_over_verified_tls(
+    key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_trusted: bool
+) -> None:
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    monkeypatch.setenv("SSL_CERT_FILE", str(ours.cert))
+    pair = (ours if is_trusted else theirs).server()
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(pair.cert, pair.key)
+
+    async with fake_provider(tls) as provider:
+        provider.script.append(GOOD)
+        async with remote(config(provider, api_key_file=str(key)), VirtualTime()) as runtime:
+            out = await run(runtime, item())
+
+    assert reason(out.last()) == ("" if is_trusted else "NETWORK_ERROR")
+    assert len(provider.asked) == is_trusted
+
+
+def _leaks() -> Iterator[tuple[str, Reply]]:
+    """Responses of a provider that repeats the credentials wherever it can."""
+    echo = {"error": {"message": SECRET, "type": SECRET, "code": SECRET}}
+    yield "a status", status(500, echo, f"X-Echo: {SECRET}\r\nSet-Cookie: k={SECRET}\r\n")
+    yield "a refusal", status(401, echo)
+    yield "a bad request", status(400, echo)
+    yield "a reason", raw(f"HTTP/1.1 403 {SECRET}\r\nContent-Length: 0\r\n\r\n".encode())
+    yield "a broken head", raw(f"{SECRET}\r\n\r\n".encode())
+    yield "a redirect", status(302, headers=f"Location: http://{SECRET}/\r\n")
+    yield "an error in the stream", stream(echo)
+    yield "an error behind text", stream(delta("x"), echo)
+    yield "bad JSON", stream(SECRET)
+    yield "a wrong type", raw(HEAD.replace(b"text/event-stream", SECRET.encode()))
+    yield "a cut", raw(HEAD + event(delta("x")) + SECRET.encode())
+    yield "a stall", stalled(HEAD + event(delta("x")) + SECRET.encode())
+    yield "nothing", raw()
+
+
+LEAKS = dict(_leaks())
+
+
+@pytest.mark.parametrize("name", LEAKS)
+async def test_credentials_appear_nowhere(
+    provider: FakeProvider,
+    key: Path,
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Not in a log with all levels, whatever the provider does with them."""
+    provider.script.append(LEAKS[name])
+    shown: list[object] = []
+
+    with caplog.at_level(logging.DEBUG):
+        made = config(provider, api_key_file=str(key), idle_timeout_s=0.05 if name == "a stall" else 10.0)
+        async with remote(made, VirtualTime()) as runtime:
+            out = await run(runtime, item())
+            sessions = runtime._provider.sessions
+            assert sessions._current is not None
+            shown += [runtime, runtime.describe(), sessions, sessions._current, made]
+        shown += [chunk.SerializeToString() for chunk in out.chunks]
+
+    assert reason(out.last())
+    assert provider.asked[0].headers["authorization"] == f"Bearer {SECRET}"
+    said_anywhere = caplog.text + "".join(capfd.readouterr()) + "".join(map(repr, shown))
+    assert "planted" not in said_anywhere
+
+
+async def test_failures_chain_no_exception_with_credentials(
+    provider: FakeProvider, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider.script.append(raw(b"nonsense\r\n\r\n"))
+    seen: list[BaseException] = []
+    plain = ProviderFailure.without_traceback
+
+    def without_traceback(self: ProviderFailure) -> ProviderFailure:
+        seen.append(self)
+        return plain(self)
+
+    monkeypatch.setattr(ProviderFailure, "without_traceback", without_traceback)
+    async with remote(config(provider, api_key_file=str(key)), VirtualTime()) as runtime:
+        await run(runtime, item())
+    gc.collect()
+
+    assert len(seen) > 1
+    assert [(e.__context__, e.__cause__, e.__traceback__) for e in seen] == [(None, None, None)] * len(seen)
+
+
+async def test_an_unexpected_exception_reveals_no_credentials(
+    provider: FakeProvider,
+    key: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def broken(secret: str) -> dict[str, str]:
+        raise ZeroDivisionError(secret)
+
+    monkeypatch.setattr(ChatCompletions, "headers", broken)
+    provider.script.append(GOOD)
+    out = await answered(provider, item(), api_key_file=str(key))
+    assert reason(out.last()) == "INTERNAL"
+    logged = caplog.text + "".join(capfd.readouterr())
+    assert "ZeroDivisionError" in logged and "planted" not in logged
+
+
+async def test_a_replaced_runtime_finishes_its_calls_and_closes_its_connections() -> None:
+    """One request is running at that time, and one is queued."""
+    goes_on = asyncio.Event()
+
+    async def reply(writer: asyncio.StreamWriter) -> bool:
+        writer.write(EVENT_STREAM.replace("Connection: close\r\n", "").encode() + event(delta("go")))
+        await goes_on.wait()
+        writer.write(event(delta("od", finish="stop")) + event("[DONE]"))
+        return False
+
+    async with fake_provider() as provider:
+        provider.script.append(reply)
+        async with remote(config(provider, max_concurrent=1)) as runtime:
+            sink = Collected()
+            batch = Batch(key="k", tenant=None, items=[item(), item(item_id="b")])
+            running = asyncio.create_task(runtime.execute(batch, sink))
+            await sink.first.wait()
+            await runtime.close()
+            goes_on.set()
+            await running
+            assert [sink.text("a"), sink.text("b")] == ["good", "good"]
+            while provider.open:
+                await asyncio.sleep(0)
