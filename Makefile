@@ -30,7 +30,7 @@ UV_TORCH = { $(BIN)/python -m pip install --constraint constraints.txt uv && $(B
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup kernels dist docs sbom bench gpu-test gpu-bench serve cluster test test-isa test-torch soak size check check-code check-types check-protos check-imports fmt stubs proto-image clean
+.PHONY: help setup kernels dist docs sbom bench gpu serve cluster test test-isa test-torch soak size check check-code check-types check-protos check-imports fmt stubs proto-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -141,17 +141,10 @@ soak: setup ## Kill, stop and crash workers and gateway under callers, for an ho
 size: setup ## Show how long the code is, and what a Decode goes through and costs (ARGS="--functions 20")
 	$(BIN)/python -m benchmarks.size $(ARGS)
 
-# On a machine with a GPU: nothing is installed, and of Quire's dependencies only those of kernels and models are
-# needed. A copy without history is told its commit: make gpu-test COMMIT=...
+# On a machine with a GPU: nothing is installed. A copy without history is told its commit: make gpu COMMIT=...
 OUT ?= build/gpu
-GPU_PYTHON := PYTHONPATH=.:clients/python $(PYTHON)
-GPU_ARGS = --out $(OUT) $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
-
-gpu-test: ## Test kernels and runner on a GPU, 8 minutes at most (OUT=DIR ARGS="--parts graphs,executor")
-	$(GPU_PYTHON) -m tests.gpu.run $(GPU_ARGS)
-
-gpu-bench: ## Measure them there, 8 minutes at most (OUT=DIR ARGS="--rows qwen3-8b")
-	$(GPU_PYTHON) -m benchmarks.run --gpu $(GPU_ARGS)
+gpu: ## Test and measure on a GPU, 8 minutes (OUT=DIR ARGS="--only model --minutes 4")
+	$(PYTHON) -m tests.gpu.first --out $(OUT) $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
 
 check: check-code check-types check-protos check-imports ## Check style, types, protos and import rules; changes nothing
 

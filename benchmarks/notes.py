@@ -21,17 +21,11 @@ Quire's executor prefills a batch in one forward, its worker in steps of 512 tok
 Batch: the mean number of sequences in a step of the worker, during the turns.
 The echo server answers with the gateway's own bytes, and parses nothing.
 """
-_ALWAYS_ON_GPU = """
-Kernels are timed with a cold cache, by the device's clock. The roof is a large copy and a bfloat16 product.
-A decode step has the host in its loop, is launched ahead, or is fed by the device itself: the ratios are the
-host's share.
-transformers runs with a static cache: as a graph captured around it, eagerly, and compiled.
-"""
 
 
-def notes(disturbance: Mapping[str, float], workloads: Sequence[WorkloadResult], *, gpu: bool) -> list[str]:
+def notes(disturbance: Mapping[str, float], workloads: Sequence[WorkloadResult]) -> list[str]:
     """The notes of a result."""
-    found = (_ALWAYS_ON_GPU if gpu else _ALWAYS).strip().splitlines() + _disagreements(workloads)
+    found = _ALWAYS.strip().splitlines() + _disagreements(workloads)
     if not disturbance:
         return [*found, "THE RUN WAS NOT FINISHED."]
     others, steal = disturbance["others_share"], disturbance["steal_share"]

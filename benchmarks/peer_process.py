@@ -28,11 +28,6 @@ PEERS = {
     "service-loops": "benchmarks.peers.service_loops_peer:ServiceLoopsPeer",
     "transformers-loops": "benchmarks.peers.transformers_loops_peer:TransformersLoopsPeer",
     "device": "benchmarks.gpu.device_peer:DevicePeer",
-    "server": "benchmarks.gpu.server_peer:ServerPeer",
-    # One process each, because a failure may make the device unusable in a process.
-    "static-graph": "benchmarks.gpu.static_peer:StaticPeer",
-    "static-eager": "benchmarks.gpu.static_peer:StaticPeer",
-    "static-compiled": "benchmarks.gpu.static_peer:StaticPeer",
 }
 # Timeouts of a call (a prefill of llama.cpp takes half a minute, slow loading longer), and of exit.
 _CALL_TIMEOUT_S = 300.0
@@ -41,6 +36,10 @@ _CLOSE_TIMEOUT_S = 60.0
 
 class PeerFailed(Exception):
     """The competitor has failed or does not respond. See its log."""
+
+
+class PeerHangs(PeerFailed):
+    """It does not respond."""
 
 
 class PeerProcess:
@@ -55,16 +54,17 @@ class PeerProcess:
         self._process.start()
         theirs.close()
 
-    def call(self, method: str, **arguments: object) -> Any:
-        """Calls a method of the peer. Raises Unavailable and PeerFailed."""
+    def call(self, method: str, *, timeout_s: float | None = None, **arguments: object) -> Any:
+        """Calls a method of the peer. Raises Unavailable and PeerFailed; PeerHangs if it does not answer."""
         if self.broken:
             raise PeerFailed(self.broken)
+        timeout_s = timeout_s or self._timeout_s
         try:
             self._pipe.send((method, arguments))
-            if not self._pipe.poll(self._timeout_s):
+            if not self._pipe.poll(timeout_s):
                 # A late response would be taken for the response to another call.
-                self.broken = f"no answer to {method} within {self._timeout_s:.0f} s"
-                raise PeerFailed(self.broken)
+                self.broken = f"no answer to {method} within {timeout_s:.0f} s"
+                raise PeerHangs(self.broken)
             answer = self._pipe.recv()
         except (EOFError, OSError):
             self.broken = "its process has ended"
@@ -73,7 +73,7 @@ class PeerProcess:
             raise answer
         return answer
 
-    def measure(self, method: str, **arguments: object) -> dict[str, Sample]:
+    def measure(self, method: str, **arguments: Any) -> dict[str, Sample]:
         """Calls a measuring method: its samples by the entry's parts; a single sample has the part ''."""
         found = self.call(method, **arguments)
         return {"": found} if isinstance(found, Sample) else found

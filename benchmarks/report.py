@@ -14,8 +14,7 @@ _Row = Sequence[str]
 
 def markdown(result: Result) -> str:
     """The whole report."""
-    title = "Rehearsal: figures mean nothing" if result["suite"] == "rehearsal" else "Benchmark"
-    parts = [f"# {title} of {result['date'][:10]}", description(result), f"Command: `{result['command']}`"]
+    parts = [f"# Benchmark of {result['date'][:10]}", description(result), f"Command: `{result['command']}`"]
     parts += [f"## {workload['title']}\n\n{_figures(workload)}" for workload in result["workloads"]]
     shares = [row for workload in result["workloads"] for row in _share_goals(workload)]
     if shares:
@@ -75,8 +74,11 @@ def description(result: Result) -> str:
     commit = (about["commit"] or "no commit")[:12] + (" with changes" if about["modified"] else "")
     if about.get("against"):
         commit += f", before: {about['against'][:12]}"
-    memory_bytes = about.get("gpu_memory_bytes", about["memory_bytes"])
-    parts = (f"{about['cores']} cores", machine.instruction_set(about), f"{memory_bytes / 1e9:.0f} GB")
+    parts = (
+        f"{about['cores']} cores",
+        machine.instruction_set(about),
+        f"{about['memory_bytes'] / 1e9:.0f} GB",
+    )
     hardware = ", ".join(part for part in parts if part)
     reaches = ""
     if roof:
@@ -91,8 +93,6 @@ def description(result: Result) -> str:
 
 
 def _figures(workload: WorkloadResult) -> str:
-    if "problem" in workload:
-        return f"**{workload['problem']}**"
     columns = ("", f"ms per {workload['unit']}", "tokens/s", "reached", "of the roof", "rounds", "")
     return _table(columns, [_figure_row(figure) for figure in workload["figures"]])
 
@@ -184,9 +184,6 @@ def _peer_versions(result: Result) -> str:
 def _version_lines(result: Result) -> list[str]:
     about = result["machine"]
     lines = [f"- Python {about['python']}, {about['system']}", f"- flags: {' '.join(about['flags'])}"]
-    if "gpu" in about:
-        names = ("versions", "driver", "cuda", "clocks", "multiprocessors")
-        lines += [f"- {name}: {about[name]}" for name in names if name in about]
     for peer, versions in result["versions"].items():
         lines.append(f"- {peer}: " + "; ".join(f"{name} {value}" for name, value in versions.items()))
     return lines

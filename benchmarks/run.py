@@ -1,9 +1,8 @@
-"""Measures Quire beside others in one run: `python -m benchmarks.run`, or `make bench` and `make gpu-bench`.
+"""Measures Quire beside others in one run: `python -m benchmarks.run`, or `make bench`.
 
 Every competitor is a process of its own, and they take turns: what drifts in the machine meets all of them.
 Writes JSON and Markdown, anew after every workload, and prints the tables. Wants a machine with nothing else
-to do. With --gpu it measures kernels and models on one CUDA device, where torch, Triton and transformers are
-all that is needed.
+to do. What a GPU does is measured by `tests.gpu.first`.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks import machine, workloads
 from benchmarks.checkout import ROOT, build_kernels
-from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.notes import notes
 from benchmarks.peer_process import PeerFailed, PeerProcess
 from benchmarks.peers.base import PeerConfig, Unavailable
@@ -41,8 +38,6 @@ _RESULTS_DIR = ROOT / "benchmarks" / "results"
 _KV_PAGES = 1024
 # Environment variables that would change the results.
 _UNWANTED = ("QUIRE_", "OMP_", "MKL_", "KMP_", "GOMP_", "TORCH_", "GGML_", "LLAMA_")
-# On a GPU a hanging call must not use up the time limit.
-_GPU_CALL_TIMEOUT_S = 120.0
 
 
 class Suite:
@@ -53,7 +48,7 @@ class Suite:
         self._arguments = arguments
         self._began_s = time.monotonic()
         self._before, self._ended = machine.times_s(), False
-        self._description = machine.describe(arguments.commit, gpu=arguments.gpu, against=arguments.against)
+        self._description = machine.describe(arguments.commit, against=arguments.against)
         self._peers: dict[str, PeerProcess] = {}
         self._roofs: list[dict[str, float]] = []
         self._runs: list[WorkloadRun] = []
@@ -69,15 +64,11 @@ class Suite:
             left = self._workloads[index:]
             run = WorkloadRun(workload, self._peer, partial(self._say, workload.title))
             self._runs.append(run)
+            self._look_at_machine()
+            # Each has its least number of rounds, however little time is left.
             left_s = max(0.0, end_s - time.monotonic())
-            # On a GPU the time limit is strict; elsewhere each workload gets its minimum number of rounds.
-            if self._arguments.gpu and not left_s:
-                run.skip()
-            else:
-                self._look_at_machine()
-                left_s = max(0.0, end_s - time.monotonic())
-                run.run(left_s * workload.share / sum(other.share for other in left))
-                self._look_at_peers()
+            run.run(left_s * workload.share / sum(other.share for other in left))
+            self._look_at_peers()
             self.write(path)
 
     def write(self, path: Path) -> Result:
@@ -89,7 +80,7 @@ class Suite:
         disturbance = machine.disturbance(self._before, machine.times_s()) if self._ended else {}
         result = Result(
             format=FORMAT,
-            suite="rehearsal" if arguments.rehearse else "gpu" if arguments.gpu else "cpu",
+            suite="cpu",
             whole=not arguments.rows and not arguments.against and arguments.shape == DEFAULT_SHAPE,
             date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             command=shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
@@ -101,14 +92,10 @@ class Suite:
             roof=roof,
             workloads=found,
             memory=self._memory,
-            notes=notes(disturbance, found, gpu=arguments.gpu),
+            notes=notes(disturbance, found),
         )
         write(result, path)
         path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
-        if arguments.gpu:
-            # Beside them: the whole names of kernels are there, and nothing else may be kept of that machine.
-            logs = [f"== {log.name}\n{log.read_text(errors='replace')}" for log in self.log_dir.glob("*.log")]
-            path.with_suffix(".log").write_text("\n".join(logs), encoding="utf-8")
         return result
 
     @property
@@ -127,7 +114,7 @@ class Suite:
 
     def _look_at_machine(self) -> None:
         try:
-            self._roofs.append(self._peer("device" if self._arguments.gpu else "machine").call("roof"))
+            self._roofs.append(self._peer("machine").call("roof"))
         except PeerFailed as error:
             self._problems.append(f"the roof: {error}")
 
@@ -154,10 +141,8 @@ class Suite:
                 cache=arguments.cache.resolve(),
                 threads=os.cpu_count() or 1,
                 kv_pages=_KV_PAGES,
-                rehearsal=arguments.rehearse,
             )
-            limit: dict[str, Any] = {"timeout_s": _GPU_CALL_TIMEOUT_S} if arguments.gpu else {}
-            self._peers[name] = PeerProcess(config, self.log_dir, **limit)
+            self._peers[name] = PeerProcess(config, self.log_dir)
         return self._peers[name]
 
 
@@ -167,29 +152,20 @@ def _parse_arguments() -> argparse.Namespace:
         "--rows", "--parts", type=lambda text: text.split(","), default=[], metavar="NAME,..."
     )
     parser.add_argument("--list", action="store_true", help="list the workloads and end")
-    parser.add_argument("--minutes", type=float, metavar="N", help="how long: 15, on a GPU at most 7.5")
+    parser.add_argument("--minutes", type=float, default=15.0, metavar="N", help="how long")
     parser.add_argument(
         "--against", type=lambda text: Path(text).resolve(), metavar="DIR", help="only Quire, here and there"
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default=DEFAULT_SHAPE, help="tiny: a trial")
-    parser.add_argument("--gpu", action="store_true", help="the kernels and models, on a CUDA device")
-    parser.add_argument("--rehearse", action="store_true", help="--gpu, once and small, on the CPU")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where results are written")
     parser.add_argument("--commit", help="what is measured, if the copy has no history")
     parser.add_argument("--cache", type=Path, default=_BUILD_DIR / "models", help="where models are kept")
-    arguments = parser.parse_args()
-    arguments.gpu |= arguments.rehearse
-    if arguments.minutes is None:
-        arguments.minutes = 7.5 if arguments.gpu else 15.0
-    return arguments
+    return parser.parse_args()
 
 
 def _choose(arguments: argparse.Namespace) -> list[Workload]:
     """Checks the names of rows. Raises ValueError for an unknown one."""
-    if arguments.gpu:
-        known = gpu_workloads.all_workloads(rehearsal=arguments.rehearse)
-    else:
-        known = workloads.all_workloads(SHAPES[arguments.shape])
+    known = workloads.all_workloads(SHAPES[arguments.shape])
     chosen = known if arguments.list else select(known, arguments.rows)
     return [before_and_after(workload) for workload in chosen] if arguments.against else chosen
 
@@ -197,7 +173,7 @@ def _choose(arguments: argparse.Namespace) -> list[Workload]:
 def _path(arguments: argparse.Namespace) -> Path:
     """An unused path for the JSON."""
     directory = arguments.out or _BUILD_DIR / "results"
-    kind = machine.slug(machine.describe(gpu=arguments.gpu))
+    kind = machine.slug(machine.describe())
     stem, number = f"{dt.datetime.now(dt.UTC):%Y-%m-%d}-{kind}", 1
     path: Path = directory / f"{stem}.json"
     while path.exists():
@@ -208,7 +184,7 @@ def _path(arguments: argparse.Namespace) -> Path:
 
 def _keep(result: Result, arguments: argparse.Namespace) -> Path | None:
     """Write the result of a full run in place of the committed one of this kind of CPU. Returns its path."""
-    if not result["whole"] or arguments.out or arguments.gpu:
+    if not result["whole"] or arguments.out:
         return None
     path = _RESULTS_DIR / f"{machine.slug(result['machine'])}.json"
     write(result, path)
@@ -228,12 +204,6 @@ def main() -> int:
         for workload in chosen:
             print(f"{workload.name:24} {workload.title}")
         return 0
-    if arguments.gpu and not arguments.rehearse:
-        import torch  # noqa: PLC0415 - the CPU's suite has no use for it
-
-        if not torch.cuda.is_available():
-            print("benchmarks.run: there is no CUDA device; --rehearse runs without one", file=sys.stderr)
-            return 2
     for name in [name for name in os.environ if name.startswith(_UNWANTED)]:
         del os.environ[name]
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}

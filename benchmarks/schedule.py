@@ -57,11 +57,6 @@ class WorkloadRun:
         self._get_peer = get_peer
         self._report = report
         self._contestants = [_Contestant(entry) for entry in workload.entries]
-        self._skipped = False
-
-    def skip(self) -> None:
-        """Skips the workload, because no time is left."""
-        self._skipped = True
 
     def run(self, seconds: float) -> None:
         """Prepares all contestants, then runs rounds until about `seconds` after the call.
@@ -97,8 +92,6 @@ class WorkloadRun:
         workload = self._workload
         found: WorkloadResult = {name: getattr(workload, name) for name in ("name", "title", "unit")}
         found |= {"figures": [], "ratios": []}
-        if self._skipped:
-            return found | {"problem": "skipped: no time was left"}
         rounds: dict[str, list[Sample]] = {}
         for contestant in self._contestants:
             for part, label in contestant.entry.labels().items():

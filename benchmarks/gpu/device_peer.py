@@ -1,34 +1,40 @@
 """Quire on a GPU: single kernels, and models with the executor and its graph runner.
 
-A decode step is measured in three ways. With the host in the loop it is a call of `batch_decode`: pages,
+A decode step is measured in four ways. With the host in the loop it is a call of `batch_decode`: pages,
 packing, launch, reading the tokens. Launched ahead, the same is done for the next step before the tokens are
-read, as the step loop does. Device-fed, the graph is replayed on the tokens that it chose itself: what the
-device alone needs. What lies between is the host's.
+read. Through the step loop, as a worker does it, commands come from another thread. Device-fed, the graph is
+replayed on the tokens that it chose itself: what the device alone needs. What lies between is the host's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
+from typing import Any
 
 import torch
 
+from benchmarks import machine
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.timing import Timer, wall_ns
-from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed_steps
+from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed, timed_steps
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 from benchmarks.gpu.kernels import PAGE_SIZE, KernelBench
+from benchmarks.gpu.loop import LoopOnThread, packed_mask
 from benchmarks.gpu.model import Bench, make_bench
 from benchmarks.gpu.profile import profiled
 from benchmarks.gpu.requests import serve
+from benchmarks.gpu.static_peer import StaticPeer
 from workers.decodes import POSITION, Decodes
-from workers.operations import GREEDY, Forward, Kind
+from workers.operations import GREEDY, Chunk, Forward, Kind, OutputSpec, Sampling, TokenMask
 
 # A turn stays within the page that its first step starts, because the graph's page tables have no more.
 _STEPS = PAGE_SIZE - 1
+_STEP_TOKENS = 8192
 _COPY_BYTES = 8 << 30
 _MATMUL_SIZE = 8192
 _REPEATS = 20
@@ -38,46 +44,80 @@ class DevicePeer(Peer):
     """One model at a time."""
 
     def __init__(self, config: PeerConfig) -> None:
-        self._rehearsal = config.rehearsal
+        self._config, self._rehearsal = config, config.rehearsal
         self._device = torch.device("cpu" if config.rehearsal else "cuda:0")
         self._dtype = torch.float32 if config.rehearsal else torch.bfloat16
         self._timer = Timer(self._device, 1 if config.rehearsal else _REPEATS)
         self._bench: Bench | None = None
-        self._context_tokens = 0
-        self._loaded, self._peaks = "kernels", dict[str, int]()
+        self._peer: StaticPeer | None = None
+        self._context_tokens = self._batch = 0
 
-    def versions(self) -> dict[str, str]:
-        return {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    def describe(self, commit: str | None) -> dict[str, Any]:
+        """The machine and its device; see `machine.describe`."""
+        return machine.describe(commit, gpu=True)
 
     def roof(self) -> dict[str, float]:
-        """Bytes per second of a large copy (read and written), and FLOP/s of a square product."""
+        """What the device itself reads, copies (counting both ways) and multiplies in a second."""
+        found = self._roof()
+        self.release()  # for tests in other processes
+        return found
+
+    def _roof(self) -> dict[str, float]:
         copy_bytes, size = (1 << 16, 32) if self._rehearsal else (_COPY_BYTES, _MATMUL_SIZE)
-        source = torch.ones(copy_bytes, dtype=torch.uint8, device=self._device)
+        source = torch.ones(copy_bytes // 4, device=self._device)
         target = torch.empty_like(source)
-        copy_ns = self._timer.kernel(lambda: target.copy_(source))
         # Random: on zeros the device draws less power and runs faster.
         left, right = (torch.randn(size, size, dtype=self._dtype, device=self._device) for _ in range(2))
         out = torch.empty_like(left)
-        product_ns = self._timer.kernel(lambda: torch.mm(left, right, out=out))
-        rates = {"bytes_per_s": (2 * copy_bytes, copy_ns), "flops_per_s": (2 * size**3, product_ns)}
-        return {name: amount * 1e9 / sorted(ns)[len(ns) // 2] for name, (amount, ns) in rates.items()}
+        taken = {
+            "read": (copy_bytes, self._timer.kernel(lambda: torch.sum(source))),
+            "copied": (2 * copy_bytes, self._timer.kernel(lambda: target.copy_(source))),
+            "flops": (2 * size**3, self._timer.kernel(lambda: torch.mm(left, right, out=out))),
+        }
+        return {name: amount * 1e9 / sorted(ns)[len(ns) // 2] for name, (amount, ns) in taken.items()}
 
-    def kernel(self, name: str, shape_name: str, size: list[int]) -> Sample:
+    def kernel(self, kernel: str, shape_name: str, size: list[int]) -> Sample:
         """One of `KernelBench`, each time with a cold cache."""
-        call = getattr(KernelBench(SHAPES[shape_name], self._dtype, self._device), name)(*size)
+        call = getattr(KernelBench(SHAPES[shape_name], self._dtype, self._device), kernel)(*size)
         return Sample(self._timer.kernel(call.run), bytes_read=call.bytes_moved, flops=call.flops)
 
-    def load(self, shape_name: str, batch: int, context_tokens: int, prompt_tokens: int) -> None:
+    def load(
+        self,
+        shape_name: str,
+        batch: int,
+        context_tokens: int,
+        prompt_tokens: int,
+        adapters: int = 0,
+        batch_invariant: bool = False,
+    ) -> None:
         """Loads a model with `batch` prefilled-looking sequences, and space for the tokens of turns."""
+        self.release()
         pool_tokens = batch * (context_tokens + 2 * PAGE_SIZE) + prompt_tokens + PAGE_SIZE
-        self._bench = make_bench(SHAPES[shape_name], pool_tokens, batch, rehearsal=self._rehearsal)
+        self._bench = make_bench(
+            SHAPES[shape_name],
+            pool_tokens,
+            batch,
+            rehearsal=self._rehearsal,
+            adapters=adapters,
+            batch_invariant=batch_invariant,
+        )
         self._bench.fill(batch, context_tokens)
-        self._context_tokens, self._loaded = context_tokens, f"{shape_name}, {batch} sequences"
+        self._context_tokens, self._batch = context_tokens, batch
+
+    def warm(self) -> dict[str, float]:
+        """What a worker does before it serves: compiles and captures. Returns how far that went."""
+        bench = self._loaded()
+        for key in range(self._batch):
+            bench.executor.release_cache(key)
+        bench.executor.warmup()
+        bench.fill(self._batch, self._context_tokens)
+        gib = torch.cuda.memory_reserved() / 2**30 if self._device.type == "cuda" else 0.0
+        return {"graphs": float(bench.runner.name == "cuda_graph"), "GiB": gib}
 
     def decode(self, batch: int, fed: bool = False) -> Sample:
-        """Decode steps of the first `batch` sequences, which are then truncated to their old lengths."""
-        assert self._bench is not None
-        executor, runner = self._bench.executor, self._bench.runner
+        """Decode steps of the first `batch` sequences, which then have their old lengths."""
+        bench = self._loaded()
+        executor, runner = bench.executor, bench.runner
         tokens = list(range(batch))
 
         def step() -> None:
@@ -89,14 +129,12 @@ class DevicePeer(Peer):
             ns = [self._timer.once(lambda: runner.replay_last(_STEPS)) // _STEPS]
         else:
             ns = timed_steps(step, _STEPS)
-        for key in range(batch):
-            executor.truncate_kv(key, self._context_tokens)
+        self._truncate(batch)
         return Sample(ns, batch)
 
     def decode_ahead(self, batch: int) -> Sample:
         """As `decode`, with each step launched before the tokens of the last one are read."""
-        assert self._bench is not None
-        engine, position = self._bench.executor.engine, self._context_tokens
+        engine, position = self._loaded().executor.engine, self._context_tokens
         decodes = Decodes.of(
             [Forward(key + 1, key, position, [key], kind=Kind.DECODE) for key in range(batch)]
         )
@@ -115,58 +153,133 @@ class DevicePeer(Peer):
         ns = timed_steps(advance, _STEPS)
         assert step is not None
         engine.finish(step)
-        for key in range(batch):
-            self._bench.executor.truncate_kv(key, self._context_tokens)
+        self._truncate(batch)
+        return Sample(ns, batch)
+
+    def decode_in_loop(self, batch: int, kind: str = "greedy") -> Sample:
+        """Through the step loop, whose tokens are asked for again; `kind`: see `_output`.
+
+        The time is that of all steps: one that is computed ahead is answered at once.
+        """
+        bench, sequences, output = self._loaded(), range(batch), self._output(kind)
+        engine, most = bench.executor.engine, bench.shape.max_position_embeddings
+        tokens, position = list(sequences), self._context_tokens
+        with LoopOnThread(engine, max_items=batch, max_tokens=_STEP_TOKENS, max_seq_tokens=most) as loop:
+
+            def step() -> None:
+                nonlocal position
+                tokens[:] = loop.decode(sequences, [position] * batch, tokens, output)
+                position += 1
+
+            def all_steps() -> None:
+                for _ in range(steps):
+                    step()
+
+            step()
+            steps = _STEPS - 2  # one more is computed ahead
+            ns = timed(all_steps) // steps
+        self._truncate(batch)
+        return Sample([ns], batch)
+
+    def _output(self, kind: str) -> OutputSpec:
+        """greedy, top_p, penalties, mask, or logprobs."""
+        return {
+            "greedy": GREEDY,
+            "top_p": OutputSpec(sampling=Sampling(0.8, top_p=0.9, seed=1)),
+            "penalties": OutputSpec(sampling=Sampling(0.8, repetition_penalty=1.1, seed=1)),
+            "mask": OutputSpec(mask=TokenMask(packed=packed_mask(self._loaded().shape.vocab_size, 3))),
+            "logprobs": OutputSpec(top_logprobs=5),
+        }[kind]
+
+    def decode_adapted(self, batch: int, adapters: int) -> Sample:
+        """As `decode`, row r with adapter r modulo `adapters`; 0: none, as the same objects."""
+        executor = self._loaded().executor
+        engine, position, tokens = executor.engine, self._context_tokens, list(range(batch))
+
+        def step() -> None:
+            nonlocal position
+            ops = [
+                Forward(
+                    key + 1,
+                    key,
+                    position,
+                    [token],
+                    kind=Kind.DECODE,
+                    adapter=key % adapters + 1 if adapters else 0,
+                    lora_slot=key % adapters if adapters else -1,
+                )
+                for key, token in enumerate(tokens)
+            ]
+            for op in ops:
+                engine.begin(op)
+            engine.execute([Chunk(op, 0, 1) for op in ops])
+            for op in ops:
+                engine.complete(op)
+            tokens[:] = [op.outputs[0].token_id for op in ops]
+            position += 1
+
+        ns = timed_steps(step, _STEPS)
+        self._truncate(batch)
         return Sample(ns, batch)
 
     def profile(self, batch: int) -> Sample:
         """A replayed step: what takes its time on the device, by kernel, and for how long nothing runs."""
-        assert self._bench is not None
-        executor, runner = self._bench.executor, self._bench.runner
+        bench = self._loaded()
+        executor, runner = bench.executor, bench.runner
         executor.batch_decode([(key, key, GREEDY) for key in range(batch)])
         sample = profiled(lambda: runner.replay_last(_STEPS), _STEPS, self._device)
-        for key in range(batch):
-            executor.truncate_kv(key, self._context_tokens)
+        self._truncate(batch)
         sample.tokens = batch
         return sample
 
     def mixed(self, batch: int, tokens: int, seed: int) -> Sample:
         """A step of `batch` decodes and a chunk of a new prompt."""
-        assert self._bench is not None
-        executor, chunk = self._bench.executor, -1
-        (prompt,) = prompts(self._bench.shape.vocab_size, 1, tokens, seed)
+        bench, chunk = self._loaded(), -1
+        executor = bench.executor
+        (prompt,) = prompts(bench.shape.vocab_size, 1, tokens, seed)
         items = [(key, [key], 1, GREEDY) for key in range(batch)]
         ns = wall_ns(lambda: executor.unified_decode([*items, (chunk, prompt, 1, GREEDY)]), self._device)
         executor.release_cache(chunk)
-        for key in range(batch):
-            executor.truncate_kv(key, self._context_tokens)
+        self._truncate(batch)
         return Sample([ns], batch + tokens)
 
     def prefill(self, tokens: int, seed: int) -> Sample:
         """Prefill of one prompt, each time a new one, so that nothing is in the prefix cache."""
-        assert self._bench is not None
-        executor, key = self._bench.executor, -1
-        (prompt,) = prompts(self._bench.shape.vocab_size, 1, tokens, seed)
+        bench, key = self._loaded(), -1
+        executor = bench.executor
+        (prompt,) = prompts(bench.shape.vocab_size, 1, tokens, seed)
         ns = wall_ns(lambda: executor.prefill(key, prompt), self._device)
         executor.release_cache(key)
         return Sample([ns], tokens)
 
     def serve(self, count: int, low: int, high: int, step_tokens: int) -> Sample:
         """Many requests at once: tokens are those of the outputs."""
-        assert self._bench is not None
+        bench = self._loaded()
         for key in range(count):
-            self._bench.executor.release_cache(key)
-        self._bench.executor.warmup()  # captures the graphs
-        return serve(self._bench, count, low, high, step_tokens)
+            bench.executor.release_cache(key)
+        return serve(bench, count, low, high, step_tokens)
+
+    def load_peer(self, shape_name: str, way: str, context_tokens: int) -> None:
+        """Transformers in this process, in place of what was loaded; `way`: see `StaticPeer`."""
+        self.release()
+        self._peer = StaticPeer(dataclasses.replace(self._config, name=f"static-{way}"))
+        self._peer.load(shape_name, 0, context_tokens, 0)
+
+    def decode_peer(self, batch: int) -> Sample:
+        """Decode steps of transformers."""
+        assert self._peer is not None, "load_peer comes first"
+        return self._peer.decode(batch)
 
     def release(self) -> None:
-        self._bench = None
+        self._bench = self._peer = None
         gc.collect()
         if self._device.type == "cuda":
-            self._peaks[f"on the device, {self._loaded}"] = torch.cuda.max_memory_allocated()
-            self._loaded = "kernels"
-            torch.cuda.reset_peak_memory_stats()
             torch.cuda.empty_cache()
 
-    def memory(self) -> dict[str, int]:
-        return self._peaks
+    def _loaded(self) -> Bench:
+        assert self._bench is not None, "load comes first"
+        return self._bench
+
+    def _truncate(self, batch: int) -> None:
+        for key in range(batch):
+            self._loaded().executor.truncate_kv(key, self._context_tokens)

@@ -16,10 +16,12 @@ from workers.kv.table import KvTable
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
+from workers.models.lora import LoraPair
 from workers.models.model import ModelDescription, new_pages
 from workers.runners.cuda_graph import CudaGraphRunner
 
 SEED = 20_260
+LORA_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,19 @@ class Bench:
             self.table.append(sequence, dice.choices(range(self.shape.vocab_size), k=tokens))
 
 
-def make_bench(shape: Shape, pool_tokens: int, max_rows: int, *, rehearsal: bool) -> Bench:
+def make_bench(
+    shape: Shape,
+    pool_tokens: int,
+    max_rows: int,
+    *,
+    rehearsal: bool,
+    adapters: int = 0,
+    batch_invariant: bool = False,
+) -> Bench:
     """An executor like the one that `LlmExecutor.load` makes, over random weights and a pool of random KV.
 
-    In a rehearsal it is on the CPU, and launches are repeated in place of a CUDA graph.
+    In a rehearsal it is on the CPU, and launches are repeated in place of a CUDA graph. `adapters`: so many
+    are in slots, of rank 16 on all projections.
     """
     device = torch.device("cpu" if rehearsal else "cuda:0")
     # Triton's interpreter computes bfloat16 wrongly.
@@ -51,6 +62,9 @@ def make_bench(shape: Shape, pool_tokens: int, max_rows: int, *, rehearsal: bool
     config = ModelConfig.from_settings(shape.hf_config())
     decoder = build_decoder(config, dtype, device)
     _fill_weights(decoder)
+    decoder.batch_invariant = batch_invariant
+    if adapters:
+        _fill_slots(decoder, adapters)
     num_pages = -(-pool_tokens // PAGE_SIZE)
     kv = new_pages(decoder, num_pages)
     for index in range(kv.num_layers):
@@ -87,6 +101,22 @@ def _fill_weights(decoder: Decoder) -> None:
             target.tensor.fill_(1.0)
         else:
             target.tensor.normal_(0.0, target.shape[-1] ** -0.5, generator=generator)
+
+
+def _fill_slots(decoder: Decoder, adapters: int) -> None:
+    """Random ones, of which few are different: drawing takes longer than all the rest."""
+    decoder.allocate_lora(adapters, LORA_RANK)
+    generator = torch.Generator().manual_seed(SEED)
+    weights = {
+        name: LoraPair(
+            torch.randn(LORA_RANK, inputs, generator=generator).mul_(inputs**-0.5).to(decoder.dtype),
+            torch.randn(outputs, LORA_RANK, generator=generator).mul_(0.1).to(decoder.dtype),
+        )
+        for name, (outputs, inputs) in decoder.lora_modules().items()
+    }
+    packed = decoder.pack_lora(weights)
+    for slot in range(adapters):
+        decoder.set_lora(slot, packed)
 
 
 def _repeat_launches(run: Callable[[], None]) -> Callable[[], None]:

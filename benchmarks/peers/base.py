@@ -44,7 +44,7 @@ class PeerConfig:
     cache: Path
     threads: int
     kv_pages: int
-    rehearsal: bool
+    rehearsal: bool = False
 
     @property
     def shape(self) -> Shape:

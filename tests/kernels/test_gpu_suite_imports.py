@@ -1,4 +1,4 @@
-"""`make gpu-test` needs torch, triton, transformers and pytest, and nothing else that an image may lack."""
+"""`make gpu-first` needs torch, triton, transformers and pytest, and nothing else that an image may lack."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.run import all_parts
+from tests.gpu.parts import all_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = ("psutil", "hypothesis", "structlog", "grpc", "google.protobuf", "quire", "pytest_asyncio")
@@ -20,7 +20,7 @@ DEEP = tuple(f"{name}." for name in ABSENT)
 BLOCK = f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r})); "
 COLLECT = """
 import pytest
-from tests.gpu.run import OWN, all_parts
+from tests.gpu.parts import OWN, all_parts
 files = [file for part in all_parts() for file in part.files]
 sys.exit(pytest.main(["-c", OWN + "gpu.ini", "--rootdir", ".", "-p", "no:cacheprovider", "--co", *files]))
 """
@@ -49,7 +49,7 @@ def imports(file: Path) -> set[str]:
 
 def test_nothing_of_it_imports_them() -> None:
     """As far as the sources show it, at once."""
-    files = ["tests/gpu/run.py", "tests/conftest.py", "tests/gpu/conftest.py", "tests/kernels/conftest.py"]
+    files = ["tests/gpu/first.py", "tests/conftest.py", "tests/gpu/conftest.py", "tests/kernels/conftest.py"]
     files += [file for part in all_parts() for file in part.files]
     to_read = [file.removesuffix(".py").replace("/", ".") for file in files]
     read = set[str]()

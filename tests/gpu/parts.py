@@ -1,15 +1,11 @@
-"""Runs the tests that a GPU is for: `python -m tests.gpu.run`, or `make gpu-test`.
+"""Runs test files on a GPU, each part a pytest process of its own, several at a time.
 
-Parts are pytest processes of their own, the most important first, several at a time: most of the time goes
-to compiling kernels on one core each. A part that hangs is ended after its own limit, and the others go on.
-After `--minutes` nothing more is begun, and what runs is stopped half a minute later. Everything is written
-while it happens: gpu-test.log has all output; gpu-test.json and gpu-test.md are written anew after each part.
+Most of the time goes to compiling kernels on one core each. A part that hangs is ended after its limit, and
+the others go on. All output goes to one log.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
 import importlib.metadata
 import json
 import os
@@ -20,10 +16,10 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -43,6 +39,8 @@ _LIMIT_S = 150.0
 _ALONE_S = 40.0
 _GRACE_S = 30.0
 _TAIL_LINES = 80
+# Nothing of Quire needs to be installed.
+_PATH = os.pathsep.join([str(ROOT), str(ROOT / "clients" / "python"), os.environ.get("PYTHONPATH", "")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,9 @@ def all_parts() -> list[Part]:
     """Those of the device first, then one for each file with tests of CUDA kernels."""
     own = [
         Part("graphs", (OWN + "test_graphs.py",)),
-        Part("executor", (OWN + "test_executor.py", OWN + "test_device_lost.py")),
+        Part("step-loop", (OWN + "test_step_loop.py",)),
+        Part("executor", (OWN + "test_executor.py",)),
+        Part("device-lost", (OWN + "test_device_lost.py",)),
         Part("server", (OWN + "test_server.py",), limit_s=240),
         Part("real-sizes", (OWN + "test_kernels_at_real_sizes.py",)),
         Part("sampling", (OWN + "test_sampling.py",)),
@@ -119,7 +119,7 @@ def run_part(part: Part, end_s: float, log: Log) -> Outcome:
             text=True,
             errors="replace",
             start_new_session=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": _PATH},
         )
         tail = deque[str](maxlen=_TAIL_LINES)
         reader = threading.Thread(target=_copy, args=(process, part.name, log, tail))
@@ -165,66 +165,16 @@ def _read(progress: Path, outcome: Outcome) -> None:
         outcome.failures.append(f"{outcome.state} in {running}")
 
 
-def run_all(parts: Sequence[Part], out: Path, *, jobs: int, minutes: float, commit: str | None) -> bool:
-    """Whether nothing failed. Prints each part when it ends."""
-    began_s = time.monotonic()
-    end_s = began_s + 60 * minutes
-    outcomes: list[Outcome] = []
+def run_together(parts: Sequence[Part], log: Log, end_s: float, *, jobs: int) -> Iterator[Outcome]:
+    """Runs so many at a time, and yields each when it has ended. Those `alone` are the last, one by one."""
     alone = [part for part in parts if part.alone]
-    out.mkdir(parents=True, exist_ok=True)
-
-    def note(outcome: Outcome) -> None:
-        outcomes.append(outcome)
-        counts = f"{outcome.tests} tests, {len(outcome.failures)} failed, {outcome.skipped} skipped"
-        print(f"{outcome.name}: {outcome.state}, {counts}, {outcome.seconds:.1f} s", flush=True)
-        if outcome.state not in ("passed", "skipped"):
-            print(*outcome.failures, outcome.output[-3000:], sep="\n", flush=True)
-        _write(out, outcomes, time.monotonic() - began_s, commit)
-
-    with (out / "gpu-test.log").open("w", encoding="utf-8") as file:
-        log = Log(file)
-        together_s = end_s - min(_ALONE_S * len(alone), (end_s - began_s) / 4)
-        with ThreadPoolExecutor(jobs) as pool:
-            running = [pool.submit(run_part, part, together_s, log) for part in parts if not part.alone]
-            for done in as_completed(running):
-                note(done.result())
-        for part in alone:
-            note(run_part(part, end_s, log))
-    return all(outcome.state in ("passed", "skipped") for outcome in outcomes)
-
-
-def _write(out: Path, outcomes: Sequence[Outcome], seconds: float, commit: str | None) -> None:
-    # Here, since it loads torch, which the processes do anyway.
-    from benchmarks import machine
-
-    result = {
-        "format": "gpu-test 2",
-        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "seconds": round(seconds, 1),
-        "machine": machine.describe(commit, gpu=True),
-        "parts": [asdict(outcome) for outcome in outcomes],
-    }
-    (out / "gpu-test.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (out / "gpu-test.md").write_text(_markdown(result, outcomes), encoding="utf-8")
-
-
-def _markdown(result: dict[str, object], outcomes: Sequence[Outcome]) -> str:
-    description = result["machine"]
-    assert isinstance(description, dict)
-    versions = ", ".join(f"{name} {value}" for name, value in description["versions"].items() if value)
-    lines = [
-        f"# GPU tests: {description['gpu']}, {str(result['date'])[:10]}\n",
-        f"- {versions}; Python {description['python']}; driver {description.get('driver')}",
-        f"- commit {description['commit']}; {result['seconds']} s\n",
-        "| part | | tests | failed | skipped | seconds |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {one.name} | {one.state} | {one.tests} | {len(one.failures)} | {one.skipped} | {one.seconds} |"
-        for one in outcomes
-    ]
-    failures = [f"- {one.name}: `{failure}`" for one in outcomes for failure in one.failures]
-    return "\n".join([*lines, "", *failures]).rstrip() + "\n"
+    together_s = end_s - min(_ALONE_S * len(alone), max(0.0, end_s - time.monotonic()) / 4)
+    with ThreadPoolExecutor(jobs) as pool:
+        running = [pool.submit(run_part, part, together_s, log) for part in parts if not part.alone]
+        for done in as_completed(running):
+            yield done.result()
+    for part in alone:
+        yield run_part(part, end_s, log)
 
 
 # What the tests need; the server's part needs all of the second line, too, and says so where one is missing.
@@ -254,34 +204,3 @@ def missing(names: Sequence[str], *, older: bool = False) -> list[str]:
 
 def _major_minor(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-
-
-def main() -> int:
-    """Returns the exit status: 1 if a test failed, 2 without a GPU or what the tests need."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.run", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=7.5, help="parts not begun by then are skipped")
-    parser.add_argument("--parts", type=lambda text: text.split(","), help="only these, separated by commas")
-    parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
-    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="directory of the results")
-    parser.add_argument("--commit", default=None, help="what is tested, if the copy has no history")
-    parser.add_argument("--rehearse", action="store_true", help="without a GPU, small and interpreted")
-    arguments = parser.parse_args()
-    absent = missing(_NEEDED)
-    if absent:
-        print(f"tests.gpu.run needs {' '.join(absent)}", file=sys.stderr)
-        return 2
-    absent = missing(_OF_THE_SERVER, older=True)
-    if absent:
-        print(f"Missing or older, so some tests are skipped or fail: {' '.join(absent)}", flush=True)
-    import torch
-
-    if not torch.cuda.is_available() and not arguments.rehearse:
-        print("tests.gpu.run: there is no CUDA device; --rehearse runs without one", file=sys.stderr)
-        return 2
-    parts = [part for part in all_parts() if part.name in (arguments.parts or [part.name])]
-    limits = {"jobs": arguments.jobs, "minutes": arguments.minutes}
-    return int(not run_all(parts, arguments.out, commit=arguments.commit, **limits))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

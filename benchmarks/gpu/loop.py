@@ -1,0 +1,117 @@
+"""A worker's step loop on a thread of its own, with the commands that a gateway sends."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from workers.decodes import CHOSEN, OP_ID, Decodes, DecodesDone
+from workers.executors.engine import Engine
+from workers.operations import Command, Failed, Forward, Kind, OutputSpec, Result
+from workers.scheduler import Scheduler
+from workers.step_loop import StepLoop
+
+# The loop ends when a device hangs only if somebody looks.
+_ANSWER_S = 60.0
+
+
+class LoopOnThread:
+    """Started with the context, stopped at its end. The loop owns the engine meanwhile."""
+
+    def __init__(self, engine: Engine, *, max_items: int, max_tokens: int, max_seq_tokens: int) -> None:
+        """The limits of a step, and of a sequence, in tokens."""
+        self._results: queue.SimpleQueue[Sequence[Result | DecodesDone]] = queue.SimpleQueue()
+        scheduler = Scheduler(max_tokens, max_items, max_items)
+        self.loop = StepLoop(engine, scheduler, self._emit, max_seq_tokens)
+        self._thread = threading.Thread(target=self.loop.run, name="step loop", daemon=True)
+        self._next_id = 1
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.loop.stop()
+        self._thread.join(_ANSWER_S)
+
+    def _emit(self, results: Sequence[Result | DecodesDone]) -> None:
+        # The loop uses its list again.
+        self._results.put(list(results))
+
+    def op_id(self) -> int:
+        """A new one."""
+        self._next_id += 1
+        return self._next_id
+
+    def ask(self, commands: Sequence[Command | Decodes]) -> dict[int, Result | int]:
+        """Sends them together, and waits: the result of each, of plain decodes the chosen token, by op_id.
+
+        Raises RuntimeError if one failed, and TimeoutError if the loop does not answer.
+        """
+        wanted: set[int] = set()
+        for command in commands:
+            wanted |= set(command.column(OP_ID)) if isinstance(command, Decodes) else {command.op_id}
+        self.loop.submit(commands)
+        found: dict[int, Result | int] = {}
+        while wanted - found.keys():
+            try:
+                results = self._results.get(timeout=_ANSWER_S)
+            except queue.Empty:
+                raise TimeoutError(f"the step loop has not answered for {_ANSWER_S:.0f} s") from None
+            for result in results:
+                if isinstance(result, DecodesDone):
+                    found |= zip(*result.columns[[OP_ID, CHOSEN]].tolist(), strict=True)
+                elif isinstance(result, Failed):
+                    raise RuntimeError(  # noqa: TRY004 - no wrong type
+                        f"operation {result.op_id} failed: {result.reason}"
+                    )
+                else:
+                    found[result.op_id] = result  # type: ignore[union-attr]
+        return found
+
+    def decode(
+        self,
+        sequences: Sequence[int],
+        positions: Sequence[int],
+        tokens: Sequence[int],
+        output: OutputSpec,
+        *,
+        ahead: bool = True,
+    ) -> list[int]:
+        """One token of each; `ahead`: they will be continued with what is chosen. Returns the chosen ones."""
+        forwards = [
+            Forward(
+                self.op_id(),
+                sequence,
+                position,
+                [token],
+                output=output,
+                kind=Kind.DECODE,
+                prompt_len=1,
+                prelaunch=ahead,
+            )
+            for sequence, position, token in zip(sequences, positions, tokens, strict=True)
+        ]
+        plain = output.is_plain
+        found = self.ask([Decodes.of(forwards)] if plain else forwards)
+        results = [found[forward.op_id] for forward in forwards]
+        return [one if isinstance(one, int) else _chosen(one) for one in results]
+
+
+def _chosen(result: Result) -> int:
+    assert isinstance(result, Forward)
+    return result.outputs[-1].token_id
+
+
+def packed_mask(vocab_size: int, every: int) -> bytes:
+    """A mask of each `every`-th token, one bit a token, least significant first."""
+    allowed = np.zeros(-(-vocab_size // 8) * 8, np.bool_)
+    allowed[:vocab_size:every] = True
+    return np.packbits(allowed, bitorder="little").tobytes()

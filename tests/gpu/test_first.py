@@ -1,0 +1,200 @@
+"""`tests.gpu.first` itself, rehearsed: what it says of rows that pass, fail, hang or lose their process."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import quire_command
+from tests.gpu import sections
+from tests.gpu.figures import Device, Figures
+from tests.gpu.first import run
+from tests.gpu.parts import ROOT, Log, Part, all_parts, run_together
+from tests.gpu.report import Report, Row, compare, load
+from tests.gpu.sections import Section, all_sections
+
+FAILS = "import pytest\n\ndef test_right(): pass\n\ndef test_wrong(): assert 1 == 2\n"
+CRASHES = "import os\n\ndef test_before(): pass\n\ndef test_it(): os.abort()\n"
+FIGURES = ("versions", "model", "peer", "batch-invariant")
+
+
+def write(directory: Path, name: str, text: str) -> Part:
+    (directory / f"test_{name}.py").write_text(text)
+    return Part(name, (str(directory / f"test_{name}.py"),), alone=name == "right")
+
+
+@pytest.fixture(autouse=True)
+def _few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are installed here take most of the time that a pytest takes to start."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
+def named(*names: str) -> list[Section]:
+    return [section for section in all_sections() if section.name in names]
+
+
+def test_parts_are_run_and_reported(tmp_path: Path) -> None:
+    parts = [write(tmp_path, "right", "def test_it(): pass\n"), write(tmp_path, "wrong", FAILS)]
+    parts += [write(tmp_path, "crash", CRASHES), Part("hanging", (), limit_s=0.01)]
+    log = io.StringIO()
+    outcomes = {one.name: one for one in run_together(parts, Log(log), time.monotonic() + 300, jobs=3)}
+    found = {name: (one.state, one.tests, len(one.failures)) for name, one in outcomes.items()}
+    told = {"right": ("passed", 1, 0), "wrong": ("failed", 2, 1), "hanging": ("timed out", 0, 0)}
+    assert found == {**told, "crash": ("crashed (-6)", 1, 1)}
+    assert "crashed" in outcomes["crash"].failures[0] and "test_it" in outcomes["crash"].failures[0]
+    assert "Fatal Python error: Aborted" in log.getvalue() and "[wrong] " in log.getvalue()
+
+
+def test_every_file_is_in_a_part() -> None:
+    listed = {file for part in all_parts() for file in part.files}
+    assert all((ROOT / file).is_file() for file in listed)
+    own = {str(path.relative_to(ROOT)) for path in Path(__file__).parent.glob("test_*.py")}
+    assert own - listed == {"tests/gpu/test_first.py", "tests/gpu/test_shapes.py"}
+
+
+def test_the_first_sections_name_parts_that_there_are() -> None:
+    names = {part.name for part in all_parts()}
+    assert {name for group in sections.FIRST.values() for name in group} < names
+
+
+class KillingReport(Report):
+    """Kills the processes that the run has started, once in each section: after its first row."""
+
+    def __init__(self, out: Path) -> None:
+        super().__init__(out, "test")
+        self.killed: dict[str, int] = {}
+
+    def add(self, row: Row) -> None:
+        super().add(row)
+        if row.section not in self.killed and row.state == "ok":
+            children = [
+                child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())
+            ]
+            self.killed[row.section] = len(children)
+            for child in children:
+                child.kill()
+
+
+@pytest.mark.thorough
+def test_figures_go_on_after_a_process_was_killed_in_each_section(tmp_path: Path) -> None:
+    report = KillingReport(tmp_path)
+    run(named(*FIGURES), report, Log(io.StringIO()), minutes=9, rehearses=True)
+    assert report.killed == dict.fromkeys(FIGURES, 1)
+    failed = [row for row in report.rows if row.state != "ok"]
+    assert {row.section for row in failed} == set(FIGURES)
+    assert all(row.state == "failed" and "process has ended" in row.note for row in failed)
+    assert len(failed) == len(FIGURES), "one row each"
+    assert [row.section for row in report.rows][-1] == "batch-invariant"
+
+
+def test_a_part_that_is_killed_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [write(tmp_path, "killed", "import os\n\ndef test_it(): os.kill(os.getpid(), 9)\n")]
+    parts += [write(tmp_path, "right", "def test_it(): pass\n")]
+    monkeypatch.setattr(sections, "all_parts", lambda: parts)
+    report = Report(tmp_path, "test")
+    run(named("rest"), report, Log(io.StringIO()), minutes=9, rehearses=True)
+    assert [(row.name, row.state) for row in report.rows] == [("killed", "crashed"), ("right", "ok")]
+    assert report.has_failures
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of all sections of figures."""
+    out = tmp_path_factory.mktemp("rehearsal")
+    only = [argument for name in FIGURES for argument in ("--only", name)]
+    command = quire_command.module(
+        "tests.gpu.first", "--rehearse", "--out", str(out), "--commit", "abc", *only
+    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_every_row_has_figures(rehearsal: Path) -> None:
+    result = load(rehearsal / "gpu.json")
+    rows: list[dict[str, Any]] = [row for row in result["rows"] if row["state"] != "missing"]
+    assert all(row["state"] == "ok" for row in rows), rows
+    assert list(dict.fromkeys(row["section"] for row in rows)) == list(FIGURES)
+    timed = [
+        row for row in rows if row["section"] != "versions" and row["name"][:6] not in ("load, ", "kernel")
+    ]
+    assert len(timed) > 30 and all(row["figures"]["ms"] > 0 for row in timed)
+    decodes = [row for row in timed if row["name"].startswith("decode, batch 1, ")]
+    assert len(decodes) == 4 and all(row["figures"]["of bandwidth"] > 0 for row in decodes)
+    (profile,) = [row for row in rows if row["name"].startswith("kernels of a step")]
+    assert profile["figures"]["kernels"] > 10 and "gaps us" in profile["figures"]
+    assert result["machine"]["commit"] == "abc" and result["machine"]["gpu"] == "no GPU"
+    assert "aten::linear" in (rehearsal / "gpu.log").read_text()
+    assert (rehearsal / "gpu.json").stat().st_size < 1 << 16
+    table = (rehearsal / "gpu.md").read_text()
+    assert "decode, batch 2, launched ahead" in table and "transformers, graph, batch 2" in table
+
+
+def test_two_results_are_compared(rehearsal: Path, tmp_path: Path) -> None:
+    result = load(rehearsal / "gpu.json")
+    assert [line for line in compare(result, result).splitlines() if line.startswith("|")][2:] == []
+    (loaded,) = [row for row in result["rows"] if row["name"] == "decode, batch 1, device-fed"]
+    loaded["figures"]["ms"] *= 2
+    result["rows"] = [row for row in result["rows"] if row["section"] != "peer"]
+    (tmp_path / "old.json").write_text(json.dumps(result))
+    command = quire_command.module(
+        "tests.gpu.first", "--compare", str(tmp_path / "old.json"), "--out", str(rehearsal)
+    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "decode, batch 1, device-fed: ms" in done.stdout and "0.50x" in done.stdout
+    assert "| peer | transformers, graph, batch 2 | - | ok | |" in done.stdout
+
+
+def test_what_is_no_result_is_not_compared(tmp_path: Path) -> None:
+    for text in ("", "[]", '{"format": "other"}'):
+        (tmp_path / "gpu.json").write_text(text)
+        with pytest.raises(ValueError, match=r"gpu\.json"):
+            load(tmp_path / "gpu.json")
+
+
+def test_rows_for_which_no_time_is_left_are_skipped(tmp_path: Path) -> None:
+    report = Report(tmp_path, "test")
+    run(named("model", "rest"), report, Log(io.StringIO()), minutes=0, rehearses=True)
+    assert report.rows and {row.state for row in report.rows} == {"skipped"}
+    assert not report.has_failures
+
+
+def test_a_hanging_call_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows has a new process."""
+    monkeypatch.setattr("tests.gpu.figures._GRACE_S", 0.5)
+    device = Device("rehearsal", Log(io.StringIO()), rehearses=True)
+    figures = Figures(device, "model", time.monotonic() + 60, turns=1)
+    assert figures.call("first", "versions")[0].state == "ok"
+    short = Figures(device, "model", time.monotonic() + 0.1, turns=1)
+    row, _ = short.call("hangs", "kernel", kernel="decode_attention", shape_name="qwen3-8b", size=[2, 32_768])
+    assert row.state == "timed out" and "no answer to kernel" in row.note
+    assert figures.call("after", "versions")[0].state == "ok"
+    device.close()
+
+
+def test_a_fault_of_a_section_is_a_row(tmp_path: Path) -> None:
+    def fail(_context: object, _end_s: float) -> Iterator[Row]:
+        yield Row("broken", "before")
+        raise KeyError("planted")
+
+    report = Report(tmp_path, "test")
+    run([Section("broken", 10, fail)], report, Log(io.StringIO()), minutes=1, rehearses=True)
+    assert [(row.name, row.state) for row in report.rows] == [("before", "ok"), ("the section", "failed")]
+
+
+def test_without_a_device_nothing_runs(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    command = [sys.executable, "-m", "tests.gpu.first", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "--rehearse" in done.stderr and not (tmp_path / "out").exists()
