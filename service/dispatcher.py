@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from service.caches.effects import Claim, CommandFailed, Event, Reply, Send, Write
+from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
 from service.caches.requests import Release, Request, Result, undelivered
 from service.caches.tenants import Tenant
-from service.caches.workers import WorkerView
 from service.errors import NOT_FAILURES, InternalError, JournalUnavailable, QuireError, WorkerFault
 from service.journal.base import Journal
 from service.journal.compactor import Compactor

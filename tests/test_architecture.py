@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import shutil
 import subprocess
 import sys
@@ -268,6 +269,19 @@ def test_what_gateway_and_workers_share_needs_nothing_else() -> None:
         if not any(within(name, package) for package in allowed)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("package", ["service", "workers"])
+def test_nothing_imports_itself_by_way_of_others(package: str) -> None:
+    """Not for types either."""
+    known = modules(package)
+    graph = {module: {name for name in imports_of(path) if name in known} for module, path in known.items()}
+    graphlib.TopologicalSorter({name: found - {name} for name, found in graph.items()}).prepare()
+
+
+def imports_of(path: Path) -> set[str]:
+    """What a file imports, and the packages and modules that these names are in."""
+    return {name.rpartition(".")[0] for name in imports(path)} | {*imports(path)}
 
 
 @pytest.mark.parametrize("package", ["service", "workers"])

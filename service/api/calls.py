@@ -16,9 +16,9 @@ from quire.v1 import executor_pb2
 
 from service.api import append_codec, validation
 from service.api.append_codec import write_handle
+from service.api.request_limits import RequestLimits
 from service.api.status import to_status
 from service.api.time_slice import TimeSlice
-from service.api.validation import RequestLimits
 from service.caches.requests import (
     Append,
     Fork,

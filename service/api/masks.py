@@ -10,14 +10,11 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from quire.v1 import types_pb2
 
+from service.api.request_limits import RequestLimits
 from service.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from service.api.validation import RequestLimits
 
 # How many bytes a zlib stream may have beyond an incompressible mask: several times what zlib adds.
 _STREAM_BYTES = 1 << 10

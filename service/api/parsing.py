@@ -12,20 +12,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from quire.v1 import types_pb2
 
 from service.api.masks import check_num_ids
+from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.api.validation import check_sample_seeds
 from service.auth.authenticator import current_tenant
 from service.errors import QuireError, SequenceTooLong, malformed_request, too_many
-
-if TYPE_CHECKING:
-    from service.api.server_state import ServerState
 
 # A message of at most this size is parsed in one call: 6 ms at worst, for a message of empty items.
 _SMALL_BYTES = 1 << 16
@@ -33,9 +31,6 @@ _SMALL_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 14
 # The most fields of a large message. Tokens are packed: a prompt is one field.
 _MAX_FIELDS = 1 << 16
-# How many large messages are parsed concurrently. More would not be faster, and a message that is refused in
-# the end may take hundreds of megabytes until then: a number of one byte takes eight bytes when parsed.
-MAX_CONCURRENT = 2
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _COUNTED_BYTES = 1 << 19
 # All bytes of a varint but its last.

@@ -21,10 +21,9 @@ from service.adapters.registry import Adapters
 from service.api.budget import AnswerBudget
 from service.api.call_log import CallLog
 from service.api.experts import Experts
-from service.api.parsing import MAX_CONCURRENT
+from service.api.request_limits import RequestLimits, no_adapter
 from service.api.request_receiver import RequestReceiver
 from service.api.time_slice import LoopWatch
-from service.api.validation import RequestLimits, no_adapter
 from service.auth.authenticator import current_tenant_name
 from service.auth.connections import ConnectionCount
 from service.config import Config
@@ -37,6 +36,9 @@ from service.turns import Turns
 _TIME_SHARE = 0.9
 # The retry delay for calls that cannot wait because too many do.
 _RETRY_S = 1.0
+# How many large messages are parsed concurrently. More would not be faster, and a message that is refused in
+# the end may take hundreds of megabytes until then: a number of one byte takes eight bytes when parsed.
+_MAX_PARSED_AT_ONCE = 2
 
 
 class ServerState:
@@ -69,7 +71,7 @@ class ServerState:
         self.answers = AnswerBudget(config.max_unread_bytes)
         self.receiver = RequestReceiver(config)
         # Held while a large message is parsed.
-        self.parsing = Turns(MAX_CONCURRENT)
+        self.parsing = Turns(_MAX_PARSED_AT_ONCE)
         self.connections = ConnectionCount(config)
         self.memory = ProcessMemory()
         self.call_log = CallLog(config)

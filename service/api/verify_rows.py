@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from quire.v1 import executor_pb2, types_pb2
 
 from service.api.masks import check_choice, check_vocabulary
-from service.api.validation import RequestLimits
+from service.api.request_limits import RequestLimits
 from service.errors import InvalidArgument
 
 # The most tokens of a tree: the tree attention mask of a token is a 64-bit number.

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from service.caches.cache_index import CacheIndex
 from service.caches.effects import DecodeDone, ForwardDone, TruncateSequence
-from service.caches.entries import CacheEntry, Operation, touch
-from service.caches.kind import Begun, OperationKind
+from service.caches.entries import Begun, CacheEntry, Operation, touch
+from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
 from service.caches.records import CacheCreated, Record, TokensAppended
 from service.caches.requests import DECODE, PREFILL, Append, Appended, Result
@@ -18,7 +18,7 @@ from service.caches.weights import Weights
 from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_request_id
 
 
-class Appends(OperationKind[Append]):
+class Appends(BaseKind[Append]):
     """Prefills, decodes, verifies and scorings."""
 
     def journal_bytes(self, request: Append, tenant: Tenant) -> int:

@@ -18,24 +18,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+from service.caches.context import Context
 from service.caches.effects import (
     AbortForward,
     Attempt,
     CommandFailed,
-    Context,
     DecodeDone,
     ForkSequence,
     ForwardDone,
     ReleaseSequences,
     TruncateSequence,
 )
-from service.caches.entries import Need, Operation
+from service.caches.entries import Need, Operation, WorkerView
 from service.caches.kv_placement import KvPlacement
 from service.caches.quarantine import blame, clear, must_be_alone
 from service.caches.requests import DECODE, NORMAL, PREFILL, Append
 from service.caches.segments import Segment
 from service.caches.worker_load import TIME_SHARES, End, Work, WorkerLoad, retry_after_s
-from service.caches.workers import Workers, WorkerView
+from service.caches.workers import Workers
 from service.errors import (
     DeadlinePassed,
     InternalError,

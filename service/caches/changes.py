@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from service.caches.entries import CacheEntry, Operation
-from service.caches.kind import Begun, OperationKind
+from service.caches.entries import Begun, CacheEntry, Operation
+from service.caches.kind import BaseKind
 from service.caches.records import CacheReleased, CacheTruncated, LeaseRenewed
 from service.caches.requests import Handles, Release, Released, Renew, Result, Truncate
 from service.caches.tenants import Tenant
 from service.errors import PositionMismatch, QuireError, TruncateBeyondEnd
 
 
-class Truncations(OperationKind[Truncate]):
+class Truncations(BaseKind[Truncate]):
     """Truncates a cache."""
 
     def begin(self, operation: Operation, request: Truncate) -> Begun:
@@ -30,7 +30,7 @@ class Truncations(OperationKind[Truncate]):
         return Handles((operation.entry.handle,))
 
 
-class Releases(OperationKind[Release]):
+class Releases(BaseKind[Release]):
     """Releases a cache."""
 
     is_always_admitted = True
@@ -53,7 +53,7 @@ class Releases(OperationKind[Release]):
         return Released(released=False)
 
 
-class Renewals(OperationKind[Renew]):
+class Renewals(BaseKind[Renew]):
     """Restarts the lease of a cache."""
 
     is_always_admitted = True

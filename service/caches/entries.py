@@ -1,4 +1,4 @@
-"""The objects of the state machine: a CacheEntry for each cache, an Operation for each request.
+"""The objects of the state machine: for each cache, request and worker, and for each kind of request.
 
 After the object is created, each field is written only by the module that is named above it.
 tests/test_architecture.py checks that.
@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 from service.caches.effects import Attempt, ForwardDone
 from service.caches.ledger import CacheState
 from service.caches.records import CacheCreated, Record
-from service.caches.requests import Append, Handle, Request
+from service.caches.requests import Append, Handle, Request, Result
 from service.caches.tenants import Tenant
-from service.caches.workers import WorkerView
-
-if TYPE_CHECKING:
-    from service.caches.kind import OperationKind
-    from service.caches.moves import Copy
+from service.caches.worker_load import WorkerLoad
+from service.errors import CacheNotFound, QuireError
 
 # A client may cancel so long before the deadline that we know: clocks differ.
 _CLOCK_TOLERANCE_S = 0.02
@@ -40,6 +37,11 @@ class Need(enum.Enum):
     SHARED_PREFIX = enum.auto()
     # Too many tokens to replay were sent within a moment.
     REPLAY_RATE = enum.auto()
+
+
+Req = TypeVar("Req", bound=Request)
+# The result of `begin`: an answer; or a list of records to commit; or None: a worker has to compute first.
+Begun = Result | QuireError | list[Record] | None
 
 
 @dataclass(slots=True, eq=False)
@@ -193,6 +195,110 @@ class CacheEntry:
         if self.running is not None:
             yield self.running
         yield from self.waiting
+
+
+@dataclass(slots=True, eq=False)
+class WorkerView:
+    """A ready worker."""
+
+    worker_id: str
+    epoch: int
+    page_tokens: int
+    pages_total: int
+    # The longest sequence: limited by the context of the model, or by all pages.
+    capacity_tokens: int
+    # Free or cached pages, as last reported.
+    pages_available: int
+    # The KV of a page. 0: not known.
+    page_bytes: int = 0
+    # Pages of running attempts, which may not be counted in that yet.
+    pages_queued: int = 0
+    # The caches whose KV it has, in LRU order; written by `KvPlacement`.
+    held: OrderedDict[CacheEntry, None] = field(default_factory=OrderedDict)
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    # It is silent: it gets no new sequences while there is another worker.
+    suspect: bool = False
+    # It will be replaced: it gets no new attempts.
+    draining: bool = False
+    # The weights that it has loaded.
+    weights: int = 0
+    # Whether this incarnation can take sequences; written by `Workers`.
+    is_ready: bool = False
+
+    @property
+    def headroom(self) -> int:
+        """Pages that are free for a new sequence."""
+        return self.pages_available - self.pages_queued
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """What becomes of a move."""
+
+    operation: Operation
+    source: WorkerView | None
+    target: WorkerView
+    # How many tokens the source has, and the first that was not asked for. Fewer than `end` are confirmed by
+    # the target until the copy is complete.
+    end: int
+    began_s: float
+    heard_s: float
+    next: int = 0
+    imported: int = 0
+    copied_bytes: int = 0
+
+
+class OperationKind(Generic[Req]):
+    """One kind of request. It decides; the queues carry out."""
+
+    # It is admitted whatever the load is, since it frees a cache or keeps one alive.
+    is_always_admitted = False
+    # Its records may release caches.
+    releases = False
+    # It is refused if the weights of its cache are not served.
+    needs_weights = True
+    # `answer_at_once` may return an answer.
+    may_answer_at_once = False
+
+    def answer_at_once(self, request: Req, tenant: Tenant) -> Result | None:
+        """The answer to a request that can be answered although its cache does not exist."""
+        return None
+
+    def journal_bytes(self, request: Req, tenant: Tenant) -> int:
+        """About how many bytes the journal needs for a request. 0: it does not grow."""
+        return 0
+
+    def entries(self, request: Req, tenant: Tenant) -> Sequence[CacheEntry | None]:
+        """The caches of a request. None in the place of each that does not exist."""
+        raise NotImplementedError
+
+    def begin(self, operation: Operation, request: Req) -> Begun:
+        """Begins the operation when its turn has come. Raises QuireError to refuse it."""
+        raise NotImplementedError
+
+    def computed(
+        self, operation: Operation, request: Req, done: ForwardDone | None
+    ) -> Result | QuireError | list[Record]:
+        """Returns the answer, or the records, after a worker has computed. None: only KV was needed."""
+        raise NotImplementedError
+
+    def applied(self, operation: Operation, request: Req) -> Result:
+        """Returns the answer after the records were applied."""
+        raise NotImplementedError
+
+    def stopped(self, operation: Operation) -> None:
+        """An operation that has a `copy` ends, or waits for its turn again."""
+
+    def write_failed(self, operation: Operation, request: Req) -> None:
+        """Undoes the operation after its records could not be written."""
+
+    def cache_released(self, operation: Operation, request: Req, entry: CacheEntry) -> Result | QuireError:
+        """The answer if a cache was released before the turn of the operation came."""
+        return CacheNotFound().with_index(operation.entries.index(entry), len(operation.entries))
 
 
 def touch(entries: Iterable[CacheEntry], now_s: float) -> None:

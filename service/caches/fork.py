@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from service.caches.effects import ForkSequence
-from service.caches.entries import CacheEntry, Operation
-from service.caches.kind import Begun, OperationKind
+from service.caches.entries import Begun, CacheEntry, Operation
+from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES
 from service.caches.records import CacheForked, CacheReleased, Child, Record
 from service.caches.requests import Fork, Handles, Result
@@ -17,7 +17,7 @@ from service.errors import PositionMismatch, QuireError, WeightsChanged
 _TOKENS_PER_SHARED_BYTE = 32
 
 
-class Forks(OperationKind[Fork]):
+class Forks(BaseKind[Fork]):
     """Forks of one cache, or of several."""
 
     releases = True

@@ -6,9 +6,9 @@ caches there are. The pages of workers only limit how many can continue without 
 
 from __future__ import annotations
 
-from service.caches.effects import Context, ReleaseSequences, TruncateSequence
-from service.caches.entries import CacheEntry, Need, Operation
-from service.caches.workers import WorkerView
+from service.caches.context import Context
+from service.caches.effects import ReleaseSequences, TruncateSequence
+from service.caches.entries import CacheEntry, Need, Operation, WorkerView
 
 # A cache that was not used for so long is idle. It is longer than the pause between two steps of a caller.
 _IDLE_S = 0.25

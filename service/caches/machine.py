@@ -26,9 +26,9 @@ from typing import Any
 from service.caches.append import Appends, continue_caches
 from service.caches.changes import Releases, Renewals, Truncations
 from service.caches.effects import Claim, Effects, Event, KvExported, ReleaseSequences
-from service.caches.entries import CacheEntry, Operation, touch
+from service.caches.entries import CacheEntry, Operation, OperationKind, WorkerView, touch
 from service.caches.fork import Forks
-from service.caches.kind import OperationKind, Parts
+from service.caches.kind import Parts
 from service.caches.ledger import Ledger
 from service.caches.moves import Moves
 from service.caches.queues import OperationQueues
@@ -38,7 +38,6 @@ from service.caches.reservations import Limits
 from service.caches.restore import Restores
 from service.caches.tenants import Tenant, adapter_digest
 from service.caches.weights import operations_with
-from service.caches.workers import WorkerView
 from service.errors import JournalUnavailable, ShardMoved, WeightsChanged, WorkerLost
 
 

@@ -8,7 +8,6 @@ the copy fails, the target keeps what it has confirmed, and the rest is replayed
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 from service.caches.attempts import AttemptResult
 from service.caches.effects import (
@@ -19,11 +18,10 @@ from service.caches.effects import (
     KvExported,
     ReleaseSequences,
 )
-from service.caches.entries import Operation
-from service.caches.kind import Begun, OperationKind, Parts
+from service.caches.entries import Begun, Copy, Operation, WorkerView
+from service.caches.kind import BaseKind, Parts
 from service.caches.records import Record
 from service.caches.requests import Move, Moved, Result
-from service.caches.workers import WorkerView
 from service.errors import NoWorker, QuireError, SequenceQuarantined, SequenceTooLong
 
 # About the size of a chunk, which is at least a page; how many chunks of a copy are under way; and how many
@@ -47,24 +45,7 @@ def copy_pays(size_bytes: int, bytes_per_s: float, replay_s: float) -> bool:
     return size_bytes / bytes_per_s < replay_s
 
 
-@dataclass(slots=True, eq=False)
-class Copy:
-    """What becomes of a move."""
-
-    operation: Operation
-    source: WorkerView | None
-    target: WorkerView
-    # How many tokens the source has, and the first that was not asked for. Fewer than `end` are confirmed by
-    # the target until the copy is complete.
-    end: int
-    began_s: float
-    heard_s: float
-    next: int = 0
-    imported: int = 0
-    copied_bytes: int = 0
-
-
-class Moves(OperationKind[Move]):
+class Moves(BaseKind[Move]):
     """Owns the running copies."""
 
     def __init__(self, parts: Parts) -> None:

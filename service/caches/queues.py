@@ -15,8 +15,8 @@ from typing import Any
 from service.caches.append import Appends
 from service.caches.attempts import failure_of
 from service.caches.effects import DecodeDone, ForwardDone
-from service.caches.entries import CacheEntry, Operation, touch
-from service.caches.kind import OperationKind, Parts
+from service.caches.entries import CacheEntry, Operation, OperationKind, touch
+from service.caches.kind import Parts
 from service.caches.ledger import RecordConflict
 from service.caches.records import CacheReleased, Record
 from service.caches.requests import DECODE, Append, Release, Request, Restore, Result, undelivered

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from service.caches.effects import Context
-from service.caches.entries import CacheEntry, Operation, touch
+from service.caches.context import Context
+from service.caches.entries import CacheEntry, Operation, OperationKind, touch
 from service.caches.ledger import CacheState, Ledger
 from service.caches.requests import Append, Priority, Request
 from service.caches.segments import TOKEN_BYTES
@@ -28,9 +28,6 @@ from service.errors import (
     QueueFull,
     QuireError,
 )
-
-if TYPE_CHECKING:
-    from service.caches.kind import OperationKind
 
 
 class Lease(Protocol):

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from service.caches.effects import ForwardDone
-from service.caches.entries import CacheEntry, Operation
-from service.caches.kind import Begun, OperationKind, Parts
+from service.caches.entries import Begun, CacheEntry, Operation
+from service.caches.kind import BaseKind, Parts
 from service.caches.records import Record
 from service.caches.requests import Handles, Restore, Result
 
@@ -19,7 +19,7 @@ _LATELY_S = 60.0
 _AT_ONCE_PER_WORKER = 2
 
 
-class Restores(OperationKind[Restore]):
+class Restores(BaseKind[Restore]):
     """Owns the caches that wait to be restored, and the running restores."""
 
     def __init__(self, parts: Parts) -> None:

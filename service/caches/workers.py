@@ -11,15 +11,10 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from service.caches.entries import WorkerView
 from service.caches.requests import Priority
-from service.caches.worker_load import WorkerLoad
 from service.errors import NoWorker
-
-if TYPE_CHECKING:
-    from service.caches.entries import CacheEntry
 
 # The granularity of prefixes. Coarser than most pages would lose hits; finer would find no more.
 _AFFINITY_TOKENS = 16
@@ -27,44 +22,6 @@ _AFFINITY_BYTES = _AFFINITY_TOKENS * array("I").itemsize
 
 # One incarnation of a worker: its id and its epoch.
 Holder = tuple[str, int]
-
-
-@dataclass(slots=True, eq=False)
-class WorkerView:
-    """A ready worker."""
-
-    worker_id: str
-    epoch: int
-    page_tokens: int
-    pages_total: int
-    # The longest sequence: limited by the context of the model, or by all pages.
-    capacity_tokens: int
-    # Free or cached pages, as last reported.
-    pages_available: int
-    # The KV of a page. 0: not known.
-    page_bytes: int = 0
-    # Pages of running attempts, which may not be counted in that yet.
-    pages_queued: int = 0
-    # The caches whose KV it has, in LRU order; written by `KvPlacement`.
-    held: OrderedDict[CacheEntry, None] = field(default_factory=OrderedDict)
-    load: WorkerLoad = field(default_factory=WorkerLoad)
-    # It is silent: it gets no new sequences while there is another worker.
-    suspect: bool = False
-    # It will be replaced: it gets no new attempts.
-    draining: bool = False
-    # The weights that it has loaded.
-    weights: int = 0
-    # Whether this incarnation can take sequences; written by `Workers`.
-    is_ready: bool = False
-
-    @property
-    def headroom(self) -> int:
-        """Pages that are free for a new sequence."""
-        return self.pages_available - self.pages_queued
-
-    def pages_for(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens."""
-        return -(-tokens // self.page_tokens)
 
 
 class PrefixAffinity:

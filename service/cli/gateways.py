@@ -192,6 +192,6 @@ class _Parent:
 
 
 if __name__ == "__main__":
-    from service.cli.serve import run_gateway
+    from service.cli.one_gateway import run_gateway
 
     sys.exit(run_gateway(*_read_first_line()))

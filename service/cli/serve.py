@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
-import functools
-import gc
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import uvloop
-
-from service.adapters.store import bad_adapter
-from service.auth.connections import TooFewDescriptors, with_descriptors
+from service.cli.one_gateway import run_gateway
 from service.config import Config, ConfigError
 from service.config_sources import read_settings
 from service.data_directory import StateUnusable, data_directory, prepare
-from service.errors import LoadFailed
 from service.logging import configure_logging
 from service.model_names import has_other_format, is_hub_id
 from service.printable import escaped
 from service.quantised import quantised
-from service.server import serve
-from service.shards.one_host import Membership, check_count
-from workers.common.adapter_files import FILES
+from service.shards.one_host import check_count
 from workers.common.protocol import EXIT_CONFIG
-
-_SWITCH_INTERVAL_S = 0.0005
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,49 +62,6 @@ def _run(config: Config) -> int:
     return run_gateway(config)
 
 
-def run_gateway(config: Config, member: Membership | None = None) -> int:
-    """Runs a gateway in this process. Raises ConfigError. `member`: see `Gateway`."""
-    fields = {} if member is None else {"gateway": member.shard.index}
-    configure_logging(config.log_level, config.log_format, fields=fields)
-    may_download = config.model_download == "on"
-    try:
-        # Before the event loop, which uses file descriptors, too.
-        config = with_descriptors(config)
-    except TooFewDescriptors as error:
-        return _failed(error)
-    # A busy event loop releases the GIL only for moments. After this interval without a release, other
-    # threads, such as the journal's, request it. With Python's 5 ms they may never do so: commits waited for
-    # seconds.
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    # What is loaded stays. Looking at it, a full pass of the garbage collector stopped the loop for 40 ms.
-    gc.collect()
-    gc.freeze()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        find = functools.partial(_find_on_hub, download=may_download)
-        find_adapter = functools.partial(_find_adapter_on_hub, download=may_download)
-        return runner.run(serve(config, find, find_adapter, member))
-
-
 def _failed(error: Exception, status: int = 1) -> int:
     print(f"quire: {error}", file=sys.stderr)
     return status
-
-
-def _find_on_hub(hub_id: str, on_progress: Callable[[float], None], *, download: bool) -> Path:
-    """Finds a model for LoadWeights. Raises LoadFailed."""
-    from service.cli import hub
-
-    try:
-        return hub.find_model(hub_id, None, download=download, on_progress=on_progress)
-    except hub.HubError as error:
-        raise LoadFailed(str(error)) from None
-
-
-def _find_adapter_on_hub(hub_id: str, *, download: bool) -> Path:
-    """Finds an adapter for LoadAdapter. Raises InvalidArgument."""
-    from service.cli import hub
-
-    try:
-        return hub.find_files(hub_id, FILES, download=download)
-    except hub.HubError as error:
-        raise bad_adapter(str(error)) from None

@@ -19,7 +19,7 @@ from google.protobuf import empty_pb2
 from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
 from service.caches.effects import Claim
-from service.caches.workers import WorkerView
+from service.caches.entries import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import LoadFailed, NoWorker

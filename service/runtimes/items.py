@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from quire.v1 import runner_pb2, types_pb2
 
 from service.api import validation
+from service.api.request_limits import RequestLimits
 from service.api.status import to_status
-from service.api.validation import RequestLimits
 from service.errors import InvalidArgument, QuireError
 from service.logging import current_request_id
 

@@ -15,8 +15,8 @@ from quire.v1 import runner_pb2, types_pb2
 
 from service.api import validation
 from service.api.append_codec import MAX_KEPT_BYTES, last_row
+from service.api.request_limits import RequestLimits
 from service.api.server_state import ServerState
-from service.api.validation import RequestLimits
 from service.errors import InvalidArgument, WeightsChanged
 from service.runtimes import items
 from service.runtimes.sample import Sample, SampleSpec

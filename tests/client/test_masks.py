@@ -15,7 +15,7 @@ from quire import floats, output_options, token_mask
 from quire.v1 import types_pb2
 
 from service.api.masks import check_choice
-from service.api.validation import RequestLimits
+from service.api.request_limits import RequestLimits
 from service.errors import InvalidArgument
 
 VOCAB = 150_001

@@ -16,10 +16,10 @@ from functools import partial
 from quire.v1 import worker_pb2
 
 from service.caches.effects import AbortForward, Attempt, CommandFailed, Effects, Event
+from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.requests import Append, Appended, AppendKind, Priority, Release, Result
 from service.caches.reservations import Limits
-from service.caches.workers import WorkerView
 from service.errors import DeadlinePassed, QuireError
 from tests.sim.invariants import check_invariants
 

@@ -13,7 +13,7 @@ from service.api import append_codec, session
 from service.api.append_codec import held_bytes
 from service.api.calls import CALLS
 from service.api.executor import ExecutorApi
-from service.api.validation import RequestLimits
+from service.api.request_limits import RequestLimits
 from service.caches.requests import Append
 from service.errors import CacheNotFound
 

@@ -15,7 +15,7 @@ from quire.v1 import admin_pb2, executor_pb2, runner_pb2, types_pb2
 from service.adapters.registry import check_adapter_id
 from service.api import append_codec, validation
 from service.api.admin import AdminApi
-from service.api.validation import RequestLimits
+from service.api.request_limits import RequestLimits
 from service.errors import InvalidArgument
 from service.extensions.openai.generate import generate
 from service.extensions.openai.models import ResolvedModel

@@ -15,7 +15,7 @@ from quire.v1 import executor_pb2, types_pb2
 from service.api.append_codec import held_bytes
 from service.api.calls import CALLS
 from service.api.masks import check_choice
-from service.api.validation import RequestLimits
+from service.api.request_limits import RequestLimits
 from service.errors import InvalidArgument
 from tests.masks import forms
 

@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.v1 import executor_pb2, runner_pb2, types_pb2, worker_pb2
 
 from service.adapters.registry import AdapterVersion
+from service.caches.entries import WorkerView
 from service.caches.requests import Append, Appended, AppendKind, Release, Released, Request
-from service.caches.workers import WorkerView
 from service.config import Config
 from service.core import AnsweringCore, OpenShard, open_alone
 from service.dispatcher import Dispatcher

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from service.caches.entries import CacheEntry
+from service.caches.entries import CacheEntry, WorkerView
 from service.caches.ledger import CacheState
 from service.caches.machine import CacheMachine
 from service.caches.requests import Append, AppendKind, Priority
 from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
 from service.caches.worker_load import End
-from service.caches.workers import PrefixAffinity, Workers, WorkerView
+from service.caches.workers import PrefixAffinity, Workers
 from service.errors import NoWorker
 
 # Prefixes are remembered every so many tokens.

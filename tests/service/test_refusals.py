@@ -17,9 +17,9 @@ from service.adapters.registry import Adapters
 from service.api import session
 from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor
+from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.reservations import Limits
-from service.caches.workers import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import QuireError

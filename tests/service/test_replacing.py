@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from quire.v1 import runner_pb2, worker_pb2
 
-from service.caches.workers import WorkerView
+from service.caches.entries import WorkerView
 from service.config import Config
 from service.pool.rolling_restart import RollingRestart
 from service.runtimes.loading import WeightsLoader

@@ -16,10 +16,10 @@ from service.api import session as session_module
 from service.api.session import Session, SessionContext
 from service.api.time_slice import SLICE_S, TimeSlice
 from service.caches.effects import Attempt, Send
+from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.requests import Request
 from service.caches.reservations import Limits
-from service.caches.workers import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument

@@ -18,7 +18,7 @@ import structlog
 from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
 from service.caches.effects import Claim, Event, ReleaseSequences
-from service.caches.workers import WorkerView
+from service.caches.entries import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.pool import supervisor as supervisor_module

@@ -16,8 +16,8 @@ from quire.v1 import executor_pb2, types_pb2
 
 from service import errors
 from service.api import validation
+from service.api.request_limits import RequestLimits
 from service.api.status import to_status
-from service.api.validation import RequestLimits
 
 VOCAB = 40
 LIMITS = RequestLimits(VOCAB, 1 << 20)

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from service.caches.attempts import Attempts
 from service.caches.cache_index import CacheIndex
 from service.caches.effects import Attempt
-from service.caches.entries import CacheEntry, Operation
+from service.caches.entries import CacheEntry, Operation, WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.requests import Fork, Priority
 from service.caches.worker_load import WorkerLoad
-from service.caches.workers import WorkerView
 from tests.sim.moves import check_copies
 
 

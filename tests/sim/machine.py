@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from service.caches.effects import Command, Effects, Event, Write
-from service.caches.entries import Operation
+from service.caches.entries import Operation, WorkerView
 from service.caches.ledger import CacheState, Ledger
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
 from service.caches.requests import Release, Request, Restore, Result
 from service.caches.reservations import Limits
-from service.caches.workers import WorkerView
 from service.errors import QuireError
 from tests.sim.invariants import phase_of
 from tests.sim.oracle import Oracle

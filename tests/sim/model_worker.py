@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from quire.v1 import worker_pb2
 
 from service.caches.effects import Claim, Command
-from service.caches.workers import WorkerView
+from service.caches.entries import WorkerView
 from service.pool import wire
 from tests.sim import moves
 from tests.sim.toy_model import accepted_path, line_to, next_token, output_of

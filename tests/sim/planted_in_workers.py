@@ -11,10 +11,10 @@ import pytest
 from quire.v1 import worker_pb2
 
 from service.caches.effects import Attempt, Claim, Command, CommandFailed, Effects, Event
+from service.caches.entries import WorkerView
 from service.caches.ledger import Ledger
 from service.caches.records import CacheForked, Record, numbers_of
 from service.caches.requests import Append, Request
-from service.caches.workers import WorkerView
 from service.errors import QuireError, SequenceQuarantined, WorkerFault
 from tests.sim.machine import PlantedMachine
 from tests.sim.model_worker import ModelWorker

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from quire.v1 import worker_pb2
 
 from service.caches.effects import Attempt, Command, CommandFailed, Event, ReleaseSequences, Send, Write
+from service.caches.entries import WorkerView
 from service.caches.ledger import Ledger
 from service.caches.requests import Append, Release, Renew, Request
 from service.caches.tenants import Tenant
-from service.caches.workers import WorkerView
 from service.dispatcher import Dispatcher, Found, OnOutcomes, SendCommands
 from tests.sim.disk import DiskJournal
 from tests.sim.invariants import check_invariants

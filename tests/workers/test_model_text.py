@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from quire.v1 import types_pb2
 from transformers import PreTrainedTokenizerFast
 
-from service.api.validation import RequestLimits, check_output
+from service.api.request_limits import RequestLimits
+from service.api.validation import check_output
 from tests.chat_templates import TEMPLATES, byte_tokenizer
 from workers.executors.llm import model_id_of
 from workers.models.chat_template import MAX_BYTES, ChatTemplate, read_chat_template

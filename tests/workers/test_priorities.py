@@ -6,7 +6,7 @@ import pytest
 from quire.v1 import executor_pb2, types_pb2
 
 from service.api import append_codec
-from service.api.validation import RequestLimits
+from service.api.request_limits import RequestLimits
 from service.caches.effects import Attempt
 from tests.sim.model_worker import message_of
 from tests.workers.scheduling import Bench

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from quire.v1 import runner_pb2, types_pb2
 
-from service.api import validation
+from service.api.request_limits import RequestLimits
 from service.api.time_slice import TimeSlice
 from service.errors import InvalidArgument, ProviderFailure, QuireError
 from service.extensions.providers import exchange, failures, prices
@@ -37,7 +37,7 @@ _UNSUPPORTED = (
     "constraint.regex", "constraint.lark",
 )  # fmt: skip
 # A provider's vocabulary is unknown here.
-_LIMITS = validation.RequestLimits(vocab_size=1 << 32, max_response_bytes=1 << 32)
+_LIMITS = RequestLimits(vocab_size=1 << 32, max_response_bytes=1 << 32)
 
 
 class RemoteRuntime:

@@ -13,8 +13,8 @@ from google.rpc import error_details_pb2
 from quire.v1 import executor_pb2, runner_pb2, types_pb2, worker_pb2
 
 from service.api.budget import AnswerBudget
+from service.api.request_limits import RequestLimits
 from service.api.status import to_status
-from service.api.validation import RequestLimits
 from service.config import Config
 from service.errors import (
     InvalidArgument,

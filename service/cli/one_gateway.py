@@ -1,0 +1,67 @@
+"""Runs one gateway in this process: the only one, or one of several."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+
+from service.adapters.store import bad_adapter
+from service.auth.connections import TooFewDescriptors, with_descriptors
+from service.config import Config
+from service.errors import LoadFailed
+from service.logging import configure_logging
+from service.server import serve
+from service.shards.one_host import Membership
+from workers.common.adapter_files import FILES
+
+_SWITCH_INTERVAL_S = 0.0005
+
+
+def run_gateway(config: Config, member: Membership | None = None) -> int:
+    """Runs a gateway in this process. Raises ConfigError. `member`: see `Gateway`."""
+    fields = {} if member is None else {"gateway": member.shard.index}
+    configure_logging(config.log_level, config.log_format, fields=fields)
+    may_download = config.model_download == "on"
+    try:
+        # Before the event loop, which uses file descriptors, too.
+        config = with_descriptors(config)
+    except TooFewDescriptors as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 1
+    # A busy event loop releases the GIL only for moments. After this interval without a release, other
+    # threads, such as the journal's, request it. With Python's 5 ms they may never do so: commits waited for
+    # seconds.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    # What is loaded stays. Looking at it, a full pass of the garbage collector stopped the loop for 40 ms.
+    gc.collect()
+    gc.freeze()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        find = functools.partial(_find_on_hub, download=may_download)
+        find_adapter = functools.partial(_find_adapter_on_hub, download=may_download)
+        return runner.run(serve(config, find, find_adapter, member))
+
+
+def _find_on_hub(hub_id: str, on_progress: Callable[[float], None], *, download: bool) -> Path:
+    """Finds a model for LoadWeights. Raises LoadFailed."""
+    from service.cli import hub
+
+    try:
+        return hub.find_model(hub_id, None, download=download, on_progress=on_progress)
+    except hub.HubError as error:
+        raise LoadFailed(str(error)) from None
+
+
+def _find_adapter_on_hub(hub_id: str, *, download: bool) -> Path:
+    """Finds an adapter for LoadAdapter. Raises InvalidArgument."""
+    from service.cli import hub
+
+    try:
+        return hub.find_files(hub_id, FILES, download=download)
+    except hub.HubError as error:
+        raise bad_adapter(str(error)) from None
