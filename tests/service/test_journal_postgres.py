@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -247,13 +246,13 @@ async def test_a_commit_that_waits_for_a_standby_is_not_reported_before(postgres
             await connection.execute("SELECT pg_reload_conf()")
             try:
                 # PostgreSQL's checkpointer has to notice, which nothing shows but a commit that waits.
-                for position in itertools.count():
+                position, under_way = 0, asyncio.create_task(owner.commit(appended(1, 0, 7)))
+                waiting = asyncio.create_task(until_waiting(postgres.url))
+                while (
+                    under_way in (await asyncio.wait([under_way, waiting], return_when="FIRST_COMPLETED"))[0]
+                ):
+                    position += 1
                     under_way = asyncio.create_task(owner.commit(appended(1, position, 7)))
-                    waiting = asyncio.create_task(until_waiting(postgres.url))
-                    await asyncio.wait([under_way, waiting], return_when=asyncio.FIRST_COMPLETED)
-                    if not under_way.done():
-                        break
-                    waiting.cancel()
                 proxy.break_connections()
                 await until_waiting(postgres.url, 2)
                 assert not under_way.done()
