@@ -7,6 +7,7 @@ row, and chooses there.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -435,3 +436,35 @@ def test_a_step_with_unusable_logits_beside_adjusted_rows_names_them(runners: Ru
     for text in texts:
         text.sequence.length -= 1
     runners.step([texts[0], texts[2]], [texts[0].row(dice), texts[2].row(dice)])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_collected_before_graphs_are_captured_and_not_while(decoder: Decoder, fails: bool) -> None:
+    """What is collected may call the device, and a capture does not survive that."""
+    events: list[str] = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+        def __del__(self) -> None:
+            events.append("collected")
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        events.append("captured")
+        assert not gc.isenabled()
+        if fails:
+            raise RuntimeError("planted")
+        return repeat_launches(run)
+
+    runner = CudaGraphRunner(decoder, make_kv("cpu"), max_rows=2, max_seq_len=256, capture=capture)
+    packer = HandPacker(16, range(1, PAGES))
+    for row in (SamplingRow(), SamplingRow(mask=TokenMask(allowed=[1]))):
+        gc.collect()
+        events.clear()
+        Cycle()
+        runner.step(packer.pack([Item(HandSequence(), [1])]), [row])
+        assert gc.isenabled() and events[:1] == ["collected"]
+        assert events.count("captured") == (1 if fails else 2)
+        if fails:
+            break

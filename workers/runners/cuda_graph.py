@@ -20,6 +20,7 @@ taken: other steps run eagerly then, behind it.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -441,7 +442,7 @@ def _tried(capture_all: Callable[[], None], device: torch.device) -> str | None:
         DeviceLostError: It does not.
     """
     try:
-        with device_errors():
+        with device_errors(), _no_collection():
             capture_all()
         return None
     except DeviceLostError:
@@ -452,6 +453,22 @@ def _tried(capture_all: Callable[[], None], device: torch.device) -> str | None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return reason
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage now, and none within the context.
+
+    What is collected may call the device, and while a graph is captured that makes the capture fail.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _CudaCapture:
