@@ -5,8 +5,8 @@ batches. Between two steps the loop takes all commands that have arrived, so tha
 run together. Results are emitted after each step, and before it those that are complete already. A cancelled
 or failed operation is rolled back before the next step.
 
-On a GPU the loop does not wait for a step of plain decodes: see `steps_in_flight`. Protobuf, sockets and the
-event loop are in `server.py`.
+On a GPU the loop does not wait for a step of plain decodes, and runs chunks of prompts beside it: see
+`steps_in_flight`. Protobuf, sockets and the event loop are in `server.py`.
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ class StepLoop:
             on_failed=lambda decodes, error: self._run_alone([], decodes, error),
             on_end=self._step_done,
         )
-        # When the running step has begun.
+        # When the running step has begun, and its chunks.
         self._began_ns = 0
+        self._chunks: Sequence[Chunk] = ()
         self._adapters = adapters
         if adapters is not None:
             adapters.report_to(lambda read: self.submit([read]))
@@ -390,7 +391,7 @@ class StepLoop:
         Or goes on with the step in flight. Forwards that wait for an adapter may expire meanwhile.
         """
         if self._in_flight.step is not None:
-            self._in_flight.advance(has_others=self._has_work or bool(self._adapters))
+            self._go_on()
             self._prelauncher.drop_expired(time.monotonic_ns())
             return
         if self._integrity_checks.has_work:
@@ -400,7 +401,7 @@ class StepLoop:
         self._prelauncher.next_step()
         for forward in self._scheduler.expire(time.monotonic_ns()):
             self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
-        chunks = self._scheduler.next_batch(self._begin, self._prelauncher.begin)
+        self._chunks = chunks = self._scheduler.next_batch(self._begin, self._prelauncher.begin)
         decodes = self._scheduler.running
         if chunks or decodes.size:
             self._began_ns = time.monotonic_ns()
@@ -409,13 +410,38 @@ class StepLoop:
             self._draw_samples()
         now_ns = time.monotonic_ns()
         if (chunks or decodes.size) and self._in_flight.step is None:
-            self._step_done(chunks)
+            self._step_done()
         if self._prelauncher.ready:
             self._prelauncher.drop_expired(now_ns)
 
-    def _step_done(self, chunks: Sequence[Chunk] = ()) -> None:
-        now_ns = time.monotonic_ns()
-        took_ns, self._began_ns = now_ns - self._began_ns, now_ns
+    def _go_on(self) -> None:
+        """Runs chunks of prompts beside the step in flight, or finishes it and may launch the next one."""
+        step, has_others = self._in_flight.step, self._has_work or bool(self._adapters)
+        assert step is not None
+        may_run_on = not has_others or self._has_only_prompts(step.decodes.size)
+        if has_others and may_run_on and not self._in_flight.has_company:
+            self._in_flight.has_company = True
+            for forward in self._scheduler.expire(time.monotonic_ns()):
+                self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
+            self._prelauncher.joins(step.decodes)
+            self._chunks = chunks = self._scheduler.next_beside(self._begin)
+            if chunks:
+                self._run(chunks)
+                return
+        self._in_flight.advance(has_others=has_others, may_run_on=may_run_on)
+
+    def _has_only_prompts(self, plain: int) -> bool:
+        """Whether nothing waits but prompts, beside which so many plain decodes go on."""
+        adapters = self._adapters
+        has_other_work = self._drawing or self._integrity_checks.has_work or (
+            adapters is not None and (len(adapters) or adapters.has_work)
+        )  # fmt: skip
+        # Nor may prelaunched forwards take pages that another waits for.
+        return not (has_other_work or self._prelauncher.has_to_wait) and self._scheduler.may_run_on(plain)
+
+    def _step_done(self) -> None:
+        now_ns, chunks = time.monotonic_ns(), self._chunks
+        took_ns, self._began_ns, self._chunks = now_ns - self._began_ns, now_ns, ()
         self._scheduler.record_step(chunks, took_ns)
         self._window.step_done(self._answered, now_ns, took_ns)
         self._answered = []
@@ -454,12 +480,17 @@ class StepLoop:
             self._results.append(failure)
 
     def _run(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> None:
-        """Runs or launches all together. If that fails, runs each alone: only the failing ones fail then."""
+        """Runs or launches all together. If that fails, runs each alone: only the failing ones fail then.
+
+        Decodes are launched, and chunks run beside them, unless all are of one token: a graph has those.
+        """
         try:
             # Samples are drawn between two steps.
-            may_launch = self._engine.runner.can_launch and not (chunks or self._drawing)
-            if may_launch and self._in_flight.launch(decodes):
-                return
+            may_launch = decodes.size and self._engine.runner.can_launch and not self._drawing
+            if may_launch and _fit_beside(chunks) and self._in_flight.launch(decodes):
+                if not chunks:
+                    return
+                decodes, self._in_flight.has_company = NO_DECODES, True
             done = self._engine.execute(chunks, decodes)
         except DeviceLostError:
             # The device is unusable: the process ends, and the gateway starts another one.
@@ -553,3 +584,8 @@ class StepLoop:
         if self._results:
             results, self._results = self._results, []
             self._emit(results)
+
+
+def _fit_beside(chunks: Sequence[Chunk]) -> bool:
+    """Whether chunks run beside decodes: no graph takes them, or there are none."""
+    return not chunks or any(chunk.count > 1 for chunk in chunks)

@@ -3,8 +3,11 @@
 So the device does not wait for the host between two steps (ADR 43). A step is *in flight* from its launch
 until its results are read. Meanwhile the step loop takes commands. Requests for decodes that were
 prelaunched, and run, are answered with the step. When all of its decodes are requested, and the next ones are
-to be prelaunched, these are launched: the device has their tokens already. Anything else waits until the step
-in flight is finished.
+to be prelaunched, these are launched: the device has their tokens already.
+
+Chunks of prompts run beside each step in flight, behind it on the device, in a forward of their own: the
+decodes replay their graph, the prompts launch kernel by kernel. Anything else waits until the step in flight
+is finished, and then decodes and it are in a step together.
 """
 
 from __future__ import annotations
@@ -44,10 +47,12 @@ class StepsInFlight:
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
         self._on_done, self._on_failed, self._on_end = on_done, on_failed, on_end
         self.step: StepInFlight | None = None
+        # Whether chunks have run beside it.
+        self.has_company = False
 
     def launch(self, decodes: Decodes) -> bool:
         """Launch the decodes that the scheduler has chosen. False: they have to be executed."""
-        self.step = self._engine.launch(decodes)
+        self.step, self.has_company = self._engine.launch(decodes), False
         return self.step is not None
 
     @property
@@ -74,12 +79,15 @@ class StepsInFlight:
         if self.step is not None and sequence in self.step.decodes.sequences:
             self.finish()
 
-    def advance(self, *, has_others: bool) -> None:
-        """Finish the step in flight, after launching the next one unless there are others to be run."""
+    def advance(self, *, has_others: bool, may_run_on: bool) -> None:
+        """Finish the step in flight, after launching the next one if it may.
+
+        has_others: Whether there is something else to be run, so that it does not wait for requests.
+        """
         if self.step is None or (not has_others and self.waits_for_requests):
             return
         following = None
-        if not has_others and not any(self.step.decodes.prelaunched.tolist()):
+        if may_run_on and not any(self.step.decodes.prelaunched.tolist()):
             following = self._launch_next(self.step)
         self.finish(following)
 
@@ -106,7 +114,7 @@ class StepsInFlight:
             self._on_failed(step.decodes, error)
             self._on_end()
             return
-        self.step = following
+        self.step, self.has_company = following, False
         self._on_done(step.decodes, done, NO_DECODES if following is None else following.decodes)
         self._on_end()
         if following is not None:
