@@ -274,10 +274,10 @@ class CudaGraphRunner:
         """See `Runner.launch`."""
         with device_errors(), torch.inference_mode():
             captured = self._captured_for(inputs, rows)
-            if captured is None or any(map(has_penalty, rows)):
+            if captured is None:
                 return None
-            adjust = self._load(captured, inputs, rows)
-            if adjust is None and captured.buffers.adjusted:
+            adjust, adjusted = self._load(captured, inputs, rows), captured.buffers.adjusted
+            if adjusted and (adjust is None or any(has_penalty(rows[index]) for index in adjusted)):
                 return None
             graph = self._graph(captured, inputs)
             return GraphStep(captured, graph, inputs, adjust, keeps_logits=keeps_logits)
@@ -295,8 +295,10 @@ class CudaGraphRunner:
         self, captured: _Captured, inputs: ForwardInputs, rows: Sequence[SamplingRow]
     ) -> Callable[[], None] | None:
         """Load the buffers. Returns what adjusts rows; None: nothing has to, or no graph can."""
-        if self._capture_second is not None and not all(map(is_simple, rows)):
-            self._capture_adjusting(captured, self._capture_second)
+        if self._capture_second is not None:
+            have_settings = [row for row in rows if row.spec is not None or row.mask is not None]
+            if not all(map(is_simple, have_settings)):
+                self._capture_adjusting(captured, self._capture_second)
         captured.buffers.load(inputs, rows)
         return captured.load_adjusted(rows)
 
@@ -431,7 +433,7 @@ def _choose_again(adjusted: AdjustedRows, bucket: int, buffers: DecodeBuffers, l
     """Choose once more for `bucket` adjusted rows of a batch with logits [B, vocab]."""
     for first in range(0, bucket, ROWS_AT_ONCE):
         part = slice(first, min(first + ROWS_AT_ONCE, bucket))
-        adjusted.choose(part, logits, buffers.settings, buffers.chosen, buffers.best_left)
+        adjusted.choose(part, logits, buffers.settings, buffers.results.chosen, buffers.results.best_left)
     buffers.use_chosen()
 
 

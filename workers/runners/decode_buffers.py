@@ -86,12 +86,19 @@ class _Staging:
 
 
 class _Results(NamedTuple):
-    """The results of a step, in one transfer."""
+    """The results of a step, in one transfer: columns of more than B rows.
 
-    memory: torch.Tensor  # uint8
-    chosen: torch.Tensor  # [more than B] int64
-    best: torch.Tensor  # [more than B] float32
-    best_left: torch.Tensor  # [more than B] float32
+    Attributes:
+        memory: uint8, all of them.
+        chosen: int64.
+        best: float32.
+        best_left: float32, the largest logit that mask and biases have left to adjusted rows.
+    """
+
+    memory: torch.Tensor
+    chosen: torch.Tensor
+    best: torch.Tensor
+    best_left: torch.Tensor
 
     @classmethod
     def allocate(cls, max_rows: int, device: torch.device, *, pinned: bool = False) -> _Results:
@@ -105,9 +112,9 @@ class DecodeBuffers:
     """Owner of the device memory that decode graphs read and write. Tensors never move.
 
     Attributes:
-        chosen: [more than B] int64, where a step writes the token of each row.
-        best: [more than B] float32, where it writes the largest logit of each row, which must be finite.
-        best_left: The same, of what mask and biases have left to adjusted rows.
+        results: What a step writes, with room behind its rows.
+        chosen: [B] int64, where it writes the token of each row.
+        best: [B] float32, where it writes the largest logit of each row, which must be finite.
         adjusted: Which rows of the batch need more than a temperature.
     """
 
@@ -131,7 +138,8 @@ class DecodeBuffers:
         self._page_tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)  # [B, P]
         self._row_numbers = torch.arange(max_rows + 1, device=device)  # [B + 1]
         self._query_starts = self._row_numbers.to(torch.int32)
-        self._results, self.chosen, self.best, self.best_left = _Results.allocate(max_rows, device)
+        self.results = _Results.allocate(max_rows, device)
+        self.chosen, self.best = self.results.chosen[:max_rows], self.results.best[:max_rows]
         # [B, vocab], once they are known.
         self._logits: torch.Tensor | None = None
         self.clear()
@@ -192,7 +200,7 @@ class DecodeBuffers:
 
     def use_chosen(self) -> None:
         """Continue with what was chosen once more, after `advance` has taken what was chosen before."""
-        self._columns.token_ids.copy_(self.chosen[: len(self._columns.token_ids)])
+        self._columns.token_ids.copy_(self.chosen)
 
     def load(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
         """Load a batch of single tokens into the buffers, without what adjusts rows.
@@ -269,7 +277,7 @@ class DecodeBuffers:
         `adjusted`: the rows that it has adjusted.
         """
         staging, self._staging, self._other_staging = self._staging, self._other_staging, self._staging
-        staging.transfer(lambda: staging.results.copy_(self._results, non_blocking=True))
+        staging.transfer(lambda: staging.results.copy_(self.results.memory, non_blocking=True))
         return StepTokens(staging, count, adjusted)
 
     def advanced(self, inputs: ForwardInputs, chosen: torch.Tensor) -> None:
