@@ -213,6 +213,14 @@ class StepLoop:
             self._scheduler.has_others or self._drawing or self._integrity_checks.has_work or has_adapters
         )
 
+    @property
+    def _has_other_work(self) -> bool:
+        """Whether there is anything but forwards in the scheduler, or may be soon."""
+        adapters = self._adapters
+        if self._drawing or self._integrity_checks.has_work:
+            return True
+        return adapters is not None and (len(adapters) > 0 or adapters.has_work)
+
     def _wait(self) -> _Arrived | None:
         """Waits for commands. Returns them and when they arrived, or None: it stops, or has to go on."""
         if self._in_flight.step is not None:
@@ -388,10 +396,18 @@ class StepLoop:
     def step(self) -> None:
         """Runs one forward over the chunks that the scheduler picks, and a slice of an integrity check.
 
-        Or goes on with the step in flight. Forwards that wait for an adapter may expire meanwhile.
+        Or goes on with the step in flight, or runs chunks beside it. Forwards that wait may expire meanwhile.
         """
+        for forward in self._scheduler.expire(time.monotonic_ns()):
+            self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
         if self._in_flight.step is not None:
-            self._go_on()
+            has_other_work = self._has_other_work
+            chunks = [] if has_other_work else self._in_flight.company(self._begin)
+            if chunks:
+                self._chunks = chunks
+                self._run(chunks)
+            else:
+                self._in_flight.advance(has_other_work=has_other_work)
             self._prelauncher.drop_expired(time.monotonic_ns())
             return
         if self._integrity_checks.has_work:
@@ -399,8 +415,6 @@ class StepLoop:
         if self._adapters is not None and (len(self._adapters) or self._adapters.has_work):
             self._advance_adapters(self._adapters)
         self._prelauncher.next_step()
-        for forward in self._scheduler.expire(time.monotonic_ns()):
-            self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
         self._chunks = chunks = self._scheduler.next_batch(self._begin, self._prelauncher.begin)
         decodes = self._scheduler.running
         if chunks or decodes.size:
@@ -413,31 +427,6 @@ class StepLoop:
             self._step_done()
         if self._prelauncher.ready:
             self._prelauncher.drop_expired(now_ns)
-
-    def _go_on(self) -> None:
-        """Runs chunks of prompts beside the step in flight, or finishes it and may launch the next one."""
-        step, has_others = self._in_flight.step, self._has_work or bool(self._adapters)
-        assert step is not None
-        may_run_on = not has_others or self._has_only_prompts(step.decodes.size)
-        if has_others and may_run_on and not self._in_flight.has_company:
-            self._in_flight.has_company = True
-            for forward in self._scheduler.expire(time.monotonic_ns()):
-                self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
-            self._prelauncher.joins(step.decodes)
-            self._chunks = chunks = self._scheduler.next_beside(self._begin)
-            if chunks:
-                self._run(chunks)
-                return
-        self._in_flight.advance(has_others=has_others, may_run_on=may_run_on)
-
-    def _has_only_prompts(self, plain: int) -> bool:
-        """Whether nothing waits but prompts, beside which so many plain decodes go on."""
-        adapters = self._adapters
-        has_other_work = self._drawing or self._integrity_checks.has_work or (
-            adapters is not None and (len(adapters) or adapters.has_work)
-        )  # fmt: skip
-        # Nor may prelaunched forwards take pages that another waits for.
-        return not (has_other_work or self._prelauncher.has_to_wait) and self._scheduler.may_run_on(plain)
 
     def _step_done(self) -> None:
         now_ns, chunks = time.monotonic_ns(), self._chunks
@@ -480,17 +469,14 @@ class StepLoop:
             self._results.append(failure)
 
     def _run(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> None:
-        """Runs or launches all together. If that fails, runs each alone: only the failing ones fail then.
-
-        Decodes are launched, and chunks run beside them, unless all are of one token: a graph has those.
-        """
+        """Runs or launches all together. If that fails, runs each alone: only the failing ones fail then."""
         try:
             # Samples are drawn between two steps.
             may_launch = decodes.size and self._engine.runner.can_launch and not self._drawing
-            if may_launch and _fit_beside(chunks) and self._in_flight.launch(decodes):
+            if may_launch and self._in_flight.launch(decodes, chunks):
                 if not chunks:
                     return
-                decodes, self._in_flight.has_company = NO_DECODES, True
+                decodes = NO_DECODES
             done = self._engine.execute(chunks, decodes)
         except DeviceLostError:
             # The device is unusable: the process ends, and the gateway starts another one.
@@ -584,8 +570,3 @@ class StepLoop:
         if self._results:
             results, self._results = self._results, []
             self._emit(results)
-
-
-def _fit_beside(chunks: Sequence[Chunk]) -> bool:
-    """Whether chunks run beside decodes: no graph takes them, or there are none."""
-    return not chunks or any(chunk.count > 1 for chunk in chunks)

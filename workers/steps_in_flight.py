@@ -12,16 +12,17 @@ is finished, and then decodes and it are in a step together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import structlog
 
 from workers.decodes import NO_DECODES, Decodes, DecodesDone
 from workers.executors.engine import Engine, StepInFlight
+from workers.operations import Chunk
 from workers.prelaunch import Prelauncher
 from workers.runners.base import DeviceLostError
-from workers.scheduler import Scheduler
+from workers.scheduler import Begin, Scheduler
 
 _log = structlog.get_logger(__name__)
 
@@ -47,13 +48,34 @@ class StepsInFlight:
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
         self._on_done, self._on_failed, self._on_end = on_done, on_failed, on_end
         self.step: StepInFlight | None = None
-        # Whether chunks have run beside it.
-        self.has_company = False
+        # Whether chunks have run beside it, or could not.
+        self._has_company = False
 
-    def launch(self, decodes: Decodes) -> bool:
-        """Launch the decodes that the scheduler has chosen. False: they have to be executed."""
-        self.step, self.has_company = self._engine.launch(decodes), False
+    def launch(self, decodes: Decodes, chunks: Sequence[Chunk]) -> bool:
+        """Launch the decodes that the scheduler has chosen. False: they have to be executed, with the chunks.
+
+        That is so if all chunks are of one token: then one graph computes all.
+        """
+        self.step = None
+        if not chunks or any(chunk.count > 1 for chunk in chunks):
+            self.step, self._has_company = self._engine.launch(decodes), bool(chunks)
         return self.step is not None
+
+    def company(self, begin: Begin) -> list[Chunk]:
+        """The chunks to be run beside the step in flight, at most once for each step. `begin`: see there."""
+        if self.step is None or self._has_company or not self._scheduler.has_others or not self._may_run_on:
+            return []
+        self._has_company = True
+        self._prelauncher.joins(self.step.decodes)
+        return self._scheduler.next_beside(begin)
+
+    @property
+    def _may_run_on(self) -> bool:
+        """Whether the next step may be launched, as for what is in the scheduler."""
+        if self.step is None or not self._scheduler.has_others:
+            return self.step is not None
+        # No prelaunched decode may take pages that another forward waits for.
+        return not self._prelauncher.has_to_wait and self._scheduler.may_run_on(self.step.decodes.size)
 
     @property
     def waits_for_requests(self) -> bool:
@@ -79,14 +101,16 @@ class StepsInFlight:
         if self.step is not None and sequence in self.step.decodes.sequences:
             self.finish()
 
-    def advance(self, *, has_others: bool, may_run_on: bool) -> None:
-        """Finish the step in flight, after launching the next one if it may.
+    def advance(self, *, has_other_work: bool) -> None:
+        """Finish the step in flight, after launching the next one unless others are to be run before it.
 
-        has_others: Whether there is something else to be run, so that it does not wait for requests.
+        has_other_work: Whether there are others that are not in the scheduler.
         """
+        has_others = has_other_work or self._scheduler.has_others
         if self.step is None or (not has_others and self.waits_for_requests):
             return
         following = None
+        may_run_on = self._may_run_on and not has_other_work
         if may_run_on and not any(self.step.decodes.prelaunched.tolist()):
             following = self._launch_next(self.step)
         self.finish(following)
@@ -114,7 +138,7 @@ class StepsInFlight:
             self._on_failed(step.decodes, error)
             self._on_end()
             return
-        self.step, self.has_company = following, False
+        self.step, self._has_company = following, False
         self._on_done(step.decodes, done, NO_DECODES if following is None else following.decodes)
         self._on_end()
         if following is not None:
