@@ -408,6 +408,21 @@ def test_memory_of_a_launch_that_failed_is_not_written_while_it_is_read(
         runners.step(picked, [text.row(dice) for text in picked])
 
 
+@pytest.mark.parametrize("fails_after", range(4))
+def test_biases_of_earlier_rows_are_gone_after_a_failed_launch(decoder: Decoder, fails_after: int) -> None:
+    queue = CheckedQueue()
+    runners = Runners(decoder, queue)
+    biased, masked = runners.begin(6, [1, 2]), runners.begin(4, [3, 4])
+    runners.step([biased], [SamplingRow(Sampling(logit_bias={5: 1000.0}))])
+    row = SamplingRow(None, TokenMask(allowed=range(VOCAB)))
+    queue.fails_after = fails_after
+    with pytest.raises(RuntimeError, match="planted"):
+        runners.graph.step(runners.pack([masked]), [row])
+    masked.sequence.length -= 1
+    # In the place of which the one with biases was.
+    runners.step([masked], [row])
+
+
 def test_what_adjusts_rows_is_not_written_while_it_is_read(decoder: Decoder) -> None:
     """Each launch fails after it was sent."""
     queue, dice = CheckedQueue(), random.Random(0)

@@ -84,6 +84,7 @@ class AdjustedRows:
         # What the device has: which rows, and their settings. None: unknown, or other data in each step.
         self._loaded: tuple[Sequence[int], list[Sampling | None]] | None = None
         self._send(self._row_columns([], {}) | self._bias_columns({}))
+        self._num_biases = 0
 
     def load(self, batch: Sequence[SamplingRow], which: Sequence[int]) -> bool:
         """Load these rows of a batch. False: there is no room for their biases or histories."""
@@ -100,6 +101,7 @@ class AdjustedRows:
             return False
         data = {name: columns[name].reshape(-1) for name in ("words", "history") if name in columns}
         self._send(data | self._row_columns(ordered, columns) | self._bias_columns(columns))
+        self._num_biases = len(columns.get("biases", ()))
         self._loaded = key if stays else None
         return True
 
@@ -121,7 +123,8 @@ class AdjustedRows:
     def _bias_columns(self, columns: Columns) -> Columns:
         """The biases, and padding in place of earlier ones."""
         count = len(columns.get("biases", ()))
-        sent, self._num_biases = max(count, self._num_biases), count
+        # Until they are sent, both may be there.
+        self._num_biases = sent = max(count, self._num_biases)
         biases: Columns = {
             "bias_rows": np.full(sent, _NO_ROW, np.int32),
             "bias_ids": np.zeros(sent, np.int32),
