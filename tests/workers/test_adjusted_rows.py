@@ -476,12 +476,10 @@ def test_garbage_is_collected_before_graphs_are_captured_and_not_while(decoder: 
 
     runner = CudaGraphRunner(decoder, make_kv("cpu"), max_rows=2, max_seq_len=256, capture=capture)
     packer = HandPacker(16, range(1, PAGES))
-    for row in (SamplingRow(), SamplingRow(mask=TokenMask(allowed=[1]))):
-        gc.collect()
-        events.clear()
-        Cycle()
-        runner.step(packer.pack([Item(HandSequence(), [1])]), [row])
-        assert gc.isenabled() and events[:1] == ["collected"]
-        assert events.count("captured") == (1 if fails else 2)
-        if fails:
-            break
+    gc.collect()
+    events.clear()
+    Cycle()
+    runner.step(packer.pack([Item(HandSequence(), [1])]), [SamplingRow()])
+    assert gc.isenabled() and events[:1] == ["collected"]
+    # Graphs of a step, and second ones, for one row and for two.
+    assert events.count("captured") == (1 if fails else 4)

@@ -7,10 +7,9 @@ steps (tokens, positions, lengths, pages) is in fixed device memory, owned by `d
 A batch runs in the smallest bucket that it fits, and the other rows are padded. Graphs are captured on the
 first decode: for each size one, and if the model has slots for adapters, one that only batches with adapters
 replay. Rows with a mask, biases, penalties, top_k, top_p or min_p are chosen once more, by a short second
-graph (`adjusted_rows`); these are captured when the first such row comes. Other steps (prefills, mixed
-batches, verifies, larger batches, captured hidden states, given experts) run eagerly with the same kernels.
-So do decodes, more slowly, if a capture fails. With graphs switched off, the kernels of a decode are launched
-one by one, over the same memory and as far ahead.
+graph (`adjusted_rows`). Other steps (prefills, mixed batches, verifies, larger batches, captured hidden
+states, given experts) run eagerly with the same kernels. So do decodes, more slowly, if a capture fails. With
+graphs switched off, the kernels of a decode are launched one by one, over the same memory and as far ahead.
 
 Of decodes whose callers continue with the chosen tokens, the next step can be launched while one runs
 (`launch`): so the device does not wait for the host between them. Rows with penalties are not launched so:
@@ -29,7 +28,7 @@ from typing import Any
 
 import torch
 
-from workers.device_sampling import ROWS_AT_ONCE, is_simple
+from workers.device_sampling import ROWS_AT_ONCE
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
@@ -98,7 +97,7 @@ class _Captured:
 
     Attributes:
         in_flight: The step whose tokens are not read yet: the buffers are its.
-        adjusted: The rows that are chosen once more. None: there was none yet, or `adjust` was not captured.
+        adjusted: The rows that are chosen once more. None: `adjust` could not be captured.
         adjust: By bucket, what replays the second graphs.
     """
 
@@ -250,8 +249,6 @@ class CudaGraphRunner:
         # None after the first use.
         self._capture: Capture | None = capture or (_CudaCapture(kv.device) if graphs else launch_each)
         self._queue = queue
-        # Captures the second graphs. None after the first use.
-        self._capture_second: Capture | None = self._capture
         self._captured: _Captured | None = None
         self._last: _Graph | None = None
 
@@ -295,10 +292,6 @@ class CudaGraphRunner:
         self, captured: _Captured, inputs: ForwardInputs, rows: Sequence[SamplingRow]
     ) -> Callable[[], None] | None:
         """Load the buffers. Returns what adjusts rows; None: nothing has to, or no graph can."""
-        if self._capture_second is not None:
-            have_settings = [row for row in rows if row.spec is not None or row.mask is not None]
-            if not all(map(is_simple, have_settings)):
-                self._capture_adjusting(captured, self._capture_second)
         captured.buffers.load(inputs, rows)
         return captured.load_adjusted(rows)
 
@@ -353,18 +346,18 @@ class CudaGraphRunner:
     def _capture_all(self, capture: Capture) -> None:
         """Capture the graphs. After a failure it is not tried again, since it would fail in every step.
 
+        Without the second ones, rows are adjusted outside of graphs.
+
         Raises:
             DeviceLostError: The device has failed.
         """
         self._capture = None
         reason = _tried(lambda: self._capture_graphs(capture), self._kv.device)
-        if reason is not None:
+        captured = self._captured
+        if captured is None:
             self.name, self.can_launch = EagerRunner.name, False
             _log.warning("CUDA graphs were not captured, so each kernel of a decode is launched: %s", reason)
-
-    def _capture_adjusting(self, captured: _Captured, capture: Capture) -> None:
-        """As `_capture_all`, the second graphs. Without them rows are adjusted outside of graphs."""
-        self._capture_second = None
+            return
         reason = _tried(lambda: self._capture_second_graphs(captured, capture), self._kv.device)
         if reason is not None:
             _log.warning("CUDA graphs were not captured, so masks are applied outside of them: %s", reason)
@@ -396,7 +389,6 @@ class CudaGraphRunner:
     def _capture_second_graphs(self, captured: _Captured, capture: Capture) -> None:
         """For each bucket of adjusted rows, the largest first. The rows are padded."""
         buffers, logits = captured.buffers, captured.graph(self._max_rows).logits[0]
-        buffers.invalidate()
         adjusted = AdjustedRows(self._max_rows, logits.shape[1], self._kv.device, buffers.queue)
 
         def captured_one(bucket: int) -> Callable[[], None]:
