@@ -49,19 +49,15 @@ _PENALTY_COLUMNS = (
 Columns = dict[str, NDArray[Any]]  # settings of some rows, by the name of a kernel's argument
 
 
-def changes_logits(row: SamplingRow) -> bool:
-    """Whether a row's mask, bias or penalties change its logits."""
-    return row.mask is not None or (row.spec is not None and row.spec.changes_logits)
-
-
 def is_cut(spec: Sampling) -> bool:
     """Whether top_k, top_p or min_p may matter. They never exclude the most likely token."""
     return spec.temperature > 0 and (spec.top_k > 0 or spec.top_p < 1.0 or spec.min_p > 0.0)
 
 
-def _is_simple(row: SamplingRow) -> bool:
+def is_simple(row: SamplingRow) -> bool:
     """Whether a row's choice only needs a temperature and a key, and so no copy."""
-    return not changes_logits(row) and not is_cut(row.spec or _GREEDY)
+    spec = row.spec
+    return row.mask is None and (spec is None or not (spec.changes_logits or is_cut(spec)))
 
 
 def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -86,10 +82,10 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         raise ValueError(f"logits with a stride of {logits.stride(1)} between tokens")
     from kernels.cuda import sampling  # noqa: PLC0415 - a worker without a GPU never loads triton
 
-    others = [index for index, row in enumerate(rows) if not _is_simple(row)]
+    others = [index for index, row in enumerate(rows) if not is_simple(row)]
     chunks = [others[first : first + ROWS_AT_ONCE] for first in range(0, len(others), ROWS_AT_ONCE)]
     # The others are validated in the same pass, as greedy rows, which need no noise.
-    plain = [row if _is_simple(row) else SamplingRow() for row in rows]
+    plain = [row if is_simple(row) else SamplingRow() for row in rows]
     settings = [_draws(plain), *(_settings(rows, chunk, logits.shape[1]) for chunk in chunks)]
     draws, *adjusted = _send(settings, logits.device)
 
@@ -189,13 +185,14 @@ def choose_with_drafts(
 def choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best: Tensor) -> None:
     """Choose with all settings, in columns [C] on the device.
 
-    Mutates copy [C, V] float32, and ids [C] and best [C] as `kernels.cuda.sampling.choose` does. Launches
-    what follows from the shapes, and from which columns there are: it can be captured in a CUDA graph.
+    Mutates copy [C, V] float32, and ids [C] and best [C] as `kernels.cuda.sampling.choose` does. The copy may
+    have a row more, for biases and masks that are no row's. Launches what follows from the shapes, and from
+    which columns there are: it can be captured in a CUDA graph.
     """
     from kernels.cuda import sampling  # noqa: PLC0415 - as in choose_tokens
 
     cuts = _adjust_and_cut(copy, columns)
-    sampling.choose(copy, columns["temperatures"], columns["keys"], ids, best, *cuts)
+    sampling.choose(copy[: len(ids)], columns["temperatures"], columns["keys"], ids, best, *cuts)
 
 
 def _adjust_and_cut(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -216,7 +213,7 @@ def _adjust_and_cut(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | 
     cut_ids = torch.empty_like(columns["top_ks"])
     cut_values = torch.empty_like(cut_ids, dtype=torch.float32)
     limits = columns["top_ks"], columns["top_ps"], columns["min_ps"]
-    sampling_cut.find_cuts(copy, columns["temperatures"], *limits, cut_values, cut_ids)
+    sampling_cut.find_cuts(copy[: len(cut_ids)], columns["temperatures"], *limits, cut_values, cut_ids)
     return cut_values, cut_ids
 
 
@@ -225,8 +222,12 @@ def _settings(rows: Sequence[SamplingRow], where: Sequence[int], vocab: int) -> 
     some = [rows[index] for index in where]
     columns = {"where": np.array(where, dtype=np.int64), **_draws(some)}
     specs = [row.spec or _GREEDY for row in some]
-    changes = _masks(some, vocab) | _biases(some, vocab) | _penalties(some, vocab)
-    return columns | changes | limits(specs)
+    return columns | adjustments(some, vocab) | limits(specs)
+
+
+def adjustments(rows: Sequence[SamplingRow], vocab: int) -> Columns:
+    """The columns of masks, biases and penalties, without those that no row has."""
+    return _masks(rows, vocab) | _biases(rows, vocab) | _penalties(rows, vocab)
 
 
 def _draws(rows: Sequence[SamplingRow]) -> Columns:

@@ -229,6 +229,16 @@ class Prelauncher:
         self._begun = None
         self._is_paused, self._pauses_next_step = self._pauses_next_step, False
 
+    def joins(self, running: Decodes) -> None:
+        """Note that others begin beside decodes that run."""
+        ahead = running.prelaunched.nonzero()[0]
+        self._begun = running.forward(int(ahead[0])) if len(ahead) else None
+
+    @property
+    def has_to_wait(self) -> bool:
+        """Whether no prelaunched forward may begin in the next step."""
+        return self._pauses_next_step
+
     def may_begin(self, prelaunched: Forward) -> bool:
         """Whether a prelaunched forward may take pages now. If so, it counts as begun."""
         if not self._is_paused:

@@ -265,13 +265,20 @@ class Scheduler:
         is called again later. If it raises, the forward stays and is begun again in a later step.
         """
         self._steps += 1
-        short, long = self._short, self._long
         self._take_decodes(begin_all)
         if not self._forwards:
             self._limits.record_decodes(self._running_costs)
             self._long_first = False
             return []
-        plain = self.running.size
+        return self._next_chunks(begin, self._limits.record_decodes)
+
+    def next_beside(self, begin: Begin) -> list[Chunk]:
+        """As `next_batch`, beside the plain decodes of `run_next` or `next_batch`, which stay `running`."""
+        self._shares = {}
+        return self._next_chunks(begin, lambda _: None)
+
+    def _next_chunks(self, begin: Begin, record_decodes: Callable[[Mapping[int, int]], None]) -> list[Chunk]:
+        short, long, plain = self._short, self._long, self.running.size
         left = _Budget(self.max_batch_tokens - plain, self.max_batch_items - plain, self.max_rows - plain)
         chunks: list[Chunk] = []
         reserved = self._reserve_for_long(left)
@@ -281,7 +288,7 @@ class Scheduler:
         left.items += reserved.items
         left.rows += reserved.rows
         # The limit also holds for the steps after decodes: their callers' next requests would wait for them.
-        self._limits.record_decodes(_cost_of_decodes(chunks, self._running_costs))
+        record_decodes(_cost_of_decodes(chunks, self._running_costs))
         if long.queue:
             spare_tokens = max(0, left.tokens - self._limits.max_prompt_tokens(long.active_callers))
             left.tokens -= spare_tokens
@@ -332,6 +339,18 @@ class Scheduler:
     def has_others(self) -> bool:
         """Whether there are forwards that are not in `running`."""
         return bool(self._forwards or self._waiting.op_ids)
+
+    def may_run_on(self, plain: int) -> bool:
+        """Whether a step of so many plain decodes may be followed by the next one, whatever else waits.
+
+        That is so if only prompts wait, and verifies, and all short ones have room beside, and no caller has
+        to be limited. Single tokens join the decodes in a step.
+        """
+        short = self._short
+        has_room = not self._waiting.op_ids and self._has_room(plain)
+        if not has_room or short.cost > self._limits.times.free_cost:
+            return False
+        return all(forward.remaining > 1 for forward in short.queue)
 
     def run_next(self, decodes: Decodes) -> None:
         """Note that a step of plain decodes was launched beside `next_batch`: it is the running one now."""

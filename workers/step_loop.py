@@ -5,8 +5,8 @@ batches. Between two steps the loop takes all commands that have arrived, so tha
 run together. Results are emitted after each step, and before it those that are complete already. A cancelled
 or failed operation is rolled back before the next step.
 
-On a GPU the loop does not wait for a step of plain decodes: see `steps_in_flight`. Protobuf, sockets and the
-event loop are in `server.py`.
+On a GPU the loop does not wait for a step of plain decodes, and runs chunks of prompts beside it: see
+`steps_in_flight`. Protobuf, sockets and the event loop are in `server.py`.
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ class StepLoop:
             on_failed=lambda decodes, error: self._run_alone([], decodes, error),
             on_end=self._step_done,
         )
-        # When the running step has begun.
+        # When the running step has begun, and its chunks.
         self._began_ns = 0
+        self._chunks: Sequence[Chunk] = ()
         self._adapters = adapters
         if adapters is not None:
             adapters.report_to(lambda read: self.submit([read]))
@@ -211,6 +212,14 @@ class StepLoop:
         return bool(
             self._scheduler.has_others or self._drawing or self._integrity_checks.has_work or has_adapters
         )
+
+    @property
+    def _has_other_work(self) -> bool:
+        """Whether there is anything but forwards in the scheduler, or may be soon."""
+        adapters = self._adapters
+        if self._drawing or self._integrity_checks.has_work:
+            return True
+        return adapters is not None and (len(adapters) > 0 or adapters.has_work)
 
     def _wait(self) -> _Arrived | None:
         """Waits for commands. Returns them and when they arrived, or None: it stops, or has to go on."""
@@ -387,10 +396,18 @@ class StepLoop:
     def step(self) -> None:
         """Runs one forward over the chunks that the scheduler picks, and a slice of an integrity check.
 
-        Or goes on with the step in flight. Forwards that wait for an adapter may expire meanwhile.
+        Or goes on with the step in flight, or runs chunks beside it. Forwards that wait may expire meanwhile.
         """
+        for forward in self._scheduler.expire(time.monotonic_ns()):
+            self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
         if self._in_flight.step is not None:
-            self._in_flight.advance(has_others=self._has_work or bool(self._adapters))
+            has_other_work = self._has_other_work
+            chunks = [] if has_other_work else self._in_flight.company(self._begin)
+            if chunks:
+                self._chunks = chunks
+                self._run(chunks)
+            else:
+                self._in_flight.advance(has_other_work=has_other_work)
             self._prelauncher.drop_expired(time.monotonic_ns())
             return
         if self._integrity_checks.has_work:
@@ -398,9 +415,7 @@ class StepLoop:
         if self._adapters is not None and (len(self._adapters) or self._adapters.has_work):
             self._advance_adapters(self._adapters)
         self._prelauncher.next_step()
-        for forward in self._scheduler.expire(time.monotonic_ns()):
-            self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
-        chunks = self._scheduler.next_batch(self._begin, self._prelauncher.begin)
+        self._chunks = chunks = self._scheduler.next_batch(self._begin, self._prelauncher.begin)
         decodes = self._scheduler.running
         if chunks or decodes.size:
             self._began_ns = time.monotonic_ns()
@@ -409,13 +424,13 @@ class StepLoop:
             self._draw_samples()
         now_ns = time.monotonic_ns()
         if (chunks or decodes.size) and self._in_flight.step is None:
-            self._step_done(chunks)
+            self._step_done()
         if self._prelauncher.ready:
             self._prelauncher.drop_expired(now_ns)
 
-    def _step_done(self, chunks: Sequence[Chunk] = ()) -> None:
-        now_ns = time.monotonic_ns()
-        took_ns, self._began_ns = now_ns - self._began_ns, now_ns
+    def _step_done(self) -> None:
+        now_ns, chunks = time.monotonic_ns(), self._chunks
+        took_ns, self._began_ns, self._chunks = now_ns - self._began_ns, now_ns, ()
         self._scheduler.record_step(chunks, took_ns)
         self._window.step_done(self._answered, now_ns, took_ns)
         self._answered = []
@@ -457,9 +472,11 @@ class StepLoop:
         """Runs or launches all together. If that fails, runs each alone: only the failing ones fail then."""
         try:
             # Samples are drawn between two steps.
-            may_launch = self._engine.runner.can_launch and not (chunks or self._drawing)
-            if may_launch and self._in_flight.launch(decodes):
-                return
+            may_launch = decodes.size and self._engine.runner.can_launch and not self._drawing
+            if may_launch and self._in_flight.launch(decodes, chunks):
+                if not chunks:
+                    return
+                decodes = NO_DECODES
             done = self._engine.execute(chunks, decodes)
         except DeviceLostError:
             # The device is unusable: the process ends, and the gateway starts another one.

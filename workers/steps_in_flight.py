@@ -3,22 +3,26 @@
 So the device does not wait for the host between two steps (ADR 43). A step is *in flight* from its launch
 until its results are read. Meanwhile the step loop takes commands. Requests for decodes that were
 prelaunched, and run, are answered with the step. When all of its decodes are requested, and the next ones are
-to be prelaunched, these are launched: the device has their tokens already. Anything else waits until the step
-in flight is finished.
+to be prelaunched, these are launched: the device has their tokens already.
+
+Chunks of prompts run beside each step in flight, behind it on the device, in a forward of their own: the
+decodes replay their graph, the prompts launch kernel by kernel. Anything else waits until the step in flight
+is finished, and then decodes and it are in a step together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import structlog
 
 from workers.decodes import NO_DECODES, Decodes, DecodesDone
 from workers.executors.engine import Engine, StepInFlight
+from workers.operations import Chunk
 from workers.prelaunch import Prelauncher
 from workers.runners.base import DeviceLostError
-from workers.scheduler import Scheduler
+from workers.scheduler import Begin, Scheduler
 
 _log = structlog.get_logger(__name__)
 
@@ -44,11 +48,34 @@ class StepsInFlight:
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
         self._on_done, self._on_failed, self._on_end = on_done, on_failed, on_end
         self.step: StepInFlight | None = None
+        # Whether chunks have run beside it, or could not.
+        self._has_company = False
 
-    def launch(self, decodes: Decodes) -> bool:
-        """Launch the decodes that the scheduler has chosen. False: they have to be executed."""
-        self.step = self._engine.launch(decodes)
+    def launch(self, decodes: Decodes, chunks: Sequence[Chunk]) -> bool:
+        """Launch the decodes that the scheduler has chosen. False: they have to be executed, with the chunks.
+
+        That is so if all chunks are of one token: then one graph computes all.
+        """
+        self.step = None
+        if not chunks or any(chunk.count > 1 for chunk in chunks):
+            self.step, self._has_company = self._engine.launch(decodes), bool(chunks)
         return self.step is not None
+
+    def company(self, begin: Begin) -> list[Chunk]:
+        """The chunks to be run beside the step in flight, at most once for each step. `begin`: see there."""
+        if self.step is None or self._has_company or not self._scheduler.has_others or not self._may_run_on:
+            return []
+        self._has_company = True
+        self._prelauncher.joins(self.step.decodes)
+        return self._scheduler.next_beside(begin)
+
+    @property
+    def _may_run_on(self) -> bool:
+        """Whether the next step may be launched, as for what is in the scheduler."""
+        if self.step is None or not self._scheduler.has_others:
+            return self.step is not None
+        # No prelaunched decode may take pages that another forward waits for.
+        return not self._prelauncher.has_to_wait and self._scheduler.may_run_on(self.step.decodes.size)
 
     @property
     def waits_for_requests(self) -> bool:
@@ -74,12 +101,17 @@ class StepsInFlight:
         if self.step is not None and sequence in self.step.decodes.sequences:
             self.finish()
 
-    def advance(self, *, has_others: bool) -> None:
-        """Finish the step in flight, after launching the next one unless there are others to be run."""
+    def advance(self, *, has_other_work: bool) -> None:
+        """Finish the step in flight, after launching the next one unless others are to be run before it.
+
+        has_other_work: Whether there are others that are not in the scheduler.
+        """
+        has_others = has_other_work or self._scheduler.has_others
         if self.step is None or (not has_others and self.waits_for_requests):
             return
         following = None
-        if not has_others and not any(self.step.decodes.prelaunched.tolist()):
+        may_run_on = self._may_run_on and not has_other_work
+        if may_run_on and not any(self.step.decodes.prelaunched.tolist()):
             following = self._launch_next(self.step)
         self.finish(following)
 
@@ -106,7 +138,7 @@ class StepsInFlight:
             self._on_failed(step.decodes, error)
             self._on_end()
             return
-        self.step = following
+        self.step, self._has_company = following, False
         self._on_done(step.decodes, done, NO_DECODES if following is None else following.decodes)
         self._on_end()
         if following is not None:

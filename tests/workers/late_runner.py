@@ -91,15 +91,16 @@ class LateRunner:
         self.launched_ahead = 0
         # Of these, how many had fewer rows.
         self.shrunk = 0
-        # How many launched steps were computed.
-        self.computed = 0
+        # How many launched steps were computed, and how many others.
+        self.computed = self.stepped = 0
 
     def step(
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None
     ) -> StepResult:
+        # Behind what was launched.
         if self.last is not None:
             self.last.computed()
-        self.last = None
+        self.stepped += 1
         return self.inner.step(inputs, rows, capture)
 
     def launch(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from workers.counter_rng import mix_key
-from workers.device_sampling import Columns, _is_simple, _send, _settings, choose_tokens
+from workers.device_sampling import Columns, _send, _settings, choose_tokens, is_simple
 from workers.operations import Sampling, TokenMask
 from workers.sampling import SamplingRow
 
@@ -34,7 +34,7 @@ INF = float("inf")
     ],
 )
 def test_which_rows_need_a_temperature_and_a_key_only(row: SamplingRow, simple: bool) -> None:
-    assert _is_simple(row) is simple
+    assert is_simple(row) is simple
 
 
 def test_settings_that_no_row_has_are_left_out() -> None:

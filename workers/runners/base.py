@@ -61,6 +61,7 @@ class LaunchedStep(Protocol):
 
         Raises:
             BadLogitsError: It has computed unusable logits for some rows.
+            NothingAllowedError: Mask and biases leave no token to some rows.
             DeviceLostError: The device has failed.
         """
 
@@ -68,11 +69,11 @@ class LaunchedStep(Protocol):
         """Those of the step, after `chosen`: [R, vocab] on the device. To be read within the context."""
 
     def launch_next(self, inputs: ForwardInputs, some: SomeRows | None = None) -> LaunchedStep:
-        """Launches the step that follows, before this one is done. At most one, and nothing else before it.
+        """Launches the step that follows, before this one is done. At most one.
 
         Args:
             inputs: Of the same rows, one token further. Their tokens, which are not known yet, are not read.
-            some: The rows that go on. None: all do.
+            some: The rows that go on. None: all do, and are chosen as before, with the same masks.
 
         Raises:
             DeviceLostError: The device has failed.
@@ -113,10 +114,11 @@ class Runner(Protocol):
     ) -> LaunchedStep | None:
         """Launches a step of single tokens without waiting for it. None, without an effect: it cannot.
 
+        It cannot with penalties, or before the tokens of the last step of those that were launched are read.
+        Until then `step` runs others behind it.
+
         keeps_logits: Whether its logits, and those of the steps after it, can be read after the next step
             was launched.
-
-        The settings of `rows` must not change logits: no mask, bias or penalties.
         """
 
 

@@ -6,17 +6,20 @@ steps (tokens, positions, lengths, pages) is in fixed device memory, owned by `d
 
 A batch runs in the smallest bucket that it fits, and the other rows are padded. Graphs are captured on the
 first decode: for each size one, and if the model has slots for adapters, one that only batches with adapters
-replay. Each is followed by a short one that only batches with top_k, top_p or min_p replay. Other steps
-(prefills, mixed batches, verifies, larger batches, captured hidden states, given experts) run eagerly with
-the same kernels. So do decodes, more slowly, if a capture fails. With graphs switched off, the kernels of a
-decode are launched one by one, over the same memory and as far ahead.
+replay. Rows with a mask, biases, penalties, top_k, top_p or min_p are chosen once more, by a short second
+graph (`adjusted_rows`). Other steps (prefills, mixed batches, verifies, larger batches, captured hidden
+states, given experts) run eagerly with the same kernels. So do decodes, more slowly, if a capture fails. With
+graphs switched off, the kernels of a decode are launched one by one, over the same memory and as far ahead.
 
 Of decodes whose callers continue with the chosen tokens, the next step can be launched while one runs
-(`launch`): so the device does not wait for the host between them.
+(`launch`): so the device does not wait for the host between them. Rows with penalties are not launched so:
+only the host has the tokens before theirs. Until the tokens of a launched step are read, its buffers are
+taken: other steps run eagerly then, behind it.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,16 +28,17 @@ from typing import Any
 
 import torch
 
-from workers.device_sampling import ROWS_AT_ONCE, choose_adjusted
+from workers.device_sampling import ROWS_AT_ONCE
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.model import Model
+from workers.runners.adjusted_rows import AdjustedRows, has_penalty
 from workers.runners.base import DeviceLostError, SomeRows, StepResult, device_errors
 from workers.runners.decode_buffers import DecodeBuffers, StepTokens
 from workers.runners.device_queue import DeviceQueue
 from workers.runners.eager import EagerRunner, choose_tokens
-from workers.sampling import SamplingRow
+from workers.sampling import NothingAllowedError, SamplingRow
 
 _log = logging.getLogger(__name__)
 
@@ -62,15 +66,12 @@ class _Graph:
 
     Attributes:
         replay: Launches it.
-        replay_cut: Chooses the tokens once more, with top_k, top_p and min_p, also those that the next step
-            continues with. For batches to which they matter, after `replay`.
-        logits: One tensor, the logits [bucket, vocab] that it computes.
+        logits: One tensor, the logits [bucket, vocab] that it computes. All graphs write to the same memory.
         experts: For each layer with experts, the ids of those of each row [bucket, E] int64. They are where
             the router writes them, so that they cost nothing if nobody wants them.
     """
 
     replay: Callable[[], None]
-    replay_cut: Callable[[], None]
     logits: list[torch.Tensor]
     experts: list[torch.Tensor]
 
@@ -92,7 +93,13 @@ class KeptLogits:
 
 
 class _Captured:
-    """The graphs, and the memory that they share."""
+    """The graphs, and the memory that they share.
+
+    Attributes:
+        in_flight: The step whose tokens are not read yet: the buffers are its.
+        adjusted: The rows that are chosen once more. None: `adjust` could not be captured.
+        adjust: By bucket, what replays the second graphs.
+    """
 
     def __init__(self, buffers: DecodeBuffers, graphs: Mapping[tuple[int, bool], _Graph]) -> None:
         """`graphs`: by bucket, and whether adapters are applied."""
@@ -100,29 +107,49 @@ class _Captured:
         self._graphs = graphs
         self._buckets = sorted({bucket for bucket, _ in graphs})
         self.kept_logits = KeptLogits(graphs[self._buckets[-1], False].logits[0], buffers.queue)
+        self.in_flight: GraphStep | None = None
+        self.adjusted: AdjustedRows | None = None
+        self.adjust: Mapping[int, Callable[[], None]] = {}
+
+    def _bucket(self, rows: int) -> int:
+        return next(size for size in self._buckets if size >= rows)
 
     def graph(self, rows: int, *, lora: bool = False) -> _Graph:
         """The smallest for so many rows, of which there is one."""
-        bucket = next(size for size in self._buckets if size >= rows)
-        return self._graphs[bucket, lora]
+        return self._graphs[self._bucket(rows), lora]
+
+    def load_adjusted(self, rows: Sequence[SamplingRow]) -> Callable[[], None] | None:
+        """What adjusts the batch that the buffers have. None: nothing has to, or no graph can."""
+        which = self.buffers.adjusted
+        if not which or self.adjusted is None or not self.adjusted.load(rows, which):
+            return None
+        return self.adjust[self._bucket(len(which))]
 
 
 class GraphStep:
     """A decode step that was launched; see `LaunchedStep`."""
 
     def __init__(
-        self, captured: _Captured, graph: _Graph, inputs: ForwardInputs, rows: int, *, keeps_logits: bool
+        self,
+        captured: _Captured,
+        graph: _Graph,
+        inputs: ForwardInputs,
+        adjust: Callable[[], None] | None,
+        *,
+        keeps_logits: bool,
     ) -> None:
-        """Launch it. The buffers are loaded."""
-        self._captured, self._graph, self._inputs, self._rows = captured, graph, inputs, rows
+        """Launch it. The buffers are loaded. `adjust`: the second graph."""
+        self._captured, self._graph, self._inputs, self._adjust = captured, graph, inputs, adjust
+        self._rows = len(inputs.positions)
         self._buffers = buffers = captured.buffers
         self._keeps_logits = keeps_logits
         self._copied_logits: torch.Tensor | None = None
         self._is_last = True
         buffers.queue.launch(graph.replay)
-        if buffers.is_cut and not buffers.is_adjusted:
-            buffers.queue.launch(graph.replay_cut)
-        self._tokens: StepTokens = buffers.fetch(rows)
+        if adjust is not None:
+            buffers.queue.launch(adjust)
+        self._tokens: StepTokens = buffers.fetch(self._rows, () if adjust is None else buffers.adjusted)
+        captured.in_flight = self
 
     def is_done(self) -> bool:
         """See `LaunchedStep`."""
@@ -131,11 +158,20 @@ class GraphStep:
 
     def chosen(self) -> torch.Tensor:
         """See `LaunchedStep`."""
+        chosen, forbidden = self.read()
+        if forbidden is not None:
+            raise forbidden
+        return chosen
+
+    def read(self) -> tuple[torch.Tensor, NothingAllowedError | None]:
+        """As `chosen`, which raises the error: rows without an allowed token."""
+        if self._captured.in_flight is self:
+            self._captured.in_flight = None
         with device_errors():
-            chosen = self._tokens.read()
-            if self._is_last:
+            chosen, forbidden = self._tokens.read()
+            if self._is_last and forbidden is None:
                 self._buffers.advanced(self._inputs, chosen)
-            return chosen
+            return chosen, forbidden
 
     @property
     def own_logits(self) -> torch.Tensor:
@@ -164,9 +200,9 @@ class GraphStep:
             if self._keeps_logits:
                 self._copied_logits = self._captured.kept_logits.keep(self._graph, self._rows)
             self._buffers.load_next(inputs, some)
-            rows = len(inputs.positions)
-            graph = self._captured.graph(rows)
-            return GraphStep(self._captured, graph, inputs, rows, keeps_logits=self._keeps_logits)
+            adjust = self._adjust if some is None else self._captured.load_adjusted(some.rows)
+            graph = self._captured.graph(len(inputs.positions))
+            return GraphStep(self._captured, graph, inputs, adjust, keeps_logits=self._keeps_logits)
 
 
 class CaptureError(Exception):
@@ -224,8 +260,10 @@ class CudaGraphRunner:
             captured = None if capture is not None and capture.rows else self._captured_for(inputs, rows)
             if captured is None:
                 return self._eager.step(inputs, rows, capture)
-            step = self._launched(captured, inputs, rows)
-            return self._result(captured.buffers, step, rows, capture)
+            adjust = self._load(captured, inputs, rows)
+            step = GraphStep(captured, self._graph(captured, inputs), inputs, adjust, keeps_logits=False)
+            is_adjusted = adjust is not None or not captured.buffers.adjusted
+            return self._result(captured.buffers, step, rows, capture, is_adjusted=is_adjusted)
 
     def launch(
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], *, keeps_logits: bool = False
@@ -235,7 +273,11 @@ class CudaGraphRunner:
             captured = self._captured_for(inputs, rows)
             if captured is None:
                 return None
-            return self._launched(captured, inputs, rows, keeps_logits=keeps_logits)
+            adjust, adjusted = self._load(captured, inputs, rows), captured.buffers.adjusted
+            if adjusted and (adjust is None or any(has_penalty(rows[index]) for index in adjusted)):
+                return None
+            graph = self._graph(captured, inputs)
+            return GraphStep(captured, graph, inputs, adjust, keeps_logits=keeps_logits)
 
     def _captured_for(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> _Captured | None:
         """The graphs, if one of them computes this step."""
@@ -243,19 +285,20 @@ class CudaGraphRunner:
             return None
         if self._capture is not None:
             self._capture_all(self._capture)
-        return self._captured
+        captured = self._captured
+        return captured if captured is not None and captured.in_flight is None else None
 
-    def _launched(
-        self,
-        captured: _Captured,
-        inputs: ForwardInputs,
-        rows: Sequence[SamplingRow],
-        *,
-        keeps_logits: bool = False,
-    ) -> GraphStep:
+    def _load(
+        self, captured: _Captured, inputs: ForwardInputs, rows: Sequence[SamplingRow]
+    ) -> Callable[[], None] | None:
+        """Load the buffers. Returns what adjusts rows; None: nothing has to, or no graph can."""
         captured.buffers.load(inputs, rows)
-        self._last = graph = captured.graph(len(rows), lora=inputs.lora_slots is not None)
-        return GraphStep(captured, graph, inputs, len(rows), keeps_logits=keeps_logits)
+        return captured.load_adjusted(rows)
+
+    def _graph(self, captured: _Captured, inputs: ForwardInputs) -> _Graph:
+        """The graph of a step that is loaded."""
+        self._last = captured.graph(len(inputs.positions), lora=inputs.lora_slots is not None)
+        return self._last
 
     def _is_decode(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
         """Whether every item appends one token and wants its row, and there is a bucket for that."""
@@ -274,17 +317,19 @@ class CudaGraphRunner:
         step: GraphStep,
         rows: Sequence[SamplingRow],
         capture: RowCapture | None,
+        *,
+        is_adjusted: bool,
     ) -> StepResult:
-        chosen = step.chosen()
+        chosen, forbidden = step.read()
         if capture is not None and step.experts:
             index = torch.tensor(capture.expert_rows, device=step.own_logits.device)  # [K]
             capture.experts = [*torch.stack(step.experts).index_select(1, index)]
-        if buffers.is_adjusted:
-            # The graph has chosen greedily for rows with masks, bias or penalties. They are applied now to
-            # its logits, and the tokens in the device's buffers are wrong.
+        if not is_adjusted:
+            # The tokens in the device's buffers are not those of the adjusted rows.
             buffers.invalidate()
             return choose_tokens(step.own_logits, rows)
-        return StepResult(step.own_logits, chosen)
+        failed = {} if forbidden is None else dict.fromkeys(forbidden.rows, forbidden)
+        return StepResult(step.own_logits, chosen, failed)
 
     def replay_last(self, steps: int) -> None:
         """Repeat the last decode step, each time with the tokens chosen before.
@@ -293,32 +338,31 @@ class CudaGraphRunner:
         of the step before must include pages for the new tokens.
         """
         assert self._captured is not None and self._last is not None, "no decode step was replayed"
-        for _ in range(steps):
-            self._last.replay()
+        with torch.inference_mode():
+            for _ in range(steps):
+                self._last.replay()
         self._captured.buffers.invalidate()
 
     def _capture_all(self, capture: Capture) -> None:
         """Capture the graphs. After a failure it is not tried again, since it would fail in every step.
 
+        Without the second ones, rows are adjusted outside of graphs.
+
         Raises:
             DeviceLostError: The device has failed.
         """
         self._capture = None
-        try:
-            with device_errors():
-                self._captured = self._capture_graphs(capture)
+        reason = _tried(lambda: self._capture_graphs(capture), self._kv.device)
+        captured = self._captured
+        if captured is None:
+            self.name, self.can_launch = EagerRunner.name, False
+            _log.warning("CUDA graphs were not captured, so each kernel of a decode is launched: %s", reason)
             return
-        except DeviceLostError:
-            raise
-        except Exception as error:  # any failure: decodes can run eagerly
-            reason = _first_line(error.__cause__ if isinstance(error, CaptureError) else error)
-        # Outside of the handler, nothing refers to the graphs captured before the failure.
-        if self._kv.device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.name, self.can_launch = EagerRunner.name, False
-        _log.warning("CUDA graphs were not captured, so each kernel of a decode is launched: %s", reason)
+        reason = _tried(lambda: self._capture_second_graphs(captured, capture), self._kv.device)
+        if reason is not None:
+            _log.warning("CUDA graphs were not captured, so masks are applied outside of them: %s", reason)
 
-    def _capture_graphs(self, capture: Capture) -> _Captured:
+    def _capture_graphs(self, capture: Capture) -> None:
         """Graphs of each bucket. The largest is first, so that the others fit into its memory."""
         buffers = DecodeBuffers(self._max_rows, self._max_pages, self._kv.device, self._queue)
         kinds = (True, False) if self._model.max_lora_slots else (False,)
@@ -327,7 +371,7 @@ class CudaGraphRunner:
             for bucket in reversed(self._buckets)
             for lora in kinds
         }
-        return _Captured(buffers, graphs)
+        self._captured = _Captured(buffers, graphs)
 
     def _capture_one(self, capture: Capture, buffers: DecodeBuffers, bucket: int, *, lora: bool) -> _Graph:
         # All rows are padded during warm-up and capture: no page is read or written.
@@ -340,7 +384,18 @@ class CudaGraphRunner:
             logits[:] = [self._decode(buffers, bucket, routed, lora=lora)]
             experts[:] = routed.experts
 
-        return _Graph(capture(run), capture(lambda: _choose_cut(buffers, logits[0])), logits, experts)
+        return _Graph(capture(run), logits, experts)
+
+    def _capture_second_graphs(self, captured: _Captured, capture: Capture) -> None:
+        """For each bucket of adjusted rows, the largest first. The rows are padded."""
+        buffers, logits = captured.buffers, captured.graph(self._max_rows).logits[0]
+        adjusted = AdjustedRows(self._max_rows, logits.shape[1], self._kv.device, buffers.queue)
+
+        def captured_one(bucket: int) -> Callable[[], None]:
+            return capture(lambda: _choose_again(adjusted, bucket, buffers, logits))
+
+        captured.adjust = {bucket: captured_one(bucket) for bucket in reversed(self._buckets)}
+        captured.adjusted = adjusted
 
     def _decode(
         self, buffers: DecodeBuffers, bucket: int, capture: RowCapture, *, lora: bool
@@ -352,9 +407,8 @@ class CudaGraphRunner:
         inputs = buffers.inputs(bucket, lora=lora)
         hidden = self._model.forward(inputs, self._kv, capture)  # [bucket, hidden]
         logits = self._model.logits(hidden)  # [bucket, vocab]
-        chosen, settings = buffers.chosen[:bucket], buffers.settings(slice(bucket))
-        draws = settings["temperatures"], settings["keys"]
-        sampling.choose(logits, *draws, chosen, buffers.best[:bucket])
+        chosen = buffers.chosen[:bucket]
+        sampling.choose(logits, *buffers.draws(bucket), chosen, buffers.best[:bucket])
         advance.advance(
             inputs.token_ids,
             inputs.positions,
@@ -364,18 +418,51 @@ class CudaGraphRunner:
             inputs.attention.page_tables,
             page_size=self._kv.page_size,
         )
-        return logits
+        return buffers.keep_logits(logits)
 
 
-def _choose_cut(buffers: DecodeBuffers, logits: torch.Tensor) -> None:
-    """Choose tokens for logits [bucket, vocab] of the buffers' first rows, with top_k, top_p and min_p."""
-    bucket = len(logits)
+def _choose_again(adjusted: AdjustedRows, bucket: int, buffers: DecodeBuffers, logits: torch.Tensor) -> None:
+    """Choose once more for `bucket` adjusted rows of a batch with logits [B, vocab]."""
     for first in range(0, bucket, ROWS_AT_ONCE):
-        rows = slice(first, min(first + ROWS_AT_ONCE, bucket))
-        settings = buffers.settings(rows)
-        choose_adjusted(logits[rows].float(), settings, buffers.chosen[rows], buffers.best[rows])
-    # `advance` has left those there that were chosen before.
-    buffers.inputs(bucket, lora=False).token_ids.copy_(buffers.chosen[:bucket])
+        part = slice(first, min(first + ROWS_AT_ONCE, bucket))
+        adjusted.choose(part, logits, buffers.settings, buffers.results.chosen, buffers.results.best_left)
+    buffers.use_chosen()
+
+
+def _tried(capture_all: Callable[[], None], device: torch.device) -> str | None:
+    """Capture graphs. Returns why that has failed, if the device still works.
+
+    Raises:
+        DeviceLostError: It does not.
+    """
+    try:
+        with device_errors(), _no_collection():
+            capture_all()
+        return None
+    except DeviceLostError:
+        raise
+    except Exception as error:  # any failure: the work can be launched without graphs
+        reason = _first_line(error.__cause__ if isinstance(error, CaptureError) else error)
+    # Outside of the handler, nothing refers to the graphs captured before the failure.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return reason
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage now, and none within the context.
+
+    What is collected may call the device, and while a graph is captured that makes the capture fail.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _CudaCapture:

@@ -5,12 +5,14 @@ device advances each row by the chosen token (`kernels.cuda.advance`). If the ne
 while callers append the chosen tokens and need no new pages, no data is sent to the device. So a step can be
 launched while the one before it runs, whose tokens the host does not know yet (`load_next`).
 
+Rows that need more than a temperature are named here, and what they need is in `adjusted_rows`.
+
 Dimension letters: B rows of the largest bucket; N rows of a batch; P pages of the longest sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,16 +20,18 @@ import torch
 from numpy.typing import NDArray
 
 from workers.counter_rng import mix64, mix_keys
-from workers.device_sampling import changes_logits, limits
+from workers.device_sampling import is_simple, limits
 from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.operations import Sampling
 from workers.runners.base import SomeRows
 from workers.runners.device_queue import DeviceQueue
-from workers.sampling import BadLogitsError, SamplingRow
+from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
 
 Column = TypeVar("Column")
 
 _GREEDY = Sampling()
+# What `limits` leaves out if they matter to no row.
+_NO_LIMITS: dict[str, float] = {"top_ks": 0, "top_ps": 1.0, "min_ps": 0.0}
 
 
 class _Columns(NamedTuple, Generic[Column]):
@@ -56,7 +60,7 @@ def _columns_in(memory: torch.Tensor, rows: int) -> _Columns[torch.Tensor]:
 _PADDING = _Columns[float](0, 0, -1, 0, 0.0, 1.0, 0.0, 0, 0, -1)
 _COLUMN_BYTES = 68
 _TOKEN_BYTES = 8  # the first column
-_RESULT_BYTES = 12
+_RESULT_BYTES = 16
 
 
 class _Staging:
@@ -65,21 +69,53 @@ class _Staging:
     def __init__(self, max_rows: int, max_pages: int, queue: DeviceQueue, *, pinned: bool) -> None:
         self.columns = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8, pin_memory=pinned)
         self.tables = torch.empty(max_rows * max_pages, dtype=torch.int32, pin_memory=pinned)
-        self.results = torch.zeros(_RESULT_BYTES * max_rows, dtype=torch.uint8, pin_memory=pinned)
-        self.chosen, best = _results_in(self.results, max_rows)
-        self.best: NDArray[np.float32] = best.numpy()
-        # Behind the transfer of the results.
+        results = _Results.allocate(max_rows, torch.device("cpu"), pinned=pinned)
+        self.results, self.chosen = results.memory, results.chosen
+        self.best: NDArray[np.float32] = results.best.numpy()
+        self.best_left: NDArray[np.float32] = results.best_left.numpy()
+        self._queue = queue
+        # Behind the last transfer, which is that of the results unless a launch has failed.
         self.arrived = queue.event()
+
+    def transfer(self, copy: Callable[[], object]) -> None:
+        """Launch a copy from or to this memory."""
+        try:
+            self._queue.launch(copy)
+        finally:
+            self.arrived.record()
+
+
+class _Results(NamedTuple):
+    """The results of a step, in one transfer: columns of more than B rows.
+
+    Attributes:
+        memory: uint8, all of them.
+        chosen: int64.
+        best: float32.
+        best_left: float32, the largest logit that mask and biases have left to adjusted rows.
+    """
+
+    memory: torch.Tensor
+    chosen: torch.Tensor
+    best: torch.Tensor
+    best_left: torch.Tensor
+
+    @classmethod
+    def allocate(cls, max_rows: int, device: torch.device, *, pinned: bool = False) -> _Results:
+        rows = -(-(max_rows + 1) // 16) * 16  # so that all of them are aligned
+        memory = torch.zeros(_RESULT_BYTES * rows, dtype=torch.uint8, device=device, pin_memory=pinned)
+        bests = memory[8 * rows :].view(torch.float32).view(2, rows)
+        return cls(memory, memory[: 8 * rows].view(torch.int64), *bests)
 
 
 class DecodeBuffers:
     """Owner of the device memory that decode graphs read and write. Tensors never move.
 
     Attributes:
-        chosen: [B] int64, where a step writes the token of each row.
+        results: What a step writes, with room behind its rows.
+        chosen: [B] int64, where it writes the token of each row.
         best: [B] float32, where it writes the largest logit of each row, which must be finite.
-        is_cut: Whether top_k, top_p or min_p matter to a row of the batch.
-        is_adjusted: Whether a mask, bias or penalties change the logits of one.
+        adjusted: Which rows of the batch need more than a temperature.
     """
 
     def __init__(
@@ -102,9 +138,10 @@ class DecodeBuffers:
         self._page_tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)  # [B, P]
         self._row_numbers = torch.arange(max_rows + 1, device=device)  # [B + 1]
         self._query_starts = self._row_numbers.to(torch.int32)
-        # The results of a step, in one transfer.
-        self._results = torch.zeros(_RESULT_BYTES * max_rows, dtype=torch.uint8, device=device)
-        self.chosen, self.best = _results_in(self._results, max_rows)
+        self.results = _Results.allocate(max_rows, device)
+        self.chosen, self.best = self.results.chosen[:max_rows], self.results.best[:max_rows]
+        # [B, vocab], once they are known.
+        self._logits: torch.Tensor | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -119,10 +156,11 @@ class DecodeBuffers:
         self._tables = torch.zeros(0, 0, dtype=torch.int32)  # [N, P]
         # The settings of the rows as they were given.
         self._given: list[Sampling | None] = []  # [N]
+        self._is_masked: list[bool] = []  # [N]
         # The rows that are drawn, and the stream of each.
         self._drawn = np.zeros(0, np.int64)
         self._streams = np.zeros(0, np.uint64)
-        self.is_cut = self.is_adjusted = False
+        self.adjusted: list[int] = []
         self._lora_slots: list[int] | None = None  # [N]; None: no row has an adapter
 
     def inputs(self, bucket: int, *, lora: bool) -> ForwardInputs:
@@ -145,15 +183,27 @@ class DecodeBuffers:
             lora_slots=self._columns.lora_slots[:bucket] if lora else None,
         )
 
-    def settings(self, rows: slice) -> dict[str, torch.Tensor]:
-        """How tokens of some rows are chosen: the columns that `device_sampling.choose_adjusted` takes."""
+    def draws(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Temperatures and keys of the first `bucket` rows."""
+        return self._columns.temperatures[:bucket], self._columns.keys[:bucket]
+
+    def settings(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """How tokens of these rows are chosen: columns that `device_sampling.choose_adjusted` takes."""
         names = ("temperatures", "keys", "top_ks", "top_ps", "min_ps")
-        return {name: getattr(self._columns, name)[rows] for name in names}
+        return {name: getattr(self._columns, name).index_select(0, rows) for name in names}
+
+    def keep_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """A copy of those of a step [N, vocab], where those of all steps are."""
+        if self._logits is None:
+            self._logits = logits.new_zeros(len(self._columns.token_ids), logits.shape[1])
+        return self._logits[: len(logits)].copy_(logits)
+
+    def use_chosen(self) -> None:
+        """Continue with what was chosen once more, after `advance` has taken what was chosen before."""
+        self._columns.token_ids.copy_(self.chosen)
 
     def load(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
-        """Load a batch of single tokens into the buffers.
-
-        Rows whose settings change their logits are set to greedy.
+        """Load a batch of single tokens into the buffers, without what adjusts rows.
 
         Returns:
             Whether data was sent to the device.
@@ -221,12 +271,14 @@ class DecodeBuffers:
             # A draw depends on the position of the chosen token.
             host.keys[self._drawn] = mix_keys(self._streams, positions[self._drawn] + 1).view(np.int64)
 
-    def fetch(self, count: int) -> StepTokens:
-        """The tokens that the launched step chooses for the first `count` rows, on their way to the host."""
+    def fetch(self, count: int, adjusted: Sequence[int]) -> StepTokens:
+        """The tokens that the launched step chooses for the first `count` rows, on their way to the host.
+
+        `adjusted`: the rows that it has adjusted.
+        """
         staging, self._staging, self._other_staging = self._staging, self._other_staging, self._staging
-        self.queue.launch(lambda: staging.results.copy_(self._results, non_blocking=True))
-        staging.arrived.record()
-        return StepTokens(staging, count)
+        staging.transfer(lambda: staging.results.copy_(self.results.memory, non_blocking=True))
+        return StepTokens(staging, count, adjusted)
 
     def advanced(self, inputs: ForwardInputs, chosen: torch.Tensor) -> None:
         """Note that the step with these inputs has run, and that the buffers contain these tokens now."""
@@ -240,17 +292,14 @@ class DecodeBuffers:
     def _use_settings(self, rows: Sequence[SamplingRow]) -> bool:
         """Set how the tokens of these rows are chosen, on the host. Returns whether nothing has changed."""
         given = [row.spec for row in rows]
-        is_masked = any([row.mask is not None for row in rows])  # noqa: C419 - faster
-        if not is_masked and not self.is_adjusted and given == self._given:
+        is_masked = [row.mask is not None for row in rows]
+        if is_masked == self._is_masked and given == self._given:
             return True
-        adjusted = list(map(changes_logits, rows))
-        self._given, self.is_adjusted = given, any(adjusted)
-        both = zip(given, adjusted, strict=True)
-        specs = [_GREEDY if spec is None or is_adjusted else spec for spec, is_adjusted in both]
-        columns = limits(specs)
-        self.is_cut = bool(columns)
+        self._given, self._is_masked = given, is_masked
+        self.adjusted = [index for index, row in enumerate(rows) if not is_simple(row)]
+        specs = [spec or _GREEDY for spec in given]
         temperatures = np.array([spec.temperature for spec in specs])
-        for name, values in (columns | {"temperatures": temperatures}).items():
+        for name, values in ((limits(specs) or _NO_LIMITS) | {"temperatures": temperatures}).items():
             getattr(self._host, name)[: len(specs)] = values
         self._drawn = (temperatures > 0).nonzero()[0]
         self._streams = np.array([mix64(specs[index].seed) for index in self._drawn.tolist()], np.uint64)
@@ -264,52 +313,55 @@ class DecodeBuffers:
         self._rows = count
 
     def _send_columns(self, first: int = 0) -> None:
-        """Send the columns, from this byte on."""
-        staged = self._staging.columns
+        """Send the columns, from this byte on. Page tables are sent after them, or not at all."""
+        staging = self._staging
+        # The results of the step before the last one were read, unless a launch has failed: then copies from
+        # this memory may still be pending.
+        staging.arrived.synchronize()
+        staged = staging.columns
         staged.copy_(self._host_memory)
-        self.queue.launch(lambda: self._memory[first:].copy_(staged[first:], non_blocking=True))
+        staging.transfer(lambda: self._memory[first:].copy_(staged[first:], non_blocking=True))
 
     def _send_tables(self, tables: torch.Tensor) -> None:
         rows, pages = tables.shape
-        staged = self._staging.tables[: tables.numel()].view(tables.shape)
+        staging = self._staging
+        staged = staging.tables[: tables.numel()].view(tables.shape)
         staged.copy_(tables)
         device = self._page_tables.device
-        self.queue.launch(
-            lambda: self._page_tables[:rows, :pages].copy_(staged.to(device, non_blocking=True))
-        )
+        staging.transfer(lambda: self._page_tables[:rows, :pages].copy_(staged.to(device, non_blocking=True)))
         self._tables = tables
 
 
 class StepTokens:
     """The tokens of a step that was launched. Valid until two further steps are."""
 
-    def __init__(self, staging: _Staging, count: int) -> None:
-        self._staging = staging
-        self._count = count
+    def __init__(self, staging: _Staging, count: int, adjusted: Sequence[int]) -> None:
+        self._staging, self._count, self._adjusted = staging, count, adjusted
 
     def have_arrived(self) -> bool:
         """Whether `read` would not wait."""
         return self._staging.arrived.query()
 
-    def read(self) -> torch.Tensor:
+    def read(self) -> tuple[torch.Tensor, NothingAllowedError | None]:
         """Wait for them.
 
         Returns:
-            [N] int64 on the host.
+            [N] int64 on the host, and why adjusted rows have no token, if there are such.
 
         Raises:
             BadLogitsError: Rows with NaN or +infinity, or nothing but -infinity.
         """
-        self._staging.arrived.synchronize()
-        usable = np.isfinite(self._staging.best[: self._count])
+        staging = self._staging
+        staging.arrived.synchronize()
+        usable = np.isfinite(staging.best[: self._count])
         if not all(usable.tolist()):
             raise BadLogitsError((~usable).nonzero()[0].tolist())
-        return self._staging.chosen[: self._count]
-
-
-def _results_in(memory: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of `memory`, [12 * B] uint8: tokens [B] int64, and logits [B] float32."""
-    return memory[: 8 * rows].view(torch.int64), memory[8 * rows :].view(torch.float32)
+        forbidden = None
+        if self._adjusted:
+            left = np.isfinite(staging.best_left[self._adjusted]).tolist()
+            without = [row for row, is_left in zip(self._adjusted, left, strict=True) if not is_left]
+            forbidden = NothingAllowedError(without) if without else None
+        return staging.chosen[: self._count], forbidden
 
 
 def _are_same(tables: torch.Tensor, others: torch.Tensor) -> bool:

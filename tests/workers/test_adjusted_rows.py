@@ -1,0 +1,485 @@
+"""Rows with masks, biases, penalties and limits in decode graphs: each gets the token that it gets alone.
+
+The graphs' own kernels run in Triton's interpreter. What is compared with runs the model on the CPU, row by
+row, and chooses there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.sizes import repeat_launches
+from tests.kernels import conftest
+from tests.workers.packing import HandPacker, HandSequence, Item
+from workers.device_sampling import Columns
+from workers.models.builder import build_decoder
+from workers.models.config import ModelConfig
+from workers.models.decoder import Decoder
+from workers.models.inputs import ForwardInputs
+from workers.operations import Sampling, TokenMask
+from workers.runners import adjusted_rows, cuda_graph
+from workers.runners.base import LaunchedStep, SomeRows, StepResult
+from workers.runners.cuda_graph import CudaGraphRunner
+from workers.runners.decode_buffers import DecodeBuffers
+from workers.runners.device_queue import DeviceQueue
+from workers.runners.eager import EagerRunner, choose_tokens
+from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
+
+if not conftest.HAS_TRITON or not conftest.INTERPRETED:
+    pytest.skip("the interpreter of Triton is needed", allow_module_level=True)
+
+_silent_numpy = conftest._silent_numpy
+_useless_new_memory = conftest._useless_new_memory
+
+from tests.kernels.cuda.test_decode_runner import SETTINGS, VOCAB, LateQueue, make_kv  # noqa: E402 - interpreted
+
+PAGES = 120
+MAX_ROWS = 6
+INF = float("inf")
+# Of one row each: how it is chosen, and whether it also has a mask.
+KINDS: tuple[tuple[Sampling | None, bool], ...] = (
+    (None, False),
+    (Sampling(temperature=0.8, seed=7), False),
+    (Sampling(temperature=1.5, top_k=5, seed=2**64 - 1), False),
+    (Sampling(temperature=0.9, top_p=0.7, min_p=0.05, seed=3), True),
+    (None, True),
+    (Sampling(temperature=1.1, seed=5), True),
+    (Sampling(logit_bias={3: 4.0, 90: 9.0, 11: -INF}), False),
+    (Sampling(temperature=1.3, logit_bias=dict.fromkeys(range(0, VOCAB, 2), -INF), seed=6), False),
+    (Sampling(repetition_penalty=1.7, frequency_penalty=0.4), False),
+    (Sampling(temperature=0.9, presence_penalty=1.5, logit_bias={5: 3.0}, top_k=9, seed=8), True),
+)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    made = build_decoder(ModelConfig.from_settings(SETTINGS), torch.float32, "cpu")
+    generator = torch.Generator().manual_seed(1)
+    for target in made.targets().values():
+        values = torch.randn(target.tensor.shape, generator=generator)
+        target.tensor.copy_(values * (0.3 if values.dim() > 1 else 0.1) + (values.dim() == 1))
+    made.pack()  # then the bits of a row do not depend on the other ones
+    assert made.batch_invariant
+    return made
+
+
+@dataclasses.dataclass
+class Text:
+    """A sequence in the pages of both runners, and how its tokens are chosen."""
+
+    kind: int
+    sequence: HandSequence
+    tokens: list[int]  # all but the last are in the pages
+    prompt_len: int
+
+    def row(self, dice: random.Random) -> SamplingRow:
+        """How the token after the last one is chosen: every one has a mask of its own."""
+        spec, is_masked = KINDS[self.kind]
+        mask = None
+        if is_masked:
+            allowed = dice.sample(range(VOCAB + 3), dice.choice([1, 3, 40]))
+            bits = np.packbits(np.isin(np.arange(VOCAB), allowed), bitorder="little").tobytes()
+            mask = TokenMask(allowed=allowed) if dice.random() < 0.5 else TokenMask(packed=bits)
+            if min(allowed) >= VOCAB:
+                mask = TokenMask(allowed=[1])
+        return SamplingRow(spec, mask, len(self.tokens), list(self.tokens), self.prompt_len)
+
+
+class Runners:
+    """A runner of graphs, and one that computes each row alone."""
+
+    def __init__(self, decoder: Decoder, queue: DeviceQueue | None = None) -> None:
+        self.graph = CudaGraphRunner(
+            decoder,
+            make_kv("cpu"),
+            max_rows=MAX_ROWS,
+            max_seq_len=256,
+            capture=repeat_launches,
+            queue=queue,
+        )
+        self.alone = EagerRunner(decoder, make_kv("cpu"))
+        self.packer = HandPacker(16, range(1, PAGES))
+
+    def begin(self, kind: int, prompt: list[int]) -> Text:
+        text = Text(kind, HandSequence(), list(prompt), len(prompt))
+        inputs = self.packer.pack([Item(text.sequence, prompt)])
+        chosen = [runner.step(inputs, [SamplingRow()]).chosen.tolist() for runner in (self.graph, self.alone)]
+        assert chosen[0] == chosen[1]
+        text.tokens += chosen[0]
+        return text
+
+    def end(self, text: Text) -> None:
+        self.packer.free_pages += text.sequence.pages
+
+    def pack(self, texts: Sequence[Text]) -> ForwardInputs:
+        return self.packer.pack([Item(text.sequence, [text.tokens[-1]]) for text in texts])
+
+    def expect(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow]
+    ) -> tuple[list[int | None], torch.Tensor]:
+        """What each row gets alone. None: no token is allowed."""
+        found: list[int | None] = []
+        logits = []
+        attention = inputs.attention
+        for at, row in enumerate(rows):
+            own = dataclasses.replace(
+                inputs,
+                token_ids=inputs.token_ids[at : at + 1],
+                positions=inputs.positions[at : at + 1],
+                slots=inputs.slots[at : at + 1],
+                wanted_rows=torch.zeros(1, dtype=torch.int64),
+                attention=dataclasses.replace(
+                    attention,
+                    page_tables=attention.page_tables[at : at + 1],
+                    query_starts=attention.query_starts[:2],
+                    context_lens=attention.context_lens[at : at + 1],
+                    query_lens=[1],
+                    context_lens_host=attention.context_lens_host[at : at + 1],
+                ),
+            )
+            result = self.alone.step(own, [row])
+            assert all(isinstance(why, NothingAllowedError) for why in result.failed.values())
+            found.append(None if result.failed else int(result.chosen))
+            logits.append(result.logits)
+        return found, torch.cat(logits)
+
+    def step(self, texts: Sequence[Text], rows: Sequence[SamplingRow]) -> None:
+        """One step of all. A text without an allowed token is tried again with the next one."""
+        inputs = self.pack(texts)
+        expected, logits = self.expect(inputs, rows)
+        result = self.graph.step(inputs, rows)
+        assert torch.equal(result.logits, logits)
+        failed = [at for at, token in enumerate(expected) if token is None]
+        assert sorted(result.failed) == failed
+        for text, token, ours in zip(texts, expected, result.chosen.tolist(), strict=True):
+            if token is None:
+                text.sequence.length -= 1
+                continue
+            assert token == ours, KINDS[text.kind]
+            text.tokens.append(token)
+
+
+@pytest.fixture(params=["at once", "late"])
+def runners(decoder: Decoder, request: pytest.FixtureRequest) -> Runners:
+    return Runners(decoder, LateQueue() if request.param == "late" else None)
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token of any row is chosen beside the graphs."""
+    monkeypatch.setattr(cuda_graph, "choose_tokens", lambda *_: pytest.fail("beside the graphs"))
+
+
+@pytest.mark.usefixtures("inside")
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(s, marks=pytest.mark.thorough) for s in range(3, 20))]
+)
+def test_any_mix_of_rows_that_come_and_go(
+    runners: Runners, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In graphs of more than one part, and launched ahead where rows allow it."""
+    monkeypatch.setattr(cuda_graph, "ROWS_AT_ONCE", 4)
+    dice, texts = random.Random(seed), list[Text]()
+    for _ in range(14):
+        if not texts or (len(texts) < 8 and dice.random() < 0.6):
+            prompt = [dice.randrange(VOCAB) for _ in range(dice.randint(1, 20))]
+            texts.append(runners.begin(dice.randrange(len(KINDS)), prompt))
+        if len(texts) > 2 and dice.random() < 0.15:
+            runners.end(texts.pop(dice.randrange(len(texts))))
+        picked = dice.sample(texts, dice.randint(1, min(len(texts), MAX_ROWS)))
+        rows = [text.row(dice) for text in picked]
+        if dice.random() < 0.1:
+            rows[-1] = dataclasses.replace(rows[-1], mask=TokenMask(allowed=[VOCAB]))
+        runners.step(picked, rows)
+        ahead = [text for text in texts if not may_change(text)]
+        if dice.random() < 0.3 and ahead:
+            run_ahead(runners, ahead[:MAX_ROWS], dice)
+
+
+def may_change(text: Text) -> bool:
+    """Whether the host has to know a token before it can say how the next one is chosen."""
+    spec, is_masked = KINDS[text.kind]
+    return is_masked or (spec is not None and spec.has_penalty)
+
+
+def run_ahead(runners: Runners, texts: list[Text], dice: random.Random) -> None:
+    """Each step is launched before the tokens of the one before it are read; some texts end on the way."""
+    step: LaunchedStep | None = None
+    for turn in range(4):
+        inputs, rows = runners.pack(texts), [text.row(dice) for text in texts]
+        step = step or runners.graph.launch(inputs, rows)
+        assert step is not None
+        following, left = None, list(range(len(texts)))
+        if turn < 3:
+            some = None
+            if len(texts) > 1 and dice.random() < 0.4:
+                del left[dice.randrange(len(left))]
+                some = SomeRows(
+                    np.array(left),
+                    [
+                        SamplingRow(KINDS[texts[at].kind][0], position=len(texts[at].tokens) + 1)
+                        for at in left
+                    ],
+                )
+            ahead = [HandSequence(texts[at].sequence.pages, texts[at].sequence.length) for at in left]
+            following = step.launch_next(runners.packer.pack([Item(each, [0]) for each in ahead]), some)
+        expected, _ = runners.expect(inputs, rows)
+        assert step.chosen().tolist() == expected
+        for text, token in zip(texts, expected, strict=True):
+            assert token is not None
+            text.tokens.append(token)
+        texts, step = [texts[at] for at in left], following
+
+
+@pytest.mark.usefixtures("inside")
+def test_what_is_adjusted_stays_on_the_device(runners: Runners, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sent for a text with biases whose caller takes the chosen tokens."""
+    sent: list[bool] = []
+    load, send = DecodeBuffers.load, adjusted_rows.AdjustedRows._send
+
+    def loaded(buffers: DecodeBuffers, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> None:
+        sent.append(load(buffers, inputs, rows))
+
+    def noted(adjusted: adjusted_rows.AdjustedRows, data: Columns) -> None:
+        sent.append(True)
+        send(adjusted, data)
+
+    monkeypatch.setattr(DecodeBuffers, "load", loaded)
+    monkeypatch.setattr(adjusted_rows.AdjustedRows, "_send", noted)
+    dice, text = random.Random(0), runners.begin(6, [1, 2, 3])
+    for _ in range(4):
+        runners.step([text], [text.row(dice)])
+    # What pads the memory, the row and its biases, and then only that nothing was sent.
+    assert sent == [True, True, True, False, False, False]
+
+
+def test_rows_without_an_allowed_token_fail_alone(runners: Runners) -> None:
+    dice = random.Random(0)
+    texts = [runners.begin(kind, [kind, 2]) for kind in (0, 4, 8, 4)]
+    rows = [text.row(dice) for text in texts]
+    for at in (1, 3):
+        rows[at] = dataclasses.replace(rows[at], mask=TokenMask(allowed=[]))
+    runners.step(texts, rows)
+    launched = runners.graph.launch(runners.pack(texts[:2]), rows[:2])
+    assert launched is not None
+    with pytest.raises(NothingAllowedError) as caught:
+        launched.chosen()
+    assert caught.value.rows == (1,)
+
+
+def test_rows_with_penalties_are_not_launched(runners: Runners) -> None:
+    """The token before the next one is not known to the host."""
+    text = runners.begin(8, [1, 2])
+    row = text.row(random.Random(0))
+    assert runners.graph.launch(runners.pack([text]), [row]) is None
+    text.sequence.length -= 1
+    runners.step([text], [row])
+
+
+@pytest.mark.parametrize("name", ["_BIASES", "_HISTORY"])
+def test_what_has_no_room_is_adjusted_beside_the_graph(
+    runners: Runners, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(adjusted_rows, name, 1)
+    beside: list[int] = []
+
+    def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> StepResult:
+        beside.append(len(rows))
+        return choose_tokens(logits, rows)
+
+    monkeypatch.setattr(cuda_graph, "choose_tokens", choose)
+    dice = random.Random(1)
+    texts = [runners.begin(kind, list(range(9))) for kind in (6, 7, 8, 9, 4, 0)]
+    for few in ((4, 5), range(6), (4, 5), range(6), (0,)):
+        picked = [texts[at] for at in few]
+        runners.step(picked, [text.row(dice) for text in picked])
+    assert beside == [6, 6]
+    inputs, rows = runners.pack(texts[1:2]), [texts[1].row(dice)]
+    assert (runners.graph.launch(inputs, rows) is None) == (name == "_BIASES")
+
+
+def test_while_a_launched_step_is_not_read_others_run_beside_it(runners: Runners) -> None:
+    """They leave the buffers alone: what follows the launched step continues with its tokens."""
+    dice = random.Random(4)
+    texts = [runners.begin(kind, [kind, 3]) for kind in (0, 1, 6)]
+    others = [runners.begin(kind, [kind, 4]) for kind in (4, 8, 0)]
+    inputs, rows = runners.pack(texts), [text.row(dice) for text in texts]
+    step = runners.graph.launch(inputs, rows)
+    assert step is not None
+    for _ in range(3):
+        assert runners.graph.launch(runners.pack(others[2:]), [SamplingRow()]) is None
+        others[2].sequence.length -= 1
+        runners.step(others, [text.row(dice) for text in others])
+        expected, _ = runners.expect(inputs, rows)
+        ahead = [HandSequence(text.sequence.pages, text.sequence.length) for text in texts]
+        following = step.launch_next(runners.packer.pack([Item(each, [0]) for each in ahead]))
+        runners.begin(0, [7] * 20)
+        assert step.chosen().tolist() == expected
+        for text, token in zip(texts, expected, strict=True):
+            assert token is not None
+            text.tokens.append(token)
+        inputs, rows, step = runners.pack(texts), [text.row(dice) for text in texts], following
+    assert step.chosen().tolist() == runners.expect(inputs, rows)[0]
+    for text in texts:
+        text.sequence.length -= 1
+    both = [*texts, *others]
+    runners.step(both, [text.row(dice) for text in both])
+
+
+class CheckedQueue(LateQueue):
+    """Fails if memory that a copy reads has changed since its launch. A launch may be told to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails_after: int | None = None
+
+    def launch(self, run: Callable[[], object]) -> None:
+        if self.fails_after == 0:
+            self.fails_after = None
+            raise RuntimeError("planted")
+        if self.fails_after is not None:
+            self.fails_after -= 1
+        read = [(tensor, tensor.clone()) for tensor in staged_in(run)]
+
+        def checked() -> None:
+            for tensor, before in read:
+                assert torch.equal(tensor, before), "the host has changed what a copy reads"
+            run()
+
+        super().launch(checked)
+
+
+def staged_in(run: Callable[[], object]) -> Iterator[torch.Tensor]:
+    """The host memory that a launched copy reads."""
+    cells = getattr(run, "__closure__", None) or ()
+    for name, cell in zip(run.__code__.co_freevars if cells else (), cells, strict=True):
+        if name == "staged":
+            yield cell.cell_contents
+        elif name == "pairs":
+            yield from (staged[:size] for _, staged, size in cell.cell_contents)
+
+
+@pytest.mark.parametrize("fails_after", range(6))
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_memory_of_a_launch_that_failed_is_not_written_while_it_is_read(
+    decoder: Decoder, fails_after: int, is_ahead: bool
+) -> None:
+    """Its copies may still be pending. The same steps are run again, and then others."""
+    queue, dice = CheckedQueue(), random.Random(0)
+    runners = Runners(decoder, queue)
+    texts = [runners.begin(kind, list(range(15))) for kind in (0, 6, 1)]
+    runners.step(texts, [text.row(dice) for text in texts])
+    inputs, rows = runners.pack(texts), [text.row(dice) for text in texts]
+    if is_ahead:
+        step = runners.graph.launch(inputs, rows)
+        assert step is not None
+        some = SomeRows(np.array([0, 2]), [rows[0], rows[2]])
+        ahead = [HandSequence(texts[at].sequence.pages, texts[at].sequence.length) for at in (0, 2)]
+        queue.fails_after = fails_after
+        following = runners.packer.pack([Item(each, [0]) for each in ahead])
+        if fails_after < 4:
+            with pytest.raises(RuntimeError, match="planted"):
+                step.launch_next(following, some)
+        queue.fails_after = None
+        expected, _ = runners.expect(inputs, rows)
+        assert step.chosen().tolist() == expected
+        for text, token in zip(texts, expected, strict=True):
+            assert token is not None
+            text.tokens.append(token)
+        if fails_after >= 4:
+            return
+    else:
+        queue.fails_after = fails_after
+        if fails_after < 5:
+            with pytest.raises(RuntimeError, match="planted"):
+                runners.graph.step(inputs, rows)
+        queue.fails_after = None
+        for text in texts:
+            text.sequence.length -= 1
+    for order in ((2, 0), (1,), (0, 1, 2), (2, 1)):
+        picked = [texts[at] for at in order]
+        runners.step(picked, [text.row(dice) for text in picked])
+
+
+@pytest.mark.parametrize("fails_after", range(4))
+def test_biases_of_earlier_rows_are_gone_after_a_failed_launch(decoder: Decoder, fails_after: int) -> None:
+    queue = CheckedQueue()
+    runners = Runners(decoder, queue)
+    biased, masked = runners.begin(6, [1, 2]), runners.begin(4, [3, 4])
+    runners.step([biased], [SamplingRow(Sampling(logit_bias={5: 1000.0}))])
+    row = SamplingRow(None, TokenMask(allowed=range(VOCAB)))
+    queue.fails_after = fails_after
+    with pytest.raises(RuntimeError, match="planted"):
+        runners.graph.step(runners.pack([masked]), [row])
+    masked.sequence.length -= 1
+    # In the place of which the one with biases was.
+    runners.step([masked], [row])
+
+
+def test_what_adjusts_rows_is_not_written_while_it_is_read(decoder: Decoder) -> None:
+    """Each launch fails after it was sent."""
+    queue, dice = CheckedQueue(), random.Random(0)
+    runners = Runners(decoder, queue)
+    texts = [runners.begin(kind, [1, kind]) for kind in (4, 9, 6)]
+    for _ in range(4):
+        rows = [text.row(dice) for text in texts]
+        inputs = runners.pack(texts)
+        for text in texts:
+            text.sequence.length -= 1
+        for fails_after in (1, 2, 3):
+            runners.graph._captured_for(inputs, rows)
+            queue.fails_after = fails_after
+            with pytest.raises(RuntimeError, match="planted"):
+                runners.graph.step(inputs, rows)
+    runners.step(texts, [text.row(dice) for text in texts])
+
+
+def test_a_step_with_unusable_logits_beside_adjusted_rows_names_them(runners: Runners) -> None:
+    dice = random.Random(0)
+    texts = [runners.begin(kind, [5, kind]) for kind in (4, 0, 8)]
+    for layer in range(2):
+        for pages in runners.graph._kv.layer(layer):
+            pages.data[texts[1].sequence.pages[0], 0] = torch.nan
+    with pytest.raises(BadLogitsError) as caught:
+        runners.graph.step(runners.pack(texts), [text.row(dice) for text in texts])
+    assert caught.value.rows == (1,)
+    for text in texts:
+        text.sequence.length -= 1
+    runners.step([texts[0], texts[2]], [texts[0].row(dice), texts[2].row(dice)])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_collected_before_graphs_are_captured_and_not_while(decoder: Decoder, fails: bool) -> None:
+    """What is collected may call the device, and a capture does not survive that."""
+    events: list[str] = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+        def __del__(self) -> None:
+            events.append("collected")
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        events.append("captured")
+        assert not gc.isenabled()
+        if fails:
+            raise RuntimeError("planted")
+        return repeat_launches(run)
+
+    runner = CudaGraphRunner(decoder, make_kv("cpu"), max_rows=2, max_seq_len=256, capture=capture)
+    packer = HandPacker(16, range(1, PAGES))
+    gc.collect()
+    events.clear()
+    Cycle()
+    runner.step(packer.pack([Item(HandSequence(), [1])]), [SamplingRow()])
+    assert gc.isenabled() and events[:1] == ["collected"]
+    # Graphs of a step, and second ones, for one row and for two.
+    assert events.count("captured") == (1 if fails else 4)
