@@ -264,6 +264,15 @@ def test_only_the_servers_of_workers_know_the_wire() -> None:
     assert offenders("workers", ("quire",), (*SERVERS, "workers.wire", "workers.common.protocol")) == []
 
 
+def test_a_worker_needs_no_more_than_images_for_gpus_have() -> None:
+    """Nothing can be installed on some of them. What transformers needs itself is there, too."""
+    of_transformers = {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub"}
+    known = {"workers", "kernels", "quire", "google", "grpc", "psutil", "triton", "uvloop", "_typeshed"}
+    for module, path in (modules("workers") | modules("kernels")).items():
+        outside = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
+        assert outside <= of_transformers | known, module
+
+
 def test_only_models_their_kv_random_numbers_and_what_runs_on_a_gpu_use_kernels() -> None:
     allowed = ("workers.models", "workers.kv.tensors", "workers.counter_rng")
     # One compiled call chooses the tokens of all rows.

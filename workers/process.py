@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
-import logging
 import os
 import select
 import shutil
@@ -21,14 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-import structlog
 import uvloop
 from google.protobuf import json_format
 from quire.v1.worker_pb2 import WorkerConfig
 
 from workers import socket_server
 from workers.common.protocol import END_SIGNAL, EXIT_CONFIG, HOP_SLACK_BYTES, SECRET_VARIABLE
-from workers.logging import background_log
+from workers.logging import background_log, configure, get_logger
 from workers.machine_limits import threads_of
 from workers.orphan_timer import OrphanTimer
 from workers.runners.rank_processes import RankProcesses
@@ -46,7 +44,7 @@ WEIGHTLESS_MODEL = "paged-attention"
 # With fewer parameters for each thread, waking the threads takes longer than a step, and idle ones spin.
 _LEAST_PARAMETERS_PER_THREAD = 2_000_000
 
-_log = structlog.get_logger("workers")
+_log = get_logger("workers")
 
 
 class ConfigurationError(Exception):
@@ -69,48 +67,10 @@ def _parse_arguments() -> tuple[str, WorkerConfig, str]:
 
 
 def configure_logging(config: WorkerConfig, **more: object) -> None:
-    """Log in the gateway's format, to the standard error that both share. `more`: fields of all lines."""
-    pretty = config.log_format == "pretty" or (config.log_format == "auto" and sys.stderr.isatty())
+    """Log as the configuration says, to the standard error of the gateway. `more`: fields of all lines."""
     # A worker on another host gets its id with its first lease.
     origin = {"worker_id": config.worker_id, "pid": os.getpid()} if config.worker_id else {"pid": os.getpid()}
-    origin |= more
-
-    def named(*names: str) -> structlog.WriteLogger:
-        # Each line in one write: the gateway and other workers write to the same pipe.
-        logger = structlog.WriteLogger(background_log())  # type: ignore[arg-type]  # a stream
-        logger.name = names[0] if names else "workers"  # type: ignore[attr-defined]  # for add_logger_name
-        return logger
-
-    structlog.configure(
-        processors=[
-            # Context variables would have them on one thread only.
-            lambda _logger, _method, record: {**origin, **record},
-            structlog.stdlib.add_logger_name,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *_renderers(pretty=pretty),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
-        logger_factory=named,
-    )
-    standard = logging.getLogger(__package__)
-    standard.setLevel(config.log_level.upper())
-    standard.handlers[:] = [_ToStructlog()]
-
-
-class _ToStructlog(logging.Handler):
-    """Forwards the lines of modules that use `logging`, because GPU machines may lack structlog."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        structlog.get_logger(record.name).log(record.levelno, record.getMessage())
-
-
-def _renderers(*, pretty: bool) -> list[structlog.typing.Processor]:
-    # structlog's other tracebacks print local variables, which contain callers' tokens.
-    if pretty:
-        colors, plain = sys.stderr.isatty(), structlog.dev.plain_traceback
-        return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)]
-    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    configure(config.log_level, config.log_format, origin | more)
 
 
 def end_with_parent() -> None:

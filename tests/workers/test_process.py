@@ -86,10 +86,15 @@ def test_lines_of_all_threads_say_whose_they_are(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as file:
         log_lines(file.fileno(), "json", "another")
     found = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [(line["worker_id"], line["logger"], line["event"]) for line in found] == [
-        ("worker-3", "workers.a", "one"),
-        ("worker-3", "workers.b", "other"),
+    assert [(line["worker_id"], line["logger"], line["level"], line["event"]) for line in found] == [
+        ("worker-3", "workers.a", "info", "one"),
+        ("worker-3", "workers.b", "info", "other"),
+        ("worker-3", "workers.a", "error", "failed"),
+        ("worker-3", "workers.b", "error", "failed too"),
+        ("worker-3", "workers.a", "error", "later"),
     ]
+    assert found[0]["number"] == 1
+    assert all(line["exception"].endswith("ValueError: planted") for line in found[2:])
     assert all(line["pid"] and line["timestamp"] for line in found)
 
 
@@ -98,6 +103,7 @@ def test_colours_are_for_terminals(tmp_path: Path) -> None:
         log_lines(file.fileno(), "pretty")
     written = (tmp_path / "log").read_bytes()
     assert b"hello" in written and b"\x1b" not in written
+    assert written.count(b"\n") == 1, "what a field has is in one line"
 
 
 def test_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,13 +145,13 @@ def test_what_triton_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
     """On a GPU's image without them. The packages that are needed are said."""
-    (tmp_path / "structlog.py").write_text("raise ModuleNotFoundError(name='structlog')")
+    (tmp_path / "uvloop.py").write_text("raise ModuleNotFoundError(name='uvloop')")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
         [sys.executable, "-m", "workers"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("python -m workers needs structlog") and "uvloop" in done.stderr
+    assert done.stderr.startswith("python -m workers needs uvloop") and "protobuf" in done.stderr
 
 
 def test_a_step_has_more_tokens_on_a_gpu() -> None:
