@@ -34,6 +34,7 @@ from workers.server import Progress, WorkerServer
 
 if TYPE_CHECKING:
     from workers.executors.base import ModelExecutor
+    from workers.executors.memory import LoraLimits
 
 EXIT_FAILED = 1
 # An upper bound for a GetModelInfoResponse without tokenizer and chat template.
@@ -203,7 +204,7 @@ def _make_executor(
         torch.set_num_threads(1)
         return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
     from workers.executors.llm import LlmExecutor
-    from workers.executors.memory import GPU_LORA_RANK, LoraLimits, StepLimits
+    from workers.executors.memory import StepLimits
     from workers.models.files import unchanged_settings
     from workers.runners.tensor_parallel import RankGroup
 
@@ -222,11 +223,7 @@ def _make_executor(
                 config.gpu_memory_utilization,
                 cuda_graphs=config.cuda_graphs != "off",
             ),
-            lora=LoraLimits(
-                config.max_lora_adapters,
-                config.max_lora_rank or (256 if device == "cpu" else GPU_LORA_RANK),
-                config.max_lora_bytes,
-            ),
+            lora=_lora_limits(config, device),
             backend=config.model_backend or "auto",
             self_check=config.no_self_check != "on" and not config.model_was_proved,
             batch_invariant=config.batch_invariant == "on",
@@ -241,6 +238,16 @@ def _make_executor(
 
 def _kv_pages(config: WorkerConfig) -> int | None:
     return config.kv_pages if config.HasField("kv_pages") else None
+
+
+def _lora_limits(config: WorkerConfig, device: str) -> LoraLimits | None:
+    """None: the model takes no adapters."""
+    from workers.executors.memory import GPU_LORA_RANK, LoraLimits
+
+    if not config.max_lora_adapters:
+        return None
+    max_rank = config.max_lora_rank or (256 if device == "cpu" else GPU_LORA_RANK)
+    return LoraLimits(config.max_lora_adapters, max_rank, config.max_lora_bytes)
 
 
 def _step_tokens(config: WorkerConfig, device: str) -> int:

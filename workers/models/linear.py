@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.linear import Weight, linear, pack_weight
-from kernels.lora import RowSlots, Table, add_lora, new_table
+from kernels.lora import RowSlots, Table, add_lora, new_table, slot_bytes
 from kernels.packed_weight import PackedWeight
 from workers.models.shard import Slice
 
@@ -94,8 +94,15 @@ class Linear:
         """Pack the filled weight in place. The targets must not be used afterwards."""
         self.weight = pack_weight(self.weight, in_place=True)
 
+    def lora_slot_bytes(self, max_rank: int) -> int:
+        """The memory of a slot on a GPU, for the part of the projection that this rank has."""
+        return slot_bytes(max_rank, self.weight.shape[1], [*self.parts.values()], self.weight.dtype)
+
     def allocate_lora(self, slots: int, max_rank: int) -> None:
-        """Make empty slots for adapters."""
+        """Make empty slots for adapters; without slots, give the memory back."""
+        if not slots:
+            self.lora = None
+            return
         weight, outputs = self.weight, [*self.parts.values()]
         self.lora = new_table(slots, max_rank, weight.shape[1], outputs, weight.dtype, weight.device)
 
