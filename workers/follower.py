@@ -23,6 +23,7 @@ import torch
 
 from workers import process
 from workers.common.child_process import open_standard_files
+from workers.common.switching import switch_often
 from workers.executors.loading import NATIVE, load_served, read_source
 from workers.executors.lora_slots import ModelSlots, on_made
 from workers.executors.memory import LoraLimits, StepLimits, allocate_pages, gpu_num_pages, new_runner
@@ -262,6 +263,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # One log for all processes of a worker, whose config has these two fields.
     process.configure_logging(arguments, rank=arguments.rank)  # type: ignore[arg-type]
+    switch_often()
     follower = Follower(Collectives(arguments.rank, arguments.ranks))
     questions = Questions(socket.socket(fileno=arguments.questions))
     threading.Thread(

@@ -25,6 +25,7 @@ from workers import models
 from workers.common.child_process import open_standard_files
 from workers.common.handshakes import HandshakeLimits, Handshakes, Peer, peer_named
 from workers.common.protocol import DIRECT, EXIT_CONFIG, GATEWAY_NAME, PROTOCOL, without
+from workers.common.switching import switch_often
 from workers.common.trusted import require_trusted
 from workers.logging import background_log, get_logger
 from workers.orphan_timer import OrphanTimer
@@ -284,6 +285,7 @@ def main() -> int:
     """Runs until the worker ends. Returns the exit status."""
     options = _parse_arguments()
     configure_logging(worker_pb2.WorkerConfig(log_format=options.log_format, log_level=options.log_level))
+    switch_often()
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

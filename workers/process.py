@@ -26,6 +26,7 @@ from quire.v1.worker_pb2 import WorkerConfig
 
 from workers import socket_server
 from workers.common.protocol import END_SIGNAL, EXIT_CONFIG, HOP_SLACK_BYTES, SECRET_VARIABLE
+from workers.common.switching import switch_often
 from workers.logging import background_log, configure, get_logger
 from workers.machine_limits import threads_of
 from workers.orphan_timer import OrphanTimer
@@ -342,6 +343,7 @@ def main() -> int:
     socket, config, secret = _parse_arguments()
     see_own_devices(config)
     configure_logging(config)
+    switch_often()
     # Ctrl-C and a service manager's SIGTERM reach all processes, but the gateway drains before it ends its
     # workers. So may SIGUSR2, which ends a gateway and leaves its workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):

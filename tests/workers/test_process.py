@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from google.protobuf import json_format
@@ -16,6 +19,7 @@ from quire.v1 import worker_pb2
 
 from benchmarks.checkout import ROOT, environment
 from tests.forks import WORKERS, Forked, ForkedWorker, fork_server
+from workers import pool_member
 from workers import process as entry_point
 from workers.common.protocol import SECRET_VARIABLE
 
@@ -104,6 +108,28 @@ def test_colours_are_for_terminals(tmp_path: Path) -> None:
     written = (tmp_path / "log").read_bytes()
     assert b"hello" in written and b"\x1b" not in written
     assert written.count(b"\n") == 1, "what a field has is in one line"
+
+
+@pytest.mark.parametrize("module", [entry_point, pool_member])
+def test_its_threads_take_turns_as_often_as_those_of_the_gateway(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Python's five milliseconds, a command waited for that long while a step computed in Python."""
+    arguments = argparse.Namespace(log_format="json", log_level="info")
+    given = ("", worker_pb2.WorkerConfig(), "") if module is entry_point else arguments
+    monkeypatch.setattr(module, "_parse_arguments", lambda: given)
+    for name in ("configure_logging", "end_with_parent", "_serve"):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    for name in ("signal", "pthread_sigmask"):
+        monkeypatch.setattr(signal, name, lambda *_: None)
+    loop = SimpleNamespace(run_until_complete=lambda _: int(sys.getswitchinterval() * 1e6))
+    monkeypatch.setattr("uvloop.new_event_loop", lambda: loop)
+    before_s = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(0.005)
+        assert module.main() == 500
+    finally:
+        sys.setswitchinterval(before_s)
 
 
 def test_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
