@@ -37,8 +37,15 @@ class LoadTarget:
     taken: Slice | None = None
 
     def fill(self, part: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Write a checkpoint's tensor, or its rows from `first` on. Returns the view that was written to."""
-        filled = self.tensor.copy_(part) if self.taken is None else self._fill_taken(part, first, self.taken)
+        """Write a checkpoint's tensor, or its rows from `first` on. Returns the view that was written to.
+
+        To a GPU, from pinned memory, the copies are only queued.
+        """
+        filled = (
+            self.tensor.copy_(part, non_blocking=True)
+            if self.taken is None
+            else self._fill_taken(part, first, self.taken)
+        )
         return filled.add_(self.offset) if self.offset else filled
 
     def _fill_taken(self, part: torch.Tensor, first: int, taken: Slice) -> torch.Tensor:
@@ -49,7 +56,8 @@ class LoadTarget:
             if begin < end:
                 view = self.tensor[into + begin - rows.start : into + end - rows.start]
                 source = part[begin - first : end - first]
-                view.copy_(source[:, taken.columns.start : taken.columns.stop] if part.dim() > 1 else source)
+                columns = source[:, taken.columns.start : taken.columns.stop] if part.dim() > 1 else source
+                view.copy_(columns, non_blocking=True)
                 written.append((into + begin - rows.start, into + end - rows.start))
             into += len(rows)
         # Next to each other, as the ranges are.
