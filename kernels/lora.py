@@ -145,6 +145,12 @@ def new_table(
     return StackedLora(slots, max_rank, inputs, outputs, dtype, device)
 
 
+def slot_bytes(max_rank: int, inputs: int, outputs: Sequence[int], dtype: torch.dtype) -> int:
+    """The memory of a slot of `new_table` on a GPU, whatever is in it: see there for the arguments."""
+    rank = max_rank + max_rank % 2
+    return dtype.itemsize * rank * (len(outputs) * inputs + sum(outputs))
+
+
 @dataclass(frozen=True, slots=True)
 class SortedRows:
     """Row numbers sorted by slot.

@@ -279,7 +279,9 @@ class Config:
         group="LoRA adapters",
     )
     max_lora_adapters: int = _setting(
-        64, "maximum adapters in the memory of a worker; others are loaded when needed", Range(1, 4096)
+        64,
+        "maximum adapters in the memory of a worker; others are loaded when needed; 0: the server takes none",
+        Range(0, 4096),
     )
     max_lora_rank: int | None = _setting(
         None,

@@ -132,6 +132,8 @@ def _conflicts(config: Config) -> Iterator[_Conflict]:
     if config.default_lease_s > config.max_lease_s:
         limit = plain(config.max_lease_s)
         yield ("default_lease_s", "max_lease_s"), f"must be at most max_lease_s, which is {limit}"
+    if config.adapters and not config.max_lora_adapters:
+        yield ("adapters", "max_lora_adapters"), "needs max_lora_adapters to be at least 1"
     if config.model_revision is not None and not is_hub_id(config.model):
         yield ("model_revision", "model"), "is only for a model of the hub"
     for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):

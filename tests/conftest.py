@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
+import inspect
 import random
 import signal
 import sys
@@ -73,6 +75,18 @@ def _own_draws(request: pytest.FixtureRequest) -> None:
     for library, name in (("numpy.random", "seed"), ("torch", "manual_seed")):
         if library in sys.modules:
             getattr(sys.modules[library], name)(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
+    """Run tests that are coroutines on a machine without pytest-asyncio. Their fixtures are none."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj) or pyfuncitem.config.pluginmanager.hasplugin(
+        "asyncio"
+    ):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 # By the fixture that all tests of a run share.

@@ -17,7 +17,7 @@ try:
     from workers.logging import background_log
     from workers.process import STOP_TIMEOUT_S, main
 except ModuleNotFoundError as missing:
-    needed = "protobuf, psutil, structlog and uvloop, beside what kernels and models need"
+    needed = "protobuf, psutil and uvloop, beside what kernels and models need"
     sys.exit(f"python -m workers needs {missing.name}, which is not installed. It needs {needed}.")
 
 if __name__ == "__main__":

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import structlog
-
 from workers.adapters.errors import AdapterError
 from workers.executors.errors import KvMissing, NoTrees
 from workers.kv.page_pool import OutOfPages
+from workers.logging import get_logger
 from workers.models.errors import ModelError
 from workers.operations import Failed, FailureReason, Forward
 from workers.sampling import BadLogitsError
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 # For clients.
 _OVERFLOW = "its sums overflow, so that logits are not finite: train it again, or lower its lora_alpha"
 

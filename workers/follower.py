@@ -23,8 +23,11 @@ import torch
 
 from workers import process
 from workers.common.child_process import open_standard_files
+from workers.common.switching import switch_often
 from workers.executors.loading import NATIVE, load_served, read_source
+from workers.executors.lora_slots import ModelSlots, on_made
 from workers.executors.memory import LoraLimits, StepLimits, allocate_pages, gpu_num_pages, new_runner
+from workers.executors.replacement import Served
 from workers.kv.sizing import KvSizingError
 from workers.kv.tensors import KvTensors
 from workers.logging import background_log
@@ -55,17 +58,24 @@ class Follower:
         """Nothing is loaded yet."""
         self._collectives = collectives
         self._device = torch.device("cpu")
-        self._model: Decoder
+        self._served: Served
         self._kv: KvTensors
         # On a GPU, what replays decodes.
         self._runner: Runner | None = None
-        self._lora: tuple[int, int] | None = None
+        # None: rank 0 has not asked for room for adapters yet.
+        self._lora_slots: ModelSlots | None = None
         # Those that were read and are not in place; and up to which number they were dropped.
         self._read_weights: Decoder | None = None
         self._number = self._dropped = 0
         # By key, those that were read; and the keys of those in slots.
         self._adapters: dict[int, PackedLora] = {}
         self._in_slots: dict[int, int] = {}
+
+    @property
+    def _model(self) -> Decoder:
+        model = self._served.model
+        assert isinstance(model, Decoder)
+        return model
 
     # Questions.
 
@@ -91,7 +101,8 @@ class Follower:
 
     def _answer_load(self, directory: str, dtype: str, threads: int) -> dict[str, Any]:
         torch.set_num_threads(threads)
-        self._model, description = self._load(directory, dtype, self._device, pack=True)
+        model, description = self._load(directory, dtype, self._device, pack=True)
+        self._served, self._lora_slots = Served(model), None
         return {"fingerprint": description.fingerprint, "weight_bytes": description.weight_bytes}
 
     def _load(
@@ -110,9 +121,14 @@ class Follower:
         assert isinstance(model, Decoder)
         return model, description
 
-    def _answer_allocate_lora(self, slots: int, max_rank: int) -> None:
-        self._lora = slots, max_rank
-        self._model.allocate_lora(slots, max_rank)
+    def _answer_lora_room(self, limits: dict[str, Any]) -> dict[str, Any]:
+        if self._lora_slots is None:
+            self._lora_slots = ModelSlots(self._served, LoraLimits(**limits), on_made(self._runner))
+        return {"slots": self._lora_slots.find_room()}
+
+    def _answer_agree_lora(self, slots: int) -> None:
+        assert self._lora_slots is not None, "it was asked for room"
+        self._lora_slots.agree(slots)
 
     def _answer_count_pages(
         self, kv_pages: int | None, limits: dict[str, Any], max_seq_len: int, vocab_size: int
@@ -135,8 +151,6 @@ class Follower:
         self._read_weights = None
         on_gpu = self._device.type == "cuda"
         model, description = self._load(directory, dtype, torch.device("cpu"), pack=not on_gpu)
-        if self._lora is not None and not on_gpu:
-            model.allocate_lora(*self._lora)
         self._number, self._read_weights = number, model
         self._drop_weights()
         return {"fingerprint": description.fingerprint, "weight_bytes": description.weight_bytes}
@@ -186,9 +200,13 @@ class Follower:
         if self._device.type == "cuda":
             copy_weights(read, self._model)
             return
-        self._model = read
+        self._served.model = read
 
     def _set_lora(self, slot: int, key: int) -> None:
+        assert self._lora_slots is not None, "all ranks have agreed on slots"
+        self._lora_slots.make_slots()
+        if slot < 0:
+            return
         if key < 0:
             self._model.set_lora(slot, None)
             self._in_slots.pop(slot, None)
@@ -245,6 +263,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # One log for all processes of a worker, whose config has these two fields.
     process.configure_logging(arguments, rank=arguments.rank)  # type: ignore[arg-type]
+    switch_often()
     follower = Follower(Collectives(arguments.rank, arguments.ranks))
     questions = Questions(socket.socket(fileno=arguments.questions))
     threading.Thread(

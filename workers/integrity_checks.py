@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import structlog
-
 from workers.executors.engine import Engine
+from workers.logging import get_logger
 from workers.operations import IntegrityReport
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 class IntegrityChecks:

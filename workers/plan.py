@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from workers.executors.memory import GPU_LORA_RANK, LoraLimits, StepLimits, gpu_lora_slots
+from workers.executors.memory import StepLimits
 from workers.kv.sizing import (
     GpuMemory,
     KvSizingError,
@@ -126,23 +126,22 @@ class Needs:
         return 2 * (matrices * tokens + self.head) + attention
 
 
-def num_gpu_pages(needs: Needs, memory_bytes: int, limits: StepLimits, lora: LoraLimits) -> int:
+def num_gpu_pages(needs: Needs, memory_bytes: int, limits: StepLimits) -> int:
     """The pages of a worker on an otherwise empty GPU. The memory of steps is estimated, not measured.
 
     Raises KvSizingError.
     """
     model, config = needs.model, needs.config
-    slots, slot_bytes = gpu_lora_slots(model, lora)
-    check_weights_fit("the model", needs.weight_bytes + slots * slot_bytes, memory_bytes)
+    check_weights_fit("the model", needs.weight_bytes, memory_bytes)
     rows = min(limits.max_items, limits.max_tokens)
     width = max(config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim)
     step_bytes = config.vocab_size * (rows * model.dtype.itemsize + _COPIED_ROWS * torch.float32.itemsize)
     step_bytes += limits.max_tokens * _WIDTHS * width * model.dtype.itemsize
-    free_bytes = memory_bytes - needs.weight_bytes - slots * slot_bytes
+    free_bytes = memory_bytes - needs.weight_bytes
     positions = min(config.max_position_embeddings, free_bytes // page_bytes(model) * PAGE_SIZE)
     step_bytes += positions * model.rotation_bytes
     logits = config.vocab_size, model.dtype.itemsize
-    working_bytes = step_bytes + graph_bytes(limits.max_items, *logits, with_lora=True) + RESERVE_BYTES
+    working_bytes = step_bytes + graph_bytes(limits.max_items, *logits, with_lora=False) + RESERVE_BYTES
     memory = GpuMemory(memory_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
     return choose_num_gpu_pages(None, page_bytes(model), memory)
 
@@ -170,7 +169,7 @@ def plan(
     gpu: str | None,
     memory_bytes: int | None,
     context: int,
-    limits: tuple[StepLimits, LoraLimits],
+    limits: StepLimits,
 ) -> dict[str, object]:
     """Sizes in bytes and tokens, and rates in tokens/s.
 
@@ -184,7 +183,7 @@ def plan(
     pages = (
         num_cpu_pages(needs, roof.memory_bytes)
         if gpu is None
-        else num_gpu_pages(needs, roof.memory_bytes, *limits)
+        else num_gpu_pages(needs, roof.memory_bytes, limits)
     )
     context = min(context, needs.config.max_position_embeddings)
     contexts = pages // -(-context // PAGE_SIZE)
@@ -233,10 +232,7 @@ def main() -> int:
     try:
         if asked["gpu"] is not None and asked["gpu"] not in GPUS:
             raise ModelError(f"gpu {asked['gpu']!r} is not known; there are {', '.join(GPUS)}")
-        asked["limits"] = (
-            StepLimits(**asked.pop("steps")),
-            LoraLimits(max_rank=GPU_LORA_RANK, **asked.pop("lora")),
-        )
+        asked["limits"] = StepLimits(**asked.pop("steps"))
         found = plan(Path(asked.pop("directory")), **asked)
     except UnsupportedError as error:
         found = {"error": f"only models of native code can be planned: {error}"}

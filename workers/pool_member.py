@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import structlog
 import uvloop
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
@@ -27,8 +26,9 @@ from workers.common.addresses import why_not_listening
 from workers.common.child_process import open_standard_files
 from workers.common.handshakes import HandshakeLimits, Handshakes, Peer, peer_named
 from workers.common.protocol import DIRECT, EXIT_CONFIG, GATEWAY_NAME, PROTOCOL, without
+from workers.common.switching import switch_often
 from workers.common.trusted import require_trusted
-from workers.logging import background_log
+from workers.logging import background_log, get_logger
 from workers.orphan_timer import OrphanTimer
 from workers.process import (
     EXIT_FAILED,
@@ -72,7 +72,7 @@ _KEEPALIVE = [
 # Fields of a lease's configuration that the host of the worker decides, or that do not affect results.
 _OF_THE_HOST = ("device_index", "workers", "log_level", "log_format", "model_was_proved", "worker_id")
 
-_log = structlog.get_logger("workers")
+_log = get_logger("workers")
 
 
 class Refused(Exception):
@@ -287,6 +287,7 @@ def main() -> int:
     """Runs until the worker ends. Returns the exit status."""
     options = _parse_arguments()
     configure_logging(worker_pb2.WorkerConfig(log_format=options.log_format, log_level=options.log_level))
+    switch_often()
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

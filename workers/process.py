@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
-import logging
 import os
 import select
 import shutil
@@ -21,14 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-import structlog
 import uvloop
 from google.protobuf import json_format
 from quire.v1.worker_pb2 import WorkerConfig
 
 from workers import socket_server
 from workers.common.protocol import END_SIGNAL, EXIT_CONFIG, HOP_SLACK_BYTES, SECRET_VARIABLE
-from workers.logging import background_log
+from workers.common.switching import switch_often
+from workers.logging import background_log, configure, get_logger
 from workers.machine_limits import threads_of
 from workers.orphan_timer import OrphanTimer
 from workers.runners.rank_processes import RankProcesses
@@ -36,6 +35,7 @@ from workers.server import Progress, WorkerServer
 
 if TYPE_CHECKING:
     from workers.executors.base import ModelExecutor
+    from workers.executors.memory import LoraLimits
 
 EXIT_FAILED = 1
 # An upper bound for a GetModelInfoResponse without tokenizer and chat template.
@@ -46,7 +46,7 @@ WEIGHTLESS_MODEL = "paged-attention"
 # With fewer parameters for each thread, waking the threads takes longer than a step, and idle ones spin.
 _LEAST_PARAMETERS_PER_THREAD = 2_000_000
 
-_log = structlog.get_logger("workers")
+_log = get_logger("workers")
 
 
 class ConfigurationError(Exception):
@@ -69,48 +69,10 @@ def _parse_arguments() -> tuple[str, WorkerConfig, str]:
 
 
 def configure_logging(config: WorkerConfig, **more: object) -> None:
-    """Log in the gateway's format, to the standard error that both share. `more`: fields of all lines."""
-    pretty = config.log_format == "pretty" or (config.log_format == "auto" and sys.stderr.isatty())
+    """Log as the configuration says, to the standard error of the gateway. `more`: fields of all lines."""
     # A worker on another host gets its id with its first lease.
     origin = {"worker_id": config.worker_id, "pid": os.getpid()} if config.worker_id else {"pid": os.getpid()}
-    origin |= more
-
-    def named(*names: str) -> structlog.WriteLogger:
-        # Each line in one write: the gateway and other workers write to the same pipe.
-        logger = structlog.WriteLogger(background_log())  # type: ignore[arg-type]  # a stream
-        logger.name = names[0] if names else "workers"  # type: ignore[attr-defined]  # for add_logger_name
-        return logger
-
-    structlog.configure(
-        processors=[
-            # Context variables would have them on one thread only.
-            lambda _logger, _method, record: {**origin, **record},
-            structlog.stdlib.add_logger_name,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *_renderers(pretty=pretty),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
-        logger_factory=named,
-    )
-    standard = logging.getLogger(__package__)
-    standard.setLevel(config.log_level.upper())
-    standard.handlers[:] = [_ToStructlog()]
-
-
-class _ToStructlog(logging.Handler):
-    """Forwards the lines of modules that use `logging`, because GPU machines may lack structlog."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        structlog.get_logger(record.name).log(record.levelno, record.getMessage())
-
-
-def _renderers(*, pretty: bool) -> list[structlog.typing.Processor]:
-    # structlog's other tracebacks print local variables, which contain callers' tokens.
-    if pretty:
-        colors, plain = sys.stderr.isatty(), structlog.dev.plain_traceback
-        return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)]
-    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    configure(config.log_level, config.log_format, origin | more)
 
 
 def end_with_parent() -> None:
@@ -243,7 +205,7 @@ def _make_executor(
         torch.set_num_threads(1)
         return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
     from workers.executors.llm import LlmExecutor
-    from workers.executors.memory import GPU_LORA_RANK, LoraLimits, StepLimits
+    from workers.executors.memory import StepLimits
     from workers.models.files import unchanged_settings
     from workers.runners.tensor_parallel import RankGroup
 
@@ -262,11 +224,7 @@ def _make_executor(
                 config.gpu_memory_utilization,
                 cuda_graphs=config.cuda_graphs != "off",
             ),
-            lora=LoraLimits(
-                config.max_lora_adapters,
-                config.max_lora_rank or (256 if device == "cpu" else GPU_LORA_RANK),
-                config.max_lora_bytes,
-            ),
+            lora=_lora_limits(config, device),
             backend=config.model_backend or "auto",
             self_check=config.no_self_check != "on" and not config.model_was_proved,
             batch_invariant=config.batch_invariant == "on",
@@ -281,6 +239,16 @@ def _make_executor(
 
 def _kv_pages(config: WorkerConfig) -> int | None:
     return config.kv_pages if config.HasField("kv_pages") else None
+
+
+def _lora_limits(config: WorkerConfig, device: str) -> LoraLimits | None:
+    """None: the model takes no adapters."""
+    from workers.executors.memory import GPU_LORA_RANK, LoraLimits
+
+    if not config.max_lora_adapters:
+        return None
+    max_rank = config.max_lora_rank or (256 if device == "cpu" else GPU_LORA_RANK)
+    return LoraLimits(config.max_lora_adapters, max_rank, config.max_lora_bytes)
 
 
 def _step_tokens(config: WorkerConfig, device: str) -> int:
@@ -375,6 +343,7 @@ def main() -> int:
     socket, config, secret = _parse_arguments()
     see_own_devices(config)
     configure_logging(config)
+    switch_often()
     # Ctrl-C and a service manager's SIGTERM reach all processes, but the gateway drains before it ends its
     # workers. So may SIGUSR2, which ends a gateway and leaves its workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):

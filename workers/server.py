@@ -21,12 +21,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import psutil
-import structlog
 from quire.v1 import worker_pb2
 
 from workers import wire
 from workers.common.protocol import TARGET_MESSAGE_BYTES
 from workers.decodes import OP_ID, Decodes, DecodesDone
+from workers.logging import get_logger
 from workers.operations import Command, HeldSequences, IntegrityReport, Reset, Result
 from workers.orphan_timer import OrphanTimer
 from workers.scheduler import Scheduler
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from workers.executors.base import ModelExecutor
     from workers.step_loop import StepLoop
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 # The least time between two progress events.
 _PROGRESS_INTERVAL_S = 0.2

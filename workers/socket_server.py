@@ -10,18 +10,18 @@ import asyncio
 import contextlib
 import hmac
 
-import structlog
 from google.protobuf.message import DecodeError
 from quire.v1 import worker_pb2
 
 from workers.common.message_stream import MessageStream, MessageTooLong
+from workers.logging import get_logger
 from workers.server import WorkerServer
 
 # A gateway sends the first message at once, and it contains nothing but the secret.
 _FIRST_TIMEOUT_S = 5.0
 _MAX_FIRST_BYTES = 1 << 10
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 async def listen(path: str, secret: str, worker: WorkerServer, max_request_bytes: int) -> asyncio.Server:

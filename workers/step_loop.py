@@ -19,7 +19,6 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import structlog
 
 from workers.adapters.errors import AdapterError
 from workers.adapters.table import AdapterTable
@@ -33,6 +32,7 @@ from workers.integrity_checks import IntegrityChecks
 from workers.kv.page_pool import OutOfPages
 from workers.kv_copies import export_kv, import_kv
 from workers.kv_messages import ExportKv, ImportKv
+from workers.logging import get_logger
 from workers.models.errors import ModelError
 from workers.operations import (
     Abort,
@@ -61,7 +61,7 @@ from workers.runners.base import DeviceLostError
 from workers.scheduler import Scheduler
 from workers.steps_in_flight import StepsInFlight
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 Emit = Callable[[Sequence[Result | DecodesDone]], None]
 

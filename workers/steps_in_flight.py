@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import structlog
 
 from workers.decodes import NO_DECODES, Decodes, DecodesDone
 from workers.executors.engine import Engine, StepInFlight
+from workers.logging import get_logger
 from workers.operations import Chunk
 from workers.prelaunch import Prelauncher
 from workers.runners.base import DeviceLostError
 from workers.scheduler import Begin, Scheduler
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 class StepsInFlight:

@@ -19,8 +19,7 @@ from service.logging import configure_logging
 from service.server import serve
 from service.shards.one_host import Membership
 from workers.common.adapter_files import FILES
-
-_SWITCH_INTERVAL_S = 0.0005
+from workers.common.switching import switch_often
 
 
 def run_gateway(config: Config, member: Membership | None = None) -> int:
@@ -34,10 +33,7 @@ def run_gateway(config: Config, member: Membership | None = None) -> int:
     except TooFewDescriptors as error:
         print(f"quire: {error}", file=sys.stderr)
         return 1
-    # A busy event loop releases the GIL only for moments. After this interval without a release, other
-    # threads, such as the journal's, request it. With Python's 5 ms they may never do so: commits waited for
-    # seconds.
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    switch_often()
     # What is loaded stays. Looking at it, a full pass of the garbage collector stopped the loop for 40 ms.
     gc.collect()
     gc.freeze()

@@ -43,7 +43,6 @@ def run(options: argparse.Namespace) -> int:
                 "max_items": worker.max_batch_items,
                 "gpu_memory_utilization": worker.gpu_memory_utilization,
             },
-            "lora": {"max_adapters": worker.max_lora_adapters, "max_bytes": worker.max_lora_bytes},
         }
         (found,) = ask("workers.plan", json.dumps(asked), timeout_s=_TIMEOUT_S)
         if "error" in found:

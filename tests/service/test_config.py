@@ -136,6 +136,12 @@ def test_a_directory_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_config({"model": "org/name", "model_revision": "main"}, {})
 
 
+def test_a_directory_of_adapters_needs_room_for_one(tmp_path: Path) -> None:
+    assert load_config({"max_lora_adapters": "0"}, {}).max_lora_adapters == 0
+    with pytest.raises(ConfigError, match=r"adapters = .* needs max_lora_adapters to be at least 1"):
+        load_config({"adapters": str(tmp_path), "max_lora_adapters": "0"}, {})
+
+
 @pytest.mark.parametrize("revision", ["main", "v1.0", "refs/pr/1", "a" * 40, "x"])
 def test_revisions(revision: str) -> None:
     config = load_config({"model": "a/b", "model_revision": revision}, {})

@@ -64,6 +64,9 @@ class Slots:
         self._model = model
         self._breach = breach
 
+    def make_slots(self) -> int:
+        return self.max_lora_slots
+
     def set_lora(self, slot: int, packed: tuple[int, PackedLora] | None) -> None:
         if slot in self.in_use():
             self._breach("a slot was changed that a forward uses")

@@ -6,16 +6,21 @@ import logging
 import sys
 import threading
 
-import structlog
 from quire.v1.worker_pb2 import WorkerConfig
 
 from workers import process
-from workers.logging import background_log
+from workers.logging import background_log, get_logger
 
 
 def write() -> None:
-    structlog.get_logger("workers.a").info("one")
+    get_logger("workers.a").info("one", number=1)
     logging.getLogger("workers.b").info("other")
+    try:
+        raise ValueError("planted")
+    except ValueError as error:
+        get_logger("workers.a").exception("failed")
+        logging.getLogger("workers.b").exception("failed too")
+        get_logger("workers.a").error("later", exc_info=error)
 
 
 if __name__ == "__main__":
@@ -25,5 +30,6 @@ if __name__ == "__main__":
         thread.start()
         thread.join()
     else:
-        structlog.get_logger("a").info("hello")
+        get_logger("workers.a").info("hello", what="a line\n\x1b[31mof red")
+        logging.getLogger("workers.a").debug("below the level")
     background_log().drain(30)

@@ -33,10 +33,15 @@ class FakeModel:
 
     def __init__(self, slots: int) -> None:
         self.max_lora_slots = slots
+        self.made = 0
         self.slots: dict[int, str] = {}
 
+    def make_slots(self) -> int:
+        self.made += 1
+        return self.max_lora_slots
+
     def set_lora(self, slot: int, packed: str | None) -> None:
-        assert 0 <= slot < self.max_lora_slots
+        assert self.made and 0 <= slot < self.max_lora_slots
         if packed is None:
             del self.slots[slot]
         else:
@@ -44,11 +49,25 @@ class FakeModel:
             self.slots[slot] = packed
 
 
+class WithoutRoom(FakeModel):
+    """Says that there is no memory for slots, so many times."""
+
+    def __init__(self, slots: int, times: int) -> None:
+        super().__init__(slots)
+        self.times = times
+
+    def make_slots(self) -> int:
+        if self.times:
+            self.times -= 1
+            raise AdapterError("there is no room")
+        return super().make_slots() - 1
+
+
 class Bench:
     """A table, with the threads and the scheduler in the hands of the test."""
 
-    def __init__(self, slots: int = 2, max_bytes: int = 1000) -> None:
-        self.model = FakeModel(slots)
+    def __init__(self, slots: int = 2, max_bytes: int = 1000, model: FakeModel | None = None) -> None:
+        self.model = model or FakeModel(slots)
         self.threads: list[Callable[[], None]] = []
         self.inbox: deque[AdapterRead] = deque()
         self.broken: set[int] = set()
@@ -116,6 +135,39 @@ def test_an_adapter_is_read_when_a_forward_needs_it() -> None:
     (metrics,) = bench.table.metrics()
     assert (metrics.version, metrics.rank, metrics.resident, metrics.loads) == (1, 4, True, 1)
     assert (metrics.operations, metrics.tokens, metrics.size_bytes) == (1, 1, SIZE)
+
+
+def test_slots_are_made_when_the_first_adapter_comes() -> None:
+    bench = Bench(slots=3)
+    bench.change(source(1), source(2))
+    bench.advance()
+    made = [bench.model.made]
+    assert bench.table.max_adapters == 3
+    for number in (1, 2):
+        bench.forward(number)
+        bench.advance()
+    made.append(bench.model.made)
+    assert made == [0, 1]
+
+
+def test_without_room_for_slots_a_load_fails_and_a_later_one_tries_again() -> None:
+    bench = Bench(model=WithoutRoom(slots=3, times=1))
+    bench.change(source(1), source(2), source(3))
+    failed = bench.forward(1)
+    bench.advance()
+    (result,) = (result for result in bench.results if isinstance(result, Failed))
+    assert (result.op_id, result.reason, result.detail) == (
+        failed.op_id, FailureReason.ADAPTER, "there is no room"
+    )  # fmt: skip
+    bench.forward(1)
+    bench.advance()
+    assert bench.table.max_adapters == 2, "as many as there is room for"
+    bench.scheduled.clear()
+    for number in (2, 3):
+        bench.forward(number)
+        bench.advance()
+        bench.scheduled.clear()
+    assert sorted(bench.model.slots) == [0, 1]
 
 
 def test_a_load_is_answered_when_it_is_in_memory() -> None:

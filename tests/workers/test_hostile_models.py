@@ -24,6 +24,7 @@ from workers.common.protocol import EXIT_CONFIG
 from workers.executors.llm import LlmExecutor
 from workers.executors.loading import NATIVE, TRANSFORMERS, load_served
 from workers.kv.sizing import KvSizingError
+from workers.logging import fields_of
 from workers.models import checkpoint
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
@@ -211,7 +212,7 @@ def test_settings_that_change_while_a_model_is_loaded_are_refused(tmp_path: Path
 
 
 def test_finite_weights_whose_answers_are_not_are_a_bad_configuration(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_family_model(tmp_path, *settings_of("llama"))
     one_file(tmp_path, {})
@@ -222,7 +223,8 @@ def test_finite_weights_whose_answers_are_not_are_a_bad_configuration(
     with pytest.raises(BadLogitsError) as refused:
         executor.warmup()
     assert report(refused.value, str(tmp_path)) == EXIT_CONFIG
-    assert f"{tmp_path}: its logits are not finite" in "".join(capfd.readouterr())
+    said = fields_of(caplog.records[-1])["error"]
+    assert isinstance(said, str) and said.startswith(f"{tmp_path}: its logits are not finite")
 
 
 @pytest.mark.parametrize("backend", [NATIVE, TRANSFORMERS])

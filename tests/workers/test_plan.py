@@ -18,14 +18,12 @@ from tests.bad_directories import setting
 from tests.forks import WORKERS, asked, fork_server
 from tests.model_factory import TinyModel, hf_config, make_model
 from workers.executors.llm import LlmExecutor
-from workers.executors.memory import GPU_LORA_RANK, LoraLimits, StepLimits
+from workers.executors.memory import StepLimits
 from workers.kv.sizing import KvSizingError
 from workers.models import machine
 from workers.models.model import PAGE_SIZE, page_bytes
 from workers.plan import GPUS, Needs, num_cpu_pages, num_gpu_pages, plan
 from workers.plan import main as answer
-
-LORA = LoraLimits(64, GPU_LORA_RANK, 2 << 30)
 
 
 @pytest.fixture(autouse=True)
@@ -102,17 +100,17 @@ def test_a_window_bounds_what_is_attended(tmp_path: Path) -> None:
 def test_pages_fit_into_the_memory_that_is_left(tmp_path: Path) -> None:
     needs = Needs(with_shape(tmp_path, SHAPES["qwen3-8b"]), "auto", on_gpu=True)
     for gpu in GPUS.values():
-        pages = num_gpu_pages(needs, gpu.memory_bytes, StepLimits(), LORA)
+        pages = num_gpu_pages(needs, gpu.memory_bytes, StepLimits())
         taken_bytes = needs.weight_bytes + pages * page_bytes(needs.model)
         # LoRA has 2 GiB of it, and steps at least the reserve.
         assert taken_bytes + (512 << 20) < 0.9 * gpu.memory_bytes
         assert taken_bytes + (6 << 30) > 0.9 * gpu.memory_bytes
-    few = num_gpu_pages(needs, 80 * 10**9, StepLimits(max_tokens=8192), LORA)
-    assert few < num_gpu_pages(needs, 80 * 10**9, StepLimits(), LORA)
+    few = num_gpu_pages(needs, 80 * 10**9, StepLimits(max_tokens=8192))
+    assert few < num_gpu_pages(needs, 80 * 10**9, StepLimits())
     with pytest.raises(KvSizingError, match="weights of the model do not fit"):
-        num_gpu_pages(needs, 8 << 30, StepLimits(), LORA)
+        num_gpu_pages(needs, 8 << 30, StepLimits())
     with pytest.raises(KvSizingError, match="no KV page fits"):
-        num_gpu_pages(needs, 18 * 2**30, StepLimits(), LORA)
+        num_gpu_pages(needs, 18 * 2**30, StepLimits())
 
 
 def test_a_cpu_gives_the_share_that_a_worker_takes(tmp_path: Path) -> None:
@@ -144,7 +142,7 @@ def test_what_is_not_a_model_in_safetensors_is_told(
 def test_a_gpu_is_planned_without_expectations(tmp_path: Path) -> None:
     """None was measured."""
     directory = with_shape(tmp_path, SHAPES["qwen3-8b"])
-    found = plan(directory, "auto", "H100", None, 2048, (StepLimits(), LORA))
+    found = plan(directory, "auto", "H100", None, 2048, StepLimits())
     assert found["source"] == "NVIDIA's data sheet of the H100 SXM"
     assert found["contexts"] == int(str(found["pages"])) // (2048 // PAGE_SIZE)
     rates = found["rates"]

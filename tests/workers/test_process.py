@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from google.protobuf import json_format
@@ -16,6 +19,7 @@ from quire.v1 import worker_pb2
 
 from benchmarks.checkout import ROOT, environment
 from tests.forks import WORKERS, Forked, ForkedWorker, fork_server
+from workers import pool_member
 from workers import process as entry_point
 from workers.common.protocol import SECRET_VARIABLE
 
@@ -86,10 +90,15 @@ def test_lines_of_all_threads_say_whose_they_are(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as file:
         log_lines(file.fileno(), "json", "another")
     found = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [(line["worker_id"], line["logger"], line["event"]) for line in found] == [
-        ("worker-3", "workers.a", "one"),
-        ("worker-3", "workers.b", "other"),
+    assert [(line["worker_id"], line["logger"], line["level"], line["event"]) for line in found] == [
+        ("worker-3", "workers.a", "info", "one"),
+        ("worker-3", "workers.b", "info", "other"),
+        ("worker-3", "workers.a", "error", "failed"),
+        ("worker-3", "workers.b", "error", "failed too"),
+        ("worker-3", "workers.a", "error", "later"),
     ]
+    assert found[0]["number"] == 1
+    assert all(line["exception"].endswith("ValueError: planted") for line in found[2:])
     assert all(line["pid"] and line["timestamp"] for line in found)
 
 
@@ -98,6 +107,29 @@ def test_colours_are_for_terminals(tmp_path: Path) -> None:
         log_lines(file.fileno(), "pretty")
     written = (tmp_path / "log").read_bytes()
     assert b"hello" in written and b"\x1b" not in written
+    assert written.count(b"\n") == 1, "what a field has is in one line"
+
+
+@pytest.mark.parametrize("module", [entry_point, pool_member])
+def test_its_threads_take_turns_as_often_as_those_of_the_gateway(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Python's five milliseconds, a command waited for that long while a step computed in Python."""
+    arguments = argparse.Namespace(log_format="json", log_level="info")
+    given = ("", worker_pb2.WorkerConfig(), "") if module is entry_point else arguments
+    monkeypatch.setattr(module, "_parse_arguments", lambda: given)
+    for name in ("configure_logging", "end_with_parent", "_serve"):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    for name in ("signal", "pthread_sigmask"):
+        monkeypatch.setattr(signal, name, lambda *_: None)
+    loop = SimpleNamespace(run_until_complete=lambda _: int(sys.getswitchinterval() * 1e6))
+    monkeypatch.setattr("uvloop.new_event_loop", lambda: loop)
+    before_s = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(0.005)
+        assert module.main() == 500
+    finally:
+        sys.setswitchinterval(before_s)
 
 
 def test_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,13 +171,13 @@ def test_what_triton_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
     """On a GPU's image without them. The packages that are needed are said."""
-    (tmp_path / "structlog.py").write_text("raise ModuleNotFoundError(name='structlog')")
+    (tmp_path / "uvloop.py").write_text("raise ModuleNotFoundError(name='uvloop')")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
         [sys.executable, "-m", "workers"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("python -m workers needs structlog") and "uvloop" in done.stderr
+    assert done.stderr.startswith("python -m workers needs uvloop") and "protobuf" in done.stderr
 
 
 def test_a_step_has_more_tokens_on_a_gpu() -> None:

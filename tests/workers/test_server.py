@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from quire.v1 import types_pb2, worker_pb2
-from structlog.testing import capture_logs
 
 from tests.workers.gateway_end import LAST_ROW, Gateway
 from workers import wire
 from workers.executors.base import ModelExecutor
 from workers.executors.weightless import PagedAttentionExecutor
+from workers.logging import fields_of
 from workers.operations import Sampling
 from workers.scheduler import Scheduler
 from workers.server import WorkerServer
@@ -34,18 +34,21 @@ def stop(_executor: ModelExecutor) -> Scheduler:
 
 @pytest.mark.parametrize(("kernels", "level"), [(None, "warning"), ("cpu-avx2", "info")])
 async def test_the_log_names_the_products_once(
-    monkeypatch: pytest.MonkeyPatch, kernels: str | None, level: str
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kernels: str | None,
+    level: str,
 ) -> None:
+    caplog.set_level("INFO", "workers")
     monkeypatch.setattr("workers.models.active_kernels.kernel_name", lambda: kernels)
     executor = PagedAttentionExecutor.create(kv_pages=1)
-    with capture_logs() as logs:
-        worker = WorkerServer(lambda _: executor, stop)
-        worker.start()
-        with pytest.raises(StartedError):
-            await worker.ended
-    (said,) = [entry for entry in logs if entry["event"] == "products in use"]
-    assert said["products"] == executor.capabilities().products
-    assert said["log_level"] == level
+    worker = WorkerServer(lambda _: executor, stop)
+    worker.start()
+    with pytest.raises(StartedError):
+        await worker.ended
+    (said,) = [record for record in caplog.records if record.message == "products in use"]
+    assert fields_of(said)["products"] == executor.capabilities().products
+    assert said.levelname.lower() == level
 
 
 @asynccontextmanager

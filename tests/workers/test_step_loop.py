@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 from tests.workers.stepping import Worker
 from workers import extra_samples, sampling, step_loop
 from workers.decodes import OP_ID, Decodes, DecodesDone
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv import integrity
+from workers.logging import fields_of
 from workers.operations import (
     Abort,
     CheckIntegrity,
@@ -79,7 +79,7 @@ def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_logits_that_overflow_are_logged_once_and_an_adapters_are_its_own(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = Worker()
 
@@ -87,12 +87,11 @@ def test_logits_that_overflow_are_logged_once_and_an_adapters_are_its_own(
         raise sampling.BadLogitsError([0])
 
     monkeypatch.setattr(worker, "_execute", overflow)
-    with capture_logs() as logs:
-        for op_id in range(1, 7):
-            found = worker.answers(forward(op_id))
-            assert failure(found, op_id) is FailureReason.FAULT
-    (line,) = [entry for entry in logs if entry["log_level"] == "error"]
-    assert line["whose"] == "the model" and "exc_info" not in line
+    for op_id in range(1, 7):
+        found = worker.answers(forward(op_id))
+        assert failure(found, op_id) is FailureReason.FAULT
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert fields_of(line)["whose"] == "the model" and not line.exc_info
 
 
 def test_only_the_cause_of_a_failed_step_of_decodes_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from benchmarks.checkout import ROOT, environment
 from tests.forks import WORKERS, Forked, fork_server
 from tests.model_factory import TinyModel, load_decoder, make_model
-from workers.models import checkpoint
+from workers.models import checkpoint, weights
+from workers.models.checkpoint import CopyDone, Staging
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
+from workers.models.linear import LoadTarget
 from workers.models.model import ModelDescription, new_pages
 from workers.models.weights import load_planned, plan_load
 
@@ -154,3 +157,96 @@ def test_peak_memory_of_a_load(tmp_path: Path) -> None:
     assert weights > 60 << 20
     # Allocators round up and the interpreter grows a little: 8 MiB. A second copy would be eight times that.
     assert after - before <= weights + part_bytes + (8 << 20)
+
+
+class LateCopies:
+    """In place of a GPU's queue: copies are carried out when somebody waits for them, or asks for a value."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queued: list[Callable[[], object]] = []
+        self.events = self.checks = self.waits = 0
+        fill, check = LoadTarget.fill, checkpoint.check_finite
+
+        def late(target: LoadTarget, part: torch.Tensor, first: int = 0) -> torch.Tensor:
+            self.queued.append(lambda: fill(target, part, first))
+            return target.tensor
+
+        def checked(tensor: torch.Tensor, where: str) -> None:
+            self.checks += 1
+            self.carry_out(len(self.queued))
+            check(tensor, where)
+
+        monkeypatch.setattr(LoadTarget, "fill", late)
+        monkeypatch.setattr(checkpoint, "check_finite", checked)
+
+    def carry_out(self, count: int) -> None:
+        for copy in self.queued[:count]:
+            copy()
+        del self.queued[:count]
+
+    def event(self) -> CopyDone:
+        copies, self.events = self, self.events + 1
+
+        class Event:
+            noted = 0
+
+            def record(self) -> None:
+                self.noted = len(copies.queued)
+
+            def synchronize(self) -> None:
+                copies.waits += bool(copies.queued)
+                copies.carry_out(self.noted)
+                self.noted = 0
+
+        return Event()
+
+
+def test_parts_for_a_gpu_are_read_while_others_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two buffers by turns, and one check for each tensor: each waits for the device."""
+    make_model(tmp_path, TinyModel(max_shard_bytes=60_000))
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 1000)
+    copies = LateCopies(monkeypatch)
+    most = [0]
+    staging = Staging(copies.event, pinned=False)
+    monkeypatch.setattr(weights, "_staging_for", lambda _: staging)
+    parts = 0
+
+    def count(_done: int, _total: int) -> None:
+        nonlocal parts
+        parts += 1
+        most[0] = max(most[0], len(copies.queued))
+
+    decoder, _ = load_planned(plan_load(tmp_path), count)
+    assert_holds(decoder, stored(tmp_path))
+    assert (copies.events, copies.checks) == (2, len(decoder.targets())) and copies.checks < parts / 3
+    assert most[0] == 2, "as many as there are buffers"
+
+
+def test_a_value_that_is_not_finite_is_found_by_the_check_of_its_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path, TinyModel())
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][3, 5] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 1000)
+    staging = Staging(LateCopies(monkeypatch).event, pinned=False)
+    monkeypatch.setattr(weights, "_staging_for", lambda _: staging)
+    with pytest.raises(ModelError, match=rf"tensor {re.escape(name)} is not finite"):
+        load_planned(plan_load(tmp_path))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_large_values_are_finite_and_others_are_found(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_CHECKED_ELEMENTS", 8)
+    tensor = torch.full((7, 5), 3e38)
+    checkpoint.check_finite(tensor, "x")
+    checkpoint.check_finite(tensor[0], "x")
+    tensor[6, 4] = value
+    for bad in (tensor, tensor[6]):
+        with pytest.raises(ModelError, match="x is not finite as float32"):
+            checkpoint.check_finite(bad, "x")

@@ -42,9 +42,17 @@ class LoraAdapterMetrics:
 
 
 class Slots(Protocol[_Taken_contra]):
-    """The part of a model that holds adapters. `workers.models.model.Model` has it."""
+    """The part of a model that holds adapters."""
 
-    max_lora_slots: int
+    @property
+    def max_lora_slots(self) -> int:
+        """How many slots there are, or can be."""
+
+    def make_slots(self) -> int:
+        """Makes the slots, unless they are there. Returns how many there are.
+
+        Raises AdapterError if there is no memory for them.
+        """
 
     def set_lora(self, slot: int, packed: _Taken_contra | None) -> None:
         """Puts an adapter into a slot, or empties it."""
@@ -88,13 +96,19 @@ class ResidentAdapters(Generic[_Weights]):
 
     def __init__(self, model: Slots[_Weights], max_bytes: int) -> None:
         """`max_bytes`: of all in memory."""
-        self.max_adapters = model.max_lora_slots
         self._model = model
         self._max_bytes = max_bytes
-        self._free_slots = list(range(model.max_lora_slots))
+        # None until the first adapter comes: a model that nobody adapts does without the memory of slots.
+        self._num_slots: int | None = None
+        self._free_slots: list[int] = []
         # In order of their last use.
         self._resident: OrderedDict[int, KnownAdapter[_Weights]] = OrderedDict()
         self._used_bytes = 0
+
+    @property
+    def max_adapters(self) -> int:
+        """How many can be in memory at a time."""
+        return self._model.max_lora_slots if self._num_slots is None else self._num_slots
 
     def used(self, known: KnownAdapter[_Weights]) -> None:
         """Notes that a forward uses a resident adapter."""
@@ -115,6 +129,9 @@ class ResidentAdapters(Generic[_Weights]):
         if len(pinned) == self.max_adapters or pinned_bytes + loaded.size_bytes > self._max_bytes:
             # Before others are evicted for nothing.
             raise AdapterError("the memory for adapters (max_lora_adapters, max_lora_bytes) is too small")
+        if self._num_slots is None:
+            num_slots = self._model.make_slots()
+            self._free_slots, self._num_slots = list(range(num_slots)), num_slots
         used = in_use()
         while not self._free_slots or self._used_bytes + loaded.size_bytes > self._max_bytes:
             evictable = (one for one in self._resident.values() if not one.source.pinned)
@@ -140,18 +157,21 @@ class ResidentAdapters(Generic[_Weights]):
         known.slot, known.weights = -1, None
         del self._resident[known.source.number]
 
-    def move_to(self, model: Slots[_Weights]) -> None:
-        """Moves all to another model of the same config, with as many slots."""
-        self._model = model
+    def move(self) -> None:
+        """Puts all into the slots of the model that has taken the place of another."""
+        if self._num_slots is not None:
+            num_slots = self._model.make_slots()
+            assert num_slots == self._num_slots, "the other model has as many slots"
         for known in self._resident.values():
-            model.set_lora(known.slot, known.weights)
+            self._model.set_lora(known.slot, known.weights)
 
     def check_integrity(self, adapters: Iterable[KnownAdapter[_Weights]]) -> None:
         """Raises AssertionError if an invariant does not hold. `adapters`: all that are known."""
         resident = {known.source.number: known.slot for known in adapters if known.slot >= 0}
         slots = list(resident.values())
-        assert {*slots, *self._free_slots} == {*range(self.max_adapters)}, "each slot has an owner"
-        assert len(slots) + len(self._free_slots) == self.max_adapters, "and only one"
+        num_slots = self._num_slots or 0
+        assert {*slots, *self._free_slots} == {*range(num_slots)}, "each slot has an owner"
+        assert len(slots) + len(self._free_slots) == num_slots, "and only one"
         assert self._resident.keys() == resident.keys()
         assert self._used_bytes == sum(known.size_bytes for known in self._resident.values())
         assert self._used_bytes <= self._max_bytes

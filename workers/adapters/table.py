@@ -47,7 +47,6 @@ class AdapterTable(Generic[_Weights]):
     ) -> None:
         """`read` is called on another thread and raises AdapterError. `max_bytes`: of all in memory."""
         self._reader = AdapterReader(read, on_thread)
-        self.max_adapters = model.max_lora_slots
         self._resident = ResidentAdapters(model, max_bytes)
         self._known: dict[int, KnownAdapter[_Weights]] = {}
         # Read, and without room so far.
@@ -64,6 +63,11 @@ class AdapterTable(Generic[_Weights]):
     def report_to(self, submit: Callable[[AdapterRead], None]) -> None:
         """Whom the reading thread tells what it has read. The step loop calls `read` with it."""
         self._reader.submit = submit
+
+    @property
+    def max_adapters(self) -> int:
+        """How many adapters can be in memory at a time."""
+        return self._resident.max_adapters
 
     @property
     def is_full(self) -> bool:
@@ -200,9 +204,9 @@ class AdapterTable(Generic[_Weights]):
         for known in self._known.values():
             known.commands = []
 
-    def use(self, model: Slots[_Weights]) -> None:
-        """Moves the resident adapters to another model of the same config, with as many slots."""
-        self._resident.move_to(model)
+    def move(self) -> None:
+        """Puts the resident adapters into the slots of the model that has taken the place of another."""
+        self._resident.move()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant does not hold."""

@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from workers.adapters.slots import LoraAdapterMetrics
 from workers.adapters.table import AdapterTable
 from workers.executors.engine import Engine
@@ -28,9 +30,13 @@ from workers.operations import (
     GREEDY,
     Accept,
     Chunk,
+    DraftProbabilities,
     Forward,
+    HiddenSpec,
     Kind,
+    LogitsFormat,
     OutputSpec,
+    RowChoice,
     RowOutput,
     Sampling,
     TokenMask,
@@ -38,6 +44,17 @@ from workers.operations import (
 
 # Internal sequences. Callers use numbers from 0 on.
 _SCORED, _WARM, _WARM_TOO = -1, -2, -3
+# What the warm-up asks for, together everything that a row can have.
+_MASKED = OutputSpec(mask=TokenMask(allowed=(0, 1)))
+_DRAWN = OutputSpec(
+    sampling=Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logit_bias={0: 1.0}),
+    sampled_logprob=True,
+)
+_PLAINLY_DRAWN = OutputSpec(sampling=Sampling(temperature=1.0))
+_LISTED = OutputSpec(
+    logprob=True, sampled_logprob=True, top_logprobs=1, logprob_token_ids=(0,), logits=LogitsFormat.F32
+)
+_WARM_OUTPUTS = (_MASKED, _DRAWN, _PLAINLY_DRAWN, _LISTED)
 
 
 class ModelExecutor:
@@ -161,26 +178,47 @@ class ModelExecutor:
         return self.engine.release(sequence)
 
     def warmup(self) -> None:
-        """Runs a step of each kind, so that no caller waits for its first one. Needs one page."""
+        """Runs a step of each kind, so that no caller waits for its first one. Needs one page.
+
+        Everything that a request can ask for is asked for once: on a GPU its kernels are compiled then.
+        """
         # With the next token less than a page, so that no page of it is indexed.
         length = max(1, min(self._model.max_seq_len, self.engine.kv.page_size) - 2)
         self.prefill(_WARM, [i % self._model.vocab_size for i in range(length)])
-        masked = OutputSpec(mask=TokenMask(allowed=(0, 1)))
-        drawn = OutputSpec(sampling=Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1))
-        for output in (GREEDY, masked, drawn):
+        for output in (GREEDY, *_WARM_OUTPUTS, *self._captured_outputs()):
             self.decode(_WARM, 0, output)
             self.truncate_kv(_WARM, length)
-        if self.engine.takes_trees and length + 2 <= self._capabilities.kv_capacity_tokens:
-            # Only its first token stays: with two the page might be full, and then indexed.
-            tree = self._make_forward(_WARM, [0, 0], 2, GREEDY, Kind.VERIFY)
-            self._run([dataclasses.replace(tree, parents=(0,))])
-            self.truncate_kv(_WARM, length)
+        if length + 2 <= self._capabilities.kv_capacity_tokens:
+            self._warm_verifies(length)
         usage = self.cache_metrics_snapshot()
         if usage.pages_free + usage.pages_cached:  # otherwise the pool has room for one sequence only
-            self.unified_decode([(_WARM, [0], 1, drawn), (_WARM_TOO, [0, 0], 1, masked)])
+            self.unified_decode([(_WARM, [0], 1, _DRAWN), (_WARM_TOO, [0, 0], 1, _MASKED)])
         self.release_cache(_WARM)
         self.release_cache(_WARM_TOO)
         self.engine.reset_counts()
+
+    def _captured_outputs(self) -> list[OutputSpec]:
+        """What is captured of the layers, if the model can."""
+        found = [OutputSpec(hidden=HiddenSpec((0,)))] if self.engine.runner.has_hidden_states else []
+        return found + ([OutputSpec(experts=True)] if self._model.moe_layers else [])
+
+    def _warm_verifies(self, length: int) -> None:
+        """Verifies of the warm sequence, of so many tokens, which a page has room for two more of."""
+        # Only the first token stays: with two the page might be full, and then indexed. So drafts and scored
+        # tokens follow a shorter text.
+        if self.engine.takes_trees:
+            tree = self._make_forward(_WARM, [0, 0], 2, GREEDY, Kind.VERIFY)
+            self._run([dataclasses.replace(tree, parents=(0,))])
+        shorter = max(1, length - 1)
+        draft = RowChoice(draft=DraftProbabilities(np.array([0]), np.array([1.0])))
+        for output in (_PLAINLY_DRAWN, _DRAWN):
+            self.truncate_kv(_WARM, shorter)
+            drafts = self._make_forward(_WARM, [0, 0], 2, output, Kind.VERIFY, Accept.CHOSEN)
+            self._run([dataclasses.replace(drafts, choices=(draft, RowChoice()))])
+        self.truncate_kv(_WARM, shorter)
+        scored = self._make_forward(_WARM, [0, 0], 1, _PLAINLY_DRAWN, Kind.PREFILL)
+        self._run([dataclasses.replace(scored, scored=1, sample_seeds=(1,))])
+        self.truncate_kv(_WARM, length)
 
     def shutdown(self) -> None:
         """Removes all sequences. After that data methods raise ExecutorClosed; others still work."""

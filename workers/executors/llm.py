@@ -7,27 +7,19 @@ import functools
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
 from workers.executors.base import ModelExecutor
 from workers.executors.engine import Engine
-from workers.executors.loading import AUTO, NATIVE, check_ranks, choose_backend, load_served, read_source
-from workers.executors.memory import (
-    LoraLimits,
-    StepLimits,
-    allocate_pages,
-    gpu_lora_slots,
-    gpu_num_pages,
-    new_runner,
-)
+from workers.executors.loading import AUTO, NATIVE, check_ranks, choose_backend, load_served
+from workers.executors.lora_slots import adapter_table
+from workers.executors.memory import LoraLimits, StepLimits, allocate_pages, gpu_num_pages, new_runner
 from workers.executors.ranks import connect, loading, ranked_adapters, ranked_pages
-from workers.executors.replacement import WeightsReplacement
+from workers.executors.replacement import Served, WeightsReplacement
 from workers.kv.sizing import KvSizingError, choose_num_pages
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
@@ -36,24 +28,15 @@ from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
 from workers.models.files import check_not_pickled
 from workers.models.licence import read_licence
-from workers.models.lora import PackedLora
 from workers.models.model import Model, ModelDescription, page_bytes
 from workers.models.text import ModelText, read_text
 from workers.models.tokenizer import MAX_BYTES
 from workers.models.weights import copy_weights
-from workers.operations import AdapterSource
 from workers.runners.eager import EagerRunner
-from workers.runners.tensor_parallel import LeadingRunner, LeadingSlots, RankGroup
+from workers.runners.tensor_parallel import LeadingRunner, RankGroup
 
 # The path of a snapshot of ORG/NAME in a cache of the Hugging Face hub. Names contain no double dashes.
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
-
-
-@dataclass(slots=True)
-class _Served:
-    """The model that runs. Nothing else may refer to it, or its memory stays when it is replaced."""
-
-    model: Model
 
 
 class LlmExecutor(ModelExecutor):
@@ -136,11 +119,16 @@ class LlmExecutor(ModelExecutor):
             ) from error
         if batch_invariant:
             _make_batch_invariant(model, directory, backend)
-        served = _Served(model)
-        adapters = None if lora is None or backend != NATIVE else _adapters(served, lora, ranks)
+        served = Served(model)
         kv = _pages(model, description, kv_pages, limits, ranks)
         own = new_runner(model, kv, limits, description.max_seq_len)
         runner = own if ranks is None else LeadingRunner(own, ranks)
+        adapters: AdapterTable[Any] | None = None
+        if lora is not None and backend == NATIVE:
+            if ranks is None:
+                adapters = adapter_table(served, lora, own)
+            else:
+                adapters = ranked_adapters(served, lora, ranks, own)
         described = _described(description, directory, text)
         table = KvTable(kv.num_pages, kv.page_size)
         engine = Engine(
@@ -154,11 +142,11 @@ class LlmExecutor(ModelExecutor):
         executor = cls(described, engine, text, adapters, backend_reason=choice.reason)
         executor.ranks = ranks
         if device.type != "cuda" or backend == NATIVE:
-            executor.replacement = executor._new_replacement(served, description, backend, lora)
+            executor.replacement = executor._new_replacement(served, description, backend)
         return executor
 
     def _new_replacement(
-        self, served: _Served, description: ModelDescription, backend: str, lora: LoraLimits | None
+        self, served: Served, description: ModelDescription, backend: str
     ) -> WeightsReplacement[Model]:
         """What replaces the weights of `served`, which has this description."""
         ranks = self.ranks
@@ -182,8 +170,6 @@ class LlmExecutor(ModelExecutor):
                 )
                 read_description = on_all(read_description)
             _check_same_config(served.model, description, read_model, read_description)
-            if lora is not None and self.adapters is not None and not on_gpu:
-                read_model.allocate_lora(lora.max_adapters, lora.max_rank)
             # The tokenizer stays.
             return read_model, _described(read_description, source, self.text)
 
@@ -199,7 +185,7 @@ class LlmExecutor(ModelExecutor):
             with self.ranks.asking("set_threads", threads=threads):
                 pass
 
-    def use(self, served: _Served, other: Model, description: ModelDescription) -> None:
+    def use(self, served: Served, other: Model, description: ModelDescription) -> None:
         """Puts other weights of the same config into place, between two steps.
 
         Args:
@@ -218,7 +204,7 @@ class LlmExecutor(ModelExecutor):
             runner.use(other)
             served.model = other
             if self.adapters is not None:
-                self.adapters.use(other if self.ranks is None else LeadingSlots(other, self.ranks))
+                self.adapters.move()
         self._model = description
 
 
@@ -231,28 +217,6 @@ def _make_batch_invariant(model: Model, directory: Path, backend: str) -> None:
             f"{directory}: batch_invariant is on, which the {backend} backend does not guarantee with"
             f" {model.dtype} on {model.device}"
         )
-
-
-def _adapters(served: _Served, limits: LoraLimits, ranks: RankGroup | None) -> AdapterTable[Any]:
-    return _adapter_table(served, limits) if ranks is None else ranked_adapters(served.model, limits, ranks)
-
-
-def _adapter_table(served: _Served, limits: LoraLimits) -> AdapterTable[PackedLora]:
-    """Make slots for adapters in a model. Raises KvSizingError if there is not one in the memory for them."""
-    modules, slots = served.model.lora_modules(), limits.max_adapters
-    if served.model.device.type == "cuda":
-        slots, _ = gpu_lora_slots(served.model, limits)
-    try:
-        served.model.allocate_lora(slots, limits.max_rank)
-    except torch.OutOfMemoryError as error:
-        raise KvSizingError("the weights leave no memory for adapters: lower max_lora_bytes") from error
-
-    def read(source: AdapterSource) -> LoadedAdapter[PackedLora]:
-        adapter = read_source(source, modules, limits, served.model.base_matrices())
-        packed = served.model.pack_lora(adapter.weights)
-        return LoadedAdapter(packed, adapter.rank, packed.bytes)
-
-    return AdapterTable(served.model, read, limits.max_bytes)
 
 
 def _check_same_config(

@@ -1,4 +1,4 @@
-"""Limits that size a worker's memory, and its memory on a GPU: the pages, and the slots for adapters."""
+"""Limits that size a worker's memory, and the pages that fit."""
 
 from __future__ import annotations
 
@@ -37,27 +37,15 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """The adapters that are in memory at a time: how many, of which rank, and how large in all."""
+    """The adapters that are in memory at a time: how many, of which rank, and how large in all.
+
+    Attributes:
+        max_bytes: Of all; on a GPU of the slots on each.
+    """
 
     max_adapters: int
     max_rank: int
     max_bytes: int
-
-
-def gpu_lora_slots(model: Model, limits: LoraLimits) -> tuple[int, int]:
-    """The number of slots for adapters on a GPU, and the bytes of one. Raises KvSizingError if none fits.
-
-    There, a slot takes the memory of the largest adapter, whatever is in it.
-    """
-    modules = model.lora_modules().values()
-    slot_bytes = limits.max_rank * sum(outputs + inputs for outputs, inputs in modules) * model.dtype.itemsize
-    slots = min(limits.max_adapters, limits.max_bytes // slot_bytes)
-    if not slots:
-        raise KvSizingError(
-            f"an adapter of rank {limits.max_rank} takes {slot_bytes >> 20} MiB:"
-            " raise max_lora_bytes or lower max_lora_rank"
-        )
-    return slots, slot_bytes
 
 
 def gpu_num_pages(

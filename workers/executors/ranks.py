@@ -12,16 +12,20 @@ from pathlib import Path
 
 import torch
 
+from workers.adapters.errors import AdapterError
 from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
 from workers.executors.loading import read_source
-from workers.executors.memory import LoraLimits, StepLimits, allocate_pages, gpu_lora_slots, gpu_num_pages
+from workers.executors.lora_slots import ModelSlots, on_made
+from workers.executors.memory import LoraLimits, StepLimits, allocate_pages, gpu_num_pages
+from workers.executors.replacement import Served
 from workers.kv.sizing import choose_num_pages
 from workers.kv.tensors import KvTensors
 from workers.models.errors import ModelError
 from workers.models.model import Model, ModelDescription, page_bytes
 from workers.operations import AdapterSource
-from workers.runners.tensor_parallel import LeadingSlots, RankedLora, RankGroup
+from workers.runners.base import DeviceLostError, Runner
+from workers.runners.tensor_parallel import RankedLora, RankGroup
 
 _log = logging.getLogger(__name__)
 
@@ -69,16 +73,53 @@ def loading(ranks: RankGroup | None, question: str, directory: Path, dtype: str)
         yield on_all
 
 
-def ranked_adapters(model: Model, limits: LoraLimits, ranks: RankGroup) -> AdapterTable[RankedLora]:
-    """Make slots for adapters on all ranks. Raises KvSizingError if there is no memory for one."""
-    modules, slots = model.lora_modules(), limits.max_adapters
-    if model.device.type == "cuda":
-        slots, _ = gpu_lora_slots(model, limits)
-    with ranks.asking("allocate_lora", slots=slots, max_rank=limits.max_rank):
-        model.allocate_lora(slots, limits.max_rank)
+class RankedSlots:
+    """Rank 0's slots for adapters. The other ranks have as many, and do to them what is done to these."""
+
+    def __init__(self, own: ModelSlots, ranks: RankGroup) -> None:
+        """Lead with the slots of rank 0."""
+        self._own, self._ranks = own, ranks
+
+    @property
+    def max_lora_slots(self) -> int:
+        """See `Slots`."""
+        return self._own.max_lora_slots
+
+    def find_room(self, limits: LoraLimits) -> None:
+        """Agree on as many slots as the rank with the least memory has room for. Raises AdapterError."""
+        with self._ranks.asking("lora_room", limits=dataclasses.asdict(limits)) as answers:
+            own = self._own.find_room()
+            slots = min(own, *(answer["slots"] for answer in answers()))
+        with self._ranks.asking("agree_lora", slots=slots):
+            self._own.agree(slots)
+
+    def make_slots(self) -> int:
+        """See `Slots.make_slots`. Graphs are captured by all ranks at once, so the others are told before.
+
+        Raises DeviceLostError where the others may have made slots and this rank has not.
+        """
+        self._ranks.set_lora(-1, -1)
+        try:
+            return self._own.make_slots()
+        except AdapterError as error:
+            raise DeviceLostError(f"slots for adapters are not on all ranks: {error}") from error
+
+    def set_lora(self, slot: int, packed: RankedLora | None) -> None:
+        """See `Slots.set_lora`."""
+        self._own.set_lora(slot, None if packed is None else packed.packed)
+        self._ranks.set_lora(slot, -1 if packed is None else packed.key)
+
+
+def ranked_adapters(
+    served: Served, limits: LoraLimits, ranks: RankGroup, runner: Runner
+) -> AdapterTable[RankedLora]:
+    """The adapters of a model that is split over ranks."""
+    modules = served.model.lora_modules()
+    slots = RankedSlots(ModelSlots(served, limits, on_made(runner)), ranks)
     keys = itertools.count()
 
     def read(source: AdapterSource) -> LoadedAdapter[RankedLora]:
+        slots.find_room(limits)
         key = next(keys)
         # The other ranks read it after this one, so that all have the same files.
         adapter = read_source(source, modules, limits)
@@ -89,11 +130,11 @@ def ranked_adapters(model: Model, limits: LoraLimits, ranks: RankGroup) -> Adapt
             key=key,
             limits=dataclasses.asdict(limits),
         ) as answers:
-            packed = model.pack_lora(adapter.weights)
+            packed = served.model.pack_lora(adapter.weights)
             answers()
         return LoadedAdapter(RankedLora(packed, key), adapter.rank, ranks.ranks * packed.bytes)
 
-    return AdapterTable(LeadingSlots(model, ranks), read, limits.max_bytes)
+    return AdapterTable(slots, read, limits.max_bytes)
 
 
 def ranked_pages(

@@ -10,17 +10,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from workers.kv.sizing import KvSizingError
 from workers.models.errors import ModelError, for_clients
-from workers.models.model import ModelDescription
+from workers.models.model import Model, ModelDescription
 from workers.operations import Failed, FailureReason, ReplacementRead, WeightsRead
 
 _Weights = TypeVar("_Weights")
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Served:
+    """The model that runs. Nothing else may refer to it, or its memory stays when it is replaced."""
+
+    model: Model
 
 
 class WeightsReplacement(Generic[_Weights]):

@@ -11,12 +11,12 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 
@@ -43,6 +43,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_NAMES_BYTES = 32 << 20
 _MAX_DIMENSIONS = 8
 _SAMPLE_BYTES = 1024
+_CHECKED_ELEMENTS = 64 << 20
 
 # The dtype that the model is stored in, or on a CPU one that it computes faster.
 AUTO = "auto"
@@ -104,9 +105,15 @@ def choose_dtype(
 def check_finite(tensor: torch.Tensor, where: str) -> None:
     """Raises ModelError, which begins with `where`, for NaN and infinity: they would spread to all logits."""
     # If the sum is finite, all terms are; it takes a tenth of the time of checking each. A sum that is not
-    # finite may be an overflow of finite terms.
-    if not math.isfinite(tensor.sum().item()) and not tensor.isfinite().all():
-        raise ModelError(f"{where} is not finite as {name_of(tensor.dtype)}")
+    # finite may be an overflow of finite terms; a GPU converts on the way to one that seldom overflows.
+    total = tensor.sum(dtype=torch.float32) if tensor.is_cuda else tensor.sum()
+    if math.isfinite(total.item()):
+        return
+    rows = tensor.reshape(1, -1) if tensor.dim() < 2 else tensor
+    # In parts: what finds them takes memory.
+    for part in torch.split(rows, max(1, _CHECKED_ELEMENTS // max(1, rows.shape[1:].numel()))):
+        if not part.isfinite().all():
+            raise ModelError(f"{where} is not finite as {name_of(tensor.dtype)}")
 
 
 def name_of(dtype: torch.dtype | str) -> str:
@@ -140,16 +147,63 @@ def read_entries(directory: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def read_parts(entry: TensorEntry, rows: range | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+class CopyDone(Protocol):
+    """What is recorded behind the copies of a part to a device; `torch.cuda.Event` is one."""
+
+    def record(self) -> None:
+        """Note the copies that are queued so far."""
+
+    def synchronize(self) -> None:
+        """Wait for those that were noted."""
+
+
+class Staging:
+    """Two buffers for parts of tensors, by turns: one is filled while the other is copied to a device."""
+
+    def __init__(self, new_event: Callable[[], CopyDone], *, pinned: bool) -> None:
+        """`pinned`: in memory from which a GPU copies without the host."""
+        self._pinned = pinned
+        self._events = [new_event() for _ in range(2)]
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._turn = 0
+
+    def next_buffer(self, nbytes: int) -> torch.Tensor:
+        """[nbytes] uint8, whose last content is copied. It has its next turn after another one."""
+        turn = self._turn = 1 - self._turn
+        self._events[turn].synchronize()
+        if self._buffers[turn].numel() < nbytes:
+            size = max(nbytes, PART_BYTES)
+            self._buffers[turn] = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._buffers[turn][:nbytes]
+
+    def copies_are_queued(self) -> None:
+        """Note that the copies of the last buffer are."""
+        self._events[self._turn].record()
+
+
+def _own_buffer(nbytes: int) -> torch.Tensor:
+    """[nbytes] uint8 of Python's memory: torch's own left up to 12 MiB more of the heap in use."""
+    # frombuffer refuses an empty buffer.
+    return (
+        torch.frombuffer(bytearray(nbytes), dtype=torch.uint8)
+        if nbytes
+        else torch.empty(0, dtype=torch.uint8)
+    )
+
+
+def read_parts(
+    entry: TensorEntry, rows: range | None = None, staging: Staging | None = None
+) -> Iterator[tuple[int, torch.Tensor]]:
     """The tensor in parts along its first dimension.
 
     Args:
         entry: The tensor.
         rows: Which of its rows; None: all.
+        staging: Where the parts are, if they are copied without waiting. None: in memory of their own.
 
     Yields:
         The index of the first row, and the part: at most `PART_BYTES`, or a single row if that is larger.
-        The next part overwrites it, so copy it.
+        The next part overwrites it, so copy it; with `staging`, queue the copies.
 
     Raises:
         ModelError: The file cannot be read, or changed after its header was read.
@@ -159,18 +213,19 @@ def read_parts(entry: TensorEntry, rows: range | None = None) -> Iterator[tuple[
     row_bytes = entry.nbytes // max(1, count_all)
     step = max(1, PART_BYTES // max(1, row_bytes))
     wanted = range(count_all) if rows is None else rows
-    buffer = memoryview(bytearray(min(len(wanted), step) * row_bytes))
+    own = _own_buffer(min(len(wanted), step) * row_bytes if staging is None else 0)
     with _open(entry) as file:
         file.seek(entry.begin + wanted.start * row_bytes)
         for first in range(wanted.start, wanted.stop, step):
             count = min(step, wanted.stop - first)
-            filled = buffer[: count * row_bytes]
-            if file.readinto(filled) != len(filled):
+            nbytes = count * row_bytes
+            filled = own[:nbytes] if staging is None else staging.next_buffer(nbytes)
+            if file.readinto(filled.numpy().data) != nbytes:
                 raise changed_error(entry.file)
             shape = (count, *entry.shape[1:]) if entry.shape else ()
-            # frombuffer refuses an empty buffer.
-            part = torch.frombuffer(filled, dtype=dtype) if len(filled) else torch.empty(0, dtype=dtype)
-            yield first, part.reshape(shape)
+            yield first, filled.view(dtype).reshape(shape)
+            if staging is not None:
+                staging.copies_are_queued()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from kernels.cpu.sublayers import Memory
 from kernels.linear import Weight, linear, pack_weight
-from kernels.lora import row_slots
+from kernels.lora import MAX_RANK, row_slots
 from kernels.packed_pages import can_pack_width, packed_width
 from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec, rope_table
@@ -88,7 +88,8 @@ class Decoder:
         if self.device.type == "cuda":
             self.fuse_few_rows(TilesOfPlaces(device_ms))
         self.max_lora_slots = 0
-        self._max_lora_rank = 0
+        # Until there are slots, adapters of any rank that kernels take can be packed.
+        self._max_lora_rank = MAX_RANK
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}  # each [positions of the pages in use, R]
         # In families that scale by the square root of the width, the factor is rounded to the model's dtype.
         self._embedding_scale = config.embedding_scale
@@ -163,10 +164,22 @@ class Decoder:
         named = {"model.embed_tokens.weight": self.embedding, "lm_head.weight": self.lm_head}
         return {name: BaseMatrix(shape, partial(rows, matrix)) for name, matrix in named.items()}
 
+    def lora_slot_bytes(self, max_rank: int) -> int:
+        """See `Model.lora_slot_bytes`."""
+        return sum(projection.lora_slot_bytes(max_rank) for _, projection in self._projections())
+
     def allocate_lora(self, slots: int, max_rank: int) -> None:
-        """Make empty slots for adapters of ranks up to `max_rank`. Once, after the parameters are packed."""
-        for _, projection in self._projections():
-            projection.allocate_lora(slots, max_rank)
+        """Make empty slots for adapters of ranks up to `max_rank`. Between two forwards, on their thread.
+
+        Once, after the parameters are packed. Without an effect if memory runs out.
+        """
+        try:
+            for _, projection in self._projections():
+                projection.allocate_lora(slots, max_rank)
+        except torch.OutOfMemoryError:
+            for _, projection in self._projections():
+                projection.allocate_lora(0, max_rank)
+            raise
         self.max_lora_slots, self._max_lora_rank = slots, max_rank
         self._compile()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.linear import Weight, linear, pack_weight
-from kernels.lora import RowSlots, Table, add_lora, new_table
+from kernels.lora import RowSlots, Table, add_lora, new_table, slot_bytes
 from kernels.packed_weight import PackedWeight
 from workers.models.shard import Slice
 
@@ -37,8 +37,15 @@ class LoadTarget:
     taken: Slice | None = None
 
     def fill(self, part: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Write a checkpoint's tensor, or its rows from `first` on. Returns the view that was written to."""
-        filled = self.tensor.copy_(part) if self.taken is None else self._fill_taken(part, first, self.taken)
+        """Write a checkpoint's tensor, or its rows from `first` on. Returns the view that was written to.
+
+        To a GPU, from pinned memory, the copies are only queued.
+        """
+        filled = (
+            self.tensor.copy_(part, non_blocking=True)
+            if self.taken is None
+            else self._fill_taken(part, first, self.taken)
+        )
         return filled.add_(self.offset) if self.offset else filled
 
     def _fill_taken(self, part: torch.Tensor, first: int, taken: Slice) -> torch.Tensor:
@@ -49,7 +56,8 @@ class LoadTarget:
             if begin < end:
                 view = self.tensor[into + begin - rows.start : into + end - rows.start]
                 source = part[begin - first : end - first]
-                view.copy_(source[:, taken.columns.start : taken.columns.stop] if part.dim() > 1 else source)
+                columns = source[:, taken.columns.start : taken.columns.stop] if part.dim() > 1 else source
+                view.copy_(columns, non_blocking=True)
                 written.append((into + begin - rows.start, into + end - rows.start))
             into += len(rows)
         # Next to each other, as the ranges are.
@@ -94,8 +102,15 @@ class Linear:
         """Pack the filled weight in place. The targets must not be used afterwards."""
         self.weight = pack_weight(self.weight, in_place=True)
 
+    def lora_slot_bytes(self, max_rank: int) -> int:
+        """The memory of a slot on a GPU, for the part of the projection that this rank has."""
+        return slot_bytes(max_rank, self.weight.shape[1], [*self.parts.values()], self.weight.dtype)
+
     def allocate_lora(self, slots: int, max_rank: int) -> None:
-        """Make empty slots for adapters."""
+        """Make empty slots for adapters; without slots, give the memory back."""
+        if not slots:
+            self.lora = None
+            return
         weight, outputs = self.weight, [*self.parts.values()]
         self.lora = new_table(slots, max_rank, weight.shape[1], outputs, weight.dtype, weight.device)
 

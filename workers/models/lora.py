@@ -143,6 +143,10 @@ class WithoutLora:
         """None."""
         return {}
 
+    def lora_slot_bytes(self, max_rank: int) -> int:  # noqa: ARG002 - as in the interface
+        """None."""
+        return 0
+
     # Their arguments are those of the interface.
     def allocate_lora(self, slots: int, max_rank: int) -> None:  # noqa: ARG002
         """Raise UnsupportedError."""

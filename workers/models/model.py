@@ -94,8 +94,11 @@ class Model(Protocol):
     def base_matrices(self) -> dict[str, BaseMatrix]:
         """The matrices that adapters may repeat, by the names of their tensors."""
 
+    def lora_slot_bytes(self, max_rank: int) -> int:
+        """The memory of a slot on a GPU, in this rank's part of the model."""
+
     def allocate_lora(self, slots: int, max_rank: int) -> None:
-        """Make empty slots, before the first forward. Raises UnsupportedError if it takes no adapters."""
+        """Make empty slots, once, on the thread of forwards. Raises UnsupportedError if it takes none."""
 
     def pack_lora(self, weights: LoraWeights) -> PackedLora:
         """Convert an adapter, on any thread. Raises ValueError, if it does not fit."""

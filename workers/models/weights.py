@@ -20,7 +20,7 @@ from workers.kv.sizing import check_weights_fit
 from workers.machine_limits import available_bytes
 from workers.models import checkpoint
 from workers.models.builder import build_decoder
-from workers.models.checkpoint import AUTO, TensorEntry
+from workers.models.checkpoint import AUTO, Staging, TensorEntry
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
@@ -138,7 +138,7 @@ def load_planned(
     """
     config = plan.config
     decoder = build_decoder(config, plan.dtype, plan.device, plan.group)
-    _load_weights(decoder, plan.entries, progress)
+    _load_weights(decoder, plan.entries, progress, _staging_for(plan.device))
     # The hash of the parsed config: two spellings of a config give the same fingerprint.
     digest = checkpoint.fingerprint(plan.entries, repr(config))
     if pack:
@@ -165,8 +165,16 @@ def load_planned(
 
 
 @torch.inference_mode()
-def _load_weights(decoder: Decoder, entries: Mapping[str, TensorEntry], progress: Progress | None) -> None:
+def _load_weights(
+    decoder: Decoder,
+    entries: Mapping[str, TensorEntry],
+    progress: Progress | None,
+    staging: Staging | None = None,
+) -> None:
     """Fill the parameters of a decoder. `entries` were checked against its targets.
+
+    With `staging` the copies of a part are only queued, and a tensor is checked when all of it is. Without
+    it each part is checked, while it is in the CPU's cache.
 
     Raises:
         ModelError: A tensor cannot be read, or has a value that is not finite.
@@ -177,14 +185,22 @@ def _load_weights(decoder: Decoder, entries: Mapping[str, TensorEntry], progress
     # In the order of the files, so that reads are sequential.
     for name in sorted(targets, key=lambda name: (entries[name].file.name, entries[name].begin)):
         target, entry = targets[name], entries[name]
+        where = f"{entry.file}: tensor {entry.name}"
         taken = None if target.taken is None else target.taken.covered
-        for first, part in checkpoint.read_parts(entry, taken):
+        for first, part in checkpoint.read_parts(entry, taken, staging):
             filled = target.fill(part, first)
             done_bytes += part.nbytes
             del part  # so that its buffer is freed before the next tensor's is allocated
-            checkpoint.check_finite(filled, f"{entry.file}: tensor {entry.name}")
+            if staging is None:
+                checkpoint.check_finite(filled, where)
             if progress is not None:
                 progress(done_bytes, total_bytes)
+        if staging is not None:
+            checkpoint.check_finite(target.tensor, where)
+
+
+def _staging_for(device: torch.device) -> Staging | None:
+    return Staging(torch.cuda.Event, pinned=True) if device.type == "cuda" else None
 
 
 def _read_bytes(entry: TensorEntry, target: LoadTarget) -> int:

@@ -26,24 +26,29 @@ class Collectives:
         self._group: Any = None
 
     def connect(self, rendezvous: Path, device: torch.device) -> None:
-        """Meet the other ranks, which call this too.
+        """Meet the other ranks, which call this too. They have met when it returns.
 
         Args:
-            rendezvous: A file that does not exist, in a directory that only this user can enter.
+            rendezvous: A file that does not exist, in a directory that only this user can enter. Not needed
+                any more when all have returned.
             device: That of this rank.
         """
+        self._group = self._new_group(rendezvous, device)
+        # NCCL looks for the others at the first sum, when the file might be gone.
+        self.sum(torch.ones(1, device=device)).item()
+
+    def _new_group(self, rendezvous: Path, device: torch.device) -> Any:
         c10d: Any = distributed  # of which parts have no types
         gloo, store = c10d.ProcessGroupGloo, c10d.FileStore(str(rendezvous), self.ranks)
         if device.type == "cuda":
             nccl = distributed.ProcessGroupNCCL.Options()
             nccl._timeout = _TIMEOUT  # noqa: SLF001 - as torch.distributed itself sets it
-            self._group = distributed.ProcessGroupNCCL(store, self.rank, self.ranks, nccl)
-            return
+            return distributed.ProcessGroupNCCL(store, self.rank, self.ranks, nccl)
         options = gloo._Options()  # noqa: SLF001 - there is no other way to say where it listens
         # No address that others can reach. By default it would be that of the machine's name.
         options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
         options._timeout = _TIMEOUT  # noqa: SLF001
-        self._group = gloo(store, self.rank, self.ranks, options)
+        return gloo(store, self.rank, self.ranks, options)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """See `Group.sum`. Without rows nothing is sent."""

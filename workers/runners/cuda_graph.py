@@ -5,7 +5,7 @@ from the embedding to the choice of the next tokens, and takes one launch. Every
 steps (tokens, positions, lengths, pages) is in fixed device memory, owned by `decode_buffers`.
 
 A batch runs in the smallest bucket that it fits, and the other rows are padded. Graphs are captured on the
-first decode: for each size one, and if the model has slots for adapters, one that only batches with adapters
+first decode: for each size one; when the model has slots for adapters, one that only batches with adapters
 replay. Rows with a mask, biases, penalties, top_k, top_p or min_p are chosen once more, by a short second
 graph (`adjusted_rows`). Other steps (prefills, mixed batches, verifies, larger batches, captured hidden
 states, given experts) run eagerly with the same kernels. So do decodes, more slowly, if a capture fails. With
@@ -104,7 +104,7 @@ class _Captured:
     def __init__(self, buffers: DecodeBuffers, graphs: Mapping[tuple[int, bool], _Graph]) -> None:
         """`graphs`: by bucket, and whether adapters are applied."""
         self.buffers = buffers
-        self._graphs = graphs
+        self._graphs = dict(graphs)
         self._buckets = sorted({bucket for bucket, _ in graphs})
         self.kept_logits = KeptLogits(graphs[self._buckets[-1], False].logits[0], buffers.queue)
         self.in_flight: GraphStep | None = None
@@ -113,6 +113,15 @@ class _Captured:
 
     def _bucket(self, rows: int) -> int:
         return next(size for size in self._buckets if size >= rows)
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether there are graphs that apply adapters."""
+        return (self._buckets[-1], True) in self._graphs
+
+    def add(self, graphs: Mapping[tuple[int, bool], _Graph]) -> None:
+        """Adds graphs of the same buckets."""
+        self._graphs |= graphs
 
     def graph(self, rows: int, *, lora: bool = False) -> _Graph:
         """The smallest for so many rows, of which there is one."""
@@ -248,6 +257,8 @@ class CudaGraphRunner:
         self.can_launch = True
         # None after the first use.
         self._capture: Capture | None = capture or (_CudaCapture(kv.device) if graphs else launch_each)
+        # The same, for the graphs that are captured when the model has slots for adapters.
+        self._lora_capture: Capture | None = self._capture
         self._queue = queue
         self._captured: _Captured | None = None
         self._last: _Graph | None = None
@@ -286,7 +297,9 @@ class CudaGraphRunner:
         if self._capture is not None:
             self._capture_all(self._capture)
         captured = self._captured
-        return captured if captured is not None and captured.in_flight is None else None
+        if captured is None or captured.in_flight is not None:
+            return None
+        return None if inputs.lora_slots is not None and not captured.has_lora else captured
 
     def _load(
         self, captured: _Captured, inputs: ForwardInputs, rows: Sequence[SamplingRow]
@@ -366,12 +379,36 @@ class CudaGraphRunner:
         """Graphs of each bucket. The largest is first, so that the others fit into its memory."""
         buffers = DecodeBuffers(self._max_rows, self._max_pages, self._kv.device, self._queue)
         kinds = (True, False) if self._model.max_lora_slots else (False,)
-        graphs = {
+        self._captured = _Captured(buffers, self._capture_kinds(capture, buffers, kinds))
+
+    def _capture_kinds(
+        self, capture: Capture, buffers: DecodeBuffers, kinds: Sequence[bool]
+    ) -> dict[tuple[int, bool], _Graph]:
+        return {
             (bucket, lora): self._capture_one(capture, buffers, bucket, lora=lora)
             for bucket in reversed(self._buckets)
             for lora in kinds
         }
-        self._captured = _Captured(buffers, graphs)
+
+    def capture_lora(self) -> None:
+        """Capture the graphs of decodes with adapters, for which the model has slots now. None is in flight.
+
+        Without an effect if no graphs are captured yet: then the first decode captures these, too. After a
+        failure, decodes with adapters run eagerly.
+
+        Raises:
+            DeviceLostError: The device has failed.
+        """
+        captured, capture = self._captured, self._lora_capture
+        if captured is None or capture is None or captured.has_lora:
+            return
+        self._lora_capture = None
+        with torch.inference_mode():
+            reason = _tried(
+                lambda: captured.add(self._capture_kinds(capture, captured.buffers, (True,))), self._kv.device
+            )
+        if reason is not None:
+            _log.warning("CUDA graphs with adapters were not captured: %s", reason)
 
     def _capture_one(self, capture: Capture, buffers: DecodeBuffers, bucket: int, *, lora: bool) -> _Graph:
         # All rows are padded during warm-up and capture: no page is read or written.

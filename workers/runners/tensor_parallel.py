@@ -104,7 +104,10 @@ class RankGroup:
         self._send(encode_pairs(PlanKind.MOVE_SLOTS, pairs))
 
     def set_lora(self, slot: int, key: int) -> None:
-        """Let the others put an adapter that they have read into a slot; a key of -1 empties it."""
+        """Let the others put an adapter that they have read into a slot; a key of -1 empties it.
+
+        They make their slots before, if they have none. A slot of -1: that is all.
+        """
         self._send(encode_numbers(PlanKind.SET_LORA, slot, key))
 
     def drop_weights(self) -> None:
@@ -175,17 +178,3 @@ class RankedLora:
     def __init__(self, packed: PackedLora, key: int) -> None:
         """`key`: from 0 on, larger than that of any adapter before."""
         self.packed, self.key = packed, key
-
-
-class LeadingSlots:
-    """Rank 0's slots for adapters: see `workers.adapters.slots.Slots`."""
-
-    def __init__(self, model: Model, group: RankGroup) -> None:
-        """Lead with the slots of `model`, which the others have too."""
-        self._model, self._group = model, group
-        self.max_lora_slots = model.max_lora_slots
-
-    def set_lora(self, slot: int, packed: RankedLora | None) -> None:
-        """See `Slots.set_lora`."""
-        self._model.set_lora(slot, None if packed is None else packed.packed)
-        self._group.set_lora(slot, -1 if packed is None else packed.key)

@@ -184,6 +184,48 @@ def test_without_slots_there_are_no_graphs_for_them(
     assert [lora for lora, _ in replays] == [False] * (len(buckets_up_to(MAX_ROWS)) + 1)
 
 
+def test_graphs_with_adapters_are_captured_when_there_are_slots(
+    without_adapters: Decoder, device: str, replays: list[Replay]
+) -> None:
+    """Between two steps. Those before and after it are the same as without graphs."""
+    twins = make_twins(without_adapters, device)
+    sequences = [HandSequence() for _ in range(2)]
+    for sequence in sequences:
+        twins.step([Item(sequence, [5, 6])])
+    twins.step([Item(sequence, [1]) for sequence in sequences])
+    set_adapters(without_adapters)
+    del replays[:]
+    twins.graph.capture_lora()
+    assert [lora for lora, _ in replays] == [True] * len(buckets_up_to(MAX_ROWS))
+    sequences[0].lora_slot = 1
+    del replays[:]
+    for token in (2, 3):
+        twins.step([Item(sequence, [token]) for sequence in sequences])
+        twins.step([Item(sequences[1], [token])])
+    assert [lora for lora, _ in replays] == [True, False, True, False]
+    twins.graph.capture_lora()
+    assert len(replays) == 4, "once"
+
+
+def test_decodes_with_adapters_run_where_their_graphs_could_not_be_captured(
+    without_adapters: Decoder, device: str, replays: list[Replay]
+) -> None:
+    captures = (len(buckets_up_to(MAX_ROWS)) + 1) * 2
+    twins = Twins(without_adapters, device, MAX_ROWS, FailingCapture(OUT_OF_MEMORY, captures))
+    adapted, plain = HandSequence(), HandSequence()
+    for sequence in (adapted, plain):
+        twins.step([Item(sequence, [5, 6])])
+    twins.step([Item(plain, [1])])
+    set_adapters(without_adapters)
+    twins.graph.capture_lora()
+    adapted.lora_slot = 1
+    del replays[:]
+    twins.step([Item(adapted, [1]), Item(plain, [2])])
+    twins.step([Item(plain, [3])])
+    assert [lora for lora, _ in replays] == [False], "the others have theirs"
+    assert twins.graph.name != "eager"
+
+
 def test_adapters_are_applied_after_a_failed_capture(decoder: Decoder, device: str) -> None:
     twins = Twins(decoder, device, MAX_ROWS, FailingCapture(OUT_OF_MEMORY, 3))
     sequence = HandSequence(lora_slot=1)

@@ -70,7 +70,7 @@ def test_all_settings_and_combinations(device: str, request: pytest.FixtureReque
     # In the interpreter an example takes half a second. Derandomised: what rounding may decide, a new
     # example in each run would meet some day.
     @settings(
-        max_examples=30 if request.config.getoption("--thorough") else 10,
+        max_examples=30 if request.config.getoption("--thorough", default=False) else 10,
         deadline=None,
         derandomize=True,
         database=None,

@@ -1,0 +1,238 @@
+"""What is compiled before a start is what a worker launches, and is found where it looks for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.cuda.compile_spec import SHARED_BYTES, Variant
+from tests.gpu.sizes import FirstTiles, repeat_launches
+from tests.kernels.conftest import INTERPRETED
+from tests.kernels.cuda.test_decode_lora import SLOTS, make_adapter
+from tests.kernels.cuda.test_decode_runner import CUT, PAGES, SETTINGS, VOCAB, random_decoder
+from tests.kernels.cuda.test_lora_cuda import use_triton
+from tests.kernels.tree_batches import Tree, with_trees
+from tests.workers.packing import HandPacker, HandSequence, Item
+from workers import device_sampling
+from workers.dry_run import Steps, launches_of
+from workers.kv.tensors import KvTensors, LayerKv
+from workers.launches import Device, Launch
+from workers.models.config import ModelConfig
+from workers.models.decoder import Decoder
+from workers.models.experts import Experts
+from workers.operations import DraftProbabilities, Sampling, TokenMask
+from workers.precompile import current_device, precompile
+from workers.runners.cuda_graph import CudaGraphRunner
+from workers.runners.eager import EagerRunner
+from workers.sampling import Draft, SamplingRow
+
+ROOT = Path(__file__).resolve().parents[3]
+MAX_ROWS, MAX_RANK = 3, 6
+# In the interpreter nothing launches early, and attention has the limits of an H100.
+DEVICE = Device((8, 0), 132, SHARED_BYTES[90]) if INTERPRETED else None
+MIXTRAL = SETTINGS | {
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[Launch]:
+    """What is launched, by operations that take every tensor for one on a GPU."""
+    found: set[Launch] = set()
+    launch = Variant.launch
+
+    def note(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
+        found.add(Launch.of(variant, arguments))
+        launch(variant, grid, *arguments)
+
+    monkeypatch.setattr(Variant, "launch", note)
+    if INTERPRETED:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        use_triton(monkeypatch)
+    return found
+
+
+def plain_kv(device: str) -> KvTensors:
+    """As on a GPU: nothing is packed. Kernels read what was not written, too."""
+    return KvTensors(
+        [LayerKv(2, 64, 64)] * 2,
+        num_pages=PAGES,
+        page_size=16,
+        dtype=torch.float32,
+        device=device,
+        pack=False,
+    )
+
+
+def as_on_a_gpu(decoder: Decoder) -> Decoder:
+    """Also what is only so there: experts in one tensor, and products that are fused without measuring."""
+    if INTERPRETED:
+        decoder.fuse_few_rows(FirstTiles(lambda _: 0.0))
+        for layer in decoder.layers:
+            if isinstance(layer.mlp.body, Experts):
+                body: Any = layer.mlp.body
+                body.gate_up, body.down = torch.stack([*body.gate_up]), torch.stack([*body.down])
+    return decoder
+
+
+def steps_of(decoder: Decoder, device: str) -> None:
+    """Prompts, verifies of trees, decodes, all together, with and without adapters; graphs' launches too."""
+    kv = plain_kv(device)
+    packer = HandPacker(16, range(1, PAGES))
+    eager = EagerRunner(decoder, kv)
+    graphs = CudaGraphRunner(decoder, kv, max_rows=MAX_ROWS, max_seq_len=256, capture=repeat_launches)
+    sequences = [HandSequence() for _ in range(4)]
+
+    def step(items: Sequence[Item], spec: Sampling | None = None, tree: Tree | None = None) -> None:
+        inputs = packer.pack(list(items))
+        if tree is not None:
+            trees = [*[None] * (len(items) - 1), tree]
+            inputs = dataclasses.replace(inputs, attention=with_trees(inputs.attention, trees))
+        rows = [SamplingRow(spec)] * len(inputs.wanted_rows)
+        (eager if tree is not None else graphs).step(inputs, rows)
+
+    for length, sequence in zip((1, 3, 16, 33), sequences, strict=True):
+        step([Item(sequence, [token % VOCAB for token in range(length)])])
+    for number in (1, 3, 4):
+        step([Item(sequence, [1]) for sequence in sequences[:number]])
+    step([Item(sequence, [1]) for sequence in sequences[:2]], CUT)
+    step([Item(sequences[0], [1]), Item(sequences[1], [1, 2, 3]), Item(HandSequence(), range(20))])
+    step([Item(sequences[2], [3]), Item(sequences[3], [1, 2, 3])], tree=Tree((0, 0)))
+
+
+def choices_on(device: str) -> None:
+    """All settings of sampling, for one row and for several."""
+    generator = torch.Generator().manual_seed(0)
+    some = DraftProbabilities(np.array([1, 2]), np.array([0.5, 0.5]))
+    for rows in (1, 5):
+        logits = torch.randn(rows, VOCAB, generator=generator).to(device)
+        for spec in (
+            Sampling(),
+            Sampling(temperature=1.0),
+            CUT,
+            Sampling(temperature=1.0, logit_bias={1: 1.0, 2: 2.0}),
+            Sampling(temperature=1.0, top_p=0.5, repetition_penalty=1.2, frequency_penalty=0.1),
+        ):
+            for mask in (None, TokenMask(allowed=(1, 2, 3))):
+                row = SamplingRow(spec, mask, history=[1, 2, 3], position=4)
+                device_sampling.choose_tokens(logits, [row] * rows)
+                device_sampling.sampled_logprobs(logits, [1] * rows, [row] * rows)
+                drafted = SamplingRow(spec, mask, draft=Draft((1,), some), history=[1, 2], position=4)
+                device_sampling.choose_with_drafts(logits, [drafted] * rows, [(1, 2)] * rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "batch_invariant"),
+    [(SETTINGS, False), (MIXTRAL, True)],
+    ids=["dense", "batch-invariant experts"],
+)
+def test_whatever_is_launched_is_compiled_before(
+    settings: dict[str, object], batch_invariant: bool, device: str, launched: set[Launch]
+) -> None:
+    decoder = random_decoder(settings, device)
+    decoder.batch_invariant = batch_invariant
+    steps_of(as_on_a_gpu(decoder), device)
+    if not batch_invariant:
+        choices_on(device)
+    decoder.allocate_lora(SLOTS, MAX_RANK)
+    decoder.set_lora(1, decoder.pack_lora(make_adapter(decoder, 1)))
+    packer = HandPacker(16, range(1, PAGES))
+    runner, kv = EagerRunner, plain_kv(device)
+    adapted = HandSequence(lora_slot=1)
+    for tokens in ([1, 2, 3], [4], range(18)):
+        runner(decoder, kv).step(packer.pack([Item(adapted, list(tokens))]), [SamplingRow()])
+    ran = set(launched)
+    steps = Steps(MAX_ROWS, 16, batch_invariant=batch_invariant, lora=(SLOTS, MAX_RANK))
+    compiled = launches_of(decoder.config, torch.float32, steps, DEVICE or current_device())
+    assert {one.kernel for one in ran} > {"prefill_kernel", "rope_kv_write_kernel", "shrink_kernel"}
+    missing = sorted(map(repr, ran - compiled))
+    assert not missing, "\n".join(missing)
+
+
+def test_what_a_dry_run_changes_is_changed_back() -> None:
+    before = Variant.launch
+    config = random_decoder(SETTINGS, "cpu").config
+    launches_of(config, torch.float32, Steps(2, 4), Device((9, 0), 132, SHARED_BYTES[90]))
+    assert Variant.launch is before and not torch.ones(1).is_cuda
+
+
+COMPILE = """
+import sys
+import torch
+from triton.compiler.compiler import ASTSource
+from workers.launches import Launch, Pointer
+from workers.precompile import compile_launch, _NoDevice
+from kernels.cuda import rms_norm
+import triton
+
+WIDTH = 1024
+variant = rms_norm._norm(1, WIDTH, 0)
+out, x, weight = (torch.empty(4 * WIDTH, dtype=torch.bfloat16)[:2 * WIDTH].view(2, WIDTH) for _ in range(3))
+given = out, x, weight[0]
+def arguments(x):
+    sizes = {"token_stride": WIDTH, "head_stride": WIDTH, "rows": 2, "eps": 1e-6}
+    tensors = {"out": out, "x": x, "weight": weight[0]}
+    names = [name for name in variant.kernel.arg_names if name not in variant.constexprs]
+    return [(tensors | sizes)[name] for name in names]
+launch = Launch.of(variant, arguments(x))
+if sys.argv[1] == "compile":
+    done = compile_launch(launch, (9, 0))
+    print(done.error)
+    unknown = Launch(launch.module, "nothing", (), (), ())
+    print(compile_launch(unknown, (9, 0)).error)
+    sys.exit()
+triton.runtime.driver.set_active(_NoDevice((int(sys.argv[2]), 0)))
+def refuse(*_):
+    raise RuntimeError("it is compiled anew")
+ASTSource.make_ir = refuse
+shifted = torch.empty(4 * WIDTH, dtype=torch.bfloat16)[1:][: 2 * WIDTH].view(2, WIDTH)
+for given in (x, shifted):
+    try:
+        # As `kernel[grid](...)` calls it, but for the launch itself.
+        options = dict(variant.constexprs) | variant.options
+        variant.kernel.run(*arguments(given), grid=(1,), warmup=True, **options)
+        print("found")
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_a_later_process_finds_it(tmp_path: Path) -> None:
+    """With the same code, from tensors: the key of the cache on disk is that of a launch."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def run(*arguments: str) -> list[str]:
+        command = [sys.executable, "-c", COMPILE, *arguments]
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    assert run("compile") == ["", "AttributeError: module 'kernels.cuda.rms_norm' has no attribute 'nothing'"]
+    assert run("find", "9") == ["found", "it is compiled anew"], "another alignment is another kernel"
+    assert run("find", "8") == ["it is compiled anew"] * 2, "and so is another device"
+
+
+@pytest.mark.thorough
+def test_all_of_a_model_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own. What is compiled is also checked by the compile gate, for more shapes."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    config = ModelConfig.from_settings(SETTINGS)
+    steps, h100 = Steps(4, 16, lora=(SLOTS, 16)), Device((9, 0), 132, SHARED_BYTES[90])
+    done = [*precompile(config, torch.bfloat16, steps, h100, processes=2)]
+    assert len(done) > 30 and not [each for each in done if each.error]
+    again = [*precompile(config, torch.bfloat16, steps, h100, processes=2)]
+    assert {each.name for each in again} == {each.name for each in done}
+    assert len([*tmp_path.rglob("*.cubin")]) >= len({each.name for each in done})

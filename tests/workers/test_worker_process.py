@@ -1,0 +1,172 @@
+"""`python -m workers` with a model, without a gateway: on a GPU if there is one.
+
+Needs of a machine only what a worker itself does, and transformers to compare with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from google.protobuf import json_format
+from quire.v1 import worker_pb2
+
+from benchmarks.checkout import ROOT, environment
+from tests.gpu.oracle import Oracle
+from tests.model_factory import TinyModel, make_model
+from tests.workers.gateway_end import LAST_ROW
+from workers.common.message_stream import MessageStream
+from workers.common.protocol import SECRET_VARIABLE
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# A width of heads that there are CUDA kernels for.
+MODEL = TinyModel(head_dim=64)
+PROMPTS = ([1, 2, 3], [5, 9, 2, 77, 31, 4, 4, 8])
+TOKENS = 8
+# Far more than anything takes; on a GPU kernels are compiled meanwhile.
+PATIENCE_S = 120
+SECRET = "opensesame"
+
+
+def config(model: Path, **more: Any) -> worker_pb2.WorkerConfig:
+    return worker_pb2.WorkerConfig(
+        model=str(model),
+        device=DEVICE,
+        dtype="float32",
+        kv_pages=64,
+        threads=1,
+        gpu_memory_utilization=0.9,
+        max_batch_tokens=64,
+        max_batch_items=8,
+        max_request_bytes=1 << 20,
+        max_response_bytes=1 << 20,
+        max_lora_adapters=1,
+        max_lora_bytes=1 << 20,
+        log_level="info",
+        log_format="json",
+        no_self_check="on",
+        batch_invariant="on",
+        **more,
+    )
+
+
+class Stream:
+    """The gateway's end of a worker's socket."""
+
+    def __init__(self) -> None:
+        self._stream = MessageStream(worker_pb2.ConnectResponse, 1 << 24)
+        self.events: list[worker_pb2.WorkerEvent] = []
+
+    async def open(self, socket: str, worker: subprocess.Popen[bytes]) -> None:
+        while True:
+            try:
+                await asyncio.get_running_loop().create_unix_connection(lambda: self._stream, socket)
+                break
+            except OSError:
+                assert worker.poll() is None, "it has ended"
+                await asyncio.sleep(0.05)
+        await self._stream.write(worker_pb2.ConnectRequest(secret=SECRET))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    async def ask(self, *commands: worker_pb2.WorkerCommand) -> None:
+        await self._stream.write(worker_pb2.ConnectRequest(commands=commands))
+
+    async def next(self, kind: str) -> worker_pb2.WorkerEvent:
+        while True:
+            for event in self.events:
+                if event.WhichOneof("event") == kind:
+                    self.events.remove(event)
+                    return event
+                assert event.WhichOneof("event") != "error", event
+            self.events = [*self.events, *(await anext(self._stream)).events]
+
+
+async def greedy(stream: Stream) -> list[list[int]]:
+    """The tokens after each prompt, chosen by prefills and then by decodes of all of them at once."""
+    texts: list[list[int]] = []
+    for number, prompt in enumerate(PROMPTS):
+        forward = worker_pb2.ForwardCommand(
+            sequence=number, token_ids=prompt, options=LAST_ROW, kind="OPERATION_KIND_PREFILL"
+        )
+        await stream.ask(worker_pb2.WorkerCommand(op_id=number + 1, forward=forward))
+        (output,) = (await stream.next("forward")).forward.outputs
+        texts.append([output.token_id])
+    while len(texts[0]) < TOKENS:
+        rows = [
+            # `prelaunch`: its next one is launched before the answer is read.
+            (number + 1, number, 0, len(prompt) + len(text) - 1, text[-1], 0, 1, 0, 0)
+            for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True))
+        ]
+        decodes = worker_pb2.DecodesCommand(
+            rows=b"".join(struct.pack("<9Q", *row) for row in rows), options=[LAST_ROW]
+        )
+        await stream.ask(worker_pb2.WorkerCommand(decodes=decodes))
+        left = len(PROMPTS)
+        while left:
+            done = (await stream.next("decodes")).decodes.rows
+            numbers = struct.unpack(f"<{len(done) // 8}Q", done)
+            for op_id, token in zip(numbers[::5], numbers[1::5], strict=True):
+                texts[op_id - 1].append(token)
+                left -= 1
+    return texts
+
+
+async def serve(socket: str, worker: subprocess.Popen[bytes]) -> list[list[int]]:
+    stream = Stream()
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await stream.open(socket, worker)
+            await stream.next("ready")
+            return await greedy(stream)
+    finally:
+        stream.close()
+        await asyncio.sleep(0)  # the transport closes its socket then
+
+
+def test_it_serves_a_model(tmp_path: Path) -> None:
+    directory = make_model(tmp_path / "model", MODEL)
+    socket, log = str(tmp_path / "s"), tmp_path / "log"
+    message = json_format.MessageToJson(config(directory), indent=None)
+    command = [sys.executable, "-m", "workers", "--socket", socket, "--config", message]
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(ROOT) | {SECRET_VARIABLE: SECRET},
+            stdin=subprocess.PIPE,
+            stderr=file,
+        ) as worker,
+    ):
+        try:
+            found = asyncio.run(serve(socket, worker))
+            # As it does without a grace period when its stream has ended.
+            assert worker.wait(PATIENCE_S) == 0
+        finally:
+            worker.kill()
+    oracle = Oracle(directory, torch.device(DEVICE))
+    assert found == [oracle.greedy(prompt, TOKENS) for prompt in PROMPTS], log.read_text()
+    said = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    assert any(line["event"] == "products in use" for line in said)
+    assert not [line for line in said if line["level"] == "error"]
+
+
+def test_little_is_needed_for_it() -> None:
+    """No plugin of pytest and nothing else that images for GPUs lack is needed for the test above."""
+    # Not httpx2, which transformers itself uses where it is newer.
+    absent = ("structlog", "llguidance", "hypothesis", "pytest_asyncio")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent!r})); import {__name__}, workers.process"
+    modules = "workers.server, workers.step_loop, workers.follower, workers.executors.llm"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}, {modules}"], cwd=ROOT, env=os.environ | environment(ROOT)
+    )
+    assert done.returncode == 0
