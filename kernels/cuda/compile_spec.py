@@ -80,11 +80,13 @@ class Expectations:
         wgmma: Whether matrix products must use the warp-group instructions of sm_90.
         kv_buffers: The least number of buffers for each tile that a matrix product reads in a loop; None:
             loads are not pipelined. With one buffer, loads do not overlap with computation.
+        fetches: Whether a launch that begins early must fetch into the cache before it waits.
     """
 
     max_shared_bytes: int = SHARED_BYTES[90]
     wgmma: bool = False
     kv_buffers: int | None = None
+    fetches: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -378,7 +378,7 @@ def _product_spec(dtype: str, tiles: Tiles, activation: str | None, has: str, de
         f"few_rows {dtype} {shape} {what}",
         types,
         divisible_by_16=(*pointers, *(() if detail == "odd" else sizes)),
-        expects=Expectations(kv_buffers=2 if detail != "odd" else None),
+        expects=Expectations(kv_buffers=2 if detail != "odd" else None, fetches=True),
     )
 
 

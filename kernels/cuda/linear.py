@@ -204,7 +204,7 @@ def _compile_spec(dtype: str, outputs: int, inputs: int, *, biased: bool, one_pa
         f"linear {dtype} {outputs}x{inputs}{' bias' if biased else ''}{' one part' if one_part else ''}",
         types | {"bias": f"*{dtype}" if biased else None, "num_rows": "i32"},
         divisible_by_16=pointers,
-        expects=Expectations(wgmma=dtype != "fp32", kv_buffers=2),
+        expects=Expectations(wgmma=dtype != "fp32", kv_buffers=2, fetches=True),
     )
 
 

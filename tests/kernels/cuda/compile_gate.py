@@ -56,6 +56,7 @@ class Compiled:
     shared_bytes: int = 0
     buffers: int = 0  # the fewest of any tile that a matrix product reads in a loop; 0 without such tiles
     wgmma: bool = False
+    fetches: bool = False  # into the cache, before it waits for the launch before it
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,7 @@ def compile_and_read(spec: CompileSpec, architecture: int) -> Compiled:
         shared_bytes=compiled.metadata.shared,
         buffers=fewest_buffers(compiled.asm["ttgir"]),
         wgmma="wgmma.mma_async" in compiled.asm["ptx"],
+        fetches="prefetch.global.L2" in compiled.asm["ptx"].partition("griddepcontrol.wait")[0],
     )
 
 
@@ -234,6 +236,8 @@ def unexpected(spec: CompileSpec, architecture: int, compiled: Compiled) -> list
         faults.append(f"uses {compiled.shared_bytes} bytes of shared memory of {limit}")
     if spec.expects.wgmma and architecture == 90 and not compiled.wgmma:
         faults.append("does not use wgmma")
+    if spec.expects.fetches and spec.variant.early and architecture >= EARLY_FROM and not compiled.fetches:
+        faults.append("fetches nothing before it waits")
     if spec.expects.kv_buffers is not None and compiled.buffers < spec.expects.kv_buffers:
         faults.append(f"has a tile with {compiled.buffers} of {spec.expects.kv_buffers} buffers")
     return faults

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 
 
 # The shipped kernels and then the controls, in one process: to import torch and Triton takes seconds. So the
-# controls, seven small kernels, are compiled in this process, too.
+# controls, eight small kernels, are compiled in this process, too.
 _GATES = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -152,6 +152,7 @@ def test_faults_are_found(printed: list[str]) -> None:
         "well": "",
         "one buffer": "has a tile with 1 of 2 buffers",
         "no wgmma": "does not use wgmma",
+        "fetches nothing": "fetches nothing before it waits",
         "too much shared memory": "bytes of shared memory of 1024",
         "spills": "spills",
         "signature": "describes",
