@@ -56,7 +56,7 @@ def route(
 
     Returns:
         expert_ids [T, k] int64, the best first if they are not given, without repetition; expert_weights
-        [T, k]. torch.topk decides the order of equal scores.
+        [T, k]. Of equal scores the lower number comes first on a GPU; elsewhere torch.topk decides.
 
     Raises:
         ValueError, TypeError: An argument is invalid; the message names it.
@@ -64,10 +64,15 @@ def route(
     check_tensor("logits", logits, (None, None), FLOAT_DTYPES)
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(f"k: must be between 1 and {logits.shape[1]} experts, got {k}")
+    if given is not None:
+        check_tensor("given", given, (len(logits), k), (torch.int64,))
+    if logits.is_cuda:
+        from kernels.cuda import routing as cuda
+
+        return cuda.route(logits, k, normalize, dtype or logits.dtype, given)
     scores = functional.softmax(logits, dim=-1, dtype=torch.float32)  # [T, E]
     expert_weights, expert_ids = torch.topk(scores, k, dim=-1)  # [T, k] each
     if given is not None:
-        check_tensor("given", given, (len(logits), k), (torch.int64,))
         expert_ids = torch.where(given[:, :1] < 0, expert_ids, given)
         expert_weights = scores.gather(1, expert_ids)
     if normalize:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kernels import lora
-from kernels.cuda import compile_spec, few_rows, paged_attention
+from kernels.cuda import compile_spec, paged_attention
 from kernels.cuda.compile_spec import Variant
 
 _ALIGNMENT = 16
@@ -61,7 +61,8 @@ class Launch:
 
     @classmethod
     def of(cls, variant: Variant, arguments: Sequence[Any]) -> Launch:
-        """A launch of a variant with these arguments."""
+        """A launch of a variant with these arguments, the first of which is a tensor."""
+        architecture = compile_spec.architecture_of(arguments[0].device)
         kernel, function = variant.kernel, variant.kernel.fn
         # Of a kernel that is interpreted, they are what it was made with.
         given = getattr(kernel, "kwargs", None) or vars(kernel)
@@ -76,8 +77,8 @@ class Launch:
             function.__module__,
             function.__name__,
             tuple(described),
-            tuple(variant.constexprs.items()),
-            tuple(variant.options.items()),
+            tuple(variant.constexprs_of(architecture).items()),
+            tuple(variant.options_of(architecture).items()),
         )
 
 
@@ -119,10 +120,10 @@ def recording() -> Iterator[set[Launch]]:
 def as_on(device: Device) -> Iterator[None]:
     """Answers what operations ask of tensors, and kernels of the device they run on."""
     limits = paged_attention.DeviceLimits(device.multiprocessors, device.shared_bytes)
-    is_early = 10 * device.capability[0] + device.capability[1] >= compile_spec.EARLY_FROM
+    architecture = 10 * device.capability[0] + device.capability[1]
     answers: list[tuple[Any, str, Any]] = [
         (paged_attention, "limits_of", lambda _: limits),
-        (few_rows, "launches_early", lambda _: is_early),
+        (compile_spec, "architecture_of", lambda _: architecture),
         (lora, "_has_triton_kernels", lambda _: True),
     ]
     before = [(where, name, getattr(where, name)) for where, name, _ in answers]

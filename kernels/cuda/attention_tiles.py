@@ -56,6 +56,8 @@ class TileConfig:
         k_pages: Sequence[int],
         value_width: int,
         sliding_window: int | None,
+        *,
+        early: bool = False,
         **others: Any,
     ) -> Variant:
         """The variant of a kernel for a layer.
@@ -66,6 +68,7 @@ class TileConfig:
             k_pages: The shape [pages, S, K, D].
             value_width: V.
             sliding_window: The number of positions that a token attends to; None: all.
+            early: Whether launches begin early; see `Variant`.
             others: The constants that only this kernel has.
         """
         _, page_size, kv_heads, width = k_pages
@@ -82,7 +85,7 @@ class TileConfig:
             "BLOCK_M": max(self.block_m, triton.next_power_of_2(group)),
             "TILE": self.tile,
         }
-        return Variant(kernel, constexprs | others, self.num_warps, self.num_stages)
+        return Variant(kernel, constexprs | others, self.num_warps, self.num_stages, early)
 
 
 def log2_scales(scoring: Scoring) -> tuple[float, float | None]:

@@ -32,7 +32,9 @@ class Variant:
         constexprs: The value of each argument of type "constexpr", by name.
         num_warps: The warps of a program.
         num_stages: The stages of the pipeline of loads in loops with matrix products; 1: no pipeline.
-        early: A launch may begin before the one before it in its stream has ended; see `launches_early`.
+        early: A launch may begin before the one before it in its stream has ended, on architectures from
+            EARLY_FROM on. The kernel has the constexpr EARLY, which is added to the others, and begins with
+            `kernels.cuda.dependent_launch.wait`.
     """
 
     kernel: Any
@@ -41,24 +43,32 @@ class Variant:
     num_stages: int
     early: bool = False
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The compile options, in Triton's form."""
+    def constexprs_of(self, architecture: int) -> dict[str, Any]:
+        """The value of each argument of type "constexpr" on an architecture."""
+        early = {"EARLY": architecture >= EARLY_FROM} if self.early else {}
+        return {**self.constexprs, **early}
+
+    def options_of(self, architecture: int) -> dict[str, Any]:
+        """The compile options for an architecture, in Triton's form."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options | {"launch_pdl": True} if self.early else options
+        return options | {"launch_pdl": True} if self.early and architecture >= EARLY_FROM else options
 
     def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        """Launch the kernel with its other arguments, in order. Mutates what the kernel writes."""
-        self.kernel[grid](*arguments, **self.constexprs, **self.options)
+        """Launch the kernel with its other arguments, in order; the first is a tensor.
+
+        Mutates what the kernel writes.
+        """
+        architecture = architecture_of(arguments[0].device)
+        self.kernel[grid](*arguments, **self.constexprs_of(architecture), **self.options_of(architecture))
 
 
 @cache
-def launches_early(device: torch.device) -> bool:
-    """Whether a device has programmatic dependent launch. Triton's interpreter has not."""
+def architecture_of(device: torch.device) -> int:
+    """The architecture of a device, such as 90; 0 for Triton's interpreter."""
     if device.type != "cuda":
-        return False
+        return 0
     major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor >= EARLY_FROM
+    return 10 * major + minor
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +80,13 @@ class Expectations:
         wgmma: Whether matrix products must use the warp-group instructions of sm_90.
         kv_buffers: The least number of buffers for each tile that a matrix product reads in a loop; None:
             loads are not pipelined. With one buffer, loads do not overlap with computation.
+        fetches: Whether a launch that begins early must fetch into the cache before it waits.
     """
 
     max_shared_bytes: int = SHARED_BYTES[90]
     wgmma: bool = False
     kv_buffers: int | None = None
+    fetches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +110,10 @@ class CompileSpec:
     expects: Expectations = field(default_factory=Expectations)
     architectures: tuple[int, ...] = tuple(SHARED_BYTES)
 
-    @property
-    def constexprs(self) -> dict[str, Any]:
-        """The constexprs of the variant, and the arguments that are None."""
-        return {name: None for name, kind in self.types.items() if kind is None} | dict(
-            self.variant.constexprs
-        )
+    def constexprs_of(self, architecture: int) -> dict[str, Any]:
+        """The constexprs of the variant on an architecture, and the arguments that are None."""
+        absent: dict[str, Any] = {name: None for name, kind in self.types.items() if kind is None}
+        return absent | self.variant.constexprs_of(architecture)
 
     @property
     def signature(self) -> dict[str, str]:

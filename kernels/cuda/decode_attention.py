@@ -1,14 +1,18 @@
 """Paged attention of one token per item, the keys of long items split over several programs.
 
 A program reads some of the keys of one key-value head, for the G query heads that share it, padded to the 16
-rows of a matrix instruction. Which ones, a work list says (kernels/cuda/decode_plan.py). The result of an
-item depends only on the item and the number of its parts.
+rows of a matrix instruction. Which ones, a work list says (kernels/cuda/decode_plan.py). Of an item of
+several parts, each program writes the weighted average of its values and the base-2 logarithm of the sum of
+its weights. The one that comes last combines them, in the order of the parts, so the result of an item
+depends only on the item and the number of its parts.
+
+Launches begin early (`kernels.cuda.dependent_launch`).
 
 Compiled for sm_90 with Triton 3.7.1, bfloat16, G = 4, several splits; nothing spills:
 
     width     keys a tile   warps   stages   registers   shared memory   buffers each of K and V
-    64        64            4       4        62          52 KiB          3
-    80, 96    64            4       3        96          70 KiB          2
+    64        64            4       4        64          52 KiB          3
+    80, 96    64            4       3        112         70 KiB          2
     128       64            4       3        96          70 KiB          2
     256       32            4       3        126         73 KiB          2
 
@@ -17,7 +21,7 @@ Three programs run on a multiprocessor at once. With a width of 256, tiles of 64
 tiles of 16 do not.
 
 The optional parameters of kernels/attention_scoring.py need up to 2 more registers. Keys of 192 and values of
-128 need 80 registers and 57 KiB, with the tiles of a width of 256.
+128 need 72 registers and 57 KiB, with the tiles of a width of 256.
 
 Dimension letters: N items; H query heads; K key-value heads; G = H / K; D width of a key, E the power of two
 not below it; V and F the same of a value; P pages in the longest page table; S tokens a page; U units of
@@ -43,9 +47,13 @@ from kernels.cuda.attention_tiles import (
     widths_name,
     with_sinks,
 )
-from kernels.cuda.combine_splits import combine_splits
 from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
+from kernels.cuda.decode_parts import arrives_last, combine_parts, part_of
 from kernels.cuda.decode_plan import DecodePlan
+from kernels.cuda.dependent_launch import wait
+
+# Elements of the results of parts that a program combines at once: 16 of each of its threads.
+COMBINED = 2048
 
 
 def config_for(dtype: torch.dtype, width: int) -> TileConfig:
@@ -57,31 +65,18 @@ def config_for(dtype: torch.dtype, width: int) -> TileConfig:
     return TileConfig(block_m=16, tile=64 if width <= 128 else 32, num_warps=4, num_stages=3)
 
 
-@triton.jit
-def part_of(first_units, unit_items, unit, items):
-    """The item of a unit, which of its parts the unit is, and of how many.
-
-    A unit without an item is part -1 of 2 of the last one: it has no keys, and nobody reads its result.
-    """
-    planned = tl.load(unit_items + unit)
-    item = tl.minimum(planned, items - 1).to(tl.int64)
-    first = tl.load(first_units + item)
-    idle = planned == items
-    parts = tl.where(idle, 2, tl.load(first_units + item + 1) - first)
-    return item, tl.where(idle, -1, unit - first), parts
-
-
 # Slices of a batch begin at any address, and table widths change: neither may compile another variant.
 @triton.jit(
-    do_not_specialize=["table_stride", "items"],
+    do_not_specialize=["table_stride", "items", "units"],
     do_not_specialize_on_alignment=["page_tables", "context_lens", "sinks", "alibi_slopes"],
 )
 def decode_kernel(
     out,  # [N, H, V]; written for items of one part
-    partials,  # [U, H, V] float32; written for the others; None without a work list, as the next three
+    partials,  # [U, H, V] float32; written for the others; None without a work list, as the next four
     partial_lse,  # [U, H] float32, base 2
     first_units,  # [N + 1]
     unit_items,  # [U]
+    arrived,  # [K, U], zeros before and after
     query,  # [N, H, D]
     k_pages,  # [pages, S, K, D]
     v_pages,  # [pages, S, K, V]
@@ -93,6 +88,7 @@ def decode_kernel(
     head_stride,
     table_stride,
     items,
+    units,
     scale_log2,
     softcap_log2,  # or None
     KV_HEADS: tl.constexpr,
@@ -104,10 +100,14 @@ def decode_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    R: tl.constexpr,  # the power of two not below GROUP
+    CHUNK: tl.constexpr,  # parts that are combined at once
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One unit of one key-value head, or without a work list one item."""
+    wait(EARLY)
     unit = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, BLOCK_M)  # [M]
@@ -166,24 +166,40 @@ def decode_kernel(
         F,
         TILE,
     )
-    empty = begin >= end
     if SPLIT:
         # Looked up again: held over the loop they would cost registers.
         item, part, parts = part_of(first_units, unit_items, tl.program_id(0), items)
     alone = parts == 1
-    # Of several parts, a sink is added to one sum only: in combine_splits.
+    # Of several parts, a sink is added to one sum only: where they are combined.
     total = tl.where(alone, with_sinks(total, highest, sinks, heads, present), total)
-    result = attended / tl.where(empty, 1.0, total)[:, None]  # [M, F]
+    # The largest of weights is 1, so their sum is zero without keys only.
+    result = attended / tl.where(total == 0, 1.0, total)[:, None]  # [M, F]
     mask = present[:, None] & (value_columns < V)[None, :]  # [M, F]
-    if SPLIT:
-        lines = unit * KV_HEADS * GROUP + heads  # [M], of [U, H]
-        lse = tl.where(empty, float("-inf"), highest + tl.log2(total))
-        tl.store(partial_lse + lines, lse, mask=present)
-        if (parts > 1) & (begin < end):
-            tl.store(partials + lines[:, None] * V + value_columns[None, :], result, mask=mask)
     if alone:
         to = out + (item * KV_HEADS * GROUP + heads)[:, None] * V + value_columns[None, :]
         tl.store(to, result.to(out.dtype.element_ty), mask=mask)
+    if SPLIT:
+        lines = unit * KV_HEADS * GROUP + heads  # [M], of [U, H]
+        if (parts > 1) & (part >= 0):  # each of several parts has keys
+            tl.store(partial_lse + lines, highest + tl.log2(total), mask=present)
+            tl.store(partials + lines[:, None] * V + value_columns[None, :], result, mask=mask)
+            if arrives_last(arrived + kv_head * units + item, parts):
+                combine_parts(
+                    out,
+                    partials,
+                    partial_lse,
+                    sinks,
+                    item,
+                    unit - part,
+                    parts,
+                    kv_head,
+                    KV_HEADS * GROUP,
+                    GROUP,
+                    V,
+                    F,
+                    R,
+                    CHUNK,
+                )
 
 
 @cache
@@ -195,9 +211,22 @@ def _variant(
     sliding_window: int | None,
     *,
     split: bool,
+    combined: int,
 ) -> Variant:
     config = config_for(dtype, max(k_pages[3], value_width))
-    return config.variant(decode_kernel, heads, k_pages, value_width, sliding_window, SPLIT=split)
+    rows = triton.next_power_of_2(heads // k_pages[2])
+    chunk = max(1, combined // (rows * triton.next_power_of_2(value_width)))
+    return config.variant(
+        decode_kernel,
+        heads,
+        k_pages,
+        value_width,
+        sliding_window,
+        early=True,
+        SPLIT=split,
+        R=rows,
+        CHUNK=chunk,
+    )
 
 
 def decode_attention(
@@ -230,16 +259,18 @@ def decode_attention(
     kv_heads = k_pages.shape[2]
     if items == 0:
         return
-    units, lists = items, tuple[torch.Tensor | None, ...]([None] * 4)
+    units, lists = items, tuple[torch.Tensor | None, ...]([None] * 5)
     if plan is not None:
         units = len(plan.unit_items)
         results, sums = (
             torch.empty((units, heads, *rest), dtype=torch.float32, device=query.device)
             for rest in ((width,), ())
         )
-        lists = results, sums, plan.first_units, plan.unit_items
+        lists = results, sums, plan.first_units, plan.unit_items, plan.arrived
     split = plan is not None
-    variant = _variant(query.dtype, heads, k_pages.shape, width, scoring.sliding_window, split=split)
+    variant = _variant(
+        query.dtype, heads, k_pages.shape, width, scoring.sliding_window, split=split, combined=COMBINED
+    )
     variant.launch(
         (units, kv_heads),
         out,
@@ -255,12 +286,9 @@ def decode_attention(
         query.stride(1),
         page_tables.stride(0),
         items,
+        units,
         *log2_scales(scoring),
     )
-    if plan is not None:
-        partials, partial_lse = lists[:2]
-        assert partials is not None and partial_lse is not None
-        combine_splits(out, partials, partial_lse, plan.first_units, scoring.sinks)
 
 
 def compile_specs() -> list[CompileSpec]:
@@ -285,9 +313,15 @@ def _compile_spec(
     window: int | None,
     feature: str,
 ) -> CompileSpec:
-    variant = _variant(DTYPES[dtype], 32, (1, 16, 8, width), value_width, window, split=split)
+    variant = _variant(
+        DTYPES[dtype], 32, (1, 16, 8, width), value_width, window, split=split, combined=COMBINED
+    )
     pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
-    lists = {"partials": "*fp32", "partial_lse": "*fp32", "first_units": "*i32", "unit_items": "*i32"}
+    lists = {
+        "partials": "*fp32",
+        "partial_lse": "*fp32",
+    }
+    lists |= dict.fromkeys(("first_units", "unit_items", "arrived"), "*i32")
     absent = {} if split else dict.fromkeys(lists)
     pointers |= lists if split else {}
     return CompileSpec(
@@ -299,7 +333,7 @@ def _compile_spec(
             **absent,
             **feature_types(feature),
             **dict.fromkeys(("page_tables", "context_lens"), "*i32"),
-            **dict.fromkeys(("query_stride", "head_stride", "table_stride", "items"), "i32"),
+            **dict.fromkeys(("query_stride", "head_stride", "table_stride", "items", "units"), "i32"),
             "scale_log2": "fp32",
         },
         divisible_by_16=(*pointers, "query_stride", "head_stride"),

@@ -5,9 +5,10 @@ that depends on shapes alone, and the device distributes the keys of all items o
 An item has one unit, or several if it is longer than a unit's share; its parts are of equal size. Units that
 are left over have no item. A long item among short ones is so read by many programs, as it would be alone.
 
-All layers of a step with the same window have the same list.
+All layers of a step with the same window have the same list, and count in the same memory which parts of an
+item have been written: the last one adds them up. It sets the count back to zero, for the next layer.
 
-Dimension letters: N items; U units.
+Dimension letters: N items; U units; K key-value heads.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ class DecodePlan:
     Attributes:
         first_units: [N + 1] int32, the first unit of each item, and the number of units that have an item.
         unit_items: [U] int32, the item of each unit; N: none.
+        arrived: [K, U] int32, for each item (of the first N) how many of its parts have been written in a
+            launch that runs; else 0.
     """
 
     first_units: torch.Tensor
     unit_items: torch.Tensor
+    arrived: torch.Tensor
 
 
 def num_units_for(batch: int, kv_heads: int, max_context: int, multiprocessors: int) -> int:
@@ -78,13 +82,15 @@ def parts_of(tiles, inside, share):
 
 
 # Slices of a batch begin at any address, and batches have any size.
-@triton.jit(do_not_specialize=["items", "units"], do_not_specialize_on_alignment=["context_lens"])
+@triton.jit(do_not_specialize=["items", "units", "kv_heads"], do_not_specialize_on_alignment=["context_lens"])
 def plan_kernel(
     first_units,  # [N + 1]
     unit_items,  # [U]
+    arrived,  # [K, U]
     context_lens,  # [N]
     items,
     units,  # more than items
+    kv_heads,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -119,6 +125,8 @@ def plan_kernel(
     if tl.program_id(0) == 0:
         tl.store(first_units + items, begin)
     tl.store(unit_items + mine, before, mask=mine < units)
+    for head in range(kv_heads):
+        tl.store(arrived + head * units + mine, 0, mask=mine < units)
 
 
 @cache
@@ -127,7 +135,9 @@ def _variant(window: int, tile: int, min_tiles: int) -> Variant:
     return Variant(plan_kernel, constexprs, num_warps=4, num_stages=1)
 
 
-def plan_units(context_lens: torch.Tensor, units: int, sliding_window: int | None, tile: int) -> DecodePlan:
+def plan_units(
+    context_lens: torch.Tensor, units: int, sliding_window: int | None, tile: int, kv_heads: int
+) -> DecodePlan:
     """The work list of a step.
 
     Checks nothing, reads nothing back, and launches what follows from the shapes and `units` alone, so that
@@ -138,26 +148,29 @@ def plan_units(context_lens: torch.Tensor, units: int, sliding_window: int | Non
         units: U, more than N.
         sliding_window: The number of positions that a token attends to; None: all.
         tile: The number of keys that are read at once.
+        kv_heads: K.
     """
     items, device = len(context_lens), context_lens.device
     first_units = torch.empty(items + 1, dtype=torch.int32, device=device)
     unit_items = torch.empty(units, dtype=torch.int32, device=device)
+    arrived = torch.empty(kv_heads, units, dtype=torch.int32, device=device)
     grid = (triton.cdiv(units, BLOCK),)
     variant = _variant(sliding_window or 0, tile, max(1, MIN_PART_KEYS // tile))
-    variant.launch(grid, first_units, unit_items, context_lens, items, units)
-    return DecodePlan(first_units, unit_items)
+    variant.launch(grid, first_units, unit_items, arrived, context_lens, items, units, kv_heads)
+    return DecodePlan(first_units, unit_items, arrived)
 
 
 def compile_specs() -> list[CompileSpec]:
     """Each tile, with and without a window."""
-    pointers = dict.fromkeys(("first_units", "unit_items", "context_lens"), "*i32")
-    types = pointers | {"items": "i32", "units": "i32"}
+    written = ("first_units", "unit_items", "arrived")
+    types = dict.fromkeys((*written, "context_lens"), "*i32")
+    types |= dict.fromkeys(("items", "units", "kv_heads"), "i32")
     return [
         CompileSpec(
             _variant(window, tile, MIN_PART_KEYS // tile),
             f"decode_plan tile={tile} window={window}",
             types,
-            divisible_by_16=("first_units", "unit_items"),
+            divisible_by_16=written,
         )
         for tile, window in ((16, 0), (32, 0), (64, 0), (64, 4096))
     ]

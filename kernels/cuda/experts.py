@@ -1,12 +1,15 @@
 """Mixture of experts on a GPU, with the roundings of `kernels.experts`: two grouped products, a weighted sum.
 
-Pairs of a token and one of its experts are sorted by expert. A program of the grouped product computes N
-outputs for M pairs of one expert. It finds its expert from the index at which the pairs of each expert begin.
-The grid depends on T, k and E only, and is large enough for any distribution over experts. Programs without
-pairs return. The host reads nothing back, so a launch can be captured in a CUDA graph.
+Pairs of a token and one of its experts are sorted by expert (`kernels.cuda.routing`). A program of the
+grouped product computes N outputs for M pairs of one expert. It finds its expert from the index at which the
+pairs of each expert begin. The grid depends on T, k and E only, and is large enough for any distribution over
+experts. Programs without pairs return. The host reads nothing back, so a launch can be captured in a CUDA
+graph.
 
 The bits of a row depend on M, N and K, and not on the rest of the batch. `config_for` has one configuration
 for few pairs per expert, and one for many, which is used for all if bits must not depend on their number.
+
+Launches begin early (`kernels.cuda.dependent_launch`).
 
 Dimension letters: T tokens; C hidden width; I intermediate width; E experts; k experts of a token; P pairs,
 T * k; M pairs, N outputs and K inputs of a tile.
@@ -22,7 +25,9 @@ import triton
 import triton.language as tl
 
 from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
+from kernels.cuda.dependent_launch import wait
 from kernels.cuda.gated_activation import gated_activation
+from kernels.cuda.routing import group
 
 # The number of columns of a program of the weighted sum.
 BLOCK = 1024
@@ -86,8 +91,10 @@ def grouped_product_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """M pairs of one expert, and N outputs."""
+    wait(EARLY)
     tiles: tl.constexpr = (OUTPUTS + N - 1) // N
     # The programs of the same pairs have consecutive numbers, since they read the same rows of x.
     expert, first, end = find_pairs(starts, tl.program_id(0) // tiles, E, EXPERTS, M)
@@ -122,8 +129,10 @@ def weighted_sum_kernel(
     TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,  # C
     B: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """B columns of one token."""
+    wait(EARLY)
     blocks: tl.constexpr = (WIDTH + B - 1) // B
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * B + tl.arange(0, B)  # [B]
@@ -151,13 +160,13 @@ def _product(
         "N": config.outputs,
         "K": config.inputs,
     }
-    return Variant(grouped_product_kernel, constexprs, config.num_warps, config.num_stages)
+    return Variant(grouped_product_kernel, constexprs, config.num_warps, config.num_stages, early=True)
 
 
 @cache
 def _sum(top_k: int, width: int) -> Variant:
     constexprs = {"TOP_K": top_k, "WIDTH": width, "B": BLOCK}
-    return Variant(weighted_sum_kernel, constexprs, num_warps=4, num_stages=1)
+    return Variant(weighted_sum_kernel, constexprs, num_warps=4, num_stages=1, early=True)
 
 
 def _multiply(
@@ -175,8 +184,8 @@ def _multiply(
     Args:
         x: [T, INPUTS], rows of tokens, with `gather`; else [P, INPUTS], rows of sorted pairs.
         weight: [E, OUTPUTS, INPUTS] contiguous.
-        pairs: [P], sorted by expert.
-        starts: [E + 1], where those of each expert begin.
+        pairs: [P] int32, sorted by expert.
+        starts: [E + 1] int32, where those of each expert begin.
         top_k: k.
         gather: Which way.
         batch_invariant: Use one configuration for any number of pairs.
@@ -215,8 +224,7 @@ def experts(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    sorted_ids, pairs = expert_ids.flatten().sort(stable=True)
-    starts = torch.searchsorted(sorted_ids, torch.arange(len(gate_up) + 1, device=x.device))
+    pairs, starts = group(expert_ids.contiguous(), len(gate_up))
     multiply = partial(_multiply, pairs=pairs, starts=starts, top_k=top_k, batch_invariant=batch_invariant)
     inner = multiply(x, gate_up, gather=True)  # [P, 2 * I]
     outputs = multiply(gated_activation(inner, activation), down, gather=False)  # [P, C]
@@ -244,7 +252,7 @@ def _product_spec(dtype: str, shape: tuple[int, int, int, int], few: bool, *, ga
     experts, inner, width, top_k = shape
     config = config_for(DTYPES[dtype], FEW_PAIRS * experts, experts, batch_invariant=not few)
     outputs, inputs = (2 * inner, width) if gather else (width, inner)
-    types = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | dict.fromkeys(("pairs", "starts"), "*i64")
+    types = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | dict.fromkeys(("pairs", "starts"), "*i32")
     way = "gate_up" if gather else "down"
     return CompileSpec(
         _product(config, experts, outputs, inputs, top_k, gather=gather),

@@ -11,8 +11,8 @@ With SPLITS > 1 each program sums over a part of the inputs, and writes its sums
 adds them up in the order of the parts, and does what comes after the product. There are no atomics: the bits
 of a result depend on the tiles, and not on which program ends first.
 
-Every launch can begin before the one before it in its stream has ended (programmatic dependent launch), on
-devices that can do that. It waits for the end of that one before it reads or writes anything.
+Launches begin early (`kernels.cuda.dependent_launch`). What they multiply is not known by then, but their
+weights are: each program fetches the first of them into the L2 cache before it waits.
 
 Dimension letters: T rows, at most M; I inputs; O outputs; S parts of the inputs; M rows, N outputs and K
 inputs of a tile; B columns of a program; P parts of a sum of squares.
@@ -27,17 +27,9 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.cuda.compile_spec import (
-    DTYPES,
-    EARLY_FROM,
-    SHARED_BYTES,
-    CompileSpec,
-    Expectations,
-    Variant,
-    launches_early,
-)
+from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
+from kernels.cuda.dependent_launch import fetch_rows, wait
 from kernels.cuda.gated_activation import activated
 from kernels.few_rows import MOST_ROWS
 
@@ -45,6 +37,8 @@ from kernels.few_rows import MOST_ROWS
 BLOCK = 64
 # Parts of a sum of squares that are read at a time.
 PARTS = 128
+# Tiles of the weight that a program fetches before it waits: about as many as its loop loads ahead.
+TILES_AHEAD = tl.constexpr(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +159,16 @@ def product_kernel(
     PARTS: tl.constexpr,
 ):
     """N outputs of all rows, or one part of their sums."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     tile, split = tl.program_id(0), tl.program_id(1)
-    row = tl.arange(0, M).to(tl.int64)[:, None]  # [M, 1]
     output = tile * N + tl.arange(0, N)  # [N]
+    length = tl.cdiv(tl.cdiv(inputs, K), SPLITS) * K
+    first = split * length
+    if EARLY:
+        fetch_rows(weight, output, outputs - 1, inputs, first, TILES_AHEAD * K)
+        if ACTIVATION is not None:
+            fetch_rows(weight, output + outputs, 2 * outputs - 1, inputs, first, TILES_AHEAD * K)
+    wait(EARLY)
+    row = tl.arange(0, M).to(tl.int64)[:, None]  # [M, 1]
     is_row, is_output = row < num_rows, (output < outputs)[:, None]
     weight_rows = weight + output.to(tl.int64)[:, None] * inputs  # [N, 1]
     up_rows = weight + (output + outputs).to(tl.int64)[:, None] * inputs
@@ -179,10 +177,13 @@ def product_kernel(
         scales = row_scales(squares, parts, inputs, eps, M, PARTS)[:, None]  # [M, 1]
     total = tl.zeros([M, N], tl.float32)
     other = tl.zeros([M, N], tl.float32) if ACTIVATION is not None else None
-    length = tl.cdiv(tl.cdiv(inputs, K), SPLITS) * K
-    for start in range(split * length, tl.minimum(split * length + length, inputs), K):
-        column = start + tl.arange(0, K)[None, :]  # [1, K]
-        is_input = column < inputs
+    end = tl.minimum(first + length, inputs)
+    # Where a loop counts from decides how many registers it takes. From the first column on, a product with a
+    # residual spills on sm_80 with Triton 3.6; from 0 on, one with a norm takes half as many again.
+    origin = 0 if RESIDUAL else first
+    for start in range(origin, end - first + origin, K):
+        column = first - origin + start + tl.arange(0, K)[None, :]  # [1, K]
+        is_input = column < end
         rows = tl.load(x + row * x_stride + column, mask=is_row & is_input, other=0.0)  # [M, K]
         if norm_weight is not None:
             scale = tl.load(norm_weight + column, mask=is_input, other=0.0)
@@ -235,9 +236,7 @@ def finish_kernel(
     B: tl.constexpr,
 ):
     """B outputs of all rows."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait(EARLY)
     row = tl.arange(0, M).to(tl.int64)[:, None]
     output = tl.program_id(0) * B + tl.arange(0, B)
     mask = (row < num_rows) & (output < outputs)[None, :]
@@ -267,31 +266,29 @@ def finish_kernel(
 
 
 @cache
-def _product(tiles: Tiles, activation: str | None, *, residual: bool, early: bool) -> Variant:
+def _product(tiles: Tiles, activation: str | None, *, residual: bool) -> Variant:
     constexprs = {
         "ACTIVATION": activation,
         "RESIDUAL": residual,
-        "EARLY": early,
         "SPLITS": tiles.splits,
         "M": MOST_ROWS,
         "N": tiles.outputs,
         "K": tiles.inputs,
         "PARTS": PARTS,
     }
-    return Variant(product_kernel, constexprs, tiles.num_warps, tiles.num_stages, early)
+    return Variant(product_kernel, constexprs, tiles.num_warps, tiles.num_stages, early=True)
 
 
 @cache
-def _finish(splits: int, activation: str | None, *, residual: bool, early: bool) -> Variant:
+def _finish(splits: int, activation: str | None, *, residual: bool) -> Variant:
     constexprs = {
         "ACTIVATION": activation,
         "RESIDUAL": residual,
-        "EARLY": early,
         "SPLITS": splits,
         "M": MOST_ROWS,
         "B": BLOCK,
     }
-    return Variant(finish_kernel, constexprs, num_warps=4, num_stages=1, early=early)
+    return Variant(finish_kernel, constexprs, num_warps=4, num_stages=1, early=True)
 
 
 def product(
@@ -311,7 +308,6 @@ def product(
     width = len(weight)
     outputs = width // 2 if activation is not None else width
     out = residual if residual is not None else x.new_empty(rows, outputs)
-    early = launches_early(x.device)
     programs = triton.cdiv(outputs, tiles.outputs)
     sums = squares = None
     if residual is not None:
@@ -320,7 +316,7 @@ def product(
     if tiles.splits > 1:
         sums = torch.empty(tiles.splits, rows, width, dtype=torch.float32, device=x.device)
     norm_weight, norm_squares, eps = norm or (None, None, 0.0)
-    _product(tiles, activation, residual=residual is not None, early=early).launch(
+    _product(tiles, activation, residual=residual is not None).launch(
         (programs, tiles.splits),
         out,
         sums,
@@ -339,7 +335,7 @@ def product(
         eps,
     )
     if sums is not None:
-        _finish(tiles.splits, activation, residual=residual is not None, early=early).launch(
+        _finish(tiles.splits, activation, residual=residual is not None).launch(
             (triton.cdiv(outputs, BLOCK),), out, sums, squares, bias, rows, outputs, out.stride(0)
         )
     return out, squares
@@ -357,14 +353,11 @@ def compile_specs() -> list[CompileSpec]:
     shapes += [("bf16", HALF_GATED[0], "silu", "", "bias")]
     shapes += [("bf16", HALF_GATED[1], activation, "fp32", "") for activation in ("gelu_tanh", "gelu")]
     shapes += [("fp16", HALF[0], None, "fp16", "odd"), ("bf16", HALF[2], None, "residual", "odd")]
-    specs = [_product_spec(*shape, architecture) for shape in shapes for architecture in SHARED_BYTES]
     finishes = [("bf16", 4, None, True, ""), ("bf16", 4, None, False, "bias"), ("fp32", 4, None, True, "")]
-    return specs + [_finish_spec(*each, architecture) for each in finishes for architecture in SHARED_BYTES]
+    return [_product_spec(*each) for each in shapes] + [_finish_spec(*each) for each in finishes]
 
 
-def _product_spec(
-    dtype: str, tiles: Tiles, activation: str | None, has: str, detail: str, architecture: int
-) -> CompileSpec:
+def _product_spec(dtype: str, tiles: Tiles, activation: str | None, has: str, detail: str) -> CompileSpec:
     """`has`: "residual", or the dtype of the norm's weight, or nothing. `detail`: "bias" or "odd" widths."""
     residual, norm = has == "residual", has not in ("", "residual")
     what = f"{activation or 'plain'} {f'norm={has}' if norm else has} {detail}".rstrip()
@@ -381,18 +374,15 @@ def _product_spec(
     pointers = [name for name, kind in types.items() if kind is not None and kind.startswith("*")]
     shape = f"{tiles.outputs}x{tiles.inputs} S={tiles.splits} warps={tiles.num_warps}"
     return CompileSpec(
-        _product(tiles, activation, residual=residual, early=architecture >= EARLY_FROM),
+        _product(tiles, activation, residual=residual),
         f"few_rows {dtype} {shape} {what}",
         types,
         divisible_by_16=(*pointers, *(() if detail == "odd" else sizes)),
-        expects=Expectations(kv_buffers=2 if detail != "odd" else None),
-        architectures=(architecture,),
+        expects=Expectations(kv_buffers=2 if detail != "odd" else None, fetches=True),
     )
 
 
-def _finish_spec(
-    dtype: str, splits: int, activation: str | None, residual: bool, detail: str, architecture: int
-) -> CompileSpec:
+def _finish_spec(dtype: str, splits: int, activation: str | None, residual: bool, detail: str) -> CompileSpec:
     has = "residual" if residual else ""
     types = {
         "out": f"*{dtype}",
@@ -402,11 +392,10 @@ def _finish_spec(
         **dict.fromkeys(("num_rows", "outputs", "out_stride"), "i32"),
     }
     return CompileSpec(
-        _finish(splits, activation, residual=residual, early=architecture >= EARLY_FROM),
+        _finish(splits, activation, residual=residual),
         f"few_rows finish {dtype} S={splits} {activation or 'plain'} {has} {detail}".rstrip(),
         types,
         divisible_by_16=tuple(
             name for name, kind in types.items() if kind is not None and name != "num_rows"
         ),
-        architectures=(architecture,),
     )

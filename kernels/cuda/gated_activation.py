@@ -1,5 +1,7 @@
 """The gate of a feed-forward block, with the roundings of `kernels.gated_activation`.
 
+Launches begin early (`kernels.cuda.dependent_launch`).
+
 Dimension letters: T tokens; I intermediate width; B columns of a program.
 """
 
@@ -12,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.cuda.compile_spec import CompileSpec, Variant
+from kernels.cuda.dependent_launch import wait
 
 # The number of columns of a program: in half precision, each thread loads 16 bytes from each half.
 BLOCK = 1024
@@ -58,8 +61,10 @@ def gated_activation_kernel(
     WIDTH: tl.constexpr,  # I
     B: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """B columns of one row."""
+    wait(EARLY)
     # The programs of a row have consecutive numbers. With one dimension, the grid has no limit on T.
     blocks: tl.constexpr = (WIDTH + B - 1) // B
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -76,7 +81,7 @@ def gated_activation_kernel(
 @cache
 def _variant(width: int, activation: str) -> Variant:
     constexprs = {"WIDTH": width, "B": BLOCK, "ACTIVATION": activation}
-    return Variant(gated_activation_kernel, constexprs, num_warps=4, num_stages=1)
+    return Variant(gated_activation_kernel, constexprs, num_warps=4, num_stages=1, early=True)
 
 
 def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

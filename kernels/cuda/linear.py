@@ -1,13 +1,20 @@
 """Projections x W^T + b on a GPU, in which the bits of a row do not depend on the number of rows.
 
 cuBLAS, which computes the other projections, chooses tiles and the parts of a sum by the number of rows. Here
-a dtype has one configuration for any number of rows, and a program sums over all inputs in order.
+a dtype has one tile for any number of rows, and a weight has one number of parts of its inputs. A part is
+summed from zero, and the parts are added in order.
 
-Compiled for sm_90 with Triton 3.7.1, bfloat16 needs 118 registers and 96 KiB of shared memory, with 4 buffers
-for each operand; wgmma is used, and nothing spills. The tiles are those of `kernels.cuda.experts` for many
-pairs, and were not tuned on a GPU.
+Who adds them does depend on the number of rows, but no bit does. With many rows a program sums all parts of
+its outputs, one after the other. With few rows those programs would be too few to read the weight. So each
+sums one part and writes its sums to memory, and another launch adds them. Launches begin early
+(`kernels.cuda.dependent_launch`).
 
-Dimension letters: T rows; I inputs; O outputs; M rows, N outputs and K inputs of a tile.
+Compiled for sm_90 with Triton 3.7.1, bfloat16 needs up to 124 registers and 96 KiB of shared memory, with 4
+buffers for each operand; wgmma is used, and nothing spills. The tiles are those of `kernels.cuda.experts` for
+many pairs, and were not tuned on a GPU.
+
+Dimension letters: T rows; I inputs; O outputs; S parts of the inputs; M rows, N outputs and K inputs of a
+tile; B elements of a program.
 """
 
 from __future__ import annotations
@@ -19,76 +26,193 @@ import triton
 import triton.language as tl
 
 from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
+from kernels.cuda.dependent_launch import fetch_rows, wait
+
+# The programs of a launch that read a weight at about the full bandwidth: one for each multiprocessor.
+PROGRAMS = 128
+# Tiles of a part of the inputs, at least: with fewer, starting it would take most of the time.
+MIN_PART_TILES = 4
+# Tiles of the weight that a program fetches before it waits.
+TILES_AHEAD = tl.constexpr(4)
+# Elements of a program that adds up parts.
+BLOCK = 1024
 
 
-# The number of rows may not compile another variant, whose bits might differ.
-@triton.jit(do_not_specialize=["num_rows"])
-def linear_kernel(
-    out,  # [T, OUTPUTS] contiguous, written
-    x,  # [T, INPUTS] contiguous
-    weight,  # [OUTPUTS, INPUTS] contiguous
-    bias,  # [OUTPUTS], or None
-    num_rows,  # T
+@triton.jit
+def sum_of_part(
+    x,
+    weight,
+    row,  # [M, 1]
+    output,  # [N]
+    num_rows,
+    part,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    LENGTH: tl.constexpr,  # of a part
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """M rows and N outputs."""
-    # The programs of the same outputs have consecutive numbers, since the weight is larger than x.
-    blocks = tl.cdiv(num_rows, M)
-    row = (tl.program_id(0) % blocks * M + tl.arange(0, M)).to(tl.int64)[:, None]  # [M, 1]
-    output = (tl.program_id(0) // blocks * N + tl.arange(0, N)).to(tl.int64)  # [N]
+    """The products of M rows and N outputs, over one part of the inputs: [M, N] float32."""
     is_row, is_output = row < num_rows, output < OUTPUTS
+    first = part * LENGTH
     total = tl.zeros([M, N], tl.float32)
-    for start in range(0, INPUTS, K):
-        column = start + tl.arange(0, K)[None, :]  # [1, K]
+    for step in range(tl.cdiv(tl.minimum(LENGTH, INPUTS - first), K)):
+        column = first + step * K + tl.arange(0, K)[None, :]  # [1, K]
         is_input = column < INPUTS
         rows = tl.load(x + row * INPUTS + column, mask=is_row & is_input, other=0.0)  # [M, K]
         matrix = tl.load(
             weight + output[:, None] * INPUTS + column, mask=is_output[:, None] & is_input, other=0.0
         )  # [N, K]
         total = tl.dot(rows, tl.trans(matrix), total, input_precision="ieee")
+    return total
+
+
+# The number of rows may not compile another variant, whose bits might differ.
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_kernel(
+    out,  # [T, OUTPUTS] contiguous, written; or with ONE_PART [S, T, OUTPUTS] float32
+    x,  # [T, INPUTS] contiguous
+    weight,  # [OUTPUTS, INPUTS] contiguous
+    bias,  # [OUTPUTS], or None; not read with ONE_PART
+    num_rows,  # T
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,  # S
+    ONE_PART: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """M rows and N outputs, with all parts of the inputs or with one."""
+    length: tl.constexpr = (INPUTS + SPLITS * K - 1) // (SPLITS * K) * K
+    # The programs of the same outputs have consecutive numbers, since the weight is larger than x.
+    blocks = tl.cdiv(num_rows, M)
+    row = (tl.program_id(0) % blocks * M + tl.arange(0, M)).to(tl.int64)[:, None]  # [M, 1]
+    output = (tl.program_id(0) // blocks * N + tl.arange(0, N)).to(tl.int64)  # [N]
+    part = tl.program_id(1)
+    if EARLY:
+        fetch_rows(weight, output, OUTPUTS - 1, INPUTS, part * length, TILES_AHEAD * K)
+    wait(EARLY)
+    total = sum_of_part(x, weight, row, output, num_rows, part, OUTPUTS, INPUTS, length, M, N, K)
+    mask = (row < num_rows) & (output < OUTPUTS)[None, :]
+    if ONE_PART:
+        tl.store(out + (part * num_rows + row) * OUTPUTS + output[None, :], total, mask=mask)
+    else:
+        for later in range(1, SPLITS):
+            total += sum_of_part(x, weight, row, output, num_rows, later, OUTPUTS, INPUTS, length, M, N, K)
+        if bias is not None:
+            total += tl.load(bias + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + row * OUTPUTS + output[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_parts_kernel(
+    out,  # [T, OUTPUTS] contiguous, written
+    sums,  # [S, T, OUTPUTS] float32
+    bias,  # [OUTPUTS], or None
+    num_rows,
+    OUTPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    B: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """B elements, of any rows."""
+    wait(EARLY)
+    size = num_rows.to(tl.int64) * OUTPUTS
+    element = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    mask = element < size
+    total = tl.load(sums + element, mask=mask, other=0.0)
+    for part in tl.static_range(1, SPLITS):
+        total += tl.load(sums + part * size + element, mask=mask, other=0.0)
     if bias is not None:
-        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    written = out + row * OUTPUTS + output[None, :]
-    tl.store(written, total.to(out.dtype.element_ty), mask=is_row & is_output[None, :])
+        total += tl.load(bias + element % OUTPUTS, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + element, total.to(out.dtype.element_ty), mask=mask)
+
+
+def _tile(dtype: torch.dtype) -> tuple[int, int, int]:
+    """M, N and K."""
+    # float32 is computed without tensor cores, which do not have its precision.
+    return (64, 64, 32) if dtype is torch.float32 else (64, 128, 64)
+
+
+def splits_for(dtype: torch.dtype, outputs: int, inputs: int) -> int:
+    """The number of parts of the inputs: enough programs for few rows. Not by the number of rows."""
+    _, outputs_a_tile, inputs_a_tile = _tile(dtype)
+    wanted = -(-PROGRAMS // -(-outputs // outputs_a_tile))
+    return max(1, min(wanted, -(-inputs // inputs_a_tile) // MIN_PART_TILES))
 
 
 @cache
-def _variant(dtype: torch.dtype, outputs: int, inputs: int) -> Variant:
-    # float32 is computed without tensor cores, which do not have its precision.
-    tile = (64, 64, 32) if dtype is torch.float32 else (64, 128, 64)
-    constexprs = {"OUTPUTS": outputs, "INPUTS": inputs} | dict(zip("MNK", tile, strict=True))
-    return Variant(linear_kernel, constexprs, num_warps=4, num_stages=3 if dtype is torch.float32 else 4)
+def _variant(dtype: torch.dtype, outputs: int, inputs: int, *, one_part: bool) -> Variant:
+    constexprs = {"OUTPUTS": outputs, "INPUTS": inputs} | dict(zip("MNK", _tile(dtype), strict=True))
+    splits = splits_for(dtype, outputs, inputs)
+    constexprs |= {"SPLITS": splits, "ONE_PART": one_part}
+    # Whoever adds the parts has two tiles of sums, which with 4 warps would spill before sm_90.
+    num_warps, num_stages = 4 if splits == 1 else 8, 3 if dtype is torch.float32 else 4
+    return Variant(linear_kernel, constexprs, num_warps, num_stages, early=True)
+
+
+@cache
+def _add(outputs: int, splits: int) -> Variant:
+    constexprs = {"OUTPUTS": outputs, "SPLITS": splits, "B": BLOCK}
+    return Variant(add_parts_kernel, constexprs, num_warps=4, num_stages=1, early=True)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Launch the kernel; see `kernels.linear.linear`. x is checked and has rows, the weight is contiguous."""
+    """Launch; see `kernels.linear.linear`. x is checked and has rows, the weight is contiguous."""
     outputs, inputs = weight.shape
-    out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
-    variant = _variant(x.dtype, outputs, inputs)
-    blocks = triton.cdiv(len(x), variant.constexprs["M"])
-    grid = (blocks * triton.cdiv(outputs, variant.constexprs["N"]),)
-    variant.launch(grid, out, x.contiguous(), weight, bias, len(x))
+    rows, splits = len(x), splits_for(x.dtype, outputs, inputs)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    rows_a_tile, outputs_a_tile, _ = _tile(x.dtype)
+    programs = triton.cdiv(rows, rows_a_tile) * triton.cdiv(outputs, outputs_a_tile)
+    # With half of the multiprocessors busy, to write and read sums would cost more than it gains.
+    one_part = splits > 1 and 2 * programs < PROGRAMS
+    written = x.new_empty(splits, rows, outputs, dtype=torch.float32) if one_part else out
+    _variant(x.dtype, outputs, inputs, one_part=one_part).launch(
+        (programs, splits if one_part else 1), written, x.contiguous(), weight, bias, rows
+    )
+    if one_part:
+        _add(outputs, splits).launch((triton.cdiv(rows * outputs, BLOCK),), out, written, bias, rows)
     return out
 
 
 def compile_specs() -> list[CompileSpec]:
     """Projections and the head of Qwen3-0.6B and 8B, other dtypes, a bias, and widths that fill no tile."""
-    shapes = [("bf16", 4096, 1024, False), ("bf16", 151_936, 4096, False), ("bf16", 3584, 3584, True)]
-    shapes += [("bf16", 1100, 1000, True), ("fp16", 4096, 1024, False), ("fp32", 4096, 1024, True)]
-    return [_compile_spec(*shape) for shape in shapes]
+    shapes = [("bf16", 4096, 1024, False), ("bf16", 4096, 12_288, False), ("bf16", 151_936, 4096, False)]
+    shapes += [("bf16", 3584, 3584, True), ("bf16", 1100, 1000, True)]
+    shapes += [("fp16", 4096, 1024, False), ("fp32", 4096, 1024, True), ("fp32", 16_384, 1024, False)]
+    specs = [
+        _compile_spec(dtype, outputs, inputs, biased=biased, one_part=one_part)
+        for dtype, outputs, inputs, biased in shapes
+        for one_part in (False, True)
+        if not one_part or splits_for(DTYPES[dtype], outputs, inputs) > 1
+    ]
+    adding = [("bf16", 4096, 4, False), ("bf16", 1100, 4, True), ("fp32", 4096, 2, True)]
+    return specs + [
+        _add_spec(dtype, outputs, splits, biased=biased) for dtype, outputs, splits, biased in adding
+    ]
 
 
-def _compile_spec(dtype: str, outputs: int, inputs: int, biased: bool) -> CompileSpec:
+def _compile_spec(dtype: str, outputs: int, inputs: int, *, biased: bool, one_part: bool) -> CompileSpec:
     pointers = ("out", "x", "weight", *(("bias",) if biased else ()))
     types = dict.fromkeys(("out", "x", "weight"), f"*{dtype}")
+    types |= {"out": "*fp32"} if one_part else {}
     return CompileSpec(
-        _variant(DTYPES[dtype], outputs, inputs),
-        f"linear {dtype} {outputs}x{inputs}{' bias' if biased else ''}",
+        _variant(DTYPES[dtype], outputs, inputs, one_part=one_part),
+        f"linear {dtype} {outputs}x{inputs}{' bias' if biased else ''}{' one part' if one_part else ''}",
         types | {"bias": f"*{dtype}" if biased else None, "num_rows": "i32"},
         divisible_by_16=pointers,
-        expects=Expectations(wgmma=dtype != "fp32", kv_buffers=2),
+        expects=Expectations(wgmma=dtype != "fp32", kv_buffers=2, fetches=True),
+    )
+
+
+def _add_spec(dtype: str, outputs: int, splits: int, *, biased: bool) -> CompileSpec:
+    types = {"out": f"*{dtype}", "sums": "*fp32", "bias": f"*{dtype}" if biased else None}
+    return CompileSpec(
+        _add(outputs, splits),
+        f"linear parts {dtype} O={outputs} S={splits}{' bias' if biased else ''}",
+        types | {"num_rows": "i32"},
+        divisible_by_16=tuple(name for name, kind in types.items() if kind),
     )

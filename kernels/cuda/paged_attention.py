@@ -94,7 +94,7 @@ def paged_attention(
             batch.page_tables[:decodes],
             batch.context_lens[:decodes],
             scoring,
-            _plan(batch, decodes, units, scoring.sliding_window, tile),
+            _plan(batch, decodes, units, scoring.sliding_window, tile, kv_heads),
         )
     if decodes < items:
         prefill_attention(
@@ -114,14 +114,14 @@ def paged_attention(
 
 
 def _plan(
-    batch: AttentionBatch, decodes: int, units: int, sliding_window: int | None, tile: int
+    batch: AttentionBatch, decodes: int, units: int, sliding_window: int | None, tile: int, kv_heads: int
 ) -> DecodePlan | None:
     """The work list of the first items, which the first layer with this window makes for all of them."""
     if units == decodes:
         return None
-    key = decodes, units, sliding_window, tile
+    key = decodes, units, sliding_window, tile, kv_heads
     plan: DecodePlan | None = batch.plans.get(key)
     if plan is None:
-        plan = plan_units(batch.context_lens[:decodes], units, sliding_window, tile)
+        plan = plan_units(batch.context_lens[:decodes], units, sliding_window, tile, kv_heads)
         batch.plans[key] = plan
     return plan

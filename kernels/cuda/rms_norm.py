@@ -1,6 +1,7 @@
 """RMSNorm and residual add with RMSNorm, with the roundings of `kernels.rms_norm`.
 
-A program normalises R rows in one pass: each is read once, kept in registers and written once.
+A program normalises R rows in one pass: each is read once, kept in registers and written once. Launches begin
+early (`kernels.cuda.dependent_launch`).
 
 Dimension letters: T tokens; H heads (1 where x has two dimensions); D normalised width; E the next power of
 two; R rows of a program.
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.cuda.compile_spec import CompileSpec, Variant
+from kernels.cuda.dependent_launch import wait
 
 # Elements of a program where rows are short, and of a thread: two loads of 16 bytes in half precision.
 BLOCK_ELEMENTS = 1024
@@ -44,8 +46,10 @@ def rms_norm_kernel(
     E: tl.constexpr,
     R: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Rows R * program .. R * (program + 1) - 1."""
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     column = tl.arange(0, E)[None, :]  # [1, E]
     mask = (row < rows)[:, None] & (column < D)  # [R, E]
@@ -66,8 +70,10 @@ def add_rms_norm_kernel(
     eps,
     D: tl.constexpr,
     E: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One row."""
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, E)[None, :]  # [1, E]
     mask = column < D
@@ -91,13 +97,15 @@ def _tile(width: int) -> tuple[int, int, int]:
 def _norm(heads: int, width: int, weight_stride: int) -> Variant:
     padded, rows, num_warps = _tile(width)
     constexprs = {"HEADS": heads, "D": width, "E": padded, "R": rows, "WEIGHT_STRIDE": weight_stride}
-    return Variant(rms_norm_kernel, constexprs, num_warps=num_warps, num_stages=1)
+    return Variant(rms_norm_kernel, constexprs, num_warps=num_warps, num_stages=1, early=True)
 
 
 @cache
 def _add_norm(width: int) -> Variant:
     padded, _, num_warps = _tile(width)
-    return Variant(add_rms_norm_kernel, {"D": width, "E": padded}, num_warps=num_warps, num_stages=1)
+    return Variant(
+        add_rms_norm_kernel, {"D": width, "E": padded}, num_warps=num_warps, num_stages=1, early=True
+    )
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

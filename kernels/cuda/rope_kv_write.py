@@ -2,7 +2,8 @@
 
 A program processes B consecutive query and key heads of one token, or copies some of its values. Heads are in
 two tiles, the first and the second half of the rotated elements, since the rotation pairs element i of one
-half with element i of the other. Elements that are not rotated are in a third tile.
+half with element i of the other. Elements that are not rotated are in a third tile. Launches begin early
+(`kernels.cuda.dependent_launch`).
 
 Dimension letters: T tokens; H query heads; K key-value heads; D head width; R rotated elements of a head; F
 half of them; E the next power of two; W the power of two not below D - R; B heads of a program; P pages; S
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 
 from kernels.cuda.compile_spec import CompileSpec, Variant
+from kernels.cuda.dependent_launch import wait
 
 # Elements of one half, and of values, in a program: in half precision, each thread loads 16 bytes.
 HALF_ELEMENTS = 1024
@@ -124,8 +126,10 @@ def rope_kv_write_kernel(
     W: tl.constexpr,
     B: tl.constexpr,
     VALUES: tl.constexpr,  # elements of the values of a program
+    EARLY: tl.constexpr,
 ):
     """Some heads of one token: the first programs of a token rotate heads, the others copy values."""
+    wait(EARLY)
     rotating: tl.constexpr = (HEADS + KV_HEADS + B - 1) // B
     copying: tl.constexpr = (KV_HEADS * D + VALUES - 1) // VALUES
     # The programs of a token have consecutive numbers. With one dimension, the grid has no limit on T.
@@ -165,7 +169,7 @@ def _variant(heads: int, kv_heads: int, width: int, turned: int, *, norm: bool) 
         "B": block,
         "VALUES": values,
     }
-    return Variant(rope_kv_write_kernel, constexprs, num_warps=4, num_stages=1)
+    return Variant(rope_kv_write_kernel, constexprs, num_warps=4, num_stages=1, early=True)
 
 
 def rope_kv_write(

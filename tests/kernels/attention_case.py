@@ -245,13 +245,14 @@ def attend(case: Case, backend: str) -> torch.Tensor:
     tensors = case.query, case.k_pages, case.v_pages, case.batch
     with pytest.MonkeyPatch.context() as patch:
         if backend.startswith(TRITON):
-            from kernels.cuda import decode_plan
+            from kernels.cuda import decode_attention, decode_plan
             from kernels.cuda import paged_attention as cuda
             from kernels.cuda.compile_spec import SHARED_BYTES
 
             if backend in _UNITS:
                 patch.setattr(cuda, "num_units_for", lambda items, *_: items * _UNITS[backend])
                 patch.setattr(decode_plan, "MIN_PART_KEYS", 16)
+                patch.setattr(decode_attention, "COMBINED", 128)
             if backend == SMALL:
                 patch.setattr(cuda, "limits_of", lambda _: cuda.DeviceLimits(132, SHARED_BYTES[89]))
             return cuda.paged_attention(*tensors, case.scoring)

@@ -9,7 +9,8 @@ without TRITON_INTERPRET.
 Compiling everything takes minutes, so what the compiler made of unchanged input is read from compiled.json
 beside this file, by a digest of that input. --anew compiles it nevertheless. --record writes it after
 a change of a kernel, of its configurations or of Triton; its diff shows what the change did to registers and
-memory.
+memory. It holds what each of VERSIONS made, and --record replaces what the running one did: so it has to be
+run with each of them.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.cuda.compile_spec import SHARED_BYTES, CompileSpec
+from kernels.cuda.compile_spec import EARLY_FROM, SHARED_BYTES, CompileSpec
 
 PROCESSES = 2
+# The versions of Triton that are recorded: that of the lowest torch that is supported, and the pinned one.
+VERSIONS = ("3.6.0", "3.7.1")
 RECORD = Path(__file__).with_name("compiled.json")
 
 
@@ -53,6 +56,7 @@ class Compiled:
     shared_bytes: int = 0
     buffers: int = 0  # the fewest of any tile that a matrix product reads in a loop; 0 without such tiles
     wgmma: bool = False
+    fetches: bool = False  # into the cache, before it waits for the launch before it
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def shipped_options(where: str = "kernels.cuda") -> frozenset[tuple[str, int, in
 def signature_faults(spec: CompileSpec) -> list[str]:
     """Whether a spec describes its kernel at all."""
     faults = []
-    described = [*spec.types, *spec.variant.constexprs]
+    described = [*spec.types, *spec.variant.constexprs_of(EARLY_FROM)]
     if sorted(described) != sorted(spec.variant.kernel.arg_names):
         faults.append(f"describes {described}, the kernel has {spec.variant.kernel.arg_names}")
     if not set(spec.divisible_by_16) <= set(spec.types):
@@ -95,14 +99,16 @@ def signature_faults(spec: CompileSpec) -> list[str]:
     return faults
 
 
-def digest_of(spec: CompileSpec, architecture: int) -> str:
-    """A digest of all that the compiler reads: the kernel, what it calls, its configuration, and Triton."""
+def digest_of(spec: CompileSpec, architecture: int, version: str = triton.__version__) -> str:
+    """A digest of all that a compiler reads: the kernel, what it calls, its configuration, and Triton."""
     variant = spec.variant
-    options: tuple[object, ...]
-    options = (spec.signature, spec.constexprs, spec.divisible_by_16, variant.num_warps, variant.num_stages)
-    if variant.early:
-        options = (*options, "early")
-    inputs = repr((triton.__version__, _code_of(variant.kernel), options, architecture))
+    options = (
+        spec.signature,
+        spec.constexprs_of(architecture),
+        spec.divisible_by_16,
+        variant.options_of(architecture),
+    )
+    inputs = repr((version, _code_of(variant.kernel), options, architecture))
     return hashlib.sha256(inputs.encode()).hexdigest()[:32]
 
 
@@ -128,9 +134,13 @@ def _code_of(kernel: Any) -> tuple[str, ...]:
 
 @functools.cache
 def recorded() -> dict[str, Compiled]:
-    """What was compiled before, by digest."""
-    lines = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else []
-    return {line["digest"]: Compiled(**line["compiled"]) for line in lines}
+    """What was compiled before, by any version, by digest."""
+    return {line["digest"]: Compiled(**line["compiled"]) for line in _lines()}
+
+
+def _lines() -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else []
+    return lines
 
 
 def compile_for(spec: CompileSpec, architecture: int) -> Any:
@@ -141,10 +151,11 @@ def compile_for(spec: CompileSpec, architecture: int) -> Any:
     source = ASTSource(
         spec.variant.kernel,
         signature=spec.signature,
-        constexprs={position[name]: value for name, value in spec.constexprs.items()},
+        constexprs={position[name]: value for name, value in spec.constexprs_of(architecture).items()},
         attrs={position[name]: [["tt.divisibility", 16]] for name in spec.divisible_by_16},
     )
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=spec.variant.options)
+    target = GPUTarget("cuda", architecture, 32)
+    return triton.compile(source, target=target, options=spec.variant.options_of(architecture))
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -173,9 +184,26 @@ def fewest_buffers(ttgir: str) -> int:
     return min(map(int, tiles)) if len(tiles) >= products else 1
 
 
+def check_arrivals(ptx: str) -> None:
+    """Check that what a program has written is seen by the one that a count tells to read it.
+
+    The count is an atomic addition that releases and acquires, by one thread. So all threads have to meet
+    between what they write and the addition, and again before they read.
+    """
+    steps = re.findall(r"(?:st|ld|atom)\.global[.\w:]*|bar\.sync", ptx)
+    for at, step in enumerate(steps):
+        if step.startswith("atom"):
+            assert ".gpu.acq_rel." in step, f"{step} does not order what is around it"
+            around = [*steps[at - 1 : at], *steps[at + 1 : at + 2]]
+            assert around == ["bar.sync"] * 2, f"{step} is between {around}"
+
+
 def check_waits(ptx: str) -> None:
-    """Check that a kernel waits for the launch before it, before it touches any memory."""
-    touched = re.search(r"(ld|st|red|atom|prefetch)\.global|cp\.async", ptx)
+    """Check that a kernel waits for the launch before it, before it reads or writes any memory.
+
+    It may fetch into the cache that all of the device shares: nothing there can be out of date.
+    """
+    touched = re.search(r"(ld|st|red|atom)\.global|cp\.async", ptx)
     waits = ptx.find("griddepcontrol.wait")
     assert waits >= 0 and (touched is None or waits < touched.start()), "reads or writes before it waits"
 
@@ -184,14 +212,17 @@ def compile_and_read(spec: CompileSpec, architecture: int) -> Compiled:
     """Compile a spec, and read what is asserted of the result. Raises whatever the compiler raises."""
     compiled = compile_for(spec, architecture)
     registers, stack = resources(compiled.asm["cubin"])
-    if spec.variant.early:
+    if spec.variant.early and architecture >= EARLY_FROM:
         check_waits(compiled.asm["ptx"])
+    if any("arrives_last(" in code for code in _code_of(spec.variant.kernel)):
+        check_arrivals(compiled.asm["ptx"])
     return Compiled(
         registers=registers,
         stack_bytes=stack,
         shared_bytes=compiled.metadata.shared,
         buffers=fewest_buffers(compiled.asm["ttgir"]),
         wgmma="wgmma.mma_async" in compiled.asm["ptx"],
+        fetches="prefetch.global.L2" in compiled.asm["ptx"].partition("griddepcontrol.wait")[0],
     )
 
 
@@ -205,6 +236,8 @@ def unexpected(spec: CompileSpec, architecture: int, compiled: Compiled) -> list
         faults.append(f"uses {compiled.shared_bytes} bytes of shared memory of {limit}")
     if spec.expects.wgmma and architecture == 90 and not compiled.wgmma:
         faults.append("does not use wgmma")
+    if spec.expects.fetches and spec.variant.early and architecture >= EARLY_FROM and not compiled.fetches:
+        faults.append("fetches nothing before it waits")
     if spec.expects.kv_buffers is not None and compiled.buffers < spec.expects.kv_buffers:
         faults.append(f"has a tile with {compiled.buffers} of {spec.expects.kv_buffers} buffers")
     return faults
@@ -246,13 +279,28 @@ def reports_of(where: str, *, anew: bool) -> list[Report]:
     return [report_on(specs[job[0]], job[1], outcome) for job, outcome in outcomes.items()]
 
 
+def reports_by_record(where: str) -> list[Report]:
+    """What the versions that do not run made of each spec of `where`, on each architecture."""
+    reports = []
+    for version in VERSIONS:
+        for spec in discover(where) if version != triton.__version__ else ():
+            for architecture in spec.architectures:
+                digest = digest_of(spec, architecture, version)
+                made = recorded().get(digest)
+                faults = ["is not recorded"] if made is None else unexpected(spec, architecture, made)
+                name = f"{spec.name}, Triton {version}"
+                reports.append(Report(name, architecture, digest, faults, made or Compiled()))
+    return reports
+
+
 def write_record(reports: list[Report]) -> None:
-    """Write compiled.json, a line for each report."""
-    lines = [
-        json.dumps({key: value for key, value in dataclasses.asdict(each).items() if key != "faults"})
-        for each in sorted(reports, key=lambda each: (each.name, -each.architecture))
-    ]
-    RECORD.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+    """Write compiled.json: a line for each report, and those of the other versions."""
+    lines = [line for line in _lines() if line["triton"] in VERSIONS and line["triton"] != triton.__version__]
+    for report in reports:
+        told = {key: value for key, value in dataclasses.asdict(report).items() if key != "faults"}
+        lines.append({"triton": triton.__version__} | told)
+    lines.sort(key=lambda line: (line["name"], -line["architecture"], line["triton"]))
+    RECORD.write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -264,10 +312,15 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
     reports = reports_of(arguments.where, anew=arguments.anew)
-    for report in reports:
-        sys.stdout.write(json.dumps(dataclasses.asdict(report)) + "\n")
+    write_reports(reports)
     if arguments.record:
         write_record(reports)
+
+
+def write_reports(reports: list[Report]) -> None:
+    """One JSON object a line."""
+    for report in reports:
+        sys.stdout.write(json.dumps(dataclasses.asdict(report)) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.cuda.compile_spec import CompileSpec, Expectations, Variant
+from kernels.cuda.dependent_launch import wait
 
 
 @triton.jit
@@ -19,6 +20,13 @@ def spilling_kernel(out, a, b, N: tl.constexpr):
     at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
     left, right = tl.load(a + at), tl.load(b + at)
     tl.store(out + at, tl.dot(left, right) + left * right)
+
+
+@triton.jit
+def waiting_kernel(out, a, EARLY: tl.constexpr):
+    """A copy that asks for nothing before it waits."""
+    wait(EARLY)
+    tl.store(out + tl.arange(0, 128), tl.load(a + tl.arange(0, 128)))
 
 
 @triton.jit
@@ -66,7 +74,10 @@ def compile_specs() -> list[CompileSpec]:
         variant = Variant(spilling_kernel, {"N": size}, num_warps=1, num_stages=1)
         return CompileSpec(variant, name, types, divisible_by_16=tuple(types), architectures=(90,))
 
+    copy = Variant(waiting_kernel, {}, num_warps=4, num_stages=1, early=True)
+    copied, fetches = {"out": "*fp32", "a": "*fp32"}, Expectations(fetches=True)
     return [
+        CompileSpec(copy, "fetches nothing", copied, expects=fetches, architectures=(90,)),
         _attention("well", 16, ahead=True, expects=pipelined),
         _attention("one buffer", 16, ahead=False, expects=pipelined),
         _attention("no wgmma", 16, ahead=True, expects=Expectations(wgmma=True)),

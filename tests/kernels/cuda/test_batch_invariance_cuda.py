@@ -16,7 +16,7 @@ import torch
 
 from kernels.attention_batch import AttentionBatch
 from kernels.cuda.experts import experts
-from kernels.cuda.linear import linear
+from kernels.cuda.linear import linear, splits_for
 from kernels.cuda.paged_attention import paged_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.experts import route
@@ -61,6 +61,18 @@ def test_products(dtype: torch.dtype, device: str) -> None:
     weight = randn(140, 65, dtype=dtype, device=device).repeat(1, 2)
     together = linear(x, weight, None)
     for rows in random_batches(random.Random(1), len(x)):
+        assert torch.equal(linear(x[rows], weight, None), together[rows])
+
+
+@DTYPES
+def test_products_with_parts(dtype: torch.dtype, device: str) -> None:
+    """So many rows that a program sums all parts of the inputs, and so few that each sums one."""
+    half = 150 if dtype is torch.float32 else 330
+    x = cancelling(randn(330, half, dtype=dtype, device=device))
+    weight = randn(1408, half, dtype=dtype, device=device).repeat(1, 2)
+    together = linear(x, weight, None)
+    assert splits_for(dtype, len(weight), 2 * half) == 2
+    for rows in ([7], [130, 64, 65], list(range(70, 5, -1))):
         assert torch.equal(linear(x[rows], weight, None), together[rows])
 
 

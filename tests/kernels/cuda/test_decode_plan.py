@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
+from kernels.cuda.compile_spec import Variant
 from kernels.cuda.decode_plan import MIN_PART_KEYS, DecodePlan, num_units_for, plan_units
 from tests.kernels.attention_case import SPLIT, attend, make_case
+from tests.kernels.conftest import INTERPRETED
+from tests.kernels.cuda.poison import same_bits
 
-TILE = 64
+TILE, KV_HEADS = 64, 3
 
 
 def plan_of(lengths: list[int], units: int, window: int | None, device: str) -> DecodePlan:
-    return plan_units(torch.tensor(lengths, dtype=torch.int32, device=device), units, window, TILE)
+    return plan_units(torch.tensor(lengths, dtype=torch.int32, device=device), units, window, TILE, KV_HEADS)
 
 
 def parts_of(plan: DecodePlan) -> list[int]:
@@ -37,6 +41,7 @@ def test_units_are_those_of_items_in_their_order(items: int, window: int | None,
             parts, used = parts_of(plan), int(plan.first_units[-1])
             assert int(plan.first_units[0]) == 0 and min(parts) >= 1 and used <= units
             owners = [item for item, count in enumerate(parts) for _ in range(count)]
+            assert not plan.arrived.any() and plan.arrived.shape == (KV_HEADS, units)
             assert plan.unit_items.tolist() == owners + [items] * (units - used)
             tiles = [tiles_of(length, window) for length in lengths]
             share = max(MIN_PART_KEYS // TILE, -(-sum(tiles) // (units - items)))
@@ -81,11 +86,51 @@ def test_all_layers_with_the_same_window_have_one_list(monkeypatch: pytest.Monke
 
     made: list[int | None] = []
 
-    def noted(lengths: torch.Tensor, units: int, window: int | None, tile: int) -> DecodePlan:
+    def noted(lengths: torch.Tensor, units: int, window: int | None, tile: int, kv_heads: int) -> DecodePlan:
         made.append(window)
-        return plan_units(lengths, units, window, tile)
+        return plan_units(lengths, units, window, tile, kv_heads)
 
     monkeypatch.setattr(module, "plan_units", noted)
     case = make_case([(1, 300), (1, 40)], device)
     first = attend(case, SPLIT)
     assert torch.equal(attend(case, SPLIT), first) and made == [None]
+
+
+def test_an_item_of_several_parts_takes_no_further_launch(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    launched: list[str] = []
+    launch = Variant.launch
+
+    def noted(self: Variant, grid: tuple[int, ...], *arguments: object) -> None:
+        launched.append(self.kernel.fn.__name__)
+        launch(self, grid, *arguments)
+
+    monkeypatch.setattr(Variant, "launch", noted)
+    case = make_case([(1, 300), (1, 40)], device)
+    case.check(attend(case, SPLIT))
+    assert launched == ["plan_kernel", "decode_kernel"]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the order of programs is that of the interpreter")
+@pytest.mark.parametrize("features", [(), ("sinks",)])
+def test_bits_do_not_depend_on_which_part_is_written_last(
+    features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """The counts are zero again after any order, for the next layer and the next replay of a graph."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    case = make_case([(1, 300), (1, 5), (1, 0), (1, 140)], device, features=features)
+    in_order = attend(case, SPLIT)
+    (plan,) = case.batch.plans.values()
+    assert max(parts_of(plan)) > 2
+    choose = InterpreterBuilder.set_grid_idx
+
+    def choose_from_the_end(self: Any, x: int, y: int, z: int) -> None:
+        choose(self, self.grid_dim[0] - 1 - x, self.grid_dim[1] - 1 - y, z)
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", choose_from_the_end)
+    for _ in range(2):
+        assert not plan.arrived.any()
+        assert same_bits(attend(case, SPLIT), in_order)
+    assert next(iter(case.batch.plans.values())) is plan and not plan.arrived.any()

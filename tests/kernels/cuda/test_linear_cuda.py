@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cuda.linear import linear
+from kernels.cuda.linear import linear, splits_for
 from kernels.linear import linear_reference
 from tests.kernels.cuda.poison import surrounded
 from tests.kernels.test_linear import sum_loss
@@ -17,7 +17,7 @@ DTYPES = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 64, 150])
-@pytest.mark.parametrize(("outputs", "inputs"), [(33, 80), (128, 64), (140, 130), (1, 1)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 80), (128, 64), (140, 130), (1, 1), (70, 1100)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_as_in_float64(
     rows: int, outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: str
@@ -37,3 +37,11 @@ def test_as_in_float64(
     torch.testing.assert_close(
         actual.cpu().double(), expected, rtol=DTYPES[dtype], atol=sum_loss(inputs) + 2**-25
     )
+
+
+def test_few_rows_have_enough_programs_to_read_a_weight() -> None:
+    """Of an 8B; and the parts go by the weight alone."""
+    for outputs, inputs in ((4096, 4096), (4096, 12_288), (6144, 4096), (24_576, 4096), (151_936, 4096)):
+        splits = splits_for(torch.bfloat16, outputs, inputs)
+        assert outputs // 128 * splits >= 128 and -(-inputs // 64) >= 4 * splits
+    assert splits_for(torch.bfloat16, 24_576, 4096) == 1

@@ -9,9 +9,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from kernels.cuda import sampling_cut
 from kernels.cuda.sampling import choose
 from kernels.cuda.sampling_adjust import apply_biases, apply_masks, apply_penalties
-from kernels.cuda.sampling_cut import find_cuts
+from kernels.cuda.sampling_cut import BLOCK, SPAN, find_cuts
 from tests.kernels.cuda.poison import far_apart, same_bits, surrounded
 from workers.counter_rng import gumbel, mix_key
 
@@ -188,6 +189,11 @@ def test_no_rows(device: str) -> None:
     apply_masks(none, torch.zeros(0, dtype=torch.int32), torch.zeros(0, 1, dtype=torch.int32))
 
 
+@pytest.fixture(params=[BLOCK, SPAN], ids=["many spans", "few spans"])
+def _spans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_cut, "SPAN", request.param)
+
+
 class Limits(NamedTuple):
     temperature: float = 1.0
     top_k: int = 0
@@ -245,15 +251,18 @@ TOGETHER = [
 ]
 
 
+@pytest.mark.usefixtures("_spans")
 @pytest.mark.parametrize("limits", [ALONE, TOGETHER], ids=["alone", "together"])
 @pytest.mark.parametrize("spread", [0.01, 4.0])
 def test_cuts_keep_what_sorting_keeps(limits: list[Limits], spread: float, device: str) -> None:
+    """The last block is partial, of the last span."""
     values = torch.randn(len(limits), 5003, generator=torch.Generator().manual_seed(8)) * spread
     logits = surrounded(values, device)
     kept = kept_by(logits, cuts_of(logits, limits))
     assert kept == [expected(row.numpy(), limit) for row, limit in zip(values, limits, strict=True)]
 
 
+@pytest.mark.usefixtures("_spans")
 @pytest.mark.parametrize(
     "limits", [[*ALONE, Limits(top_k=900)], TOGETHER], ids=["alone", "together"]
 )  # The 900 most likely of 1800 end among the zeros of either sign.
@@ -266,6 +275,16 @@ def test_cuts_among_many_equals(limits: list[Limits], device: str) -> None:
     assert kept == [expected(row.numpy(), limit) for row, limit in zip(values, limits, strict=True)]
 
 
+def test_cuts_of_a_long_row(device: str) -> None:
+    """So many candidates that those of the spans after the first take several blocks to move."""
+    limits = [Limits(top_k=19_000), Limits(30.0, top_p=0.95), Limits(top_k=5), Limits(), Limits(top_p=0.5)]
+    values = torch.randn(len(limits), 2 * SPAN + 3000, generator=torch.Generator().manual_seed(5)).mul(3)
+    values[:, ::2] = values[:, ::2].round()
+    kept = kept_by(values, cuts_of(values.to(device), limits))
+    assert kept == [expected(row.numpy(), limit) for row, limit in zip(values, limits, strict=True)]
+
+
+@pytest.mark.usefixtures("_spans")
 def test_cuts_at_exact_shares_of_equals(device: str) -> None:
     # Weights of 1 and their sums are exact: the token that reaches p is the last one kept.
     logits = torch.full((6, 2300), -INF)
