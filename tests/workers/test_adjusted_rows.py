@@ -179,7 +179,7 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("inside")
 @pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(s, marks=pytest.mark.thorough) for s in range(3, 20))]
+    "seed", [*range(2), *(pytest.param(s, marks=pytest.mark.thorough) for s in range(2, 20))]
 )
 def test_any_mix_of_rows_that_come_and_go(
     runners: Runners, seed: int, monkeypatch: pytest.MonkeyPatch
