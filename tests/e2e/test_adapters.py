@@ -358,3 +358,13 @@ def test_a_lost_adapter_says_what_to_do(adapted: Adapted, home: Path) -> None:
 def test_models_without_adapters_say_so(weightless_gateway: GatewayProcess, adapted: Adapted) -> None:
     reason = refused(lambda: load(weightless_gateway, "a", adapted.adapters[0]))
     assert reason == "UNSUPPORTED_BY_EXECUTOR"
+
+
+def test_a_server_that_takes_none_says_so(adapted: Adapted) -> None:
+    """With --max-lora-adapters 0. It serves the model."""
+    flags = ["--dtype", "float32", "--kv-pages", "64", "--max-lora-adapters", "0"]
+    with GatewayProcess(model=str(adapted.model), flags=flags) as gateway:
+        assert refused(lambda: load(gateway, "a", adapted.adapters[0])) == "UNSUPPORTED_BY_EXECUTOR"
+        executor = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=PATIENCE_S).executor
+        assert not executor.supports_lora and executor.max_lora_adapters == 0
+        assert Text(gateway, "").finish() == adapted.tokens[0]
