@@ -31,6 +31,7 @@ from workers.kv.table import KvTable
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.operations import Command, Forward, Kind, OutputSpec, Result, Sampling
+from workers.runners.adjusted_rows import AdjustedRows
 from workers.runners.base import StepResult
 from workers.runners.cuda_graph import Capture, CudaGraphRunner
 from workers.runners.decode_buffers import DecodeBuffers
@@ -84,8 +85,13 @@ class ReplayedRunner(CudaGraphRunner):
     def _capture_one(self, capture: Capture, buffers: DecodeBuffers, bucket: int, *, lora: bool) -> Any:
         del capture, bucket, lora
         buffers.chosen.copy_(self._tokens)
-        replays = {"replay": self._replay_of_graph, "replay_cut": lambda: None}
-        return SimpleNamespace(**replays, logits=[self._table], experts=[])
+        return SimpleNamespace(replay=self._replay_of_graph, logits=[self._table], experts=[])
+
+    def _capture_second_graphs(self, captured: Any, capture: Capture) -> None:
+        del capture
+        device, queue = torch.device("cpu"), captured.buffers.queue
+        captured.adjusted = AdjustedRows(self._max_rows, _VOCABULARY, device, queue)
+        captured.adjust = dict.fromkeys(self._buckets, lambda: None)
 
 
 def weightless_kv() -> Any:

@@ -22,7 +22,6 @@ from kernels.cuda import (
     sampling_weight,
 )
 from kernels.cuda.few_rows import Tiles, tiles_for
-from workers.device_sampling import choose_adjusted
 from workers.kv.tensors import KvTensors
 from workers.launches import Device, Launch, as_on, recording
 from workers.models.active_kernels import check_cuda_kernels
@@ -33,8 +32,9 @@ from workers.models.experts import Experts
 from workers.models.few_rows import Place, TilesOfPlaces
 from workers.models.inputs import MAX_TREE_TOKENS, AttentionBatch, ForwardInputs, TokenTrees
 from workers.models.model import new_pages
-from workers.runners.cuda_graph import buckets_up_to
-from workers.runners.decode_buffers import _COLUMN_BYTES, _columns_in
+from workers.runners.adjusted_rows import AdjustedRows
+from workers.runners.cuda_graph import buckets_up_to, choose_again
+from workers.runners.decode_buffers import _COLUMN_BYTES, DecodeBuffers, _columns_in
 
 # Enough for the texts of a dry run.
 _PAGES = 64
@@ -191,17 +191,15 @@ def _inputs(lengths: Sequence[int], pages: int, *, has_trees: bool, lora: bool) 
 
 
 def _choose_in_graph(vocab_size: int, dtype: torch.dtype, max_rows: int) -> None:
-    """The choice of tokens in a decode step's graph, whose settings are in the runner's buffers."""
-    most = buckets_up_to(max_rows)[-1]
-    memory = torch.empty(_COLUMN_BYTES * most, dtype=torch.uint8, device="meta")
-    columns = _columns_in(memory, most)
+    """The choice of tokens in the graphs of decode steps, whose settings are in the runner's buffers."""
+    most, meta = buckets_up_to(max_rows)[-1], torch.device("meta")
+    buffers = DecodeBuffers(most, 1, meta)
+    adjusted = AdjustedRows(most, vocab_size, meta, buffers.queue)
+    logits = buffers.keep_logits(_logits(most, vocab_size, dtype))
     for bucket in buckets_up_to(max_rows):
-        chosen, best = _integers(bucket), _reals(bucket, dtype=torch.float32)
-        draws = columns.temperatures[:bucket], columns.keys[:bucket]
-        sampling.choose(_logits(bucket, vocab_size, dtype), *draws, chosen, best)
-        names = ("temperatures", "keys", "top_ks", "top_ps", "min_ps")
-        settings = {name: getattr(columns, name)[:bucket] for name in names}
-        choose_adjusted(_logits(bucket, vocab_size, torch.float32), settings, chosen, best)
+        chosen, best = buffers.chosen[:bucket], buffers.best[:bucket]
+        sampling.choose(_logits(bucket, vocab_size, dtype), *buffers.draws(bucket), chosen, best)
+        choose_again(adjusted, bucket, buffers, logits)
 
 
 def _choose_tokens(vocab_size: int, dtype: torch.dtype, max_rows: int) -> None:

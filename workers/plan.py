@@ -141,7 +141,7 @@ def num_gpu_pages(needs: Needs, memory_bytes: int, limits: StepLimits) -> int:
     positions = min(config.max_position_embeddings, free_bytes // page_bytes(model) * PAGE_SIZE)
     step_bytes += positions * model.rotation_bytes
     logits = config.vocab_size, model.dtype.itemsize
-    working_bytes = step_bytes + graph_bytes(limits.max_items, *logits, with_lora=False) + RESERVE_BYTES
+    working_bytes = step_bytes + graph_bytes(limits.max_items, *logits) + RESERVE_BYTES
     memory = GpuMemory(memory_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
     return choose_num_gpu_pages(None, page_bytes(model), memory)
 

@@ -388,12 +388,17 @@ def test_a_step_in_flight_answers_one_of_two_equal_requests(worker: Worker, toge
     assert worker.lengths() == {7: 6}
 
 
-def test_steps_with_other_logits_than_those_of_the_graph_are_not_launched(worker: Worker) -> None:
+def test_steps_with_biases_are_launched_ahead(worker: Worker) -> None:
+    other = Worker(max_seq_tokens=0)
     token = chosen(worker.answers(prefill(1, 7))[1])
+    other.answers(prefill(1, 7))
     late = worker.compute_late()
-    output = OutputSpec(sampling=Sampling(logit_bias={3: 9.0}))
-    worker.answers(dataclasses.replace(decode(2, 7, 5, token), output=output))
-    assert late.computed == 0
+    for turn in range(4):
+        output = OutputSpec(sampling=Sampling(logit_bias={3: 9.0, token: -9.0}))
+        asked = dataclasses.replace(decode(2 + turn, 7, 5 + turn, token), output=output)
+        token = chosen(worker.answers(asked)[2 + turn])
+        assert token == chosen(other.answers(asked)[2 + turn])
+    assert late.computed and worker.lengths() == other.lengths()
 
 
 @pytest.mark.parametrize("pages", [3, 4])

@@ -167,6 +167,21 @@ def test_a_chunk_that_fails_beside_decodes_fails_alone(monkeypatch: pytest.Monke
     assert late.launched_ahead == 1 and worker.lengths() == {7: 6}
 
 
+def test_steps_beside_each_other_are_counted_each() -> None:
+    worker = Worker(ahead=True)
+    _, token = running_ahead(worker)
+    before = worker.engine.status().counts.step_tokens
+    results = worker.round(Forward(50, 9, 0, list(range(3, 3 + LONG))))
+    for turn in range(20):
+        (done,) = worker.round(decode(60 + turn, 7, 5 + turn, token))
+        token = chosen(done)
+        results += worker.round()
+    assert [one.op_id for one in results if isinstance(one, Forward)] == [50]
+    worker.round(Release(3, []))
+    counted = worker.engine.status().counts.step_tokens - before
+    assert counted == LONG + worker.lengths()[7] - 5
+
+
 class CallersWithLongPrompts(SteadyCallers):
     """Some of whose prompts take several steps."""
 

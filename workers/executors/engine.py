@@ -52,7 +52,7 @@ from workers.operations import Accept, Chunk, Forward, Kind, OutputSpec, RowOutp
 from workers.prefix_wait import PrefixWaits
 from workers.row_outputs import TokenScores, add_captured, build_outputs, score_tokens
 from workers.runners.base import LaunchedStep, Runner, SomeRows, StepResult, raise_if_lost
-from workers.sampling import BadLogitsError, SamplingRow
+from workers.sampling import SamplingError, SamplingRow
 from workers.token_trees import kept_path
 
 
@@ -206,8 +206,6 @@ class Engine:
             decodes.rows, begun = self.kv_table.reserve_next(decodes.sequences, positions, ahead=1)
             if not all(begun.tolist()):
                 return None
-        elif any(spec.sampling is not None and spec.sampling.changes_logits for spec in decodes.kinds):
-            return None
         inputs = pack((), self.kv.page_size, decodes, self.kv_table.page_tables(decodes.rows))
         launched_ns = time.monotonic_ns()
         launched: LaunchedStep | None
@@ -231,10 +229,12 @@ class Engine:
     def finish(self, step: StepInFlight, following: StepInFlight | None = None) -> DecodesDone:
         """Waits for a launched step, and commits its tokens. `following`: the one launched after it.
 
-        Raises BadLogitsError if rows have no token. After any error nothing has been appended, and
+        Raises a SamplingError if rows have no token. After any error nothing has been appended, and
         `following` is over: its tokens are not kept.
         """
         items, outputs = step.decodes.size, None
+        # Others may have run beside it.
+        self._step_tokens, self._step_began_ns = items, step.launched_ns
         try:
             chosen = step.launched.chosen()
             if not all(spec.is_token_only for spec in step.decodes.kinds):
@@ -245,7 +245,7 @@ class Engine:
             self._step_ends(0)
             raise_if_lost(error)
             if following is not None:
-                with suppress(BadLogitsError):
+                with suppress(SamplingError):
                     following.launched.chosen()
             raise
         self._step_ends(items)

@@ -429,7 +429,7 @@ class CudaGraphRunner:
         adjusted = AdjustedRows(self._max_rows, logits.shape[1], self._kv.device, buffers.queue)
 
         def captured_one(bucket: int) -> Callable[[], None]:
-            return capture(lambda: _choose_again(adjusted, bucket, buffers, logits))
+            return capture(lambda: choose_again(adjusted, bucket, buffers, logits))
 
         captured.adjust = {bucket: captured_one(bucket) for bucket in reversed(self._buckets)}
         captured.adjusted = adjusted
@@ -458,7 +458,7 @@ class CudaGraphRunner:
         return buffers.keep_logits(logits)
 
 
-def _choose_again(adjusted: AdjustedRows, bucket: int, buffers: DecodeBuffers, logits: torch.Tensor) -> None:
+def choose_again(adjusted: AdjustedRows, bucket: int, buffers: DecodeBuffers, logits: torch.Tensor) -> None:
     """Choose once more for `bucket` adjusted rows of a batch with logits [B, vocab]."""
     for first in range(0, bucket, ROWS_AT_ONCE):
         part = slice(first, min(first + ROWS_AT_ONCE, bucket))

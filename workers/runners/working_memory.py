@@ -46,23 +46,21 @@ def measure_working_bytes(
     torch.cuda.synchronize(device)
     step_bytes = torch.cuda.max_memory_allocated(device) - before_bytes
     del inputs, copies
-    graphs_take = graph_bytes(
-        max_rows, vocab_size, logits.element_size(), with_lora=bool(model.max_lora_slots)
-    )
+    graphs_take = graph_bytes(max_rows, vocab_size, logits.element_size())
     del logits
     torch.cuda.empty_cache()
     return step_bytes + graphs_take + RESERVE_BYTES
 
 
-def graph_bytes(max_rows: int, vocab_size: int, element_size: int, *, with_lora: bool) -> int:
-    """The memory of the CUDA graphs: each bucket's keeps its own logits; with adapters there are two.
+def graph_bytes(max_rows: int, vocab_size: int, element_size: int) -> int:
+    """The memory of the CUDA graphs. With adapters there are twice as many, which share it.
 
-    Those of one step are kept while the next one runs. All share what top_k, top_p and min_p take: a float32
-    copy of some rows, and their candidates.
+    Logits are three times there: what the model has computed, where all graphs leave them, and those of a
+    step that are kept while the next one runs. What adjusts rows is a float32 copy of some of them, one row
+    that is none, and what is counted or sorted of each.
     """
-    buckets = buckets_up_to(max_rows)
-    rows = (2 if with_lora else 1) * sum(buckets) + buckets[-1]
-    return (rows * element_size + 2 * 4 * min(max_rows, ROWS_AT_ONCE)) * vocab_size
+    rows = buckets_up_to(max_rows)[-1]
+    return (3 * rows * element_size + 2 * 4 * (min(rows, ROWS_AT_ONCE) + 1)) * vocab_size
 
 
 def _prefills(tokens: int, max_seq_len: int, rows: int, page_size: int) -> ForwardInputs:

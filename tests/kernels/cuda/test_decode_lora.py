@@ -237,7 +237,7 @@ def test_adapters_are_applied_after_a_failed_capture(decoder: Decoder, device: s
 def test_the_working_memory_includes_adapters(
     without_adapters: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest step has one in each row, and there are twice as many graphs with logits."""
+    """The largest step has one in each row. Graphs with adapters share the memory of those without."""
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     for name in ("memory_allocated", "max_memory_allocated"):
@@ -256,5 +256,5 @@ def test_the_working_memory_includes_adapters(
 
     before_bytes = measured()
     set_adapters(plain)
-    assert measured() - before_bytes == sum(buckets_up_to(MAX_ROWS)) * VOCAB * torch.float32.itemsize
+    assert measured() == before_bytes
     assert rows == [[], [0] * 40]

@@ -174,7 +174,7 @@ import torch
 from triton.compiler.compiler import ASTSource
 from workers.launches import Launch, Pointer
 from workers.precompile import compile_launch, _NoDevice
-from kernels.cuda import rms_norm
+from kernels.cuda import compile_spec, rms_norm
 import triton
 
 WIDTH = 1024
@@ -184,8 +184,9 @@ given = out, x, weight[0]
 def arguments(x):
     sizes = {"token_stride": WIDTH, "head_stride": WIDTH, "rows": 2, "eps": 1e-6}
     tensors = {"out": out, "x": x, "weight": weight[0]}
-    names = [name for name in variant.kernel.arg_names if name not in variant.constexprs]
+    names = [name for name in variant.kernel.arg_names if name not in variant.constexprs_of(90)]
     return [(tensors | sizes)[name] for name in names]
+compile_spec.architecture_of = lambda _: 90
 launch = Launch.of(variant, arguments(x))
 if sys.argv[1] == "compile":
     done = compile_launch(launch, (9, 0))
@@ -201,7 +202,7 @@ shifted = torch.empty(4 * WIDTH, dtype=torch.bfloat16)[1:][: 2 * WIDTH].view(2, 
 for given in (x, shifted):
     try:
         # As `kernel[grid](...)` calls it, but for the launch itself.
-        options = dict(variant.constexprs) | variant.options
+        options = variant.constexprs_of(90) | variant.options_of(90)
         variant.kernel.run(*arguments(given), grid=(1,), warmup=True, **options)
         print("found")
     except RuntimeError as error:
