@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import os
+import subprocess
+import sys
 from typing import Any
 
 import torch
@@ -75,6 +78,16 @@ class DevicePeer(Peer):
             "flops": (2 * size**3, self._timer.kernel(lambda: torch.mm(left, right, out=out))),
         }
         return {name: amount * 1e9 / sorted(ns)[len(ns) // 2] for name, (amount, ns) in taken.items()}
+
+    def precompile(self, shape_name: str, batch: int, context_tokens: int) -> dict[str, Any]:
+        """Compiles what a worker with this model launches: see `benchmarks.gpu.precompiled`."""
+        sizes = (shape_name, str(batch), str(context_tokens), str(int(self._rehearsal)))
+        command = [sys.executable, "-m", "benchmarks.gpu.precompiled", *sizes]
+        # Another process, since daemons such as this one may not have children of multiprocessing.
+        compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, env=compiling, check=True)  # noqa: S603
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
 
     def kernel(self, kernel: str, shape_name: str, size: list[int]) -> Sample:
         """One of `KernelBench`, each time with a cold cache."""

@@ -71,6 +71,7 @@ def all_parts() -> list[Part]:
     own = [
         Part("graphs", (OWN + "test_graphs.py",)),
         Part("step-loop", (OWN + "test_step_loop.py",)),
+        Part("worker", ("tests/workers/test_worker_process.py",)),
         Part("executor", (OWN + "test_executor.py",)),
         Part("device-lost", (OWN + "test_device_lost.py",)),
         Part("server", (OWN + "test_server.py",), limit_s=240),
@@ -109,7 +110,17 @@ def run_part(part: Part, end_s: float, log: Log) -> Outcome:
         return Outcome(part.name, "skipped")
     with tempfile.TemporaryDirectory() as directory:
         progress = Path(directory) / "progress"
-        command = [sys.executable, "-m", "pytest", "-c", OWN + "gpu.ini", "--rootdir", "."]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-c",
+            OWN + "gpu.ini",
+            "--rootdir",
+            ".",
+            "--confcutdir",
+            ".",
+        ]
         command += ["-p", "no:cacheprovider", "-p", "tests.gpu.progress", "--progress", str(progress)]
         process = subprocess.Popen(
             [*command, *part.files],

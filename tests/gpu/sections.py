@@ -106,6 +106,7 @@ def all_sections() -> list[Section]:
     """In the order in which they run."""
     return [
         Section("versions", 40, _versions),
+        Section("precompile", 90, _precompile),
         Section("kernels", 40, _kernels),
         Section("layers", 60, _layers),
         Section("model", 150, _model),
@@ -135,10 +136,27 @@ def _versions(context: Context, end_s: float) -> Iterator[Row]:
     yield row
 
 
+def _precompile(context: Context, end_s: float) -> Iterator[Row]:
+    """Before anything is timed: what the model's steps launch, in many processes."""
+    sizes, figures = context.sizes, context.figures("precompile", end_s)
+    asked = {
+        "shape_name": sizes.shape,
+        "batch": max(sizes.batches),
+        "context_tokens": sizes.context_tokens + max(sizes.prefills),
+    }
+    row, found = figures.call("kernels of the model", "precompile", **asked)
+    if found is not None:
+        row.figures = {"kernels": float(found["kernels"])}
+        row.note = "slowest: " + ", ".join(f"{name[:60]} {s:.1f} s" for name, s in found["slowest"].items())
+    yield row
+    for error in [] if found is None else found["errors"]:
+        yield Row("precompile", error.partition(":")[0][:80], "failed", note=error)
+
+
 # The tests that show most, first.
 FIRST = {
     "kernels": ("real-sizes", "sampling", "lora", "batch-invariance"),
-    "layers": ("graphs", "step-loop", "executor", "device-lost"),
+    "layers": ("graphs", "step-loop", "worker", "executor", "device-lost"),
 }
 
 
