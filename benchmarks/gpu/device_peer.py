@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from benchmarks import machine
+from benchmarks.gpu.interpreted import convert_scalars
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.timing import Timer, wall_ns
 from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed, timed_steps
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    convert_scalars()
 
 from benchmarks.gpu.kernels import PAGE_SIZE, KernelBench
 from benchmarks.gpu.loop import LoopOnThread, packed_mask

@@ -39,29 +39,18 @@ def _interpret_library() -> None:
                 setattr(sys.modules[name], attribute, replacement)
 
 
-def _convert_scalars() -> None:
-    """Triton 3.6 makes integers of arrays with one element, which NumPy does for scalars only since 2.4."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_too(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    interpreter._patch_lang_tensor = patch_too
-
-
 def _interpret() -> None:
     """Interpret, in this process, every kernel that is imported from now on."""
     import triton
+
+    from benchmarks.gpu.interpreted import convert_scalars
 
     compiled = [name for name in sys.modules if name.startswith("kernels.cuda.")]
     assert not compiled, f"imported before tests/kernels/conftest.py, and not interpreted: {compiled}"
     triton.knobs.propagate_env = False
     triton.knobs.runtime.interpret = True
     _interpret_library()
-    _convert_scalars()
+    convert_scalars()
     from tests.kernels.cuda import interpreter_bf16, interpreter_speed
 
     interpreter_bf16.install()
