@@ -1,4 +1,4 @@
-"""`make gpu-first` needs torch, triton, transformers and pytest, and nothing else that an image may lack."""
+"""`tests.gpu.first` needs nothing that images for GPUs lack. They have torch, grpcio and protobuf."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.gpu.parts import all_parts
 
 ROOT = Path(__file__).resolve().parents[2]
-ABSENT = ("psutil", "hypothesis", "structlog", "grpc", "google.protobuf", "quire", "pytest_asyncio")
+ABSENT = ("structlog", "llguidance", "pytest_asyncio")
 # And all within.
 DEEP = tuple(f"{name}." for name in ABSENT)
 BLOCK = f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r})); "
@@ -22,7 +22,8 @@ COLLECT = """
 import pytest
 from tests.gpu.parts import OWN, all_parts
 files = [file for part in all_parts() for file in part.files]
-sys.exit(pytest.main(["-c", OWN + "gpu.ini", "--rootdir", ".", "-p", "no:cacheprovider", "--co", *files]))
+options = ["-c", OWN + "gpu.ini", "--rootdir", ".", "--confcutdir", ".", "-p", "no:cacheprovider", "--co"]
+sys.exit(pytest.main([*options, *files]))
 """
 
 
