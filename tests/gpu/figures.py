@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,7 @@ class Device:
     def __init__(self, shape: str, log: Log, *, rehearses: bool) -> None:
         """The process is started by the first call. `shape`: the model that is measured."""
         self._logs = Path(tempfile.mkdtemp(prefix="quire-gpu-logs-"))
+        weakref.finalize(self, shutil.rmtree, self._logs, ignore_errors=True)
         self._log, self._starts = log, 0
         self._config = PeerConfig(
             name="device",
