@@ -40,7 +40,7 @@ WrapHttp = Callable[[Any], Any]
 NewLauncher = Callable[[Config, Path | None, Callable[[], None]], Launcher]
 
 
-class Runtimes(Protocol):
+class RuntimeSource(Protocol):
     """What runs whole texts beside this server's workers."""
 
     def open_router(self, local: Runtime, data_dir: Path | None) -> Router:
@@ -56,7 +56,7 @@ class Runtimes(Protocol):
         """
 
 
-class Shard(Protocol):
+class ServedShard(Protocol):
     """A shard of the gateway: its caches and its workers."""
 
     caches: CacheMachine
@@ -83,7 +83,7 @@ class GatewayParts:
     executions: Executions
     router: Router
     adapters: Adapters
-    shards: Callable[[], Sequence[Shard]]
+    shards: Callable[[], Sequence[ServedShard]]
     http: Sequence[WrapHttp]
     num_http_connections: Callable[[], int]
 
@@ -101,7 +101,7 @@ class Extension:
         commits: Is called with the seconds that each commit of the journal took.
         http: See `WrapHttp`.
         launcher: See `NewLauncher`. None: the core's own start them.
-        runtimes: See `Runtimes`. None: there is only the local one.
+        runtimes: See `RuntimeSource`. None: there is only the local one.
         listen: The address of its port, as the settings have it; "": it has none.
         port_for: What the port is for, in the log.
     """
@@ -111,7 +111,7 @@ class Extension:
     commits: Callable[[float], None] | None = None
     http: WrapHttp | None = None
     launcher: NewLauncher | None = None
-    runtimes: Runtimes | None = None
+    runtimes: RuntimeSource | None = None
     listen = ""
     port_for = ""
 

@@ -12,4 +12,4 @@ def open_extension(config: Config) -> Extension | None:
         return None
     with needing_extra("openai", "openai_listen", config.openai_listen):
         from service.extensions.openai.front import OpenAiFront  # noqa: PLC0415
-    return OpenAiFront(config)
+    return OpenAiFront(config.openai_listen)

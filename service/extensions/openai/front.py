@@ -44,9 +44,8 @@ class OpenAiFront(Extension):
 
     port_for = "HTTP"
 
-    def __init__(self, config: Config) -> None:
-        self.listen = config.openai_listen
-        self._config = config
+    def __init__(self, listen: str) -> None:
+        self.listen = listen
         self._socket: socket.socket | None = None
         self._ended = asyncio.Event()
         # The clients of the connections, as they were a moment ago.
@@ -54,7 +53,8 @@ class OpenAiFront(Extension):
 
     def attach(self, parts: GatewayParts) -> None:
         """Makes the server. Raises ConfigError for certificates that cannot be used."""
-        config, self._state = self._config, parts.state
+        self._state = parts.state
+        config = parts.state.config
         self._models = Models(parts.router, parts.state)
         self.bodies = BodyReader(parts.state.receiver, config.max_request_bytes, config.max_arriving_bytes)
         routes = self._routes(parts.executions, parts.text, parts.api.Forward)
@@ -64,7 +64,7 @@ class OpenAiFront(Extension):
         self._server = _Server(self._uvicorn_config(config, app))
 
     def _routes(self, executions: Executions, text: TextModel, forward: Forward) -> Router:
-        is_processed = self._config.openai_logprobs_mode == "processed_logprobs"
+        is_processed = self._state.config.openai_logprobs_mode == "processed_logprobs"
         of_tokens = functools.partial(generate, is_processed=is_processed)
         shared = executions, self._models, self._state, text, self.bodies
         routes = [
@@ -100,13 +100,13 @@ class OpenAiFront(Extension):
 
     def bind(self) -> int:
         """Binds the address; clients can connect from now on. Returns the port. Raises CannotListen."""
-        self._socket = listening_socket(self.listen, _BACKLOG, is_shared=self._config.gateways > 1)
+        self._socket = listening_socket(self.listen, _BACKLOG, is_shared=self._state.config.gateways > 1)
         return int(self._socket.getsockname()[1])
 
     async def run(self) -> None:
         """Serves until `stop`. Call `bind` before."""
         assert self._socket is not None
-        config, port = self._config, self._socket.getsockname()[1]
+        config, port = self._state.config, self._socket.getsockname()[1]
         # With TLS a connection is uvicorn's only after its handshake.
         handshakes = Handshakes(port, lambda peer, _: peer in self._peers, handshake_limits(config))
         checking = [

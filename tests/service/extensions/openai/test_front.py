@@ -103,7 +103,7 @@ async def serving(
     runtimes: Any = [runtime] if has_worker else [FakeRuntime(generate_yes, "local"), runtime]
     router = Router(runtimes)
     text = TextModel(lambda: state.first_ready, lambda: "")
-    front = OpenAiFront(config)
+    front = OpenAiFront(config.openai_listen)
     front.attach(
         GatewayParts(
             state=state,
