@@ -42,7 +42,7 @@ class RunnerApi:
     executions: Executions
     router: Router
     state: ServerState
-    # See `Runtimes.read_again` of `extension`. None: there is nothing to read.
+    # See `RuntimeSource.read_again` of `extension`. None: there is nothing to read.
     read_runtimes: Callable[[str], Awaitable[int]] | None
     uploads: WeightUploads
 

@@ -22,28 +22,37 @@ _PYTHON = {type(None): "null", bool: "boolean", str: "string", list: "array", di
 
 def check_references(schema: Any, root: Schema) -> None:
     """Raises SchemaError for a reference that only leads back to itself: the library begins its value."""
+    _check_inside(schema, root, set())
+
+
+def _check_inside(schema: Any, root: Schema, ends: set[int]) -> None:
+    """`ends`: as in `_check_place`."""
     if isinstance(schema, list):
         for inner in schema:
-            check_references(inner, root)
+            _check_inside(inner, root, ends)
     if not isinstance(schema, dict):
         return
-    _check_place(schema, root, set())
+    _check_place(schema, root, frozenset(), ends)
     for inner in schema.values():
-        check_references(inner, root)
+        _check_inside(inner, root, ends)
 
 
-def _check_place(schema: Any, root: Schema, seen: set[int]) -> None:
-    """Follows what applies to the same value as a schema does. `seen`: the schemas on the way."""
-    if not isinstance(schema, dict):
+def _check_place(schema: Any, root: Schema, path: frozenset[int], ends: set[int]) -> None:
+    """Follows what applies to the same value as a schema does.
+
+    `path`: the schemas on the way. `ends`: those that lead to no loop, which this adds to.
+    """
+    if not isinstance(schema, dict) or id(schema) in ends:
         return
-    if id(schema) in seen:
+    if id(schema) in path:
         raise SchemaError("a reference leads back to itself")
     places = [_target(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else []
     for name in COMBINED:
         if isinstance(schema.get(name), list):
             places += schema[name]
     for place in places:
-        _check_place(place, root, seen | {id(schema)})
+        _check_place(place, root, path | {id(schema)}, ends)
+    ends.add(id(schema))
 
 
 def has_value(schema: Any, root: Schema, path: frozenset[int], known: set[int]) -> bool:

@@ -14,6 +14,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 from service.text.grammar_process import GrammarServer
+from service.text.schema_patterns import SchemaError
+from service.text.schema_references import check_references
 
 END = 256
 # Bytes that end strings, objects and lists, and what the names here have.
@@ -327,3 +329,15 @@ def test_what_cannot_be_applied_is_refused(
 ) -> None:
     with pytest.raises(Refused, match=reason):
         compile_schema(server, schema)
+
+
+def test_a_schema_behind_many_references_is_checked_once() -> None:
+    # Two ways to each: 2^64 to the last.
+    schemas: dict[str, Any] = {
+        str(number): {"anyOf": [{"$ref": f"#/$defs/{number + 1}"}] * 2} for number in range(64)
+    }
+    schema = {"$ref": "#/$defs/0", "$defs": schemas | {"64": {"type": "string"}}}
+    check_references(schema, schema)
+    schemas["64"] = {"$ref": "#/$defs/63"}
+    with pytest.raises(SchemaError, match="back to itself"):
+        check_references({"$defs": schemas}, {"$defs": schemas})
