@@ -34,7 +34,7 @@ from workers.models.inputs import MAX_TREE_TOKENS, AttentionBatch, ForwardInputs
 from workers.models.model import new_pages
 from workers.runners.adjusted_rows import AdjustedRows
 from workers.runners.cuda_graph import buckets_up_to, choose_again
-from workers.runners.decode_buffers import _COLUMN_BYTES, DecodeBuffers, _columns_in
+from workers.runners.decode_buffers import DecodeBuffers
 
 # Enough for the texts of a dry run.
 _PAGES = 64
@@ -140,23 +140,17 @@ def _run_steps(decoder: Decoder, kv: KvTensors, steps: Steps, *, lora: bool) -> 
 
 def _run_decodes(decoder: Decoder, kv: KvTensors, steps: Steps, *, lora: bool) -> None:
     """Decodes of each size: of a graph, whose inputs are in the runner's buffers, and without one."""
-    most = buckets_up_to(steps.max_rows)[-1]
-    memory = torch.empty(_COLUMN_BYTES * most, dtype=torch.uint8, device="meta")
-    columns = _columns_in(memory, most)
+    buffers = DecodeBuffers(buckets_up_to(steps.max_rows)[-1], steps.max_pages, torch.device("meta"))
     for bucket in buckets_up_to(steps.max_rows):
-        short = _inputs([1] * bucket, 1, has_trees=False, lora=lora)
-        inputs = _inputs([1] * bucket, steps.max_pages, has_trees=False, lora=lora)
-        for each in (short, inputs):
+        inputs = buffers.inputs(bucket, lora=lora)
+        without_graph = [
+            _inputs([1] * bucket, pages, has_trees=False, lora=lora) for pages in (1, steps.max_pages)
+        ]
+        for each in (*without_graph, inputs):
             decoder.logits(decoder.forward(each, kv))
-        inputs.token_ids, inputs.positions, inputs.slots = (column[:bucket] for column in columns[:3])
         batch = inputs.attention
-        batch.context_lens = columns.context_lens[:bucket]
-        batch.plans.clear()
-        if lora:
-            inputs.lora_slots = columns.lora_slots[:bucket]
-        decoder.logits(decoder.forward(inputs, kv))
         places = inputs.token_ids, inputs.positions, inputs.slots, batch.context_lens
-        advance.advance(*places, _integers(bucket), batch.page_tables, page_size=kv.page_size)
+        advance.advance(*places, buffers.chosen[:bucket], batch.page_tables, page_size=kv.page_size)
 
 
 def _integers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
