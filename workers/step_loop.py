@@ -402,7 +402,7 @@ class StepLoop:
             self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
         if self._in_flight.step is not None:
             has_other_work = self._has_other_work
-            chunks = [] if has_other_work else self._in_flight.company(self._begin)
+            chunks = [] if has_other_work else self._in_flight.chunks_beside(self._begin)
             if chunks:
                 self._chunks = chunks
                 self._run(chunks)

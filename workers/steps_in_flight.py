@@ -49,7 +49,7 @@ class StepsInFlight:
         self._on_done, self._on_failed, self._on_end = on_done, on_failed, on_end
         self.step: StepInFlight | None = None
         # Whether chunks have run beside it, or could not.
-        self._has_company = False
+        self._has_chunks = False
 
     def launch(self, decodes: Decodes, chunks: Sequence[Chunk]) -> bool:
         """Launch the decodes that the scheduler has chosen. False: they have to be executed, with the chunks.
@@ -58,14 +58,14 @@ class StepsInFlight:
         """
         self.step = None
         if not chunks or any(chunk.count > 1 for chunk in chunks):
-            self.step, self._has_company = self._engine.launch(decodes), bool(chunks)
+            self.step, self._has_chunks = self._engine.launch(decodes), bool(chunks)
         return self.step is not None
 
-    def company(self, begin: Begin) -> list[Chunk]:
+    def chunks_beside(self, begin: Begin) -> list[Chunk]:
         """The chunks to be run beside the step in flight, at most once for each step. `begin`: see there."""
-        if self.step is None or self._has_company or not self._scheduler.has_others or not self._may_run_on:
+        if self.step is None or self._has_chunks or not self._scheduler.has_others or not self._may_run_on:
             return []
-        self._has_company = True
+        self._has_chunks = True
         self._prelauncher.joins(self.step.decodes)
         return self._scheduler.next_beside(begin)
 
@@ -138,7 +138,7 @@ class StepsInFlight:
             self._on_failed(step.decodes, error)
             self._on_end()
             return
-        self.step, self._has_company = following, False
+        self.step, self._has_chunks = following, False
         self._on_done(step.decodes, done, NO_DECODES if following is None else following.decodes)
         self._on_end()
         if following is not None:
