@@ -1,6 +1,9 @@
 """Prints the peak resident bytes before and after a load, and the bytes of the weights.
 
-python -m tests.workers.peak_memory DIRECTORY PART_BYTES
+python -m tests.workers.peak_memory DIRECTORY SMALL_DIRECTORY PART_BYTES
+
+The model in SMALL_DIRECTORY is loaded first: what the first load imports, and the pages of libraries that
+it runs through, are not a model's, and how many become resident depends on what the system has cached.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from kernels.linear import pack_weight
 from workers.models import checkpoint
 from workers.models.weights import load_planned, plan_load
 
@@ -23,9 +25,8 @@ def peak_bytes() -> int:
 def main() -> None:
     """See the module's docstring."""
     torch.set_num_threads(1)
-    # Loads the code.
-    pack_weight(torch.zeros(64, 64).bfloat16(), in_place=True)
-    checkpoint.PART_BYTES = int(sys.argv[2])
+    checkpoint.PART_BYTES = int(sys.argv[3])
+    load_planned(plan_load(Path(sys.argv[2])), pack=True)
     before = peak_bytes()
     _, model = load_planned(plan_load(Path(sys.argv[1])), pack=True)
     print(before, peak_bytes(), model.weight_bytes)

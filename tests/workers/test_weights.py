@@ -145,8 +145,11 @@ def test_peak_memory_of_a_load(tmp_path: Path) -> None:
     spec = TinyModel(
         vocab_size=4000, hidden_size=1024, intermediate_size=4096, num_layers=2, dtype="bfloat16"
     )
-    make_model(tmp_path, spec)
-    command = [sys.executable, "-m", "tests.workers.peak_memory", str(tmp_path), str(part_bytes)]
+    directories = [tmp_path / "large", tmp_path / "small"]
+    for directory, each in zip(directories, (spec, TinyModel(dtype="bfloat16")), strict=True):
+        directory.mkdir()
+        make_model(directory, each)
+    command = [sys.executable, "-m", "tests.workers.peak_memory", *map(str, directories), str(part_bytes)]
     with (tmp_path / "said").open("w+b") as said, Path(os.devnull).open("rb") as nothing:
         # A process of its own, which has imported what it needs.
         files = (nothing.fileno(), said.fileno(), said.fileno())
