@@ -40,7 +40,6 @@ from service.setting_rules import (
     Range,
     Rule,
     Text,
-    are_addresses,
     are_devices,
     are_resources,
     is_collector,
@@ -57,6 +56,8 @@ from service.setting_rules import (
 ENV_PREFIX = "QUIRE_"
 # The settings that name an address to listen on.
 ADDRESSES = ("listen", "openai_listen", "metrics_listen", "pool_listen", "peer_listen")
+# Of these, those for which each of several gateways of a host has the port after that of the one before.
+PORTS_OF_EACH = ("metrics_listen", "pool_listen")
 
 # Environment variables with the prefix that are not settings: the file, those of the client commands, and
 # those that workers read themselves (kernels/cpu/library.py).
@@ -204,15 +205,10 @@ class Config:
         Range(1, MAX_WORKERS),
         group="workers and their memory",
     )
-    workers_at: str = _setting(
-        "",
-        "use these workers, which `quire worker` has started, in place of own ones: host:port,host:port",
-        Text(are_addresses, "must be host:port, or several different ones separated by commas"),
-    )
     pool_listen: str = _setting(
         "",
-        "let workers call this gateway here, in place of own ones: `quire worker --gateway`; as many as"
-        " `workers` says are used",
+        "let workers that `quire worker --gateway` or Ray has started dial this gateway here, in place of own"
+        " ones; as many as `workers` says are used",
         HTTP_ADDRESS,
     )
     pool: str = _setting(
@@ -439,31 +435,22 @@ class Config:
     def addresses(self) -> Iterator[tuple[str, int, str]]:
         """What this server listens on: the setting, the gateway's index, and the address.
 
-        Each of several gateways has its own port for metrics.
+        Each of several gateways has its own port for metrics, and for workers.
         """
         for name in ADDRESSES:
             if address := getattr(self, name):
-                for index in range(self.gateways if name == "metrics_listen" else 1):
-                    yield name, index, self.metrics_address(index) if index else address
-
-    def metrics_address(self, index: int) -> str:
-        """That of `metrics_listen` of the gateway with this index."""
-        return with_port(self.metrics_listen, index) if self.metrics_listen else ""
-
-    @property
-    def worker_addresses(self) -> list[str]:
-        """The addresses of `workers_at`."""
-        return self.workers_at.split(",") if self.workers_at else []
+                for index in range(self.gateways if name in PORTS_OF_EACH else 1):
+                    yield name, index, with_port(address, index) if index else address
 
     @property
     def worker_slots(self) -> int:
         """How many workers are used, at first."""
-        return len(self.worker_addresses) or self.workers or 1
+        return self.workers or 1
 
     @property
     def has_remote_workers(self) -> bool:
         """Whether others start the workers, on this or other hosts."""
-        return bool(self.workers_at or self.pool_listen or self.launcher == "ray")
+        return bool(self.pool_listen)
 
 
 def plain(number: float) -> str:

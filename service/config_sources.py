@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from service.config import (
     ENV_PREFIX,
     OTHER_ENV,
+    PORTS_OF_EACH,
     SETTINGS,
     Config,
     ConfigError,
@@ -151,11 +152,12 @@ def _conflicts(config: Config) -> Iterator[_Conflict]:
 
 def _address_conflicts(config: Config) -> Iterator[_Conflict]:
     """As `_conflicts`, about ports, also of those that come from a setting and the number of a gateway."""
-    port = int(config.metrics_listen.rpartition(":")[2] or 0)
-    if port and port + config.gateways - 1 > MAX_PORT:
-        problem = f"needs a port for each of gateways = {config.gateways}, of which the last is {MAX_PORT}"
-        yield ("metrics_listen", "gateways"), problem
-        return
+    for name in PORTS_OF_EACH:
+        port = int(getattr(config, name).rpartition(":")[2] or 0)
+        if port and port + config.gateways - 1 > MAX_PORT:
+            each = f"a port for each of gateways = {config.gateways}"
+            yield (name, "gateways"), f"needs {each}, of which the last is {MAX_PORT}"
+            return
     taken: list[tuple[str, int, str]] = []
     for name, index, address in config.addresses():
         for other, _, its_address in taken:
@@ -164,11 +166,6 @@ def _address_conflicts(config: Config) -> Iterator[_Conflict]:
                 where = f"with gateways = {config.gateways}, gateway {index} has {address}: " if index else ""
                 yield (name, other, *of_gateways), f"{where}{other} has this port already"
         taken.append((name, index, address))
-    # Elsewhere the same port is another one.
-    for address in filter(is_private, config.worker_addresses):
-        for name, _, own in taken:
-            if overlap(address, own):
-                yield ("workers_at", name), f"{address} is this server's own {name}, not a worker's"
 
 
 def _pool_conflicts(config: Config) -> Iterator[_Conflict]:
@@ -176,21 +173,20 @@ def _pool_conflicts(config: Config) -> Iterator[_Conflict]:
     # On other hosts the model can be where this one has nothing.
     if not config.has_remote_workers and not is_model(config.model):
         yield ("model",), model_problem(config.model)
-    for name in ("workers_at", "pool_listen"):
-        if getattr(config, name) and not config.pool:
-            yield (name, "pool"), "needs pool too"
-        if getattr(config, name) and config.launcher == "ray":
-            yield (name, "launcher"), "or launcher = ray, not both"
-    if config.workers is None and config.pool_listen:
-        problem = "must be a number with pool_listen: how many of the workers that call are used"
+    is_ray = config.launcher == "ray"
+    if config.pool_listen and not (config.pool or is_ray):
+        yield ("pool_listen", "pool"), "needs pool too"
+    if config.pool_listen and int(config.pool_listen.rpartition(":")[2]) == 0:
+        yield ("pool_listen",), "needs a port that workers know, also after a restart"
+    if is_ray and not config.pool_listen:
+        yield ("launcher", "pool_listen"), "ray needs pool_listen, which workers on the nodes dial"
+    if config.workers is None and config.pool_listen and not is_ray:
+        problem = "must be a number with pool_listen: how many of the workers that dial are used"
         yield ("workers", "pool_listen"), problem
-    if config.workers_at and config.pool_listen:
-        problem = "is for workers that call, workers_at for those that are called: only one is possible"
-        yield ("pool_listen", "workers_at"), problem
     if config.devices and (config.has_remote_workers or config.device == "cpu"):
         problem = "is for workers on GPUs that this gateway starts: `quire worker` has --device-index"
-        yield ("devices", "device", "workers_at", "pool_listen", "launcher"), problem
-    if config.launcher == "ray" and not config.orphan_grace_s:
+        yield ("devices", "device", "pool_listen"), problem
+    if is_ray and not config.orphan_grace_s:
         problem = "must be above 0 with launcher = ray: workers outlive what has started them"
         yield ("orphan_grace_s", "launcher"), problem
 
@@ -202,19 +198,18 @@ def needs_a_worker(config: Config) -> str:
 
 def _gateway_conflicts(config: Config) -> Iterator[_Conflict]:
     """As `_conflicts`, for several gateways, of this host or of several."""
-    slots = "workers_at" if config.workers_at else "workers"
     # How many `auto` is, the machine tells at the start.
-    is_known = config.workers_at or config.workers is not None
+    is_known = config.workers is not None
     on_one_host = (
-        (slots, is_known and config.gateways > config.worker_slots, needs_a_worker(config)),
+        ("workers", is_known and config.gateways > config.worker_slots, needs_a_worker(config)),
         ("listen", config.listen.startswith("unix:"), "several gateways share a port, not a Unix socket"),
-        ("pool_listen", bool(config.pool_listen), "with several gateways only workers_at is possible"),
         ("launcher", config.launcher == "ray", "with several gateways only local is possible"),
     )
     on_several = (
         ("peer_listen", not config.journal.startswith(POSTGRES), "needs journal = postgresql://..."),
-        ("peer_listen", not config.workers_at, "needs workers_at, the same ones for all gateways"),
-        ("workers_at", config.worker_slots < config.shards, f"each of {config.shards} shards needs one"),
+        ("peer_listen", not config.pool_listen, "needs pool_listen, which the workers of all gateways dial"),
+        ("peer_listen", config.launcher == "ray", "with several gateways only launcher = local is possible"),
+        ("workers", config.worker_slots < config.shards, f"each of {config.shards} shards needs one"),
         ("gateways", config.gateways > 1, "must be 1 with peer_listen: start each gateway"),
     )
     alone = (("peer_listen", config.shards > 1, "shards needs peer_listen too"),)

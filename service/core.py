@@ -37,6 +37,7 @@ from service.pool.model_versions import ModelVersions, is_gone, model_argument
 from service.pool.remote import RemoteLauncher
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
+from service.pool.worker_port import WorkerPort
 from service.runtimes.weight_uploads import WeightUploads
 from service.shards.forwarding import Forwarding
 from service.shards.ids import Shard
@@ -112,10 +113,11 @@ class Core:
         extensions: Sequence[Extension] = (),
         find_adapter: FindAdapter | None = None,
         gpus: Sequence[Gpu] = (),
+        worker_port: WorkerPort | None = None,
     ) -> None:
         """`tenant_of`: the owner of recovered caches. `extensions`: some observe appends and commits.
 
-        gpus: for the workers on this machine.
+        gpus: for the workers on this machine. worker_port: what other workers dial.
 
         Raises ConfigError.
         """
@@ -139,7 +141,7 @@ class Core:
             gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
             raise ConfigError("model", f"{directory}/weights.json", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.serving.continued_from)
-        self.pool = Supervisor(config, versions, self._new_launcher(directory, lease, gpus, extensions))
+        self.pool = Supervisor(config, versions, self._new_launcher(opened, gpus, extensions, worker_port))
         parts = self.caches, self.journal, functools.partial(wire.send, self.pool.links)
         observing = [one.appends for one in extensions if one.appends is not None]
         self.journal.on_latency += tuple(one.commits for one in extensions if one.commits is not None)
@@ -179,18 +181,18 @@ class Core:
 
     def _new_launcher(
         self,
-        directory: Path | None,
-        lease: Lease | None,
+        opened: OpenShard,
         gpus: Sequence[Gpu],
         extensions: Sequence[Extension],
+        worker_port: WorkerPort | None,
     ) -> Launcher:
         """Raises ConfigError."""
+        directory = opened.directory
         for extension in extensions:
             if extension.launcher is not None:
                 return extension.launcher(self.config, directory, self._remove_leftovers)
-        if self.config.has_remote_workers:
-            pool = Path(self.config.pool)
-            return RemoteLauncher(directory, self.config, self._remove_leftovers, pool, lease)
+        if worker_port is not None:
+            return RemoteLauncher(directory, self.config, self._remove_leftovers, worker_port, opened.lease)
         grace_s = self.config.orphan_grace_s if directory is not None else 0.0
         return LocalLauncher(directory, grace_s, self._remove_leftovers, gpus)
 

@@ -97,7 +97,13 @@ class Gateway:
         self._find_adapter = find_adapter
         self._tenant_of = None if self.authenticator is None else self.authenticator.tenant
         self.extensions = open_extensions(config)
-        self.core = Core(config, opened, self._tenant_of, self.extensions, find_adapter, own_gpus)
+        # What workers of other hosts dial, for all shards. With Ray its launcher has it.
+        self._worker_port = None
+        if config.pool_listen and config.launcher == "local":
+            self._worker_port = pool_files.worker_port(config.pool_listen, Path(config.pool))
+        self.core = Core(
+            config, opened, self._tenant_of, self.extensions, find_adapter, own_gpus, self._worker_port
+        )
         self.state = self.core.state
         self._member = member
         self._forwarding = self._connect()
@@ -151,7 +157,14 @@ class Gateway:
         """The core of a further shard, which answers from now on."""
         assert self._forwarding is not None
         opened = await open_leased(self.config, shard, lease, leases)
-        core = Core(self.config, opened, self._tenant_of, self.extensions, self._find_adapter)
+        core = Core(
+            self.config,
+            opened,
+            self._tenant_of,
+            self.extensions,
+            self._find_adapter,
+            worker_port=self._worker_port,
+        )
         # Of the process: the limit, and what is counted, also after the shard is given back.
         core.state.answers = self.state.answers
         core.versions.starts = self.core.versions.starts

@@ -94,9 +94,8 @@ async def _run(gateway: Gateway, *, is_member: bool) -> int:
                 return 1
             listen = actual_address(extension.listen, http_port)
             _log.info(f"listening for {extension.port_for}", listen=listen)
-    worker_count = len(config.worker_addresses) or config.workers
     # The model is logged when a worker is ready: workers may refuse the configured one.
-    _log.info("listening", listen=actual_address(config.listen, port), workers=worker_count or "auto")
+    _log.info("listening", listen=actual_address(config.listen, port), workers=config.workers or "auto")
     workers = asyncio.create_task(gateway.run_workers(), name="workers")
     stopping = asyncio.create_task(gateway.stopping.wait())
     await asyncio.wait({workers, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -27,10 +27,14 @@ class TcpProxy:
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Closing it would not wake the thread.
+        _shut(self._listener)
+        self._accepting.join()
         self._listener.close()
         self._carries.set()
         self.break_connections()

@@ -1,9 +1,9 @@
 """Entry point of a worker that no gateway has started: `python -m workers.pool_member`.
 
-Run by `quire worker`. It listens on an address, or calls a gateway. The first gateway with a lease determines
-the configuration, and has the worker until the process ends: given back, or `orphan_grace_s` after its stream
-broke. So a process never mixes what two gateways know about sequences and adapters. Gateway and worker
-authenticate each other by certificates of the pool's CA.
+Run by `quire worker`. It dials a gateway, again and again, and waits for a lease. The first one determines
+the configuration, and its gateway has the worker until the process ends: given back, or `orphan_grace_s`
+after its stream broke. So a process never mixes what two gateways know about sequences and adapters. Gateway
+and worker authenticate each other by certificates of the pool's CA.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import argparse
 import asyncio
 import os
 import signal
+import ssl
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import uvloop
-from quire.v1 import worker_pb2, worker_pb2_grpc
+from google.protobuf.message import DecodeError
+from quire.v1 import worker_pb2
 
 from workers import models
-from workers.common.addresses import why_not_listening
 from workers.common.child_process import open_standard_files
-from workers.common.handshakes import HandshakeLimits, Handshakes, Peer, peer_named
-from workers.common.protocol import DIRECT, EXIT_CONFIG, GATEWAY_NAME, PROTOCOL, without
+from workers.common.message_stream import MessageStream, MessageTooLong
+from workers.common.pool_tls import tls_context
+from workers.common.protocol import EXIT_CONFIG, GATEWAY_NAME, HOP_SLACK_BYTES, PROTOCOL, without
 from workers.common.switching import switch_often
-from workers.common.trusted import require_trusted
 from workers.logging import background_log, get_logger
 from workers.orphan_timer import OrphanTimer
 from workers.process import (
@@ -38,37 +38,20 @@ from workers.process import (
     make_worker,
     run_worker,
 )
-from workers.server import WorkerServer, Write
+from workers.server import WorkerServer
 
 SHIPPED_MODEL = "adder"
-_LEASE_TIMEOUT_S = 30.0
-_CALL_BACKOFF_S = 1.0
+# To connect to another host, and its handshake.
+_CONNECT_TIMEOUT_S = 5.0
+# How long it waits for a lease before it dials again: neither side may be gone unnoticed, and another gateway
+# may need a worker.
+_WAIT_S = 5.0
+# Between two rounds over all gateways without a lease: at first, and at most.
+_BACKOFF_S, _MAX_BACKOFF_S = 0.02, 0.5
 _ALIVE_INTERVAL_S = 0.5
-# The configuration, with the limits of messages, is not known when the port is opened.
-_MAX_MESSAGE_BYTES = (1 << 31) - 1
-_LIMITS = [
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-]
-# Anyone can connect and never finish the handshake: file descriptors have to be left for files.
-_CONNECTIONS = [
-    ("grpc.max_allowed_incoming_connections", 512),
-    ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.so_reuseport", 0),
-]
-# Those on which no gateway has called yet.
-_HANDSHAKES = HandshakeLimits(most=64, most_of_address=32, timeout_s=10.0)
-_HANDSHAKE_INTERVAL_S = 0.25
-# A worker that waits for a lease sends and gets nothing else.
-_KEEPALIVE = [
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # The gateway may be away for long. The timeout of an attempt is the same as the gateway's.
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.min_reconnect_backoff_ms", 3000),
-]
+# A lease has nothing large.
+_MAX_LEASE_BYTES = 1 << 16
+_BROKEN = TimeoutError, OSError, StopAsyncIteration, MessageTooLong, DecodeError
 # Fields of a lease's configuration that the host of the worker decides, or that do not affect results.
 _OF_THE_HOST = ("device_index", "workers", "log_level", "log_format", "model_was_proved", "worker_id")
 
@@ -76,89 +59,88 @@ _log = get_logger("workers")
 
 
 class Refused(Exception):
-    """A lease is refused. The message is for the operator of the gateway."""
+    """A lease is refused. The message is for the operator."""
 
 
-class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
+class PoolMember:
     """Owner of the worker, which exists from the first lease on. `done` has the exit status."""
 
-    def __init__(self, overrides: worker_pb2.WorkerConfig, model: str = "") -> None:
+    def __init__(self, overrides: worker_pb2.WorkerConfig, model: str = "", name: str = "") -> None:
         """`overrides`: fields of the configuration that this host decides.
 
         model: the directory of the model on this host, if it does not have the gateway's.
+        name: by which the one who has started it knows it.
         """
         self._overrides = overrides
         self._model = model
+        self._name = name
         self._lease: worker_pb2.Lease | None = None
         self._worker: WorkerServer | None = None
         self._running: asyncio.Task[None] | None = None
-        self.calling: asyncio.Task[None] | None = None
-        self.saying: asyncio.Task[None] | None = None
-        self.watching: asyncio.Task[None] | None = None
-        # The clients whose calls last, with a certificate of the pool.
-        self.peers: set[Peer | None] = set()
+        # What was said of each gateway last, so that the log does not repeat it.
+        self._said: dict[str, str] = {}
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    async def Connect(  # type: ignore[override]  # the style of grpc.aio that calls context.write
-        self,
-        request_iterator: AsyncIterator[worker_pb2.ConnectRequest],
-        context: grpc.aio.ServicerContext[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse],
-    ) -> None:
-        """Serves a gateway that has called this worker."""
-        peer = peer_named(context.peer())
-        self.peers.add(peer)
-        try:
-            await self._connect(request_iterator, context)
-        finally:
-            self.peers.discard(peer)
+    async def dial(self, gateways: Sequence[str], tls: ssl.SSLContext) -> None:
+        """Dials the gateways in turn, beginning with the one that had it last, until the worker ends."""
+        backoff_s, order = _BACKOFF_S, list(gateways)
+        while not self.done.done():
+            for gateway in order:
+                if await self._visit(gateway, tls):
+                    order.remove(gateway)
+                    order.insert(0, gateway)
+                    backoff_s = _BACKOFF_S
+                    break
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    async def _connect(
-        self,
-        request_iterator: AsyncIterator[worker_pb2.ConnectRequest],
-        context: grpc.aio.ServicerContext[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse],
-    ) -> None:
-        names = context.auth_context().get("x509_subject_alternative_name", ())
-        if GATEWAY_NAME.encode() not in names:
-            _log.warning("a call without a gateway's certificate was refused", peer=context.peer())
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate is not a gateway's")
+    async def _visit(self, gateway: str, tls: ssl.SSLContext) -> bool:
+        """Dials a gateway, and serves it if it gives a lease. False: it does not."""
+        stream = MessageStream(worker_pb2.ConnectRequest, _MAX_LEASE_BYTES)
         try:
-            async with asyncio.timeout(_LEASE_TIMEOUT_S):
-                first = await anext(aiter(request_iterator))
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await _connect(stream, gateway, tls)
+                await stream.write(worker_pb2.ConnectResponse(hello=self._hello()))
+            self._say(gateway, "")
+            async with asyncio.timeout(_WAIT_S):
+                first = await anext(stream)
+            if not first.HasField("lease"):
+                raise Refused(first.refusal)
             worker = self._take(first.lease)
+            await stream.write(worker_pb2.ConnectResponse())
+            stream.max_bytes = first.lease.config.max_request_bytes + HOP_SLACK_BYTES
+            await worker.serve_stream(stream, stream.write, silence_timeout_s=first.lease.silence_timeout_s)
+            return True
         except Refused as why:
-            _log.warning("a lease was refused", why=str(why), peer=context.peer())
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(why))
-        except (StopAsyncIteration, TimeoutError):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no lease has arrived")
-        await _serve_lease(worker, first.lease, request_iterator, context.write)
+            self._say(gateway, str(why))
+        except TimeoutError:
+            pass
+        except _BROKEN as error:
+            if not isinstance(error, StopAsyncIteration):
+                self._say(gateway, getattr(error, "strerror", None) or type(error).__name__)
+        except Exception:
+            _log.exception("a lease cannot be used", gateway=gateway)
+        finally:
+            stream.close()
+        return False
 
-    async def call(self, gateway: str, credentials: grpc.ChannelCredentials) -> None:
-        """Calls a gateway again and again, until the worker ends."""
-        options = [DIRECT, ("grpc.ssl_target_name_override", GATEWAY_NAME), *_LIMITS, *_KEEPALIVE]
-        async with grpc.aio.secure_channel(gateway, credentials, options=options) as channel:
-            stub = worker_pb2_grpc.WorkerPoolServiceStub(channel)
-            while not self.done.done():
-                stream = stub.Attach(wait_for_ready=True)
-                try:
-                    requests = aiter(stream)
-                    first = await anext(requests)
-                    worker = self._take(first.lease)
-                    await _serve_lease(worker, first.lease, requests, stream.write)
-                except Refused as why:
-                    _log.warning("a lease was refused", why=str(why), gateway=gateway)
-                except StopAsyncIteration:
-                    pass
-                except grpc.aio.AioRpcError as error:
-                    _log.warning("the gateway has ended the call", code=error.code().name, gateway=gateway)
-                except Exception:
-                    _log.exception("a lease cannot be used", gateway=gateway)
-                stream.cancel()
-                await asyncio.sleep(_CALL_BACKOFF_S)
+    def _hello(self) -> worker_pb2.Hello:
+        hello = worker_pb2.Hello(protocol=PROTOCOL, name=self._name)
+        if (lease := self._lease) is not None:
+            hello.gateway_id, hello.epoch, hello.secret = lease.gateway_id, lease.epoch, lease.secret
+        return hello
+
+    def _say(self, gateway: str, why: str) -> None:
+        """Logs why a gateway gives no lease, once. Empty: it has answered, and may give one."""
+        if self._said.get(gateway) != why:
+            self._said[gateway] = why
+            if why:
+                _log.warning("no lease", gateway=gateway, why=why)
+            else:
+                _log.info("waiting for a lease", gateway=gateway)
 
     def _take(self, lease: worker_pb2.Lease) -> WorkerServer:
         """The worker for a lease, which starts with the first one. Raises Refused."""
-        if lease.protocol != PROTOCOL:
-            raise Refused("the gateway and the worker are of different versions")
         lease.config.MergeFrom(self._overrides)
         if self._worker is None or self._lease is None:
             self._start(lease)
@@ -196,23 +178,21 @@ class PoolMember(worker_pb2_grpc.WorkerServiceServicer):
         self.done.set_result(EXIT_FAILED if status == EXIT_CONFIG else status)
 
 
-async def _serve_lease(
-    worker: WorkerServer,
-    lease: worker_pb2.Lease,
-    requests: AsyncIterator[worker_pb2.ConnectRequest],
-    write: Write,
+async def _connect(
+    stream: MessageStream[worker_pb2.ConnectRequest], gateway: str, tls: ssl.SSLContext
 ) -> None:
-    await worker.serve_stream(
-        requests, write, silence_timeout_s=lease.silence_timeout_s, broken=grpc.RpcError
+    """Raises OSError."""
+    host, _, port = gateway.rpartition(":")
+    await asyncio.get_running_loop().create_connection(
+        lambda: stream, host.strip("[]"), int(port), ssl=tls, server_hostname=GATEWAY_NAME
     )
 
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m workers.pool_member", description=__doc__)
     parser.add_argument("--pool", required=True, type=Path)
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--listen")
-    where.add_argument("--gateway")
+    parser.add_argument("--gateway", required=True, type=lambda text: text.split(","))
+    parser.add_argument("--name", default="")
     for name, kind in OVERRIDES.items():
         parser.add_argument("--" + name.replace("_", "-"), type=kind)
     parser.add_argument("--model", default="")
@@ -237,42 +217,22 @@ def _overrides(options: argparse.Namespace) -> worker_pb2.WorkerConfig:
 
 
 async def _serve(options: argparse.Namespace) -> int:
-    member = PoolMember(_overrides(options), options.model)
+    member = PoolMember(_overrides(options), options.model, options.name)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end, member.done)
-    if options.alive_fd is not None:
-        member.saying = asyncio.create_task(_say_alive(options.alive_fd))
     try:
-        names = ("ca.pem", "worker-key.pem", "worker.pem")
-        for name in names:
-            require_trusted(options.pool / name)
-        ca, key, certificate = ((options.pool / name).read_bytes() for name in names)
+        tls = tls_context(options.pool, "worker", is_server=False)
     except OSError as error:
         _log.error("the pool's certificates cannot be read", error=error.strerror, file=error.filename)
         return EXIT_CONFIG
-    if options.gateway:
-        to_gateway = grpc.ssl_channel_credentials(ca, key, certificate)
-        # Kept until the process ends.
-        member.calling = asyncio.create_task(member.call(options.gateway, to_gateway))
-    else:
-        server = grpc.aio.server(options=[*_LIMITS, *_CONNECTIONS])
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(member, server)
-        credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
-        try:
-            port = server.add_secure_port(options.listen, credentials)
-        except RuntimeError:
-            why_not = why_not_listening(options.listen)
-            _log.error("cannot listen", listen=options.listen, error=why_not)
-            return EXIT_CONFIG
-        await server.start()
-        handshakes = Handshakes(port, lambda peer, _: peer in member.peers, _HANDSHAKES, is_final=False)
-        member.watching = asyncio.create_task(handshakes.run(_HANDSHAKE_INTERVAL_S))
-        host = options.listen.rpartition(":")[0]
-        _log.info("waiting for a gateway", listen=f"{host}:{port}")
+    # Kept until the process ends.
+    tasks = [asyncio.create_task(member.dial(options.gateway, tls))]
+    if options.alive_fd is not None:
+        tasks.append(asyncio.create_task(_say_alive(options.alive_fd)))
     return await member.done
 
 
 async def _say_alive(descriptor: int) -> None:
-    """Tells `quire worker`, again and again, that the event loop runs."""
+    """Tells who has started it, again and again, that it has its certificates and its event loop runs."""
     while True:
         os.write(descriptor, b".")
         await asyncio.sleep(_ALIVE_INTERVAL_S)

@@ -176,12 +176,10 @@ class WorkerServer:
         write: Write,
         *,
         silence_timeout_s: float = 0.0,
-        broken: type[Exception] = ConnectionError,
     ) -> None:
         """Serves an authenticated gateway, until either side ends the stream or another one replaces it.
 
         silence_timeout_s: without a message for so long the stream has ended. 0: for ever.
-        broken: what `requests` and `write` raise when the connection breaks.
         """
         stream = self._replace_stream()
         tasks = [
@@ -198,7 +196,7 @@ class WorkerServer:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             for result in results:
-                if isinstance(result, Exception) and not isinstance(result, broken):
+                if isinstance(result, Exception) and not isinstance(result, ConnectionError):
                     _log.error("the stream failed", exc_info=result)
             self._on_disconnect(stream)
 

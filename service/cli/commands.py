@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, TypeAlias
 
 from service.config_sources import add_flags
-from service.setting_rules import MAX_PORT, is_http_address
+from service.setting_rules import MAX_PORT, are_addresses
 
 if TYPE_CHECKING:
     # What add_subparsers returns has no public name.
@@ -185,9 +185,9 @@ def _validity(text: str) -> int:
     return days
 
 
-def _address(text: str) -> str:
-    if not (text and is_http_address(text)):
-        problem = f"must be HOST:PORT or [IPV6]:PORT, with a port up to {MAX_PORT}"
+def _addresses(text: str) -> str:
+    if not (text and are_addresses(text)):
+        problem = f"must be HOST:PORT or [IPV6]:PORT, with a port up to {MAX_PORT}, or several different ones"
         raise argparse.ArgumentTypeError(f"{text!r} is refused: {problem}")
     return text
 
@@ -197,17 +197,14 @@ def add_worker(commands: Commands) -> None:
     worker = commands.add_parser(
         "worker",
         help="run a worker for a gateway on another host",
-        description="Waits for a gateway at an address, or calls one that has --pool-listen. The gateway"
-        " determines the configuration, but for the flags given here. Runs until SIGTERM or Ctrl-C, and"
-        " starts the worker again whenever it ends.",
+        description="Dials a gateway with --pool-listen, which determines the configuration, but for the"
+        " flags given here. Runs until SIGTERM or Ctrl-C, and starts the worker again whenever it ends.",
     )
     worker.set_defaults(run="service.cli.worker:run")
     directory = "the directory with ca.pem, worker.pem and worker-key.pem of `quire pool init`"
     worker.add_argument("--pool", required=True, metavar="DIRECTORY", help=directory)
-    where = worker.add_mutually_exclusive_group(required=True)
-    where.add_argument("--listen", metavar="HOST:PORT", type=_address, help="wait for a gateway here")
-    there = "call the gateway with this --pool-listen"
-    where.add_argument("--gateway", metavar="HOST:PORT", type=_address, help=there)
+    there = "the --pool-listen of the gateway, or of each of several, separated by commas"
+    worker.add_argument("--gateway", required=True, metavar="HOST:PORT,...", type=_addresses, help=there)
     elsewhere = "the model's directory on this host, if the gateway's does not exist here"
     worker.add_argument("--model", metavar="DIRECTORY", help=elsewhere)
     worker.add_argument("--device", choices=("auto", "cpu", "cuda"), help="in place of the gateway's setting")

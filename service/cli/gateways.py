@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from service.config import SETTINGS, Config, ConfigError
+from service.config import PORTS_OF_EACH, SETTINGS, Config, ConfigError
 from service.config_sources import needs_a_worker
 from service.data_directory import data_directory
 from service.journal.base import JournalUnusable
@@ -75,7 +75,12 @@ def run(config: Config) -> int:
 
 def _first_line(config: Config, member: Membership) -> bytes:
     """What a gateway reads at its start: its settings, and its place."""
-    config = dataclasses.replace(config, metrics_listen=config.metrics_address(member.shard.index))
+    own: dict[str, Any] = {
+        name: address
+        for name, index, address in config.addresses()
+        if index == member.shard.index and name in PORTS_OF_EACH
+    }
+    config = dataclasses.replace(config, **own)
     content = {
         "config": dataclasses.asdict(_with_absolute_paths(config)),
         "member": dataclasses.asdict(member),

@@ -22,8 +22,8 @@ def init(options: argparse.Namespace) -> int:
         print(f"quire: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
     print(f"Copy ca.pem, worker.pem and worker-key.pem of {directory} to the hosts of workers:")
-    print("  quire worker --pool DIRECTORY --listen HOST:PORT")
+    print("  quire worker --pool DIRECTORY --gateway HOST:PORT")
     print("and use the directory in the gateway:")
-    print(f"  quire serve --pool {directory} --workers-at HOST:PORT,HOST:PORT")
+    print(f"  quire serve --pool {directory} --pool-listen HOST:PORT --workers 2")
     print("ca-key.pem signs further certificates. Neither gateways nor workers need it: keep it elsewhere.")
     return 0

@@ -26,7 +26,7 @@ _STOP_GRACE_S = 10.0
 # Until its event loop runs, it may take longer by this.
 _START_S = 60.0
 _TICK_S = 0.5
-_FLAGS = ("pool", "listen", "gateway", "model", "device", "device_index", "threads", "kv_pages")
+_FLAGS = ("pool", "gateway", "model", "device", "device_index", "threads", "kv_pages")
 _PATHS = ("pool", "model")
 _LOG_FLAGS = ("log_format", "log_level")
 

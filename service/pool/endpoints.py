@@ -1,31 +1,19 @@
 """How the stream to one incarnation of a worker is opened.
 
-Over the Unix socket of a process of this machine, at an address with a lease, or by the worker itself, which
-has called this gateway.
+Over the Unix socket of a process of this machine, or by the worker itself, which has dialled this gateway.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
-from urllib.parse import unquote
 
-import grpc
-from quire.v1 import worker_pb2, worker_pb2_grpc
+from quire.v1 import worker_pb2
 
+from service.pool.worker_port import DialledWorker
 from workers.common.message_stream import MessageStream
-from workers.common.protocol import DIRECT, WORKER_NAME
 
-_CONNECT = [
-    DIRECT,
-    # The worker may not listen yet: try often. To connect to another host takes three round trips.
-    ("grpc.initial_reconnect_backoff_ms", 20),
-    ("grpc.max_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 3000),
-    # Workers have one certificate, whatever their addresses are.
-    ("grpc.ssl_target_name_override", WORKER_NAME),
-]
 _RETRY_S = 0.02
 
 
@@ -33,10 +21,10 @@ class Stream(Protocol):
     """An open stream."""
 
     async def write(self, request: worker_pb2.ConnectRequest) -> None:
-        """Returns when there is room for more. Raises RpcError, ConnectionError or InvalidStateError."""
+        """Returns when there is room for more. Raises ConnectionError."""
 
     def __aiter__(self) -> AsyncIterator[worker_pb2.ConnectResponse]:
-        """The worker's messages. Raises RpcError, MessageTooLong or DecodeError."""
+        """The worker's messages. Raises MessageTooLong or DecodeError."""
 
 
 class Endpoint(Protocol):
@@ -86,59 +74,18 @@ class SocketEndpoint:
 
 
 class LeasedEndpoint:
-    """A worker that listens on an address, with mutual TLS."""
+    """A worker that has dialled this gateway, and has taken its lease."""
 
     is_leased = True
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials, lease: worker_pb2.Lease) -> None:
-        self.host_address = address
-        self._credentials = credentials
-        self._lease = lease
-        self._channel: grpc.aio.Channel | None = None
+    def __init__(self, worker: DialledWorker, on_close: Callable[[], None]) -> None:
+        self.host_address = worker.address
+        self._stream = worker.stream
+        self._on_close = on_close
 
-    async def open(self, max_request_bytes: int, max_response_bytes: int) -> Stream:
-        limits = [
-            ("grpc.max_send_message_length", max_request_bytes),
-            ("grpc.max_receive_message_length", max_response_bytes),
-        ]
-        options = [*limits, *_CONNECT]
-        self._channel = grpc.aio.secure_channel(self.host_address, self._credentials, options=options)
-        call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(wait_for_ready=True)
-        await call.write(worker_pb2.ConnectRequest(lease=self._lease))
-        return call
+    async def open(self, max_request_bytes: int, max_response_bytes: int) -> Stream:  # noqa: ARG002 - no bound
+        self._stream.max_bytes = max_response_bytes
+        return self._stream
 
     async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close(None)
-
-
-class AttachedEndpoint:
-    """A worker that has called this gateway: the stream is its call, which lasts until `ended` is set."""
-
-    is_leased = True
-
-    def __init__(
-        self,
-        responses: AsyncIterator[worker_pb2.ConnectResponse],
-        context: grpc.aio.ServicerContext[worker_pb2.ConnectResponse, worker_pb2.ConnectRequest],
-    ) -> None:
-        # Without gRPC's "ipv4:".
-        self.host_address = unquote(context.peer().partition(":")[2])
-        # Set before it is opened.
-        self.lease = worker_pb2.Lease()
-        self.ended = asyncio.Event()
-        self._responses = responses
-        self._context = context
-
-    async def open(self, max_request_bytes: int, max_response_bytes: int) -> Stream:  # noqa: ARG002 - the server's
-        await self.write(worker_pb2.ConnectRequest(lease=self.lease))
-        return self
-
-    async def close(self) -> None:
-        self.ended.set()
-
-    async def write(self, request: worker_pb2.ConnectRequest) -> None:
-        await self._context.write(request)
-
-    def __aiter__(self) -> AsyncIterator[worker_pb2.ConnectResponse]:
-        return self._responses
+        self._on_close()

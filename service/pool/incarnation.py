@@ -106,8 +106,6 @@ class Incarnation:
                 return self._terminated.result()
             if heartbeat.done():
                 return heartbeat.result()
-            if self.link.refusal:
-                return WorkerExit(f"it refused the lease: {self.link.refusal}")
             return WorkerExit("its stream ended")
         finally:
             for task in tasks:

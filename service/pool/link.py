@@ -10,22 +10,20 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-import grpc
+from google.protobuf.message import DecodeError
 from quire.v1 import worker_pb2
 
 from service.config import Config
 from service.logging import get_logger
 from service.pool.endpoints import Endpoint, Stream
-from service.printable import escaped
+from workers.common.message_stream import MessageTooLong
 from workers.common.protocol import HOP_SLACK_BYTES, TARGET_MESSAGE_BYTES
 
 _log = get_logger(__name__)
 
 # How long a worker may take to notice that it was given back.
 _GIVE_BACK_TIMEOUT_S = 1.0
-_REFUSED = grpc.StatusCode.FAILED_PRECONDITION
-_MAX_REFUSAL_CHARS = 200
-_BROKEN = grpc.RpcError, ConnectionError, asyncio.InvalidStateError
+_BROKEN = ConnectionError, MessageTooLong, DecodeError
 
 
 class WorkerLink:
@@ -42,8 +40,6 @@ class WorkerLink:
         on_response: Callable[[worker_pb2.ConnectResponse], None],
     ) -> None:
         self.closed = asyncio.Event()
-        # Why the worker has refused the lease.
-        self.refusal = ""
         self._endpoint = endpoint
         self._on_response = on_response
         self._queue: deque[worker_pb2.ConnectRequest] = deque()
@@ -83,8 +79,6 @@ class WorkerLink:
                 self._on_response(response)
         except _BROKEN as error:
             _log.debug("worker stream ended while reading", error=type(error).__name__)
-            if isinstance(error, grpc.aio.AioRpcError) and error.code() is _REFUSED:
-                self.refusal = escaped((error.details() or "")[:_MAX_REFUSAL_CHARS])
         except Exception:
             _log.exception("a worker's message could not be handled")
         finally:

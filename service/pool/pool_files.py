@@ -14,11 +14,12 @@ import hashlib
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import grpc
 
 from service.config import ConfigError
+from service.pool.worker_port import WorkerPort
+from workers.common.pool_tls import tls_context
 from workers.common.protocol import GATEWAY_NAME, WORKER_NAME
 from workers.common.trusted import require_trusted
 
@@ -42,26 +43,30 @@ def gateway_certificates(pool: Path) -> tuple[bytes, bytes, bytes]:
 
 
 def channel_credentials(pool: Path) -> grpc.ChannelCredentials:
-    """What a gateway calls workers with. Raises ConfigError."""
+    """What a gateway calls others with. Raises ConfigError."""
     return grpc.ssl_channel_credentials(*gateway_certificates(pool))
 
 
 def server_credentials(pool: Path) -> grpc.ServerCredentials:
-    """What a gateway is called by workers with. Raises ConfigError."""
+    """What a gateway is called by others with. Raises ConfigError."""
     ca, key, certificate = gateway_certificates(pool)
     return grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
+
+
+def worker_port(listen: str, pool: Path) -> WorkerPort:
+    """The port that workers of the pool dial; it is not open yet. Raises ConfigError."""
+    key = secret(pool).encode()
+    try:
+        return WorkerPort(listen, tls_context(pool, "gateway", is_server=True), key)
+    except OSError as error:
+        problem = f"has certificates that cannot be used ({error.strerror})"
+        raise ConfigError("pool", "", str(pool), problem) from None
 
 
 def secret(pool: Path) -> str:
     """What only the gateways of a pool know. Raises ConfigError."""
     _, key, _ = gateway_certificates(pool)
     return hashlib.sha256(b"quire gateways" + key).hexdigest()
-
-
-def names_of(context: grpc.aio.ServicerContext[Any, Any]) -> list[str]:
-    """The names in the certificate of a caller."""
-    found = context.auth_context().get("x509_subject_alternative_name", ())
-    return [name.decode(errors="replace") for name in found]
 
 
 def own_pool(data_dir: Path | None) -> Path:

@@ -200,17 +200,18 @@ class Epochs:
 
     def __init__(self, registry: Registry | None) -> None:
         self._registry = registry
-        self._last = 0
+        # The highest one so far.
+        self.last = 0
         self._lock = asyncio.Lock()
 
     def continue_after(self, epoch: int) -> None:
         """The next one is higher than this."""
-        self._last = max(self._last, epoch)
+        self.last = max(self.last, epoch)
 
     async def next(self) -> int:
         """A new epoch, which is durable if the disk allows. Raises nothing."""
-        self._last += 1
-        epoch = self._last
+        self.last += 1
+        epoch = self.last
         if self._registry is not None and self._registry.is_open:
             # One write at a time, so that the highest epoch is written last.
             async with self._lock:
@@ -220,9 +221,9 @@ class Epochs:
     def _write(self, registry: Registry) -> None:
         try:
             registry.open()
-            registry.write_epoch(self._last)
+            registry.write_epoch(self.last)
         except OSError as error:
-            _log.warning("cannot store the epoch", epoch=self._last, error=error.strerror)
+            _log.warning("cannot store the epoch", epoch=self.last, error=error.strerror)
 
 
 def _read_entry(path: Path) -> RegistryEntry:

@@ -1,25 +1,27 @@
-"""Workers that the gateway did not start: at addresses, or such as call it, with certificates of a pool."""
+"""Workers that the gateway did not start: they dial it, with certificates of a pool."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import itertools
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import grpc
 import psutil
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import worker_pb2, worker_pb2_grpc
+from quire.v1 import worker_pb2
 
 from tests import quire_command, undisturbed
 from tests.forks import Forked
 from tests.gateway_process import GatewayProcess
 from tests.tcp_proxy import TcpProxy
+from workers.common.message_stream import MessageStream
+from workers.common.pool_tls import tls_context
+from workers.common.protocol import GATEWAY_NAME, PROTOCOL
 
 # Far more than any operation takes.
 TIMEOUT_S = 60
@@ -33,6 +35,8 @@ class Pool:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.certificates = make_certificates(directory / "pool")
+        # Where a gateway lets workers in.
+        self.address = free_address()
         self.workers: list[Forked] = []
 
     def start_worker(self, *flags: str, certificates: Path | None = None) -> Forked:
@@ -40,16 +44,20 @@ class Pool:
         self.workers.append(quire_command.start_worker(*flags, log=self.directory / "log"))
         return self.workers[-1]
 
-    def listen(self) -> str:
-        """Starts a worker that listens. Returns its address."""
-        address = free_address()
-        self.start_worker("--listen", address)
-        return address
+    def add_worker(self, *flags: str) -> Forked:
+        """Starts one that dials the gateway."""
+        return self.start_worker("--gateway", self.address, *flags)
 
     def gateway(
-        self, *flags: str, workers: int = 1, model: str = "paged-attention", state: str = "data"
+        self,
+        *flags: str,
+        workers: int = 1,
+        model: str = "paged-attention",
+        state: str = "data",
+        listen: str = "",
     ) -> GatewayProcess:
         place = ["--pool", str(self.certificates), "--data-dir", str(self.directory / state)]
+        place += ["--pool-listen", listen or self.address]
         place += ["--orphan-grace-s", "60"]
         return GatewayProcess(model=model, workers=workers, flags=["--kv-pages", "256", *place, *flags])
 
@@ -121,10 +129,11 @@ def say(gateway: GatewayProcess, event: str) -> Callable[[], bool]:
     return lambda: any(record["event"] == event for record in gateway.records())
 
 
-def test_workers_at_addresses(pool: Pool, expected: list[int]) -> None:
+def test_workers_come_back(pool: Pool, expected: list[int]) -> None:
     """A killed worker is started again, and its caches continue; a stopped gateway gives its workers back."""
-    addresses = [pool.listen(), pool.listen()]
-    with pool.gateway("--workers-at", ",".join(addresses), workers=2) as gateway:
+    pool.add_worker()
+    pool.add_worker()
+    with pool.gateway(workers=2) as gateway:
         texts = [Text(gateway, expected) for _ in range(4)]
         assert {worker.pid for worker in gateway.status().workers} == {0}
         before = [process_of(worker) for worker in pool.workers]
@@ -138,63 +147,45 @@ def test_workers_at_addresses(pool: Pool, expected: list[int]) -> None:
         assert not set(now) & set(before)
     # Given back, they end at once, and wait for the next gateway with empty pools.
     psutil.wait_procs(now, timeout=TIMEOUT_S)
-    # The default, which addresses override.
-    flags = "--workers-at", ",".join(addresses), "--workers", "1"
-    with pool.gateway(*flags, workers=2, state="other") as gateway:
-        assert [r["workers"] for r in gateway.records() if r["event"] == "listening"] == [2]
+    with pool.gateway(workers=2, state="other") as gateway:
         gateway.assert_pools_are_whole()
         Text(gateway, expected).decode(gateway, 3)
 
 
 def test_next_gateway_finds_the_kv(pool: Pool, expected: list[int]) -> None:
-    """After a crash, and after SIGUSR2, the workers still have it."""
-    address = pool.listen()
-    with pool.gateway("--workers-at", address) as gateway:
+    """After a crash, and after SIGUSR2, the worker still has it; a new one has waited no less."""
+    pool.add_worker()
+    with pool.gateway() as gateway:
         text = Text(gateway, expected)
         text.decode(gateway, 3)
+        pool.add_worker()
         gateway.kill()
-    with pool.gateway("--workers-at", address) as gateway:
+    with pool.gateway() as gateway:
         text.decode(gateway, 3)
         gateway.process.send_signal(signal.SIGUSR2)
         assert gateway.process.wait(TIMEOUT_S) == 0
-    with pool.gateway("--workers-at", address) as gateway:
+    with pool.gateway() as gateway:
         text.decode(gateway, 3)
         assert text.replayed == 0
 
 
-def test_workers_call_the_gateway(pool: Pool, expected: list[int]) -> None:
-    """From behind a firewall. They call again when the gateway comes back, and still have the KV."""
-    address = free_address()
-    listening = "--pool-listen", address
-    pool.start_worker("--gateway", address)
-    with pool.gateway(*listening) as gateway:
+def test_a_waiting_worker_takes_the_place_of_a_lost_one(pool: Pool, expected: list[int]) -> None:
+    pool.add_worker()
+    with pool.gateway() as gateway:
         text = Text(gateway, expected)
         text.decode(gateway, 3)
-        gateway.kill()
-    pool.start_worker("--gateway", address)
-    with pool.gateway(*listening, workers=2) as gateway:
-        text.decode(gateway, 3)
+        pool.add_worker()
         process_of(pool.workers[0]).kill()
         text.decode(gateway, 3)
         gateway.wait_until_ready()
 
 
-# Of a worker that is called all kinds of cuts: tests/hosts/test_hosts.py.
-@pytest.mark.parametrize(
-    "calls", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["called", "calling"]
-)
-def test_cut_and_healed_network(pool: Pool, expected: list[int], *, calls: bool) -> None:
+# All kinds of cuts: tests/hosts/test_hosts.py.
+def test_cut_and_healed_network(pool: Pool, expected: list[int]) -> None:
     """Both sides find half-open connections. What was sent meanwhile arrives late, and changes nothing."""
-    address = free_address()
-    quick = "--heartbeat-timeout-s", "1"
-    with TcpProxy(address) as network:
-        if calls:
-            pool.start_worker("--gateway", network.address)
-            flags = "--pool-listen", address
-        else:
-            pool.start_worker("--listen", address)
-            flags = "--workers-at", network.address
-        with pool.gateway(*flags, *quick) as gateway:
+    with TcpProxy(pool.address) as network:
+        pool.start_worker("--gateway", network.address)
+        with pool.gateway("--heartbeat-timeout-s", "1") as gateway:
             text = Text(gateway, expected)
             for cut in range(3):
                 text.decode(gateway, 3)
@@ -214,9 +205,8 @@ def test_cut_and_healed_network(pool: Pool, expected: list[int], *, calls: bool)
 
 def test_hung_worker(pool: Pool, expected: list[int]) -> None:
     """No signal of the gateway reaches it: the command that started it kills it, and starts another."""
-    address = free_address()
-    worker = pool.start_worker("--listen", address, "--hang-timeout-s", "2")
-    with pool.gateway("--workers-at", address, "--heartbeat-timeout-s", "1") as gateway:
+    worker = pool.add_worker("--hang-timeout-s", "2")
+    with pool.gateway("--heartbeat-timeout-s", "1") as gateway:
         text = Text(gateway, expected)
         text.decode(gateway, 3)
         hung = process_of(worker)
@@ -226,59 +216,54 @@ def test_hung_worker(pool: Pool, expected: list[int]) -> None:
 
 
 def test_far_worker(pool: Pool, expected: list[int]) -> None:
-    """The handshakes of its connection take longer than the time between two attempts."""
-    with (
-        TcpProxy(pool.listen(), delay_s=0.15) as network,
-        pool.gateway("--workers-at", network.address) as gateway,
-    ):
-        Text(gateway, expected).decode(gateway, 3)
+    with TcpProxy(pool.address, delay_s=0.15) as network:
+        pool.start_worker("--gateway", network.address)
+        with pool.gateway() as gateway:
+            Text(gateway, expected).decode(gateway, 3)
 
 
 def test_one_gateway_at_a_time(pool: Pool, expected: list[int]) -> None:
     """Another gateway gets a worker when the first is gone, with the right protocol and certificate."""
-    address = pool.listen()
-    with pool.gateway("--workers-at", address, "--orphan-grace-s", "1") as first:
+    other = free_address()
+    pool.start_worker("--gateway", f"{other},{pool.address}")
+    with pool.gateway("--orphan-grace-s", "1") as first:
         text = Text(first, expected)
-        second = pool.gateway("--workers-at", address, state="other")
-        refused = "refused the lease: another gateway has this worker"
-        # More often than a gateway tries to start workers of its own machine.
-        second.wait_until(lambda: second.log().count(refused) > 5)
+        second = pool.gateway(state="other", listen=other)
+        text.decode(first, 5)
+        strangers = make_certificates(pool.directory / "strangers")
+        pool.start_worker("--gateway", pool.address, certificates=strangers)
+        assert refusal(pool, worker_pb2.Hello(protocol="another")) == DIFFERENT
+        of_other = worker_pb2.Hello(protocol=PROTOCOL, gateway_id="another", epoch=1)
+        assert refusal(pool, of_other) == "another gateway has this worker"
+        assert refusal(pool, worker_pb2.Hello(protocol=PROTOCOL), role="gateway") is None
         text.decode(first, 5)
         assert text.replayed == 0
-        lease = worker_pb2.Lease(gateway_id="x", epoch=1, protocol="another")
-        assert lease_refusal(pool, address, lease) is grpc.StatusCode.FAILED_PRECONDITION
-        worker = pool.certificates / "worker.pem", pool.certificates / "worker-key.pem"
-        assert lease_refusal(pool, address, lease, *worker) is grpc.StatusCode.UNAUTHENTICATED
-        strangers = make_certificates(pool.directory / "strangers")
-        stranger = strangers / "gateway.pem", strangers / "gateway-key.pem"
-        assert lease_refusal(pool, address, lease, *stranger) is grpc.StatusCode.UNAVAILABLE
-        text.decode(first, 5)
         first.kill()
         with second:
             Text(second, expected).decode(second, 5)
 
 
-def lease_refusal(
-    pool: Pool,
-    address: str,
-    lease: worker_pb2.Lease,
-    certificate: Path | None = None,
-    key: Path | None = None,
-) -> grpc.StatusCode:
-    certificate = certificate or pool.certificates / "gateway.pem"
-    key = key or pool.certificates / "gateway-key.pem"
-    credentials = grpc.ssl_channel_credentials(
-        (pool.certificates / "ca.pem").read_bytes(), key.read_bytes(), certificate.read_bytes()
-    )
-    options = [("grpc.ssl_target_name_override", "worker.quire")]
-    with grpc.secure_channel(address, credentials, options) as channel:
-        requests = itertools.chain([worker_pb2.ConnectRequest(lease=lease)], forever())
-        answers = worker_pb2_grpc.WorkerServiceStub(channel).Connect(requests, timeout=TIMEOUT_S)
-        with pytest.raises(grpc.RpcError):
-            next(answers)
-        return answers.code()
+DIFFERENT = "the gateway and the worker are of different versions"
 
 
-def forever() -> Iterator[worker_pb2.ConnectRequest]:
-    time.sleep(TIMEOUT_S)
-    yield worker_pb2.ConnectRequest()
+def refusal(pool: Pool, hello: worker_pb2.Hello, role: str = "worker") -> str | None:
+    """What the gateway answers to one that dials. None: it closes the connection."""
+
+    async def dial() -> str | None:
+        tls = tls_context(pool.certificates, role, is_server=False)
+        stream = MessageStream(worker_pb2.ConnectRequest, 1 << 16)
+        host, _, port = pool.address.rpartition(":")
+        async with asyncio.timeout(TIMEOUT_S):
+            await asyncio.get_running_loop().create_connection(
+                lambda: stream, host, int(port), ssl=tls, server_hostname=GATEWAY_NAME
+            )
+            await stream.write(worker_pb2.ConnectResponse(hello=hello))
+            try:
+                return (await anext(stream)).refusal
+            except StopAsyncIteration:
+                return None
+            finally:
+                stream.close()
+                await asyncio.sleep(0)  # the transport closes its socket then
+
+    return asyncio.run(dial())

@@ -20,7 +20,6 @@ from quire.errors import QuireError, from_rpc_error
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc
 
-from service.shards.ids import shard_of
 from tests import undisturbed
 from tests.e2e.several_gateways import retrying
 from tests.e2e.test_remote_workers import Pool, free_address, process_of
@@ -45,9 +44,11 @@ class Upgraded:
         self.pool = pool = Pool(directory)
         stack.callback(pool.stop)
         database = stack.enter_context(PostgresServer())
-        workers = ",".join(pool.listen() for _ in range(SHARDS))
-        self._own = ["--pool", str(pool.certificates), "--journal", database.url, "--workers-at", workers]
-        self._own += ["--shards", str(SHARDS)]
+        self._own = ["--pool", str(pool.certificates), "--journal", database.url]
+        self._own += ["--shards", str(SHARDS), "--workers", str(SHARDS)]
+        self._ports = [free_address() for _ in range(count)]
+        for _ in range(SHARDS):
+            pool.start_worker("--gateway", ",".join(self._ports))
         self._peers = [free_address() for _ in range(count)]
         self.addresses = [free_address() for _ in range(count)]
         self.gateways: list[GatewayProcess] = []
@@ -58,6 +59,7 @@ class Upgraded:
     def _start(self, index: int) -> GatewayProcess:
         address = self.addresses[index]
         own = ("--listen", address, "--advertise", address, "--peer-listen", self._peers[index])
+        own += ("--pool-listen", self._ports[index])
         gateway = GatewayProcess(model="paged-attention", flags=[*FLAGS, *self._own, *own])
         gateway.address = gateway._wait_for_address()
         gateway.channel = gateway.connect()
@@ -227,12 +229,11 @@ def test_a_gateway_that_stops_waits_for_calls_that_it_has_forwarded(tmp_path: Pa
         stopping, other = upgraded.gateways
         prefill = pb.PrefillRequest(token_ids=[1, 2, 3])
         cache_id = retrying(other.stub.Prefill, prefill).kv_cache.cache_id  # type: ignore[attr-defined]
-        shard = shard_of(cache_id)
-        assert shard is not None
         # Until it knows who has that shard.
         retrying(stopping.stub.Decode, pb.DecodeRequest(cache_id=cache_id, token_id=4, position=3))
-        worker = process_of(upgraded.pool.workers[shard])
-        worker.suspend()
+        workers = [process_of(worker) for worker in upgraded.pool.workers]
+        for worker in workers:
+            worker.suspend()
         try:
             call: Any = stopping.stub.Decode.future(
                 pb.DecodeRequest(cache_id=cache_id, token_id=5), timeout=60
@@ -243,7 +244,8 @@ def test_a_gateway_that_stops_waits_for_calls_that_it_has_forwarded(tmp_path: Pa
             # Longer than anything else that it waits for.
             time.sleep(1)
         finally:
-            worker.resume()
+            for worker in workers:
+                worker.resume()
         assert call.result().kv_cache.seq_len == 5
         assert stopping.process.wait(TIMEOUT_S) == 0
 

@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +73,22 @@ def expected_tokens(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def shared_pool(place: Path) -> Iterator[tuple[Pool, Sequence[str]]]:
-    """Two workers and a journal, and the flags of gateways that share them."""
+def shared_pool(place: Path, workers: int = 2) -> Iterator[tuple[Pool, Callable[[], list[str]]]]:
+    """Workers and a journal, and what makes the flags of a gateway that shares them; of three at most."""
     pool = Pool(place)
+    ports = [free_address() for _ in range(3)]
+    unused = ports[:]
     with PostgresServer() as database:
-        workers = ",".join(pool.listen() for _ in range(2))
-        own = ("--pool", str(pool.certificates), "--journal", database.url, "--workers-at", workers)
+        for _ in range(workers):
+            pool.start_worker("--gateway", ",".join(ports))
+
+        def own() -> list[str]:
+            flags = [*FLAGS, "--pool", str(pool.certificates), "--journal", database.url]
+            flags += ["--workers", str(workers), "--pool-listen", unused.pop(0)]
+            return [*flags, "--peer-listen", free_address()]
+
         try:
-            yield pool, (*FLAGS, *own)
+            yield pool, own
         finally:
             pool.stop()
 
@@ -112,8 +120,8 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
         peers: list[str] = []
 
         def new() -> GatewayProcess:
-            peers.append(free_address())
-            flags = [*own, "--peer-listen", peers[-1]]
+            flags = own()
+            peers.append(flags[-1])
             # For the client, which gets the addresses of both.
             flags += ["--listen", (address := free_address()), "--advertise", address]
             flags += ["--metrics-listen", "127.0.0.1:0"]
@@ -177,8 +185,7 @@ def test_a_kept_execution_of_a_dead_gateway_is_generated_again_by_another(tmp_pa
     with shared_pool(tmp_path) as (_, own):
 
         def new() -> GatewayProcess:
-            flags = [*own, "--peer-listen", free_address()]
-            return GatewayProcess(model=model, workers=1, flags=flags)
+            return GatewayProcess(model=model, workers=1, flags=own())
 
         with new() as other, new() as killed:
             drawn = types_pb2.SamplingParams(temperature=1.0, seed=5)
@@ -203,8 +210,7 @@ def test_a_gateway_that_was_paused_past_its_leases_answers_nothing_any_more(tmp_
     with shared_pool(tmp_path) as (_, own):
 
         def new() -> GatewayProcess:
-            flags = [*own, "--peer-listen", free_address()]
-            return GatewayProcess(model="paged-attention", workers=1, flags=flags)
+            return GatewayProcess(model="paged-attention", workers=1, flags=own())
 
         with new() as other:
             paused = new()
@@ -235,15 +241,11 @@ def test_the_next_owner_of_a_shard_has_the_adapters_of_its_caches(tmp_path: Path
     adapters = tmp_path / "adapters"
     for index, directory in enumerate(adapted.adapters):
         shutil.copytree(directory, adapters / f"a{index}")
-    pool = Pool(tmp_path)
-    with PostgresServer() as database:
-        flags = ["--pool", str(pool.certificates), "--journal", database.url, "--workers-at", pool.listen()]
-        flags += ["--shards", "1", "--adapters", str(adapters), "--orphan-grace-s", "60"]
-        flags += ["--dtype", "float32"]
+    with shared_pool(tmp_path, workers=1) as (_, own):
+        flags = ["--shards", "1", "--adapters", str(adapters), "--dtype", "float32"]
 
         def new() -> GatewayProcess:
-            peer = ["--peer-listen", free_address()]
-            return GatewayProcess(model=str(adapted.model), workers=1, flags=[*flags, *peer])
+            return GatewayProcess(model=str(adapted.model), workers=1, flags=[*own(), *flags])
 
         with new() as first:
             first.wait_until_ready()
@@ -261,4 +263,3 @@ def test_the_next_owner_of_a_shard_has_the_adapters_of_its_caches(tmp_path: Path
                 text.gateway = second
             texts += [AdaptedText(second, f"a{index}") for index in range(2)]
             assert [text.finish() for text in texts] == adapted.tokens[1:] * 2
-    pool.stop()

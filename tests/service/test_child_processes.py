@@ -109,5 +109,5 @@ def test_gateways_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in ("adder", "paged-attention"):
         config = gateways._with_absolute_paths(Config(model=name))
         assert (config.model, config.data_dir, config.runtimes) == (name, None, "")
-    remote = Config(model="of another host", workers_at="127.0.0.1:1")
+    remote = Config(model="of another host", pool_listen="127.0.0.1:1")
     assert gateways._with_absolute_paths(remote).model == "of another host"

@@ -23,7 +23,6 @@ from service.journal.sqlite import open_journal
 from service.pool import pool_files
 from service.shards.one_host import memberships
 from tests.quire_command import run
-from workers.common.protocol import EXIT_CONFIG
 
 DAY_S = 86_400
 
@@ -170,18 +169,6 @@ def test_a_further_port_that_is_taken_is_named_with_the_reason(tmp_path: Path, s
     line, *_ = (line for line in map(json.loads, error.splitlines()) if line["level"] == "error")
     assert taken in line.get("listen", line["error"])
     assert line["error"].endswith("another process has this address: end it, or choose another address")
-
-
-def test_a_port_of_a_worker_that_is_taken_is_named_with_the_reason(tmp_path: Path) -> None:
-    pool_files.write_certificates(tmp_path, 1)
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = f"127.0.0.1:{other.getsockname()[1]}"
-        flags = ("--pool", str(tmp_path), "--listen", taken, "--log-format", "json")
-        with run("worker", *flags) as process:
-            _, error = process.communicate(timeout=60)
-    assert process.returncode == EXIT_CONFIG
-    (line,) = map(json.loads, error.splitlines())
-    assert line["listen"] == taken and line["error"].startswith("another process has this address")
 
 
 def test_a_setting_that_is_refused_late_is_named_with_where_it_is_from(

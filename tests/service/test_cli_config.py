@@ -119,7 +119,7 @@ def test_each_address_is_tried(name: str, tmp_path: Path, capsys: pytest.Capture
         flags = [part for key, value in free.items() for part in (f"--{key.replace('_', '-')}", value)]
         write_certificates(tmp_path, days=1)
         if name == "peer_listen":
-            flags += ["--journal", "postgresql://127.0.0.1:1/none", "--workers-at", "127.0.0.1:1"]
+            flags += ["--journal", "postgresql://127.0.0.1:1/none", "--pool-listen", "127.0.0.1:1"]
         said = problems(capsys, "--pool", str(tmp_path), *flags)
     (said_of_it,) = [line for line in said if "cannot listen" in line]
     assert said_of_it.startswith(f"{name} = ")

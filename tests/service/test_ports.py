@@ -55,21 +55,26 @@ def test_ports_of_several_gateways(flags: dict[str, str], setting: str, said: st
     assert refused.value.setting == setting
 
 
+def metrics_addresses(config: Config) -> list[str]:
+    return [address for name, _, address in config.addresses() if name == "metrics_listen"]
+
+
 def test_the_last_ports_and_free_ones_are_possible() -> None:
     config = load_config(TWO | {"metrics_listen": "127.0.0.1:65534", "openai_listen": "127.0.0.1:0"}, {})
-    assert [config.metrics_address(index) for index in range(2)] == ["127.0.0.1:65534", "127.0.0.1:65535"]
+    assert metrics_addresses(config) == ["127.0.0.1:65534", "127.0.0.1:65535"]
     config = load_config(TWO | {"metrics_listen": "127.0.0.1:0", "openai_listen": "127.0.0.1:0"}, {})
-    assert config.metrics_address(1) == "127.0.0.1:0"
-    assert load_config({"metrics_listen": "127.0.0.1:65535"}, {}).metrics_address(0) == "127.0.0.1:65535"
+    assert metrics_addresses(config) == ["127.0.0.1:0"] * 2
+    assert metrics_addresses(load_config({"metrics_listen": "127.0.0.1:65535"}, {})) == ["127.0.0.1:65535"]
     # Of one gateway the next port is free.
     load_config({"metrics_listen": "127.0.0.1:50050"}, {})
 
 
 def test_each_gateway_is_told_its_port() -> None:
-    config = Config(gateways=2, metrics_listen="[::1]:9000")
+    config = Config(gateways=2, metrics_listen="[::1]:9000", pool_listen="0.0.0.0:50060")
     for index in range(2):
         line = json.loads(gateways._first_line(config, Membership(Shard(index, 2), None, [], "")))
         assert line["config"]["metrics_listen"] == f"[::1]:{9000 + index}"
+        assert line["config"]["pool_listen"] == f"0.0.0.0:{50060 + index}"
 
 
 @pytest.mark.parametrize(
@@ -103,17 +108,16 @@ def test_which_addresses_are_one(one: str, other: str, is_shared: bool) -> None:
         ("a:70000", False),
     ],
 )
-def test_addresses_of_workers_are_different_ones(value: str, is_valid: bool) -> None:
+def test_gateways_of_a_worker_are_different_ones(value: str, is_valid: bool) -> None:
     assert are_addresses(value) == is_valid
 
 
-def test_a_server_is_not_its_own_worker(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_workers_know_the_port_that_they_dial(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Also after a restart."""
     pool = {"pool": str(tmp_path_factory.mktemp("pool"))}
-    with pytest.raises(ConfigError, match=r"localhost:50051 is this server's own listen") as refused:
-        load_config(pool | {"workers_at": "localhost:50051"}, {})
-    assert refused.value.setting == "workers_at"
-    remote = {"workers_at": "gpu-1:50051", "listen": "0.0.0.0:50051", "insecure": "on"}
-    assert load_config(pool | remote, {}).worker_addresses == ["gpu-1:50051"]
+    with pytest.raises(ConfigError, match="needs a port that workers know") as refused:
+        load_config(pool | {"pool_listen": "127.0.0.1:0"}, {})
+    assert refused.value.setting == "pool_listen"
 
 
 def test_clients_cannot_call_port_0() -> None:

@@ -1,4 +1,4 @@
-"""Messages on a socket, each with its length before it: between a gateway and the workers of its machine.
+"""Messages on a connection, each with its length before it: between a gateway and its workers.
 
 A message costs a seventh of what it costs on a gRPC stream (docs/adr/0041-socket-to-local-workers.md).
 """
@@ -29,6 +29,7 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
 
     Attributes:
         max_bytes: The limit of the next message.
+        has_ended: Whether the connection has.
     """
 
     def __init__(self, received: type[Received], max_bytes: int) -> None:
@@ -36,7 +37,7 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         self._received = received
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
-        self._has_ended = False
+        self.has_ended = False
         # What the tasks wait for: more bytes; room for more messages, if there is none.
         self._arrived: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
@@ -49,7 +50,7 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
 
     async def write(self, message: Message) -> None:
         """Returns when there is room for more. Raises ConnectionError."""
-        if self._has_ended or self._transport is None:
+        if self.has_ended or self._transport is None:
             raise ConnectionResetError("the connection has ended")
         data = message.SerializeToString()
         self._transport.write(_LENGTH.pack(len(data)) + data)
@@ -67,7 +68,7 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
             # It came with the one before. Other tasks have their turn between the two.
             await asyncio.sleep(0)
         while message is None:
-            if self._has_ended:
+            if self.has_ended:
                 raise StopAsyncIteration
             if self._is_paused and self._transport is not None:
                 self._is_paused = False
@@ -129,7 +130,7 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the reason does not matter
         """See asyncio.Protocol."""
-        self._has_ended = True
+        self.has_ended = True
         self.resume_writing()
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)

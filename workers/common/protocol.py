@@ -21,8 +21,8 @@ HOP_SLACK_BYTES = 16 << 20
 SECRET_VARIABLE = "QUIRE_WORKER_SECRET"  # noqa: S105 - a name
 # Ends such a worker. SIGTERM may reach the whole process group, while the gateway drains.
 END_SIGNAL = signal.SIGUSR1
-# The option of a channel between gateways and workers. They reach each other without the proxy that the
-# environment may name, which is for others.
+# The option of a channel between gateways. They reach each other without the proxy that the environment may
+# name, which is for others.
 DIRECT = ("grpc.enable_http_proxy", 0)
 # The names in the certificates of the two roles.
 WORKER_NAME = "worker.quire"

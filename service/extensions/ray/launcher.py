@@ -1,6 +1,6 @@
-"""Launcher of workers on a Ray cluster. Ray places and starts them, the gateway calls their addresses.
+"""Launcher of workers on a Ray cluster. Ray places and starts them, and they dial the gateway.
 
-A child process speaks with Ray (`ray_placement`) and can be lost, with the cluster's head or without: workers
+A child process speaks with Ray (`placement`) and can be lost, with the cluster's head or without: workers
 run on, and placements wait until the next child has connected. Restarts are the supervisor's: a worker that
 has ended is replaced by another actor. Whether one serves is judged by its stream, not by what Ray says.
 """
@@ -23,11 +23,13 @@ from quire.v1 import worker_pb2
 from service.config import Config, ConfigError
 from service.logging import get_logger
 from service.pool import pool_files
+from service.pool.endpoints import LeasedEndpoint
 from service.pool.remote import LeasedWorker, RemoteLauncher
 from workers.common import child_process
 
 _log = get_logger(__name__)
 _NAME_BYTES = 8
+_ALL_HOSTS = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
 # Between two child processes.
 _BACKOFF_S = 2.0
 # By then workers have taken the actors that were left; further ones would keep what others need.
@@ -46,7 +48,8 @@ class RayLauncher(RemoteLauncher):
             raise ConfigError("launcher", "", config.launcher, problem)
         self._runtime_env = _read_runtime_env(config.ray_runtime_env)
         self._pool = Path(config.pool) if config.pool else pool_files.own_pool(data_dir)
-        super().__init__(data_dir, config, on_locked, self._pool)
+        port = pool_files.worker_port(config.pool_listen, self._pool)
+        super().__init__(data_dir, config, on_locked, port)
         self._placements: dict[str, PlacedWorker] = {}
         # Names of actors that an earlier gateway has left.
         self._left: list[str] = []
@@ -57,7 +60,7 @@ class RayLauncher(RemoteLauncher):
         self._child: asyncio.subprocess.Process | None = None
 
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> dict[str, LeasedWorker]:
-        """Starts the child process. As at addresses, a lease may find a worker with KV."""
+        """Starts the child process. A lease may find a worker with KV. Raises PoolFailed."""
         await super().adopt(configs)
         self._running = asyncio.create_task(self._keep_child(), name="ray-placement")
         return {}
@@ -71,11 +74,29 @@ class RayLauncher(RemoteLauncher):
         try:
             placed = await worker.placed
             _log.info("ray: worker placed", worker_id=config.worker_id, **placed)
-            worker.epoch, worker.endpoint = await self._lease_at(placed["address"], config)
+            worker.epoch, worker.endpoint = await self._lease_named(name, worker, config)
         except BaseException:
             self.remove(name)
             raise
         return worker
+
+    async def _lease_named(
+        self, name: str, worker: PlacedWorker, config: worker_pb2.WorkerConfig
+    ) -> tuple[int, LeasedEndpoint]:
+        """Leases the worker of an actor when it dials. Raises OSError if it ends before."""
+        leased = None
+        while leased is None:
+            dialling = asyncio.create_task(self._port.take(lambda hello: hello.name == name))
+            ending = asyncio.create_task(worker.wait())
+            try:
+                await asyncio.wait({dialling, ending}, return_when=asyncio.FIRST_COMPLETED)
+                if not dialling.done():
+                    raise OSError(0, f"it ended with status {ending.result()}", f"actor {name}")
+                leased = await self._lease(dialling.result(), config)
+            finally:
+                dialling.cancel()
+                ending.cancel()
+        return leased
 
     async def room(self, known: int) -> int:
         """What else runs on the nodes is not considered."""
@@ -140,12 +161,15 @@ class RayLauncher(RemoteLauncher):
         resources = {name: float(number) for name, number in given}
         # Ray shows an actor only its own GPUs.
         flags = ["--device-index", "0", "--log-format", "json", "--log-level", config.log_level]
+        # A gateway that listens on all of its addresses is dialled at the one that Ray knows.
+        host, _, port = config.pool_listen.rpartition(":")
         if config.threads_per_worker is None and (threads := int(resources.get("CPU", 0))):
             flags += ["--threads", str(threads)]
         return {
             "address": config.ray_address,
             "namespace": f"quire-{self._gateway_id}",
             "pool": str(self._pool),
+            "gateway": {"host": "" if host in _ALL_HOSTS else host, "port": port},
             "resources": resources,
             "device": config.device,
             "flags": flags,
@@ -179,7 +203,7 @@ def _read_runtime_env(file: str) -> Any:
 
 
 class PlacedWorker(LeasedWorker):
-    """An actor and its worker: where that runs and listens, for how long, and how it has ended.
+    """An actor and its worker: where that runs, for how long, and how it has ended.
 
     It has an epoch and an endpoint once it is leased.
     """

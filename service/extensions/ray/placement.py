@@ -43,6 +43,9 @@ class Placement:
         """`options`: see `RayLauncher`. `events`: the file descriptor that they are written to."""
         self._options = options
         self._events = events
+        # Which workers dial.
+        host, port = options["gateway"]["host"], options["gateway"]["port"]
+        self._gateway = f"{host or ray.util.get_node_ip_address()}:{port}"
         self._files = {name: (Path(options["pool"]) / name).read_bytes() for name in _FILES}
 
     async def run(self) -> None:
@@ -73,7 +76,8 @@ class Placement:
                 if not is_new:
                     return
                 actor = self._create(name)
-            placed = await actor.start.remote(self._files, self._options["flags"])
+            flags = ["--gateway", self._gateway, "--name", name, *self._options["flags"]]
+            placed = await actor.start.remote(self._files, flags)
             self._say("placed", name=name, **placed)
             found: dict[str, Any] = {}
             is_leaving = False

@@ -2,16 +2,16 @@
 
 The worker is no child of Ray's processes, which would kill it: `python -m service.extensions.ray.worker`
 leaves their session, and is the parent of `python -m workers.pool_member`. It ends with the worker, or is
-killed.
-Without Ray the worker runs on, until its gateway gives it back, or for its `orphan_grace_s` without one.
+killed. Without Ray the worker runs on, until its gateway gives it back, or for its `orphan_grace_s` without
+one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,7 +31,6 @@ _LOOK_S = 10.0
 _DRAIN_POLL_S = 1.0
 # For the answers that say how the worker has ended.
 _FAREWELL_S = 1.0
-_POLL_S = 0.02
 
 
 class RayWorker:
@@ -47,10 +46,10 @@ class RayWorker:
         self._unused.start()
 
     def start(self, files: Mapping[str, bytes], flags: Sequence[str]) -> dict[str, Any]:
-        """Starts the worker, if that has not happened yet, and waits until it listens.
+        """Starts the worker, if that has not happened yet.
 
-        files: of the pool, by name. Returns the worker's address, the node's id, and the pid of what holds
-        the worker there. Raises RuntimeError if it has ended.
+        files: of the pool, by name. Returns the node's address and id, and the pid of what holds the worker
+        there. Raises RuntimeError if it has ended.
         """
         # Nodes have it; a gateway, which loads this module too, need not.
         import ray  # noqa: PLC0415
@@ -58,19 +57,13 @@ class RayWorker:
         self._unused.cancel()
         with self._lock:
             if not self._placed:
-                with socket.create_server((ray.util.get_node_ip_address(), 0)) as found:
-                    # Another process may take it before the worker does, which then ends.
-                    host, port = found.getsockname()
-                # Read before the worker listens.
-                with tempfile.TemporaryDirectory(prefix="quire-pool-") as pool:
-                    for name, content in files.items():
-                        (Path(pool) / name).write_bytes(content)
-                    pid = self._run(["--pool", pool, "--listen", f"{host}:{port}", *flags])
-                    node = ray.get_runtime_context().get_node_id()
-                    self._placed = {"address": f"{host}:{port}", "node": node, "pid": pid}
-                    while not self._ended.wait(_POLL_S):
-                        with contextlib.suppress(OSError), socket.create_connection((host, port)):
-                            break
+                # `keep` removes it when the worker has read it.
+                pool = tempfile.mkdtemp(prefix="quire-pool-")
+                for name, content in files.items():
+                    (Path(pool) / name).write_bytes(content)
+                pid = self._run(pool, flags)
+                node = ray.get_runtime_context().get_node_id()
+                self._placed = {"address": ray.util.get_node_ip_address(), "node": node, "pid": pid}
         if self._ended.is_set():
             raise RuntimeError(f"the worker ended with status {self._status}; see Ray's logs of the node")
         return self._placed
@@ -100,9 +93,9 @@ class RayWorker:
                 os.kill(self._placed["pid"], signal.SIGKILL)
             self._ended.wait()
 
-    def _run(self, flags: Sequence[str]) -> int:
+    def _run(self, pool: str, flags: Sequence[str]) -> int:
         keeper = subprocess.Popen(  # noqa: S603 - our own program
-            [sys.executable, "-P", "-m", __name__, *flags],
+            [sys.executable, "-P", "-m", __name__, pool, *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
@@ -124,22 +117,29 @@ class RayWorker:
         os._exit(0)
 
 
-def keep(flags: Sequence[str]) -> None:
+def keep(pool: str, flags: Sequence[str]) -> None:
     """Leaves Ray's processes, says its pid, runs the worker, and says its exit status."""
     if os.fork():
         os._exit(0)
     os.setsid()
     print(os.getpid(), flush=True)
+    alive, said = os.pipe()
     worker = subprocess.Popen(  # noqa: S603 - our own program
-        [sys.executable, "-P", "-m", "workers.pool_member", *flags],
+        [sys.executable, "-P", "-m", "workers.pool_member", "--pool", pool, "--alive-fd", str(said), *flags],
         # It ends when this closes: with this process.
         stdin=subprocess.PIPE,
         stdout=sys.stderr,
+        pass_fds=(said,),
         # An alarm stays over exec. The worker's own of `orphan_grace_s` replaces it with the first lease.
         preexec_fn=lambda: signal.setitimer(signal.ITIMER_REAL, _UNUSED_S),  # noqa: PLW1509 - one thread
     )
+    os.close(said)
+    # Until it has ended. From the first byte on it needs the directory no more.
+    while os.read(alive, 4096):
+        shutil.rmtree(pool, ignore_errors=True)
+    shutil.rmtree(pool, ignore_errors=True)
     print(worker.wait())
 
 
 if __name__ == "__main__":
-    keep(sys.argv[1:])
+    keep(sys.argv[1], sys.argv[2:])

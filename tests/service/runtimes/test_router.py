@@ -306,8 +306,8 @@ async def test_an_item_that_no_runtime_can_run_has_no_estimate(runtime: str, rea
         ({}, True, "LOCAL_GPU"),
         ({"device": "cpu"}, False, "LOCAL_CPU"),
         ({"device": "cuda"}, False, "LOCAL_GPU"),
-        ({"device": "cuda", "workers_at": "10.0.0.1:1"}, False, "LOCAL_GPU"),
-        ({"workers_at": "10.0.0.1:1"}, False, "UNSPECIFIED"),
+        ({"device": "cuda", "pool_listen": "10.0.0.1:1"}, False, "LOCAL_GPU"),
+        ({"pool_listen": "10.0.0.1:1"}, False, "UNSPECIFIED"),
     ],
 )
 def test_where_workers_compute_is_told_before_one_is_ready(

@@ -43,19 +43,33 @@ WORKER_ERROR_REASON_UNSUPPORTED: WorkerErrorReason
 WORKER_ERROR_REASON_ADAPTER: WorkerErrorReason
 WORKER_ERROR_REASON_WEIGHTS: WorkerErrorReason
 
+class Hello(_message.Message):
+    __slots__ = ("protocol", "name", "gateway_id", "epoch", "secret")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    protocol: str
+    name: str
+    gateway_id: str
+    epoch: int
+    secret: str
+    def __init__(self, protocol: _Optional[str] = ..., name: _Optional[str] = ..., gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., secret: _Optional[str] = ...) -> None: ...
+
 class Lease(_message.Message):
-    __slots__ = ("gateway_id", "epoch", "silence_timeout_s", "config", "protocol")
+    __slots__ = ("gateway_id", "epoch", "silence_timeout_s", "config", "secret")
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SILENCE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
     epoch: int
     silence_timeout_s: float
     config: WorkerConfig
-    protocol: str
-    def __init__(self, gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., silence_timeout_s: _Optional[float] = ..., config: _Optional[_Union[WorkerConfig, _Mapping]] = ..., protocol: _Optional[str] = ...) -> None: ...
+    secret: str
+    def __init__(self, gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., silence_timeout_s: _Optional[float] = ..., config: _Optional[_Union[WorkerConfig, _Mapping]] = ..., secret: _Optional[str] = ...) -> None: ...
 
 class WorkerConfig(_message.Message):
     __slots__ = ("worker_id", "model", "device", "device_index", "dtype", "kv_pages", "gpu_memory_utilization", "cuda_graphs", "threads", "max_batch_tokens", "max_batch_items", "max_mixed_prefill_tokens", "max_request_bytes", "max_response_bytes", "log_level", "log_format", "model_backend", "no_self_check", "model_was_proved", "orphan_grace_s", "batch_invariant", "max_lora_adapters", "max_lora_bytes", "max_lora_rank", "workers", "tensor_parallel")
@@ -114,16 +128,18 @@ class WorkerConfig(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_pages: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., cuda_graphs: _Optional[str] = ..., threads: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_mixed_prefill_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., model_backend: _Optional[str] = ..., no_self_check: _Optional[str] = ..., model_was_proved: _Optional[bool] = ..., orphan_grace_s: _Optional[float] = ..., batch_invariant: _Optional[str] = ..., max_lora_adapters: _Optional[int] = ..., max_lora_bytes: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., workers: _Optional[int] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("commands", "lease", "give_back", "secret")
+    __slots__ = ("commands", "lease", "give_back", "secret", "refusal")
     COMMANDS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     GIVE_BACK_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     commands: _containers.RepeatedCompositeFieldContainer[WorkerCommand]
     lease: Lease
     give_back: bool
     secret: str
-    def __init__(self, commands: _Optional[_Iterable[_Union[WorkerCommand, _Mapping]]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., give_back: _Optional[bool] = ..., secret: _Optional[str] = ...) -> None: ...
+    refusal: str
+    def __init__(self, commands: _Optional[_Iterable[_Union[WorkerCommand, _Mapping]]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., give_back: _Optional[bool] = ..., secret: _Optional[str] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
     __slots__ = ("op_id", "forward", "fork", "truncate", "release", "abort", "snapshot", "adopt", "adapter", "replace_weights", "export_kv", "import_kv", "decodes")
@@ -347,12 +363,14 @@ class AdapterSource(_message.Message):
     def __init__(self, adapter: _Optional[int] = ..., directory: _Optional[str] = ..., digest: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("events", "pages_available")
+    __slots__ = ("events", "pages_available", "hello")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     PAGES_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[WorkerEvent]
     pages_available: int
-    def __init__(self, events: _Optional[_Iterable[_Union[WorkerEvent, _Mapping]]] = ..., pages_available: _Optional[int] = ...) -> None: ...
+    hello: Hello
+    def __init__(self, events: _Optional[_Iterable[_Union[WorkerEvent, _Mapping]]] = ..., pages_available: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("op_id", "forward", "done", "error", "progress", "ready", "snapshot", "adopted", "adapter_loaded", "weights_read", "kv_pages", "decodes")

@@ -1,0 +1,246 @@
+"""The port that workers dial. Each waits there until a launcher takes it and gives it a lease.
+
+Launchers of several shards share it. A worker with KV belongs to the gateway that it names; a new one goes
+to whoever needs one. Who is not wanted here is told so, and dials another gateway. Connections are bounded
+before anything is known of them: how many there are, how long they take, and how much they send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+from google.protobuf.message import DecodeError
+from quire.v1 import worker_pb2
+
+from service.listening import listening_socket
+from service.logging import RareWarnings, get_logger
+from workers.common.handshakes import plain_address
+from workers.common.message_stream import MessageStream, MessageTooLong
+from workers.common.pool_tls import names_of_peer
+from workers.common.protocol import PROTOCOL, WORKER_NAME
+
+_log = get_logger(__name__)
+# From the connection to the hello. Anyone can connect and say nothing: the oldest are closed.
+_HELLO_TIMEOUT_S = 10.0
+_MAX_HELLO_BYTES = 1 << 10
+_MAX_UNKNOWN, _MAX_UNKNOWN_OF_ADDRESS = 64, 32
+# Workers that wait without need; further ones are refused, and dial again.
+_MAX_WAITING = 64
+# A worker dials again before that. One that is still there has lost its network.
+_MAX_WAIT_S = 30.0
+# How long a worker has to answer a lease, and to close a stream on which it was refused.
+_ANSWER_TIMEOUT_S, _FAREWELL_S = 10.0, 2.0
+# When no file descriptor is left.
+_ACCEPT_PAUSE_S = 0.1
+_BROKEN = TimeoutError, OSError, StopAsyncIteration, MessageTooLong, DecodeError
+
+Wants = Callable[[worker_pb2.Hello], bool]
+
+
+class DialledWorker:
+    """A worker that has dialled: its stream, what it has said of itself, and the address of its host."""
+
+    def __init__(
+        self, stream: MessageStream[worker_pb2.ConnectResponse], hello: worker_pb2.Hello, address: str
+    ) -> None:
+        self.stream = stream
+        self.hello = hello
+        self.address = address
+        self.since_s = time.monotonic()
+
+
+class WorkerPort:
+    """Owner of the listening socket, of the connections without a lease, and of who waits for whom."""
+
+    def __init__(self, listen: str, tls: ssl.SSLContext, key: bytes) -> None:
+        """`key`: by which gateways know the leases that they have given. Gateways of a pool share it."""
+        self._listen = listen
+        self._tls = tls
+        self._key = key
+        self._warn = RareWarnings(__name__)
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        # Those whose workers are not sent away.
+        self._gateway_ids: set[str] = set()
+        # Connections before their hello, the oldest first, and their addresses.
+        self._unknown: dict[asyncio.Task[None], str] = {}
+        self._refusing: set[asyncio.Task[None]] = set()
+        self._waiting: list[DialledWorker] = []
+        # Who waits for a worker, the one that has waited longest first.
+        self._takers: dict[asyncio.Future[DialledWorker], Wants] = {}
+        # By gateway id and epoch: a worker that dials again has lost that stream.
+        self._leased: dict[tuple[str, int], MessageStream[worker_pb2.ConnectResponse]] = {}
+
+    def join(self, gateway_id: str) -> None:
+        """Lets in the workers of a gateway id. The first call opens the port. Raises CannotListen."""
+        if self._listener is None:
+            self._listener = listening_socket(self._listen)
+            self._listener.setblocking(False)
+            self._accepting = asyncio.create_task(self._accept(self._listener), name="worker-port")
+            _log.info("workers can dial", pool_listen=self._listen)
+        self._gateway_ids.add(gateway_id)
+
+    def leave(self, gateway_id: str) -> None:
+        """Its workers are sent away from now on. The last call closes the port."""
+        self._gateway_ids.discard(gateway_id)
+        for worker in [worker for worker in self._waiting if worker.hello.gateway_id == gateway_id]:
+            self._drop(worker)
+        if self._gateway_ids or self._listener is None or self._accepting is None:
+            return
+        for task in (self._accepting, *self._unknown, *self._refusing):
+            task.cancel()
+        for worker in self._waiting[:]:
+            self._drop(worker)
+        self._listener.close()
+        self._listener = None
+
+    async def take(self, wants: Wants) -> DialledWorker:
+        """One that is wanted, and waits no more: one with KV before others. Waits for one."""
+        self._drop_ended()
+        for worker in sorted(self._waiting, key=lambda worker: not worker.hello.gateway_id):
+            if wants(worker.hello):
+                self._waiting.remove(worker)
+                return worker
+        found: asyncio.Future[DialledWorker] = asyncio.get_running_loop().create_future()
+        self._takers[found] = wants
+        try:
+            return await found
+        except asyncio.CancelledError:
+            if found.done() and not found.cancelled():
+                self._offer(found.result())
+            raise
+        finally:
+            self._takers.pop(found, None)
+
+    async def lease(self, worker: DialledWorker, lease: worker_pb2.Lease) -> bool:
+        """Gives a worker a lease. False: it is gone, or has not taken it; it may dial again."""
+        lease.secret = self._secret_of(lease.gateway_id, lease.epoch)
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                await worker.stream.write(worker_pb2.ConnectRequest(lease=lease))
+                await anext(worker.stream)
+        except _BROKEN:
+            worker.stream.close()
+            _log.info("a worker has not taken its lease", address=worker.address)
+            return False
+        except BaseException:
+            worker.stream.close()
+            raise
+        self._leased[lease.gateway_id, lease.epoch] = worker.stream
+        return True
+
+    def end(self, gateway_id: str, epoch: int) -> None:
+        """Closes the stream of a lease."""
+        stream = self._leased.pop((gateway_id, epoch), None)
+        if stream is not None:
+            stream.close()
+
+    def _secret_of(self, gateway_id: str, epoch: int) -> str:
+        return hmac.new(self._key, f"{gateway_id} {epoch}".encode(), "sha256").hexdigest()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, place = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError:
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            host = plain_address(place[0])
+            task = asyncio.create_task(self._greet(connection, f"{host}:{place[1]}"), name="worker-greeting")
+            self._unknown[task] = host
+            task.add_done_callback(lambda task: self._unknown.pop(task, None))
+            self._close_oldest(host)
+
+    def _close_oldest(self, host: str) -> None:
+        of_host = [task for task, its_host in self._unknown.items() if its_host == host]
+        if len(of_host) > _MAX_UNKNOWN_OF_ADDRESS:
+            of_host[0].cancel()
+        elif len(self._unknown) > _MAX_UNKNOWN:
+            next(iter(self._unknown)).cancel()
+
+    async def _greet(self, connection: socket.socket, address: str) -> None:
+        """From the connection to the hello."""
+        stream = MessageStream(worker_pb2.ConnectResponse, _MAX_HELLO_BYTES)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: stream, connection, ssl=self._tls
+                )
+                if WORKER_NAME not in names_of_peer(transport):
+                    self._warn(f"a connection from {address} without a worker's certificate was refused")
+                    stream.close()
+                    return
+                hello = (await anext(stream)).hello
+        except BaseException as error:
+            stream.close()
+            connection.close()
+            if isinstance(error, _BROKEN):
+                return
+            raise
+        self._arrived(DialledWorker(stream, hello, address))
+
+    def _arrived(self, worker: DialledWorker) -> None:
+        hello = worker.hello
+        if refusal := self._refusal(hello):
+            _log.debug("a worker was sent away", why=refusal, address=worker.address)
+            task = asyncio.create_task(_refuse(worker.stream, refusal), name="worker-refusal")
+            self._refusing.add(task)
+            task.add_done_callback(self._refusing.discard)
+            return
+        # Again and again, if it is not needed.
+        _log.debug("a worker has dialled", address=worker.address)
+        if hello.gateway_id:
+            self.end(hello.gateway_id, hello.epoch)
+        self._offer(worker)
+
+    def _refusal(self, hello: worker_pb2.Hello) -> str:
+        """Why it is not wanted here; empty: it is."""
+        if hello.protocol != PROTOCOL:
+            self._warn("a worker is of another version than this gateway")
+            return "the gateway and the worker are of different versions"
+        if hello.gateway_id:
+            if hello.gateway_id not in self._gateway_ids:
+                return "another gateway has this worker"
+            if not hmac.compare_digest(
+                hello.secret.encode(), self._secret_of(hello.gateway_id, hello.epoch).encode()
+            ):
+                self._warn("a worker does not have the secret of its lease")
+                return "it does not have the secret of its lease"
+        self._drop_ended()
+        return "too many workers wait already" if len(self._waiting) >= _MAX_WAITING else ""
+
+    def _offer(self, worker: DialledWorker) -> None:
+        """Hands it to the first that wants it, or lets it wait."""
+        for found, wants in self._takers.items():
+            if not found.done() and wants(worker.hello):
+                found.set_result(worker)
+                return
+        self._waiting.append(worker)
+
+    def _drop_ended(self) -> None:
+        now_s = time.monotonic()
+        for worker in self._waiting[:]:
+            if worker.stream.has_ended or now_s - worker.since_s > _MAX_WAIT_S:
+                self._drop(worker)
+
+    def _drop(self, worker: DialledWorker) -> None:
+        self._waiting.remove(worker)
+        worker.stream.close()
+
+
+async def _refuse(stream: MessageStream[worker_pb2.ConnectResponse], why: str) -> None:
+    """Says why. The worker closes the stream then."""
+    try:
+        async with asyncio.timeout(_FAREWELL_S):
+            await stream.write(worker_pb2.ConnectRequest(refusal=why))
+            await anext(stream)
+    except _BROKEN:
+        pass
+    finally:
+        stream.close()
