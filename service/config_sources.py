@@ -179,7 +179,7 @@ def _pool_conflicts(config: Config) -> Iterator[_Conflict]:
     if config.pool_listen and int(config.pool_listen.rpartition(":")[2]) == 0:
         yield ("pool_listen",), "needs a port that workers know, also after a restart"
     if is_ray and not config.pool_listen:
-        yield ("launcher", "pool_listen"), "ray needs pool_listen, which workers on the nodes dial"
+        yield ("pool_listen", "launcher"), "is needed with launcher = ray: workers on the nodes dial it"
     if config.workers is None and config.pool_listen and not is_ray:
         problem = "must be a number with pool_listen: how many of the workers that dial are used"
         yield ("workers", "pool_listen"), problem

@@ -26,6 +26,7 @@ from service.api.grpc_services import HealthApi, add_reflection
 from service.api.interceptor import CallInterceptor, Observing
 from service.auth.authenticator import Authenticator, current_tenant_name
 from service.auth.connections import handshake_limits, server_options
+from service.auth.handshakes import Handshakes, has_spoken
 from service.auth.tls import server_credentials
 from service.config import Config
 from service.core import AnsweringCore, Core, OpenShard, open_alone, open_leased
@@ -51,7 +52,6 @@ from service.shards.operators import OperatorCallsOfAll
 from service.shards.peers import Addresses, PeerInterceptor, Peers
 from service.text.sandbox import hide_memory
 from service.text.text_model import TextModel
-from workers.common.handshakes import Handshakes, has_spoken
 
 _log = get_logger(__name__)
 

@@ -152,7 +152,7 @@ SERVICE_ROOMS = {
     ),
     "service.extensions.ray": (
         "service.config", "service.extension", "service.logging", "service.pool.launcher",
-        "service.pool.pool_files", "service.pool.remote",
+        "service.pool.endpoints", "service.pool.pool_files", "service.pool.remote",
     ),
     "service.extensions.tracing": (
         "service.api", "service.config", "service.extension", "service.logging", "service.outbound",
@@ -294,7 +294,7 @@ SERVERS = ("workers.server", "workers.socket_server", "workers.process", "worker
 
 
 def test_only_the_servers_of_workers_know_the_wire() -> None:
-    assert offenders("workers", ("grpc",), ("workers.pool_member",)) == []
+    assert offenders("workers", ("grpc",), ()) == []
     assert offenders("workers", ("quire",), (*SERVERS, "workers.wire", "workers.common.protocol")) == []
 
 

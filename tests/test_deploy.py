@@ -66,7 +66,8 @@ def one(objects: list[Object], kind: str, name: str) -> Object:
 
 
 def container(objects: list[Object], name: str) -> Object:
-    (found,) = one(objects, "StatefulSet", name)["spec"]["template"]["spec"]["containers"]
+    kind = "StatefulSet" if name == "quire-gateway" else "Deployment"
+    (found,) = one(objects, kind, name)["spec"]["template"]["spec"]["containers"]
     return dict(found)
 
 
@@ -76,7 +77,7 @@ def test_each_variant_fits_the_schemas(variant: list[Object]) -> None:
             if each["kind"] not in FOREIGN:
                 kubernetes_validate.validate(each, version, strict=True)
     services = [each for each in variant if each["kind"] == "Service"]
-    sets = [each for each in variant if each["kind"] == "StatefulSet"]
+    sets = [each for each in variant if each["kind"] in ("StatefulSet", "Deployment")]
     labels = [each["spec"]["template"]["metadata"]["labels"] for each in sets]
     for each in variant:
         spec = each.get("spec", {})
@@ -85,13 +86,14 @@ def test_each_variant_fits_the_schemas(variant: list[Object]) -> None:
         if wanted and each["kind"] not in FOREIGN:
             assert labels.count(wanted) == 1, f"{each['kind']} selects no pods"
     for each in sets:
-        assert each["spec"]["serviceName"] in [service["metadata"]["name"] for service in services]
+        if each["kind"] == "StatefulSet":
+            assert each["spec"]["serviceName"] in [service["metadata"]["name"] for service in services]
         pod = each["spec"]["template"]["spec"]
         volumes = {volume["name"] for volume in pod["volumes"]}
         volumes |= {claim["metadata"]["name"] for claim in each["spec"].get("volumeClaimTemplates", [])}
         (only,) = pod["containers"]
         assert {mount["name"] for mount in only["volumeMounts"]} == volumes
-        ports = {port["name"] for port in only["ports"]}
+        ports = {port["name"] for port in only.get("ports", ())}
         probed = {
             part["port"]
             for name in only
@@ -138,6 +140,7 @@ def test_each_variant_serves_with_its_settings(variant: list[Object], tmp_path: 
     gateway, worker = container(variant, "quire-gateway"), container(variant, "quire-worker")
     config = settings_of(gateway, tmp_path)
     listening = {config.listen: "grpc", config.metrics_listen: "metrics", config.peer_listen: "peers"}
+    listening[config.pool_listen] = "pool"
     listening.pop("", None)
     ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
     assert {name: int(address.rpartition(":")[2]) for address, name in listening.items()} == ports
@@ -149,11 +152,12 @@ def test_each_variant_serves_with_its_settings(variant: list[Object], tmp_path: 
     ]
     assert grace_s > config.lame_duck_s + config.drain_grace_s
     parsed = vars(complete_parser().parse_args(worker["args"]))
-    workers = one(variant, "StatefulSet", "quire-worker")["spec"]
-    port = parsed["listen"].rpartition(":")[2]
-    pods = [f"quire-worker-{index}.{workers['serviceName']}:{port}" for index in range(workers["replicas"])]
-    assert list(config.worker_addresses) == pods
-    assert {name for name in worker if name.endswith("Probe")} == {"readinessProbe"}
+    assert config.workers == one(variant, "Deployment", "quire-worker")["spec"]["replicas"]
+    service, _, port = parsed["gateway"].rpartition(":")
+    (dialled,) = one(variant, "Service", service)["spec"]["ports"]
+    assert (dialled["port"], ports[dialled["targetPort"]]) == (int(port), int(port))
+    # It listens on nothing, and starts its process again by itself.
+    assert not {name for name in worker if name.endswith("Probe")} and "ports" not in worker
     probe = gateway["readinessProbe"]
     if config.tls_cert:
         assert probe["httpGet"]["path"] == "/readyz" and config.insecure == "off"
@@ -173,8 +177,11 @@ def test_services_say_whether_there_is_tls(variant: list[Object]) -> None:
 
 def test_secrets_have_what_either_side_reads() -> None:
     page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
-    for name, role in (("quire-gateway", "gateway"), ("quire-worker", "worker")):
-        pod = one(base(), "StatefulSet", name)["spec"]["template"]["spec"]
+    for name, kind, role in (
+        ("quire-gateway", "StatefulSet", "gateway"),
+        ("quire-worker", "Deployment", "worker"),
+    ):
+        pod = one(base(), kind, name)["spec"]["template"]["spec"]
         (secret,) = [each["secret"] for each in pod["volumes"] if each["name"] == "pool"]
         files = " ".join(f"--from-file=pool/{file}" for file in ("ca.pem", f"{role}.pem", f"{role}-key.pem"))
         assert f"secret generic {secret['secretName']} {files}" in page.replace("\\\n  ", "")
@@ -186,16 +193,12 @@ def test_units(unit: Path, tmp_path: Path) -> None:
     (started,) = re.findall(r"^ExecStart=(.*)$", text, flags=re.MULTILINE)
     arguments: list[str] = []
     for instance in (0, 1, 9, 10, 123):
-        command = shlex.split(started.replace("%i", str(instance)).replace("$$", "$"))
-        if command[0] == "/bin/sh":
-            # As the shell would start it.
-            said = command[2].replace("exec ", "echo ", 1)
-            command = subprocess.check_output([*command[:2], said], text=True).split()
-        program, *arguments = command
+        # The variable is in the file that the unit names.
+        program, *arguments = shlex.split(started.replace("%i", str(instance)).replace("${GATEWAY}", "g:1"))
         assert program == "/opt/quire/bin/quire"
         parsed = vars(complete_parser().parse_args(arguments))
         if "worker" in arguments:
-            assert (parsed["listen"], parsed["device_index"]) == (f"0.0.0.0:{50060 + instance}", instance)
+            assert (parsed["gateway"], parsed["device_index"]) == ("g:1", instance)
     (grace_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, flags=re.MULTILINE)
     if "serve" in arguments:
         assert int(grace_s) > Config().lame_duck_s + Config().drain_grace_s

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import os
 import signal
+import socket
 import ssl
 import sys
 from collections.abc import Callable, Sequence
@@ -82,17 +83,31 @@ class PoolMember:
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def dial(self, gateways: Sequence[str], tls: ssl.SSLContext) -> None:
-        """Dials the gateways in turn, beginning with the one that had it last, until the worker ends."""
-        backoff_s, order = _BACKOFF_S, list(gateways)
+        """Dials the gateways in turn, beginning with the one that had it last, until the worker ends.
+
+        A name may be that of several.
+        """
+        backoff_s, last = _BACKOFF_S, ""
         while not self.done.done():
-            for gateway in order:
-                if await self._visit(gateway, tls):
-                    order.remove(gateway)
-                    order.insert(0, gateway)
-                    backoff_s = _BACKOFF_S
+            addresses = [address for gateway in gateways for address in await self._addresses(gateway)]
+            for address in sorted(dict.fromkeys(addresses), key=lambda address: address != last):
+                if await self._visit(address, tls):
+                    backoff_s, last = _BACKOFF_S, address
                     break
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _addresses(self, gateway: str) -> list[str]:
+        host, _, port = gateway.rpartition(":")
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host.strip("[]"), port, type=socket.SOCK_STREAM
+            )
+        except OSError as error:
+            self._say(gateway, str(error.strerror))
+            return []
+        hosts = [str(place[0]) for *_, place in found]
+        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
 
     async def _visit(self, gateway: str, tls: ssl.SSLContext) -> bool:
         """Dials a gateway, and serves it if it gives a lease. False: it does not."""

@@ -11,10 +11,10 @@ import socket
 import stat
 from pathlib import Path
 
+from service.auth.handshakes import HandshakeLimits
 from service.config import Config
 from service.logging import get_logger
 from service.setting_rules import MAX_WORKERS
-from workers.common.handshakes import HandshakeLimits
 
 _log = get_logger(__name__)
 # Concurrent calls per connection. Further ones wait in the client.

@@ -12,14 +12,14 @@ import hmac
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from quire.v1 import worker_pb2
 
 from service.listening import listening_socket
 from service.logging import RareWarnings, get_logger
-from workers.common.handshakes import plain_address
 from workers.common.message_stream import MessageStream, MessageTooLong
 from workers.common.pool_tls import names_of_peer
 from workers.common.protocol import PROTOCOL, WORKER_NAME
@@ -69,7 +69,7 @@ class WorkerPort:
         self._gateway_ids: set[str] = set()
         # Connections before their hello, the oldest first, and their addresses.
         self._unknown: dict[asyncio.Task[None], str] = {}
-        self._refusing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: list[DialledWorker] = []
         # Who waits for a worker, the one that has waited longest first.
         self._takers: dict[asyncio.Future[DialledWorker], Wants] = {}
@@ -92,11 +92,12 @@ class WorkerPort:
             self._drop(worker)
         if self._gateway_ids or self._listener is None or self._accepting is None:
             return
-        for task in (self._accepting, *self._unknown, *self._refusing):
+        for task in (self._accepting, *self._tasks):
             task.cancel()
         for worker in self._waiting[:]:
             self._drop(worker)
-        self._listener.close()
+        # The event loop looks at it until then.
+        self._accepting.add_done_callback(lambda _, listener=self._listener: listener.close())
         self._listener = None
 
     async def take(self, wants: Wants) -> DialledWorker:
@@ -150,18 +151,28 @@ class WorkerPort:
             except OSError:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            host = plain_address(place[0])
-            task = asyncio.create_task(self._greet(connection, f"{host}:{place[1]}"), name="worker-greeting")
-            self._unknown[task] = host
+            task = self._keep(self._greet(connection, f"{place[0]}:{place[1]}"))
+            self._unknown[task] = place[0]
             task.add_done_callback(lambda task: self._unknown.pop(task, None))
-            self._close_oldest(host)
+            self._close_oldest(place[0])
+
+    def _keep(self, working: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task for a connection, until it is done."""
+        task = asyncio.create_task(working, name="worker-port-connection")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _close_oldest(self, host: str) -> None:
         of_host = [task for task, its_host in self._unknown.items() if its_host == host]
+        oldest = None
         if len(of_host) > _MAX_UNKNOWN_OF_ADDRESS:
-            of_host[0].cancel()
+            oldest = of_host[0]
         elif len(self._unknown) > _MAX_UNKNOWN:
-            next(iter(self._unknown)).cancel()
+            oldest = next(iter(self._unknown))
+        if oldest is not None:
+            del self._unknown[oldest]
+            oldest.cancel()
 
     async def _greet(self, connection: socket.socket, address: str) -> None:
         """From the connection to the hello."""
@@ -189,9 +200,7 @@ class WorkerPort:
         hello = worker.hello
         if refusal := self._refusal(hello):
             _log.debug("a worker was sent away", why=refusal, address=worker.address)
-            task = asyncio.create_task(_refuse(worker.stream, refusal), name="worker-refusal")
-            self._refusing.add(task)
-            task.add_done_callback(self._refusing.discard)
+            self._keep(_refuse(worker.stream, refusal))
             return
         # Again and again, if it is not needed.
         _log.debug("a worker has dialled", address=worker.address)

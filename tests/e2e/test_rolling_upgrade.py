@@ -58,8 +58,8 @@ class Upgraded:
 
     def _start(self, index: int) -> GatewayProcess:
         address = self.addresses[index]
-        own = ("--listen", address, "--advertise", address, "--peer-listen", self._peers[index])
-        own += ("--pool-listen", self._ports[index])
+        own = ["--listen", address, "--advertise", address, "--peer-listen", self._peers[index]]
+        own += ["--pool-listen", self._ports[index]]
         gateway = GatewayProcess(model="paged-attention", flags=[*FLAGS, *self._own, *own])
         gateway.address = gateway._wait_for_address()
         gateway.channel = gateway.connect()

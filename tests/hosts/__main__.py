@@ -22,7 +22,6 @@ from tests.soak.options import parser
 def main() -> int:
     """Runs the command line."""
     command = parser("python -m tests.hosts", __doc__, faults=300)
-    command.add_argument("--calls", action="store_true", help="workers call the gateway, not it them")
     command.add_argument("--longest-s", type=float, default=4.0, help="how long a link is bad at most")
     options = command.parse_args()
     if lacks := missing():
@@ -39,10 +38,10 @@ def main() -> int:
         from tests.hosts.server import HostsServer
         from tests.soak.__main__ import soak
 
-        server_type = functools.partial(HostsServer, network, calls=options.calls)
+        server_type = functools.partial(HostsServer, network)
         injector_type = functools.partial(HostsInjector, network, hosts, options.longest_s)
         tally = asyncio.run(soak(options, Path(scratch), server_type, injector_type))
-    found = {"seed": options.seed, "workers_call": options.calls, "machine": machine.describe()}
+    found = {"seed": options.seed, "machine": machine.describe()}
     print(json.dumps(found | tally.summary(), indent=2))
     return 0 if tally.is_clean() and tally.num_faults >= min(options.faults, 1) else 1
 

@@ -25,7 +25,7 @@ _STOP_TIMEOUT_S = 60
 _QUERY_TIMEOUT_S = 2.0
 # No worker is stopped for good, and a busy machine is slow.
 _HANG_TIMEOUT_S = 30.0
-_PEER_PORT = 50053
+_PEER_PORT, _POOL_PORT = 50053, 50052
 # How soon a supervisor starts a gateway again.
 _RESTART_S = (0.0, 2.0)
 # Exit statuses that a fault may lead to: told to end, also while it starts; another one has its home shard;
@@ -62,7 +62,7 @@ class Cluster:
         self._flags = [
             *("--model", model, "--device", "cpu", "--dtype", "float32", "--no-self-check"),
             *("--log-format", "json", "--pool", str(self._pool), "--shards", str(options.shards)),
-            *("--workers-at", ",".join(f"{network.address(host)}:{PORT}" for host in self.worker_hosts)),
+            *("--workers", str(options.workers)),
             *("--heartbeat-timeout-s", "3", "--kv-pages", str(options.kv_pages), "--orphan-grace-s", "60"),
             *flags,
         ]
@@ -72,14 +72,14 @@ class Cluster:
 
     def __enter__(self) -> Self:
         self.database.__enter__()
+        ports = ",".join(f"{self.network.address(host)}:{_POOL_PORT}" for host in gateway_hosts(2))
         for host in self.worker_hosts:
-            where = f"{self.network.address(host)}:{PORT}"
             self._commands[host] = start_worker(
                 self.network,
                 host,
                 self._pool,
                 self._directory,
-                *("--listen", where),
+                *("--gateway", ports),
                 hang_timeout_s=_HANG_TIMEOUT_S,
             )
         for host in gateway_hosts(2):
@@ -88,6 +88,7 @@ class Cluster:
                 *self._flags,
                 *("--journal", self.database.url, "--listen", f"{address}:{PORT}"),
                 *("--peer-listen", f"{address}:{_PEER_PORT}", "--advertise", f"{address}:{PORT}"),
+                *("--pool-listen", f"{address}:{_POOL_PORT}"),
             ]
             namespace, seed = self.network.namespace(host), self.rng.randrange(1 << 31)
             gateway = Gateway(host, namespace, f"{address}:{PORT}", flags, self._directory, seed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -144,43 +145,34 @@ def places(network: Network, scratch: Path) -> Iterator[dict[str, Place]]:
     pool, model = scratch / "pool", str(make_model(_SHAPE, scratch))
     quiet: dict[str, Any] = {"env": environment(ROOT), "stdout": subprocess.DEVNULL, "cwd": "/"}
     subprocess.run(quire_command(ROOT, "pool", "init", str(pool)), check=True, **quiet)
-    # The host, and the address there; one that gateways do not share.
-    addresses = [(GATEWAY, f"127.0.0.1:{_PORT}")]
-    addresses += [
-        (host, f"{network.address(host)}:{_PORT + port}")
-        for host, port in (
-            (_HOSTS[0], 0),
-            (_HOSTS[0], 1),
-            (_HOSTS[1], 1),
-            (_HOSTS[0], 2),
-            (_HOSTS[0], 3),
-            (_HOSTS[1], 3),
-        )
-    ]
-    commands = []
+    ports = itertools.count(_PORT)
     with contextlib.ExitStack() as stack:
-        for host, address in addresses:
-            command = ["worker", "--pool", str(pool), "--threads", "1", "--listen", address]
+
+        def worker(host: str, address: str) -> psutil.Process:
+            command = ["worker", "--pool", str(pool), "--threads", "1", "--gateway", address]
             command = [*network.command(host), *quire_command(ROOT, *command)]
             started = subprocess.Popen(command, stderr=subprocess.DEVNULL, **quiet)
             stack.callback(started.wait, _TIMEOUT_S)
             stack.callback(started.terminate)
-            commands.append(started)
+            return psutil.Process(started.pid)
 
-        def gateway(name: str, *workers: int, model: str = _WEIGHTLESS) -> Place:
+        def gateway(name: str, *hosts: str, model: str = _WEIGHTLESS) -> Place:
             flags = ["--kv-pages", "1024", "--threads-per-worker", "1", "--no-self-check"]
             flags += ["--data-dir", str(scratch / name)]
-            if workers:
-                chosen = ",".join(addresses[index][1] for index in workers)
-                flags += ["--pool", str(pool), "--workers-at", chosen]
-            count = len(workers) or 1
+            address = ""
+            if hosts:
+                own = "127.0.0.1" if GATEWAY in hosts else network.address(GATEWAY)
+                address = f"{own}:{next(ports)}"
+                flags += ["--pool", str(pool), "--pool-listen", address]
+            commands = [worker(host, address) for host in hosts]
+            count = len(hosts) or 1
             found = stack.enter_context(GatewayProcess(model=model, workers=count, flags=flags))
-            remote = [psutil.Process(commands[index].pid).children()[0].pid for index in workers]
+            remote = [command.children()[0].pid for command in commands]
             local = [worker.pid for worker in found.status().workers]
             return Place(found, [found.process.pid, *(remote or local)], has_model=model != _WEIGHTLESS)
 
-        local, loopback = gateway("local"), gateway("loopback", 0)
-        one, two = gateway("one", 1), gateway("two", 2, 3)
+        local, loopback = gateway("local"), gateway("loopback", GATEWAY)
+        one, two = gateway("one", _HOSTS[0]), gateway("two", *_HOSTS)
 
         def at(**link: float) -> Place:
             return Place(one.gateway, one.pids, link)
@@ -193,8 +185,8 @@ def places(network: Network, scratch: Path) -> Iterator[dict[str, Place]]:
             "another host, 10 ms each way": at(delay_s=0.01),
             "another host, 1 % of packets lost": at(loss=0.01),
             "two other hosts": Place(two.gateway, two.pids, {}),
-            "one other host, a model": gateway("model-one", 4, model=model),
-            "two other hosts, a model": gateway("model-two", 5, 6, model=model),
+            "one other host, a model": gateway("model-one", _HOSTS[0], model=model),
+            "two other hosts, a model": gateway("model-two", *_HOSTS, model=model),
         }
 
 

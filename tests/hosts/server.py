@@ -77,34 +77,29 @@ class HostsServer(Server):
         model: Path,
         directory: Path,
         *,
-        calls: bool,
         workers: int,
         flags: Sequence[str],
         seed: int,
     ) -> None:
-        """`calls`: the workers call the gateway. Otherwise it calls them."""
         self._hosts = worker_hosts(workers)
         self._network = network
-        self._calls = calls
         self._pool = make_pool(directory)
         self._token, secure = security(directory, self._pool)
         pool_address = f"{network.address(GATEWAY)}:{_POOL_PORT}"
-        addresses = {host: f"{network.address(host)}:{_POOL_PORT}" for host in self._hosts}
-        where = ["--pool-listen", pool_address] if calls else ["--workers-at", ",".join(addresses.values())]
         super().__init__(
             model,
             directory,
             workers=workers,
-            flags=[*flags, "--pool", str(self._pool), *where, *secure],
+            flags=[*flags, "--pool", str(self._pool), "--pool-listen", pool_address, *secure],
             seed=seed,
             address=f"{network.address(GATEWAY)}:{PORT}",
             namespace=network.namespace(GATEWAY),
         )
         self._commands: dict[str, subprocess.Popen[bytes] | Forked] = {}
-        for host, address in addresses.items():
-            flag = ["--gateway", pool_address] if calls else ["--listen", address]
+        for host in self._hosts:
+            dials = ("--gateway", pool_address)
             self._commands[host] = start_worker(
-                network, host, self._pool, directory, *flag, hang_timeout_s=_HANG_TIMEOUT_S
+                network, host, self._pool, directory, *dials, hang_timeout_s=_HANG_TIMEOUT_S
             )
 
     def connect(self, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:

@@ -17,13 +17,11 @@ TIMEOUT_S = 270
 
 
 @pytest.mark.timeout(TIMEOUT_S + 20)
-# Workers that call, and a cut between: tests/e2e/test_remote_workers.py.
 @pytest.mark.parametrize(
     ("faults", "flags"),
     [
         (FAULTS, ["--callers", "2", "--texts", "1"]),
         pytest.param(THOROUGH_FAULTS, MORE, marks=pytest.mark.thorough),
-        pytest.param(THOROUGH_FAULTS, ["--calls", *MORE], marks=pytest.mark.thorough),
     ],
 )
 def test_each_fault_loses_nothing(faults: int, flags: list[str]) -> None:

@@ -39,7 +39,7 @@ def test_a_program_is_asked_though_the_directory_is_gone(gone: None) -> None:
     [
         "serve --model paged-attention --data-dir d",
         "config check --model paged-attention --data-dir d",
-        "worker --pool p --listen 127.0.0.1:0",
+        "worker --pool p --gateway 127.0.0.1:1",
     ],
 )
 def test_a_relative_path_needs_a_directory(

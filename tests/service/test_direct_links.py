@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,16 +10,13 @@ from pathlib import Path
 import grpc
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from quire.v1 import worker_pb2
 
 from service import outbound
 from service.config import Config
 from service.extensions.tracing.spans import SpanExporter
-from service.pool.endpoints import LeasedEndpoint
 from service.shards.peers import Peers
 from tests.collector import Collector
 from tests.http_proxy import HttpProxy, http_proxy
-from workers.pool_member import PoolMember
 
 NOBODY = "127.0.0.1:1"
 
@@ -38,41 +34,11 @@ async def fails_to_connect(channel: grpc.aio.Channel) -> None:
         await channel.wait_for_state_change(state)
 
 
-async def test_from_a_gateway_to_its_workers(proxy: HttpProxy) -> None:
-    endpoint = LeasedEndpoint(NOBODY, grpc.ssl_channel_credentials(), worker_pb2.Lease())
-    opening = asyncio.create_task(endpoint.open(1 << 20, 1 << 20))
-    while endpoint._channel is None:
-        await asyncio.sleep(0)
-    await fails_to_connect(endpoint._channel)
-    assert not proxy.requests
-    opening.cancel()
-    await endpoint.close()
-
-
 async def test_from_a_gateway_to_another(proxy: HttpProxy) -> None:
     peers = Peers(Config(), "secret", grpc.ssl_channel_credentials())
     await fails_to_connect(peers._channel(NOBODY))
     assert not proxy.requests
     await peers.close()
-
-
-async def test_from_a_worker_to_its_gateway(proxy: HttpProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    channels: list[grpc.aio.Channel] = []
-    secure_channel = grpc.aio.secure_channel
-
-    def kept(*arguments: object, **options: object) -> grpc.aio.Channel:
-        channels.append(secure_channel(*arguments, **options))  # type: ignore[arg-type]
-        return channels[-1]
-
-    monkeypatch.setattr(grpc.aio, "secure_channel", kept)
-    member = PoolMember(worker_pb2.WorkerConfig(), "")
-    calling = asyncio.create_task(member.call(NOBODY, grpc.ssl_channel_credentials()))
-    while not channels:
-        await asyncio.sleep(0)
-    await fails_to_connect(channels[0])
-    assert not proxy.requests
-    calling.cancel()
-    await asyncio.wait([calling])
 
 
 def test_to_a_collector_on_this_machine(proxy: HttpProxy) -> None:

@@ -128,8 +128,8 @@ def test_clients_cannot_call_port_0() -> None:
 @pytest.mark.parametrize("listen", ["0.0.0.0:500610", "h:+1", "h", "", "unix:/x", "h:-1"])
 def test_a_worker_needs_a_port_that_there_is(listen: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        complete_parser().parse_args(["worker", "--pool", "p", "--listen", listen])
-    assert "--listen: " in capsys.readouterr().err
+        complete_parser().parse_args(["worker", "--pool", "p", "--gateway", listen])
+    assert "--gateway: " in capsys.readouterr().err
 
 
 def test_config_check_tries_the_port_of_each_gateway(capsys: pytest.CaptureFixture[str]) -> None:

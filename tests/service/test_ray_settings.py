@@ -21,7 +21,7 @@ from tests.load_config import load_config
         ({"launcher": "slurm"}, "launcher"),
         ({"workers": "auto", "pool_listen": "a:1", "pool": "."}, "workers"),
         ({"launcher": "ray", "pool_listen": "a:1", "orphan_grace_s": "0"}, "orphan_grace_s"),
-        ({"launcher": "ray"}, "launcher"),
+        ({"launcher": "ray"}, "pool_listen"),
     ],
 )
 def test_refused(settings: dict[str, str], refused: str) -> None:

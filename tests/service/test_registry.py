@@ -230,7 +230,7 @@ async def adopted(
     """The workers that a new gateway adopts, and detaches at once. It has stopped all others."""
     launcher = LocalLauncher(data_dir, grace_s)
     processes = await launcher.adopt(configs)
-    assert launcher._epochs._last >= 3
+    assert launcher._epochs.last >= 3
     await asyncio.gather(*launcher._stopping)
     launcher.close()
     for found in processes.values():

@@ -1,50 +1,177 @@
-"""What a lease makes of a process that no gateway has started."""
+"""A process that no gateway has started: whom it dials, and what a lease makes of it."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from quire.v1 import worker_pb2
 
+from service.pool import pool_files
+from service.pool.worker_port import WorkerPort
 from workers import pool_member
-from workers.common.protocol import EXIT_CONFIG, PROTOCOL
-from workers.pool_member import PoolMember, Refused
+from workers.common.pool_tls import tls_context
+from workers.common.protocol import EXIT_CONFIG
+from workers.executors.weightless import PagedAttentionExecutor
+from workers.orphan_timer import OrphanTimer
+from workers.pool_member import PoolMember
+from workers.scheduler import Scheduler
+from workers.server import WorkerServer
 
-# The first message of a gateway with the protocol of 2026-11-24 02:48, before workers exported KV.
-EARLIER_LEASE = bytes.fromhex(
-    "1285010a1036663666366636663666366636663666100719000000000000244022440a08776f726b65722d31120561646465721a04"
-    "6175746f20012a046175746f39cdccccccccccec3f42046175746f5080107a04696e666fa1010000000000004e40c801022a206634"
-    "386335333230663061333963653861396331653232386434316261306339"
+# A gateway's first message from 2026-11-28 on, to one that it sends away: it keeps its numbers, so that the
+# worker's log can say why.
+REFUSAL = bytes.fromhex("2a") + bytes([9]) + b"different"
+PATIENCE_S = 30
+
+
+class Bench:
+    """A member in this process, whose worker has not loaded its model, and the ports of two gateways."""
+
+    def __init__(self, pool: Path, ports: list[WorkerPort], addresses: list[str]) -> None:
+        self.ports = ports
+        self.configs: list[worker_pb2.WorkerConfig] = []
+        self.alarms: list[float] = []
+        self.member = PoolMember(worker_pb2.WorkerConfig(threads=3))
+        tls = tls_context(pool, "worker", is_server=False)
+        self.dialling = asyncio.create_task(self.member.dial(addresses, tls))
+
+    def make(self, config: worker_pb2.WorkerConfig, _: object) -> WorkerServer:
+        self.configs.append(config)
+        timer = OrphanTimer(config.orphan_grace_s, set_alarm=self.alarms.append)
+        executor = PagedAttentionExecutor.create(kv_pages=8)
+        return WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16), orphan_timer=timer)
+
+    async def take(self, gateway: int = 0) -> worker_pb2.Hello:
+        """What it says to a gateway, which gives it no lease."""
+        async with asyncio.timeout(PATIENCE_S):
+            worker = await self.ports[gateway].take(lambda _: True)
+        worker.stream.close()
+        return worker.hello
+
+    async def lease(self, epoch: int, gateway: int = 0, gateway_id: str = "", **config: object) -> bool:
+        async with asyncio.timeout(PATIENCE_S):
+            worker = await self.ports[gateway].take(lambda _: True)
+            lease = worker_pb2.Lease(gateway_id=gateway_id or f"g{gateway}", epoch=epoch)
+            lease.config.MergeFrom(
+                worker_pb2.WorkerConfig(**({"model": "adder", "orphan_grace_s": 60} | config))  # type: ignore[arg-type]
+            )
+            return await self.ports[gateway].lease(worker, lease)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    pool_files.write_certificates(tmp_path, 1)
+    ports, addresses = [], []
+    for number in range(2):
+        port = pool_files.worker_port("127.0.0.1:0", tmp_path)
+        port.join(f"g{number}")
+        assert port._listener is not None
+        ports.append(port)
+        addresses.append(f"127.0.0.1:{port._listener.getsockname()[1]}")
+    made = Bench(tmp_path, ports, addresses)
+    monkeypatch.setattr(pool_member, "make_worker", made.make)
+    monkeypatch.setattr(pool_member, "configure_logging", lambda _: None)
+    monkeypatch.setattr(pool_member, "OrphanTimer", lambda _: None)
+
+    async def run(worker: WorkerServer, *_: object) -> int:
+        await worker.ended
+        return 0
+
+    monkeypatch.setattr(pool_member, "run_worker", run)
+    yield made
+    if made.member._worker is not None:
+        made.member._worker.end()
+        await made.member.done
+    made.dialling.cancel()
+    await asyncio.wait([made.dialling])
+    for port in ports:
+        for number in range(2):
+            port.leave(f"g{number}")
+    await asyncio.sleep(0.05)  # sockets are closed then
+
+
+async def test_the_lease_decides_the_configuration(bench: Bench) -> None:
+    """But for what this host decides. What another host has proved says nothing of this one."""
+    assert await bench.lease(1, threads=1, workers=4, model_was_proved=True)
+    (used,) = bench.configs
+    assert (used.threads, used.workers, used.model_was_proved) == (3, 1, False)
+
+
+async def test_it_goes_back_to_its_gateway_and_shows_its_lease(bench: Bench) -> None:
+    assert await bench.lease(5)
+    bench.ports[0].end("g0", 5)
+    hello = await bench.take()
+    assert (hello.gateway_id, hello.epoch) == ("g0", 5) and hello.secret
+    assert await bench.lease(6)
+    assert len(bench.configs) == 1, "the worker is the same"
+
+
+async def test_its_grace_begins_when_its_stream_ends_and_ends_with_a_lease(bench: Bench) -> None:
+    assert await bench.lease(5)
+    assert bench.alarms[-1] == 0
+    bench.ports[0].end("g0", 5)
+    hello = await bench.take()
+    assert hello.epoch == 5 and bench.alarms[-1] > 0, "to be let in is no lease"
+    assert await bench.lease(6)
+    while bench.alarms[-1]:
+        await asyncio.sleep(0.01)
+
+
+async def test_it_dials_the_next_gateway_when_one_does_not_want_it(bench: Bench) -> None:
+    """The next owner of a shard finds the workers of the shard."""
+    assert await bench.lease(5)
+    bench.ports[0].leave("g0")
+    bench.ports[0].end("g0", 5)
+    bench.ports[1].join("g0")
+    assert await bench.lease(9, gateway=1, gateway_id="g0")
+    assert len(bench.configs) == 1
+
+
+async def test_it_waits_at_each_gateway_for_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None may need it, but the other one."""
+    monkeypatch.setattr(pool_member, "_WAIT_S", 0.1)
+    assert await bench.lease(1, gateway=1)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "gateway_id"), [(5, "g0"), (4, "g0"), (6, "g1")], ids=["same", "earlier", "another's"]
 )
+async def test_a_lease_that_is_not_its_gateways_next_one_is_not_taken(
+    bench: Bench, epoch: int, gateway_id: str
+) -> None:
+    assert await bench.lease(5)
+    bench.ports[0].end("g0", 5)
+    assert not await bench.lease(epoch, gateway_id=gateway_id)
+    assert await bench.lease(7), "it goes on"
 
 
-async def test_gateway_of_another_version_is_refused_by_name() -> None:
-    """These fields keep their numbers, so that versions can tell each other that they differ."""
-    lease = worker_pb2.ConnectRequest.FromString(EARLIER_LEASE).lease
-    assert (lease.gateway_id, lease.epoch) == ("6f" * 8, 7)
-    assert lease.protocol == "f48c5320f0a39ce8a9c1e228d41ba0c9"
-    member = PoolMember(worker_pb2.WorkerConfig())
-    with pytest.raises(Refused, match="different versions"):
-        member._take(lease)
-    assert member._worker is None and not member.done.done(), "the next gateway may be of this version"
+async def test_another_configuration_ends_it(bench: Bench) -> None:
+    assert await bench.lease(5)
+    bench.ports[0].end("g0", 5)
+    assert not await bench.lease(6, max_batch_tokens=7)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await bench.member.done == 0
 
 
-async def test_lease_decides_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a bad one does not end `quire worker`, and what another host has proved says nothing of this one."""
-    configs: list[worker_pb2.WorkerConfig] = []
-
-    def make(config: worker_pb2.WorkerConfig, *_: object) -> object:
-        configs.append(config)
-        return object()
+async def test_a_bad_configuration_does_not_end_what_starts_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next lease may have another one."""
 
     async def refuse(*_: object) -> int:
         return EXIT_CONFIG
 
-    monkeypatch.setattr(pool_member, "make_worker", make)
     monkeypatch.setattr(pool_member, "run_worker", refuse)
-    monkeypatch.setattr(pool_member, "configure_logging", lambda _: None)
-    member = PoolMember(worker_pb2.WorkerConfig(threads=3))
-    config = worker_pb2.WorkerConfig(model="adder", threads=1, workers=4, model_was_proved=True)
-    member._take(worker_pb2.Lease(gateway_id="x", epoch=1, protocol=PROTOCOL, config=config))
-    assert await member.done not in (0, EXIT_CONFIG)
-    (used,) = configs
-    assert (used.threads, used.workers, used.model_was_proved) == (3, 1, False)
+    assert await bench.lease(1)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await bench.member.done not in (0, EXIT_CONFIG)
+    bench.member._worker = None
+
+
+def test_versions_can_tell_each_other_that_they_differ() -> None:
+    """These fields keep their numbers."""
+    assert worker_pb2.ConnectRequest.FromString(REFUSAL).refusal == "different"
+    hello = worker_pb2.ConnectResponse.FromString(bytes.fromhex("1a060a04") + b"2026").hello
+    assert hello.protocol == "2026"

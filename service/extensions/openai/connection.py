@@ -15,9 +15,9 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from service.auth.handshakes import Peer, plain_address
 from service.config import Config as Settings
 from service.http_requests import RequestConnection
-from workers.common.handshakes import Peer, plain_address
 
 # How often timeouts are checked. Each check counts as this much time, so a client is not cut off because the
 # server itself was not running.

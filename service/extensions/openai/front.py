@@ -18,6 +18,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from service.auth.connections import handshake_limits
+from service.auth.handshakes import Handshakes, Peer
 from service.auth.tls import http_context
 from service.config import Config
 from service.extension import Extension, GatewayParts
@@ -31,7 +32,6 @@ from service.extensions.openai.models import Models
 from service.listening import listening_socket
 from service.runtimes.executions import Executions
 from service.text.text_model import TextModel
-from workers.common.handshakes import Handshakes, Peer
 
 _BACKLOG = 1024
 # Time for uvicorn's own shutdown, after the grace for requests.

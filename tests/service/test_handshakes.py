@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.common.handshakes import HandshakeLimits, Handshakes, Peer, has_spoken, peer_named
+from service.auth.handshakes import HandshakeLimits, Handshakes, Peer, has_spoken
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's /proc")
 
@@ -37,7 +37,7 @@ class Port:
 
     def watch(self, most: int = 100, of_address: int = 100, timeout_s: float = 1000.0) -> Handshakes:
         limits = HandshakeLimits(most, of_address, timeout_s)
-        return Handshakes(self.number, lambda peer, _: peer in self.known, limits, is_final=False)
+        return Handshakes(self.number, lambda peer, _: peer in self.known, limits)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_those_that_are_known_are_left_alone(port: Port) -> None:
     unknown = [port.connect() for _ in range(3)]
     watch.check()
     assert not is_closed(known) and [is_closed(client) for client in unknown] == [True, True, False]
-    # Who is not known any more is as new.
+    # It is known for good.
     port.known.clear()
     watch.check()
     assert not is_closed(known)
@@ -128,10 +128,3 @@ def test_who_has_spoken_is_known(host: str) -> None:
         assert len(port.accepted.recv(100)) == 24
         watch.check()
         assert is_closed(silent) and not is_closed(speaking)
-
-
-def test_the_names_of_grpc() -> None:
-    assert peer_named("ipv4:127.0.0.1:5000") == ("127.0.0.1", 5000)
-    assert peer_named("ipv6:%5B::1%5D:5000") == ("::1", 5000)
-    assert peer_named("ipv6:[::ffff:10.0.0.1]:5") == ("10.0.0.1", 5)
-    assert peer_named("unix:/x") is None

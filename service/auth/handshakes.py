@@ -19,7 +19,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote
 
 _DESCRIPTORS = "/proc/self/fd"
 _CAN_LOOK = Path(_DESCRIPTORS).is_dir()
@@ -49,11 +48,9 @@ class Handshakes:
         port: int,
         is_done: Callable[[Peer, socket.socket], bool],
         limits: HandshakeLimits,
-        *,
-        is_final: bool = True,
     ) -> None:
-        """`is_done`: whether the client of a connection is known; in a thread. `is_final`: and stays so."""
-        self._port, self._is_done, self._limits, self._is_final = port, is_done, limits, is_final
+        """`is_done`: whether the client of a connection is known, and stays so; in a thread."""
+        self._port, self._is_done, self._limits = port, is_done, limits
         # The inodes of sockets that need no further look.
         self._others: set[int] = set()
         # By inode, the oldest first: since when a client is unknown.
@@ -79,7 +76,7 @@ class Handshakes:
             for inode, (peer, connection) in sorted(held.items()):
                 if not self._is_done(peer, connection):
                     unknown[inode] = self._unknown_since_s.get(inode, now_s)
-                elif self._is_final:
+                else:
                     self._others.add(inode)
             # Sockets that are made one after the other have increasing inodes, nearly always.
             order = sorted(unknown, key=lambda inode: (unknown[inode], inode))
@@ -145,13 +142,6 @@ def plain_address(host: str) -> str:
     """An address in one form: IPv4 that has come by IPv6 is IPv4."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address)
-
-
-def peer_named(name: str) -> Peer | None:
-    """The client that gRPC names, as `ipv4:127.0.0.1:5000` or `ipv6:%5B::1%5D:5000`."""
-    kind, _, address = unquote(name).partition(":")
-    host, _, port = address.rpartition(":")
-    return (plain_address(host.strip("[]")), int(port)) if kind in ("ipv4", "ipv6") else None
 
 
 def has_spoken(_peer: Peer, connection: socket.socket) -> bool:

@@ -1,0 +1,253 @@
+"""The port that workers dial: who is let in, who gets whom, and what keeps nobody out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from quire.v1 import worker_pb2
+
+from service.pool import pool_files, worker_port
+from service.pool.worker_port import DialledWorker, WorkerPort
+from workers.common.message_stream import MessageStream
+from workers.common.pool_tls import tls_context
+from workers.common.protocol import GATEWAY_NAME, PROTOCOL
+
+# Far more than anything takes.
+PATIENCE_S = 30
+OURS = "our gateway"
+LENGTH = struct.Struct("<I")
+
+
+class Worker:
+    """A worker's end of a stream."""
+
+    def __init__(
+        self, stream: MessageStream[worker_pb2.ConnectRequest], transport: asyncio.BaseTransport
+    ) -> None:
+        self.stream, self.transport = stream, transport
+
+    async def says(self, **hello: object) -> None:
+        message = worker_pb2.Hello(**({"protocol": PROTOCOL} | hello))  # type: ignore[arg-type]
+        await self.stream.write(worker_pb2.ConnectResponse(hello=message))
+
+    async def next(self) -> worker_pb2.ConnectRequest | None:
+        """None: the connection has ended."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await anext(self.stream, None)
+
+    async def lease(self) -> worker_pb2.Lease:
+        """Takes the next lease."""
+        message = await self.next()
+        assert message is not None
+        await self.stream.write(worker_pb2.ConnectResponse())
+        return message.lease
+
+
+class Site:
+    """A port, and workers with certificates of the pool."""
+
+    def __init__(self, pool: Path) -> None:
+        self.pool = pool
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.place: tuple[str, int] = free.getsockname()
+        self.port: WorkerPort = pool_files.worker_port(f"127.0.0.1:{self.place[1]}", pool)
+        self.port.join(OURS)
+        self.workers: list[Worker] = []
+
+    async def dial(self, role: str = "worker") -> Worker:
+        stream = MessageStream(worker_pb2.ConnectRequest, 1 << 16)
+        tls = tls_context(self.pool, role, is_server=False)
+        async with asyncio.timeout(PATIENCE_S):
+            transport, _ = await asyncio.get_running_loop().create_connection(
+                lambda: stream, *self.place, ssl=tls, server_hostname=GATEWAY_NAME
+            )
+        self.workers.append(Worker(stream, transport))
+        return self.workers[-1]
+
+    async def waits(self, **hello: object) -> Worker:
+        """A worker that waits for a lease."""
+        before, worker = len(self.port._waiting), await self.dial()
+        await worker.says(**hello)
+        while len(self.port._waiting) == before:
+            await asyncio.sleep(0.01)
+        return worker
+
+    async def take(self, name: str = "") -> DialledWorker:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.port.take(lambda hello: hello.name == name)
+
+    async def leased(self, worker: Worker, epoch: int, gateway_id: str = OURS) -> worker_pb2.Lease:
+        """Gives a lease to the next that waits, which is to be this one."""
+        given = worker_pb2.Lease(gateway_id=gateway_id, epoch=epoch)
+        leasing = asyncio.create_task(self.port.lease(await self.take(), given))
+        found = await worker.lease()
+        assert await leasing
+        return found
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    pool_files.write_certificates(tmp_path, 1)
+    made = Site(tmp_path)
+    yield made
+    for worker in made.workers:
+        worker.stream.close()
+    made.port.leave(OURS)
+    await asyncio.sleep(0.05)  # sockets are closed then
+
+
+async def test_a_lease_goes_to_the_worker_that_has_waited_longest(site: Site) -> None:
+    first, _ = await site.waits(), await site.waits()
+    found = await site.leased(first, 7)
+    assert (found.gateway_id, found.epoch) == (OURS, 7) and found.secret
+
+
+async def test_one_with_kv_is_preferred_and_a_named_one_is_for_who_asks(site: Site) -> None:
+    first = await site.waits()
+    lease = await site.leased(first, 1)
+    first.stream.close()
+    named, _ = await site.waits(name="a"), await site.waits()
+    again = await site.waits(gateway_id=OURS, epoch=1, secret=lease.secret)
+    await site.leased(again, 2)
+    assert (await site.take("a")).hello.name == "a" and not named.stream.has_ended
+
+
+async def test_one_that_dials_again_has_lost_its_stream(site: Site) -> None:
+    """Before the gateway has missed it."""
+    worker = await site.waits()
+    lease = await site.leased(worker, 1)
+    again = await site.dial()
+    await again.says(gateway_id=OURS, epoch=1, secret=lease.secret)
+    assert await worker.next() is None
+    await site.leased(again, 2)
+
+
+@pytest.mark.parametrize(
+    ("hello", "why"),
+    [
+        ({"protocol": "another"}, "the gateway and the worker are of different versions"),
+        ({"protocol": ""}, "the gateway and the worker are of different versions"),
+        ({"gateway_id": "another", "epoch": 1}, "another gateway has this worker"),
+        ({"gateway_id": OURS, "epoch": 1, "secret": "guessed"}, "it does not have the secret of its lease"),
+        ({"gateway_id": OURS, "epoch": 1, "secret": "\u00e9"}, "it does not have the secret of its lease"),
+    ],
+)
+async def test_who_is_sent_away_and_told_why(site: Site, hello: dict[str, object], why: str) -> None:
+    worker = await site.waits()
+    await site.leased(worker, 1)
+    stranger = await site.dial()
+    await stranger.says(**hello)
+    said = await stranger.next()
+    assert said is not None and said.refusal == why
+    assert not worker.stream.has_ended, "who has the lease is left alone"
+
+
+async def test_a_gateway_of_the_pool_is_no_worker(site: Site) -> None:
+    posing = await site.dial("gateway")
+    with contextlib.suppress(ConnectionError):
+        await posing.says()
+    assert await posing.next() is None and not site.port._waiting
+
+
+async def test_a_certificate_of_another_pool_is_none(
+    site: Site, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    strangers = tmp_path_factory.mktemp("strangers")
+    pool_files.write_certificates(strangers, 1)
+    # It trusts the gateway, which does not trust it.
+    (strangers / "ca.pem").write_bytes((site.pool / "ca.pem").read_bytes())
+    site.pool = strangers
+    stranger = await site.dial()
+    with contextlib.suppress(ConnectionError):
+        await stranger.says()
+    assert await stranger.next() is None and not site.port._waiting
+
+
+@pytest.mark.parametrize(
+    "said", [LENGTH.pack(1 << 20), LENGTH.pack(3) + b"\xff\xff\xff"], ids=["long", "bad"]
+)
+async def test_what_is_no_hello_is_sent_away(site: Site, said: bytes) -> None:
+    stranger = await site.dial()
+    assert isinstance(stranger.transport, asyncio.WriteTransport)
+    stranger.transport.write(said)
+    assert await stranger.next() is None
+
+
+async def test_who_says_nothing_is_sent_away(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_port, "_HELLO_TIMEOUT_S", 0.2)
+    silent = await site.dial()
+    assert await silent.next() is None
+    # Not even TLS.
+    with socket.create_connection(site.place) as mute:
+        assert await asyncio.to_thread(mute.recv, 1) == b""
+
+
+async def test_half_open_connections_keep_no_worker_out(site: Site) -> None:
+    with contextlib.ExitStack() as stack:
+        connect = socket.create_connection
+        mute = [stack.enter_context(await asyncio.to_thread(connect, site.place)) for _ in range(200)]
+        worker = await site.waits()
+        await site.leased(worker, 1)
+        assert await asyncio.to_thread(mute[0].recv, 1) == b"", "the oldest are closed"
+        assert len(site.port._unknown) <= worker_port._MAX_UNKNOWN
+
+
+async def test_workers_without_need_are_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_port, "_MAX_WAITING", 1)
+    first, second = await site.waits(), await site.dial()
+    await second.says()
+    said = await second.next()
+    assert said is not None and said.refusal == "too many workers wait already"
+    # Those that are gone do not count.
+    first.stream.close()
+    await asyncio.sleep(0.1)
+    third = await site.dial()
+    await third.says()
+    await site.leased(third, 1)
+
+
+async def test_one_that_is_gone_or_silent_takes_no_lease(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_port, "_ANSWER_TIMEOUT_S", 0.2)
+    silent = await site.waits()
+    assert not await site.port.lease(await site.take(), worker_pb2.Lease(gateway_id=OURS, epoch=1))
+    assert await silent.next() is not None and await silent.next() is None
+    gone = await site.waits()
+    taken = await site.take()
+    gone.stream.close()
+    assert not await site.port.lease(taken, worker_pb2.Lease(gateway_id=OURS, epoch=2))
+
+
+async def test_who_stops_waiting_for_a_worker_takes_none(site: Site) -> None:
+    taking = asyncio.create_task(site.port.take(lambda _: True))
+    await asyncio.sleep(0)
+    worker = await site.dial()
+    await worker.says()
+    while not any(found.done() for found in site.port._takers):
+        await asyncio.sleep(0)
+    taking.cancel()
+    await asyncio.wait([taking])
+    await site.leased(worker, 1)
+
+
+async def test_shards_share_the_port(site: Site) -> None:
+    """A worker that has lost its shard is sent to the next owner; the port stays while there is one."""
+    site.port.join("another shard")
+    worker = await site.waits()
+    lease = await site.leased(worker, 1, "another shard")
+    site.port.leave("another shard")
+    site.port.end("another shard", 1)
+    assert await worker.next() is None
+    again = await site.dial()
+    await again.says(gateway_id="another shard", epoch=1, secret=lease.secret)
+    said = await again.next()
+    assert said is not None and said.refusal == "another gateway has this worker"
+    site.port.leave(OURS)
+    await asyncio.sleep(0.05)
+    with pytest.raises(ConnectionRefusedError):
+        await site.dial()
