@@ -103,10 +103,10 @@ serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="-
 cluster: $(SERVING) kernels ## Serve with two workers as if they were on other hosts (docs/hosts.md)
 	@test -d build/pool || $(BIN)/quire pool init build/pool >/dev/null
 	@trap 'kill $$workers 2>/dev/null; wait' EXIT; trap exit INT TERM; workers=; threads=$$(( ($$(nproc) + 1) / 2 )); \
-	for port in 50061 50062; do \
-	  $(BIN)/quire worker --pool build/pool --listen 127.0.0.1:$$port --threads $$threads & workers="$$workers $$!"; \
+	for number in 1 2; do \
+	  $(BIN)/quire worker --pool build/pool --gateway 127.0.0.1:50060 --threads $$threads & workers="$$workers $$!"; \
 	done; \
-	$(BIN)/quire serve --pool build/pool --workers-at 127.0.0.1:50061,127.0.0.1:50062 $(ARGS)
+	$(BIN)/quire serve --pool build/pool --pool-listen 127.0.0.1:50060 --workers 2 $(ARGS)
 
 # A process more than there are cores, since tests of several servers wait for them, and four at most (one with
 # ARGS="-n 0"); who has nothing left takes from another. The variable, which images set, would have hundreds of

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,9 @@ class RayCluster:
             "RAY_health_check_failure_threshold": "3",
         }
         self.has_head = True
+        # Where workers dial their gateway, and the next one.
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.pool_address = f"127.0.0.1:{free.getsockname()[1]}"
         # Those that are neither lost nor leaving.
         self.nodes: set[str] = set()
         self._process = subprocess.Popen(

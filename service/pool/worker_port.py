@@ -97,8 +97,8 @@ class WorkerPort:
         for worker in self._waiting[:]:
             self._drop(worker)
         # The event loop looks at it until then.
-        self._accepting.add_done_callback(lambda _, listener=self._listener: listener.close())
-        self._listener = None
+        listener, self._listener = self._listener, None
+        self._accepting.add_done_callback(lambda _: listener.close())
 
     async def take(self, wants: Wants) -> DialledWorker:
         """One that is wanted, and waits no more: one with KV before others. Waits for one."""
