@@ -450,7 +450,7 @@ class Config:
     @property
     def has_remote_workers(self) -> bool:
         """Whether others start the workers, on this or other hosts."""
-        return bool(self.pool_listen)
+        return bool(self.pool_listen or self.launcher == "ray")
 
 
 def plain(number: float) -> str:
