@@ -178,14 +178,14 @@ def _pool_conflicts(config: Config) -> Iterator[_Conflict]:
         yield ("pool_listen", "pool"), "needs pool too"
     if config.pool_listen and int(config.pool_listen.rpartition(":")[2]) == 0:
         yield ("pool_listen",), "needs a port that workers know, also after a restart"
-    if is_ray and not config.pool_listen:
-        yield ("pool_listen", "launcher"), "is needed with launcher = ray: workers on the nodes dial it"
     if config.workers is None and config.pool_listen and not is_ray:
         problem = "must be a number with pool_listen: how many of the workers that dial are used"
         yield ("workers", "pool_listen"), problem
     if config.devices and (config.has_remote_workers or config.device == "cpu"):
         problem = "is for workers on GPUs that this gateway starts: `quire worker` has --device-index"
-        yield ("devices", "device", "pool_listen"), problem
+        yield ("devices", "device", "pool_listen", "launcher"), problem
+    if is_ray and not config.pool_listen:
+        yield ("pool_listen", "launcher"), "is needed with launcher = ray: workers on the nodes dial it"
     if is_ray and not config.orphan_grace_s:
         problem = "must be above 0 with launcher = ray: workers outlive what has started them"
         yield ("orphan_grace_s", "launcher"), problem

@@ -88,6 +88,7 @@ class PoolMember:
         A name may be that of several.
         """
         backoff_s, last = _BACKOFF_S, ""
+        _log.info("dialling", gateways=",".join(gateways))
         while not self.done.done():
             addresses = [address for gateway in gateways for address in await self._addresses(gateway)]
             for address in sorted(dict.fromkeys(addresses), key=lambda address: address != last):
@@ -112,31 +113,33 @@ class PoolMember:
     async def _visit(self, gateway: str, tls: ssl.SSLContext) -> bool:
         """Dials a gateway, and serves it if it gives a lease. False: it does not."""
         stream = MessageStream(worker_pb2.ConnectRequest, _MAX_LEASE_BYTES)
+        why = "it does not answer"
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await _connect(stream, gateway, tls)
                 await stream.write(worker_pb2.ConnectResponse(hello=self._hello()))
-            self._say(gateway, "")
+            why = "it needs no worker for now"
             async with asyncio.timeout(_WAIT_S):
                 first = await anext(stream)
             if not first.HasField("lease"):
                 raise Refused(first.refusal)
             worker = self._take(first.lease)
             await stream.write(worker_pb2.ConnectResponse())
+            self._said.clear()
             stream.max_bytes = first.lease.config.max_request_bytes + HOP_SLACK_BYTES
             await worker.serve_stream(stream, stream.write, silence_timeout_s=first.lease.silence_timeout_s)
             return True
-        except Refused as why:
-            self._say(gateway, str(why))
+        except Refused as refusal:
+            why = str(refusal)
         except TimeoutError:
             pass
         except _BROKEN as error:
-            if not isinstance(error, StopAsyncIteration):
-                self._say(gateway, getattr(error, "strerror", None) or type(error).__name__)
+            why = getattr(error, "strerror", None) or "it has closed the connection"
         except Exception:
             _log.exception("a lease cannot be used", gateway=gateway)
         finally:
             stream.close()
+        self._say(gateway, why)
         return False
 
     def _hello(self) -> worker_pb2.Hello:
@@ -146,13 +149,10 @@ class PoolMember:
         return hello
 
     def _say(self, gateway: str, why: str) -> None:
-        """Logs why a gateway gives no lease, once. Empty: it has answered, and may give one."""
+        """Logs why a gateway gives no lease, and not again and again."""
         if self._said.get(gateway) != why:
             self._said[gateway] = why
-            if why:
-                _log.warning("no lease", gateway=gateway, why=why)
-            else:
-                _log.info("waiting for a lease", gateway=gateway)
+            _log.warning("no lease", gateway=gateway, why=why)
 
     def _take(self, lease: worker_pb2.Lease) -> WorkerServer:
         """The worker for a lease, which starts with the first one. Raises Refused."""

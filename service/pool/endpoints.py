@@ -35,8 +35,8 @@ class Endpoint(Protocol):
     # Of a worker on another host; empty on this machine.
     host_address: str
 
-    async def open(self, max_request_bytes: int, max_response_bytes: int) -> Stream:
-        """Connects, without a timeout, and opens the stream. A longer message ends it."""
+    async def open(self, max_bytes: int) -> Stream:
+        """Connects, without a timeout, and opens the stream. A longer message of the worker ends it."""
 
     async def close(self) -> None:
         """Closes stream and connection."""
@@ -56,8 +56,8 @@ class SocketEndpoint:
         self._secret = secret
         self._stream: MessageStream[worker_pb2.ConnectResponse] | None = None
 
-    async def open(self, max_request_bytes: int, max_response_bytes: int) -> Stream:  # noqa: ARG002 - no bound
-        self._stream = stream = MessageStream(worker_pb2.ConnectResponse, max_response_bytes)
+    async def open(self, max_bytes: int) -> Stream:
+        self._stream = stream = MessageStream(worker_pb2.ConnectResponse, max_bytes)
         while True:
             try:
                 await asyncio.get_running_loop().create_unix_connection(lambda: stream, self._path)
@@ -83,8 +83,8 @@ class LeasedEndpoint:
         self._stream = worker.stream
         self._on_close = on_close
 
-    async def open(self, max_request_bytes: int, max_response_bytes: int) -> Stream:  # noqa: ARG002 - no bound
-        self._stream.max_bytes = max_response_bytes
+    async def open(self, max_bytes: int) -> Stream:
+        self._stream.max_bytes = max_bytes
         return self._stream
 
     async def close(self) -> None:

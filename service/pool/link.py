@@ -45,10 +45,7 @@ class WorkerLink:
         self._queue: deque[worker_pb2.ConnectRequest] = deque()
         # Done when the queue has something for the task that writes. Faster than an Event.
         self._wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._max_bytes = (
-            config.max_request_bytes + HOP_SLACK_BYTES,
-            config.max_response_bytes + HOP_SLACK_BYTES,
-        )
+        self._max_bytes = config.max_response_bytes + HOP_SLACK_BYTES
         self._task = asyncio.create_task(self._run(), name="worker-link")
 
     def send(self, request: worker_pb2.ConnectRequest) -> None:
@@ -73,7 +70,7 @@ class WorkerLink:
     async def _run(self) -> None:
         writing = None
         try:
-            stream = await self._endpoint.open(*self._max_bytes)
+            stream = await self._endpoint.open(self._max_bytes)
             writing = asyncio.create_task(self._write(stream), name="worker-link-write")
             async for response in stream:
                 self._on_response(response)

@@ -16,6 +16,7 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import worker_pb2
 
 from tests import quire_command, undisturbed
+from tests.e2e.several_gateways import SeveralGateways, retrying
 from tests.forks import Forked
 from tests.gateway_process import GatewayProcess
 from tests.tcp_proxy import TcpProxy
@@ -213,6 +214,25 @@ def test_hung_worker(pool: Pool, expected: list[int]) -> None:
         hung.suspend()
         text.decode(gateway, 3)
         assert text.replayed > 0 and process_of(worker) != hung
+
+
+def test_several_gateways_of_one_host(pool: Pool) -> None:
+    """Each has a port, and a worker finds the one that needs it. Their shards' workers come back to them."""
+    host, _, port = pool.address.rpartition(":")
+    both = f"{pool.address},{host}:{int(port) + 1}"
+    for _ in range(2):
+        pool.start_worker("--gateway", both)
+    flags = ("--pool", str(pool.certificates), "--pool-listen", pool.address, "--orphan-grace-s", "60")
+    with SeveralGateways(2, pool.directory / "data", flags) as server:
+        server.wait_until_ready()
+        prefill = pb.PrefillRequest(token_ids=PROMPT)
+        answers = [stub.Prefill(prefill, timeout=TIMEOUT_S) for stub in server.stubs()]
+        for killed in server.gateways():
+            killed.kill()
+        for made in answers:
+            request = pb.DecodeRequest(cache_id=made.kv_cache.cache_id, token_id=1, position=len(PROMPT))
+            answer: pb.DecodeResponse = retrying(server.stub.Decode, request)  # type: ignore[assignment]
+            assert answer.kv_cache.seq_len == len(PROMPT) + 1 and not answer.replayed_tokens
 
 
 def test_far_worker(pool: Pool, expected: list[int]) -> None:

@@ -27,7 +27,7 @@ class Endpoint:
         self.written: list[list[int]] = []
         self.go_on = asyncio.Event()
 
-    async def open(self, max_request_bytes: int, max_response_bytes: int) -> Any:
+    async def open(self, max_bytes: int) -> Any:
         return self
 
     async def close(self) -> None:
@@ -92,7 +92,7 @@ async def test_it_waits_until_the_worker_listens_and_shows_the_secret(tmp_path: 
         writer.close()
 
     endpoint = SocketEndpoint(str(tmp_path / "s"), "opensesame")
-    opening = asyncio.create_task(endpoint.open(MAX_BYTES, MAX_BYTES))
+    opening = asyncio.create_task(endpoint.open(MAX_BYTES))
     await asyncio.sleep(0.1)
     assert not opening.done()
     async with await asyncio.start_unix_server(accept, tmp_path / "s"), asyncio.timeout(PATIENCE_S):

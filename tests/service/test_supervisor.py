@@ -95,8 +95,8 @@ class FakeEndpoint:
         self._behave = behave
         self._requests: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue()
 
-    async def open(self, max_request_bytes: int, max_response_bytes: int) -> Stream:
-        assert max_request_bytes and max_response_bytes
+    async def open(self, max_bytes: int) -> Stream:
+        assert max_bytes
         return self
 
     async def write(self, request: worker_pb2.ConnectRequest) -> None:

@@ -30,12 +30,12 @@ class Bench:
     """A member in this process, whose worker has not loaded its model, and the ports of two gateways."""
 
     def __init__(self, pool: Path, ports: list[WorkerPort], addresses: list[str]) -> None:
-        self.ports = ports
+        self.pool, self.ports, self.addresses = pool, ports, addresses
         self.configs: list[worker_pb2.WorkerConfig] = []
         self.alarms: list[float] = []
         self.member = PoolMember(worker_pb2.WorkerConfig(threads=3))
-        tls = tls_context(pool, "worker", is_server=False)
-        self.dialling = asyncio.create_task(self.member.dial(addresses, tls))
+        self.tls = tls_context(pool, "worker", is_server=False)
+        self.dialling = asyncio.create_task(self.member.dial(addresses, self.tls))
 
     def make(self, config: worker_pb2.WorkerConfig, _: object) -> WorkerServer:
         self.configs.append(config)
@@ -89,6 +89,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     for port in ports:
         for number in range(2):
             port.leave(f"g{number}")
+        port.leave("another")
     await asyncio.sleep(0.05)  # sockets are closed then
 
 
@@ -133,6 +134,37 @@ async def test_it_waits_at_each_gateway_for_a_while(bench: Bench, monkeypatch: p
     """None may need it, but the other one."""
     monkeypatch.setattr(pool_member, "_WAIT_S", 0.1)
     assert await bench.lease(1, gateway=1)
+
+
+async def test_a_name_may_be_that_of_several_gateways(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of the pods behind a headless Service."""
+    bench.dialling.cancel()
+    await asyncio.wait([bench.dialling])
+    port = bench.addresses[0].rpartition(":")[2]
+    other = pool_files.worker_port(f"127.0.0.2:{port}", bench.pool)
+    other.join("g2")
+
+    async def getaddrinfo(host: str, port: str, **_: object) -> list[object]:
+        return [(0, 0, 0, "", (address, int(port))) for address in ("127.0.0.1", "127.0.0.2")]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(pool_member, "_WAIT_S", 0.1)
+    bench.ports.append(other)
+    bench.dialling = asyncio.create_task(bench.member.dial([f"gateways:{port}"], bench.tls))
+    assert await bench.lease(1, gateway=2)
+    other.leave("g2")
+
+
+async def test_the_log_says_once_why_there_is_no_lease(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(pool_member._log, "warning", lambda _, **fields: said.append(fields["why"]))
+    assert await bench.lease(5)
+    for number in range(2):
+        bench.ports[number].join("another")
+        bench.ports[number].leave("g0")
+    bench.ports[0].end("g0", 5)
+    await asyncio.sleep(0.5)  # some rounds
+    assert said == ["another gateway has this worker"] * 2, "of each gateway"
 
 
 @pytest.mark.parametrize(
