@@ -136,7 +136,6 @@ class FakeLink:
     """Stands for the stream to one incarnation. What is sent lies in the worker's inbox."""
 
     def __init__(self, processes: Processes, on_response: OnResponse) -> None:
-        self.refusal = ""
         self.closed = asyncio.Event()
         self._processes = processes
         self._on_response = on_response
