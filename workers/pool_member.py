@@ -83,15 +83,16 @@ class PoolMember:
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def dial(self, gateways: Sequence[str], tls: ssl.SSLContext) -> None:
-        """Dials the gateways in turn, beginning with the one that had it last, until the worker ends.
+        """Dials the gateways in turn, until the worker ends. A name may be that of several.
 
-        A name may be that of several.
+        The one that had it last comes last: its host may be lost, which takes seconds to see. The others send
+        the worker away at once, unless they have the shard by now.
         """
         backoff_s, last = _BACKOFF_S, ""
         _log.info("dialling", gateways=",".join(gateways))
         while not self.done.done():
             addresses = [address for gateway in gateways for address in await self._addresses(gateway)]
-            for address in sorted(dict.fromkeys(addresses), key=lambda address: address != last):
+            for address in sorted(dict.fromkeys(addresses), key=lambda address: address == last):
                 if await self._visit(address, tls):
                     backoff_s, last = _BACKOFF_S, address
                     break
