@@ -152,7 +152,7 @@ SERVICE_ROOMS = {
     ),
     "service.extensions.ray": (
         "service.config", "service.extension", "service.logging", "service.pool.launcher",
-        "service.pool.endpoints", "service.pool.pool_files", "service.pool.remote",
+        "service.pool.pool_files", "service.pool.remote", "service.pool.worker_port",
     ),
     "service.extensions.tracing": (
         "service.api", "service.config", "service.extension", "service.logging", "service.outbound",

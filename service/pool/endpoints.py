@@ -1,17 +1,17 @@
 """How the stream to one incarnation of a worker is opened.
 
-Over the Unix socket of a process of this machine, or by the worker itself, which has dialled this gateway.
+Over the Unix socket of a process of this machine, or by the worker itself, which has dialled this gateway:
+see `DialledWorker`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 from quire.v1 import worker_pb2
 
-from service.pool.worker_port import DialledWorker
 from workers.common.message_stream import MessageStream
 
 _RETRY_S = 0.02
@@ -71,21 +71,3 @@ class SocketEndpoint:
     async def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
-
-
-class LeasedEndpoint:
-    """A worker that has dialled this gateway, and has taken its lease."""
-
-    is_leased = True
-
-    def __init__(self, worker: DialledWorker, on_close: Callable[[], None]) -> None:
-        self.host_address = worker.address
-        self._stream = worker.stream
-        self._on_close = on_close
-
-    async def open(self, max_bytes: int) -> Stream:
-        self._stream.max_bytes = max_bytes
-        return self._stream
-
-    async def close(self) -> None:
-        self._on_close()

@@ -16,7 +16,7 @@ from quire.v1 import worker_pb2
 from service.config import Config
 from service.listening import CannotListen
 from service.logging import get_logger
-from service.pool.endpoints import Endpoint, LeasedEndpoint
+from service.pool.endpoints import Endpoint
 from service.pool.launcher import PoolFailed
 from service.pool.registry import Epochs, Registry
 from service.pool.threads import in_thread
@@ -110,9 +110,10 @@ class RemoteLauncher:
     async def start(self, config: worker_pb2.WorkerConfig) -> LeasedWorker:
         """Leases the worker that has waited longest. Waits for one."""
         while True:
-            leased = await self._lease(await self._take(), config)
-            if leased is not None:
-                return LeasedWorker(*leased)
+            worker = await self._take()
+            epoch = await self._lease(worker, config)
+            if epoch is not None:
+                return LeasedWorker(epoch, worker)
 
     async def _take(self) -> DialledWorker:
         try:
@@ -122,10 +123,8 @@ class RemoteLauncher:
             ours = "", self._gateway_id
             return await self._port.take(lambda hello: not hello.name and hello.gateway_id in ours)
 
-    async def _lease(
-        self, worker: DialledWorker, config: worker_pb2.WorkerConfig
-    ) -> tuple[int, LeasedEndpoint] | None:
-        """Leases it. Returns the epoch, and the stream. None: it has not taken the lease."""
+    async def _lease(self, worker: DialledWorker, config: worker_pb2.WorkerConfig) -> int | None:
+        """Leases it. Returns the epoch. None: it has not taken the lease."""
         try:
             lease = worker_pb2.Lease(
                 gateway_id=self._gateway_id,
@@ -136,9 +135,7 @@ class RemoteLauncher:
         except BaseException:
             worker.stream.close()
             raise
-        if not await self._port.lease(worker, lease):
-            return None
-        return lease.epoch, LeasedEndpoint(worker, lambda: self._port.end(lease.gateway_id, lease.epoch))
+        return lease.epoch if await self._port.lease(worker, lease) else None
 
     def close(self) -> None:
         """Streams are closed already."""

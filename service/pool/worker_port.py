@@ -43,15 +43,25 @@ Wants = Callable[[worker_pb2.Hello], bool]
 
 
 class DialledWorker:
-    """A worker that has dialled: its stream, what it has said of itself, and the address of its host."""
+    """A worker that has dialled: its stream, what it has said of itself, and where it is. See `Endpoint`."""
+
+    is_leased = True
 
     def __init__(
         self, stream: MessageStream[worker_pb2.ConnectResponse], hello: worker_pb2.Hello, address: str
     ) -> None:
         self.stream = stream
         self.hello = hello
-        self.address = address
+        self.host_address = address
         self.since_s = time.monotonic()
+
+    async def open(self, max_bytes: int) -> MessageStream[worker_pb2.ConnectResponse]:
+        """The stream, which is open."""
+        self.stream.max_bytes = max_bytes
+        return self.stream
+
+    async def close(self) -> None:
+        self.stream.close()
 
 
 class WorkerPort:
@@ -127,16 +137,17 @@ class WorkerPort:
                 await anext(worker.stream)
         except _BROKEN:
             worker.stream.close()
-            _log.info("a worker has not taken its lease", address=worker.address)
+            _log.info("a worker has not taken its lease", address=worker.host_address)
             return False
         except BaseException:
             worker.stream.close()
             raise
+        self._leased = {key: stream for key, stream in self._leased.items() if not stream.has_ended}
         self._leased[lease.gateway_id, lease.epoch] = worker.stream
         return True
 
     def end(self, gateway_id: str, epoch: int) -> None:
-        """Closes the stream of a lease."""
+        """Closes the stream of a lease, if it is open."""
         stream = self._leased.pop((gateway_id, epoch), None)
         if stream is not None:
             stream.close()
@@ -199,11 +210,11 @@ class WorkerPort:
     def _arrived(self, worker: DialledWorker) -> None:
         hello = worker.hello
         if refusal := self._refusal(hello):
-            _log.debug("a worker was sent away", why=refusal, address=worker.address)
+            _log.debug("a worker was sent away", why=refusal, address=worker.host_address)
             self._keep(_refuse(worker.stream, refusal))
             return
         # Again and again, if it is not needed.
-        _log.debug("a worker has dialled", address=worker.address)
+        _log.debug("a worker has dialled", address=worker.host_address)
         if hello.gateway_id:
             self.end(hello.gateway_id, hello.epoch)
         self._offer(worker)

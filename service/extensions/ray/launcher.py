@@ -23,8 +23,8 @@ from quire.v1 import worker_pb2
 from service.config import Config, ConfigError
 from service.logging import get_logger
 from service.pool import pool_files
-from service.pool.endpoints import LeasedEndpoint
 from service.pool.remote import LeasedWorker, RemoteLauncher
+from service.pool.worker_port import DialledWorker
 from workers.common import child_process
 
 _log = get_logger(__name__)
@@ -82,21 +82,21 @@ class RayLauncher(RemoteLauncher):
 
     async def _lease_named(
         self, name: str, worker: PlacedWorker, config: worker_pb2.WorkerConfig
-    ) -> tuple[int, LeasedEndpoint]:
+    ) -> tuple[int, DialledWorker]:
         """Leases the worker of an actor when it dials. Raises OSError if it ends before."""
-        leased = None
-        while leased is None:
+        while True:
             dialling = asyncio.create_task(self._port.take(lambda hello: hello.name == name))
             ending = asyncio.create_task(worker.wait())
             try:
                 await asyncio.wait({dialling, ending}, return_when=asyncio.FIRST_COMPLETED)
                 if not dialling.done():
                     raise OSError(0, f"it ended with status {ending.result()}", f"actor {name}")
-                leased = await self._lease(dialling.result(), config)
+                epoch = await self._lease(dialling.result(), config)
             finally:
                 dialling.cancel()
                 ending.cancel()
-        return leased
+            if epoch is not None:
+                return epoch, dialling.result()
 
     async def room(self, known: int) -> int:
         """What else runs on the nodes is not considered."""
