@@ -21,7 +21,7 @@ STUBS = "quire.v1"
 # Inside workers a module imports only what stands below it, or beside it on its line.
 WORKER_LAYERS = (
     {"__main__", "pool_member", "follower"},
-    {"process", "plan", "precompile", "dry_run", "launches"},
+    {"process", "precompile", "dry_run", "launches"},
     {"socket_server"},
     {"server", "wire"},
     {"step_loop"},
