@@ -1,14 +1,12 @@
-"""The configurations for which kernels are compiled, at a launch and in tests without a GPU.
+"""How a kernel is compiled and launched: only by its `Variant`. This module does not import Triton.
 
-Kernels are launched only by their `Variant`. Each module of this package has `compile_specs() ->
-list[CompileSpec]`, made of the same variants, with one spec for each configuration in use. The compile gate
-of the tests compiles all of them. This module does not import Triton.
+What models launch is compiled in tests without a GPU, and checked there: `tests.kernels.cuda.compile_gate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,8 +17,6 @@ import torch
 SHARED_BYTES = {90: 227 * 1024, 89: 99 * 1024, 80: 163 * 1024}
 # The first architecture with programmatic dependent launch.
 EARLY_FROM = 90
-# By their names in Triton.
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,53 +65,3 @@ def architecture_of(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-@dataclass(frozen=True, slots=True)
-class Expectations:
-    """The requirements for a compiled kernel, besides that no register spills to memory.
-
-    Attributes:
-        max_shared_bytes: The shared memory that a program may use; SHARED_BYTES applies too.
-        wgmma: Whether matrix products must use the warp-group instructions of sm_90.
-        kv_buffers: The least number of buffers for each tile that a matrix product reads in a loop; None:
-            loads are not pipelined. With one buffer, loads do not overlap with computation.
-        fetches: Whether a launch that begins early must fetch into the cache before it waits.
-    """
-
-    max_shared_bytes: int = SHARED_BYTES[90]
-    wgmma: bool = False
-    kv_buffers: int | None = None
-    fetches: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CompileSpec:
-    """One configuration of one kernel.
-
-    Attributes:
-        variant: The kernel and its compile options.
-        name: The name in reports, such as "rms_norm bf16 D=4096".
-        types: The type of each argument that is not a constexpr: "*bf16" for a pointer, "i32", "fp32"; None
-            for an argument that is None.
-        divisible_by_16: The arguments that are known to be divisible by 16, such as pointers.
-        expects: The requirements for the result.
-        architectures: The supported architectures; see SHARED_BYTES.
-    """
-
-    variant: Variant
-    name: str
-    types: Mapping[str, str | None]
-    divisible_by_16: tuple[str, ...] = ()
-    expects: Expectations = field(default_factory=Expectations)
-    architectures: tuple[int, ...] = tuple(SHARED_BYTES)
-
-    def constexprs_of(self, architecture: int) -> dict[str, Any]:
-        """The constexprs of the variant on an architecture, and the arguments that are None."""
-        absent: dict[str, Any] = {name: None for name, kind in self.types.items() if kind is None}
-        return absent | self.variant.constexprs_of(architecture)
-
-    @property
-    def signature(self) -> dict[str, str]:
-        """The type of each argument in order, in Triton's form."""
-        return {name: self.types.get(name) or "constexpr" for name in self.variant.kernel.arg_names}

@@ -247,7 +247,7 @@ def attend(case: Case, backend: str) -> torch.Tensor:
         if backend.startswith(TRITON):
             from kernels.cuda import decode_attention, decode_plan
             from kernels.cuda import paged_attention as cuda
-            from kernels.cuda.compile_spec import SHARED_BYTES
+            from kernels.cuda.variant import SHARED_BYTES
 
             if backend in _UNITS:
                 patch.setattr(cuda, "num_units_for", lambda items, *_: items * _UNITS[backend])

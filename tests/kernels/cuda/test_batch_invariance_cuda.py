@@ -20,7 +20,8 @@ from kernels.cuda.linear import linear, splits_for
 from kernels.cuda.paged_attention import paged_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.experts import route
-from kernels.lora import LoraPairs, add_lora, new_table, row_slots
+from kernels.lora import add_lora, new_table, row_slots
+from kernels.lora_pairs import LoraPairs
 from tests.kernels.attention_case import FEATURES, Case, Item, make_case
 from tests.kernels.cuda import test_lora_cuda
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kernels.cuda.compile_spec import Variant
 from kernels.cuda.lora import StackedLora
-from kernels.lora import LoraPairs, add_lora, new_table, row_slots
+from kernels.cuda.variant import Variant
+from kernels.lora import add_lora, new_table, row_slots
+from kernels.lora_pairs import LoraPairs
 from tests.kernels.cuda.poison import same_bits
 
 torch.set_num_threads(1)
