@@ -78,24 +78,12 @@ X86_SETS = (
     InstructionSet("avx2", (_V3_COMPILER_FLAG,), _V3_FLAGS),
 )
 INSTRUCTION_SETS = (*X86_SETS, InstructionSet("neon", ("-march=armv8-a",), frozenset(("asimd",)), "aarch64"))
-# For tests, and only by name: the same sources, with plain C++ for the instructions that AVX2 does not have.
-EMULATED_SETS = tuple(
-    InstructionSet(
-        f"emulated-{known.name}",
-        (
-            _V3_COMPILER_FLAG,
-            "-DQUIRE_PLAIN_INTRINSICS",
-            *(flag for flag in known.compiler_flags if flag.startswith("-D")),
-        ),
-        _V3_FLAGS,
-    )
-    for known in X86_SETS[:-1]
-)
-
 
 # Names the instruction set to use; "none": no compiled kernels.
 VARIABLE = "QUIRE_CPU_ISA"
 _NONE = "none"
+# Names a header with plain C++ for the intrinsics of x86: tests have one, for any CPU with AVX2.
+INTRINSICS_VARIABLE = "QUIRE_CPU_INTRINSICS"
 
 
 class BuildError(Exception):
@@ -249,10 +237,15 @@ def instruction_set() -> InstructionSet | None:
         return next((known for known in INSTRUCTION_SETS if known.cpu_flags <= flags), None)
     if name == _NONE:
         return None
-    named = next((known for known in (*INSTRUCTION_SETS, *EMULATED_SETS) if known.name == name), None)
+    named = next((known for known in INSTRUCTION_SETS if known.name == name), None)
     if named is None:
-        names = ", ".join(known.name for known in (*INSTRUCTION_SETS, *EMULATED_SETS))
+        names = ", ".join(known.name for known in INSTRUCTION_SETS)
         raise InstructionSetError(f"{VARIABLE} = {name}: must be one of {names}, {_NONE}")
+    if header := os.environ.get(INTRINSICS_VARIABLE):
+        macros = [flag for flag in named.compiler_flags if flag.startswith("-D")]
+        named = InstructionSet(
+            f"emulated-{name}", (_V3_COMPILER_FLAG, f'-DQUIRE_INTRINSICS="{header}"', *macros), _V3_FLAGS
+        )
     if missing := named.cpu_flags - flags:
         raise InstructionSetError(f"{VARIABLE} = {name}: this machine lacks {', '.join(sorted(missing))}")
     return named
@@ -284,7 +277,11 @@ def _may_use_tiles() -> bool:
 def _prefix(instructions: InstructionSet) -> str:
     """The prefix of the file names of all builds that may be loaded here, by any compiler."""
     parts = [flag.encode() for flag in (*_FLAGS, *instructions.compiler_flags)]
-    for path in sorted((*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"))):
+    header = os.environ.get(INTRINSICS_VARIABLE)
+    for path in (
+        *sorted((*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"))),
+        *([Path(header)] if header else ()),
+    ):
         parts += [path.name.encode(), path.read_bytes()]
     return f"quire-{instructions.name}-{_digest(*parts)}"
 
