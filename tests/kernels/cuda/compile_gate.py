@@ -207,7 +207,7 @@ def unexpected(case: Case, compiled: Compiled) -> list[str]:
     """What is not as expected."""
     faults, expects = [], case.expects
     limit = min(expects.max_shared_bytes, SHARED_BYTES[case.architecture])
-    if compiled.stack_bytes:
+    if compiled.stack_bytes > expects.stack_bytes:
         faults.append(f"spills {compiled.stack_bytes} bytes a thread")
     if compiled.shared_bytes > limit:
         faults.append(f"uses {compiled.shared_bytes} bytes of shared memory of {limit}")

