@@ -27,7 +27,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter too, also for adapters that a model on the CPU packs otherwise."""
     monkeypatch.setattr("kernels.lora._has_triton_kernels", lambda _: True)
-    monkeypatch.setattr("kernels.lora.pack_weight", lambda weight: weight)
+    monkeypatch.setattr("kernels.lora_pairs.pack_weight", lambda weight: weight)
 
 
 @pytest.fixture(autouse=True)
