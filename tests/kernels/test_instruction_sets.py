@@ -184,7 +184,7 @@ def test_without_a_build_torch_stands_in() -> None:
 def test_a_damaged_build_is_not_used() -> None:
     instructions = instructions_used()
     library.BUILD_DIR.mkdir()
-    (library.BUILD_DIR / f"{library._prefix(instructions)}-0.so").write_bytes(b"not a library")
+    (library.BUILD_DIR / f"{library.file_prefix(instructions)}-0.so").write_bytes(b"not a library")
     assert not library.available()
 
 
@@ -198,7 +198,9 @@ def test_a_build_of_this_machine_comes_before_a_prebuilt_one(monkeypatch: pytest
     monkeypatch.setattr(library, "_run", compiler)
     monkeypatch.setenv("CXX", "a compiler")
     monkeypatch.setattr("ctypes.CDLL", str)
-    prebuilt = library.prebuild(instructions_used(), library.BUILD_DIR)
+    prebuilt = library.BUILD_DIR / f"{library.file_prefix(instructions_used())}-prebuilt.so"
+    library.BUILD_DIR.mkdir()
+    prebuilt.touch()
     assert str(library.load()) == str(prebuilt)
     built = library.build()
     library.load.cache_clear()
