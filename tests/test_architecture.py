@@ -136,12 +136,12 @@ SERVICE_ROOMS = {
     ),
     "service.extensions.metrics": (
         "service.adapters.registry", "service.api", "service.caches", "service.config",
-        "service.dispatcher", "service.errors", "service.extension", "service.http_requests",
+        "service.dispatcher", "service.errors", "service.extension", "service.http",
         "service.listening", "service.logging", "service.pool.model_versions", "service.runtimes",
     ),
     "service.extensions.openai": (
         "service.api", "service.caches.tenants", "service.config", "service.auth", "service.errors",
-        "service.extension", "service.http_requests", "service.listening", "service.logging",
+        "service.extension", "service.http", "service.listening", "service.logging",
         "service.printable", "service.runtimes", "service.text", "service.turns",
     ),
     "service.extensions.providers": (
@@ -158,7 +158,7 @@ SERVICE_ROOMS = {
         "service.api", "service.config", "service.extension", "service.logging", "service.outbound",
     ),
     "service.listening": (),
-    "service.http_requests": (),
+    "service.http": ("service.listening",),
     "service.shards": (
         "service.api", "service.auth", "service.config", "service.durable_file", "service.errors",
         "service.journal", "service.logging", "service.pool.pool_files", "service.postgres",

@@ -214,4 +214,4 @@ def test_images_have_the_pinned_torch() -> None:
     assert len(installs) == 3 and all("--constraint /wheels/constraints.txt" in part for part in installs)
     assert set(re.findall(r"^FROM base AS (\w+)$", text, flags=re.MULTILINE)) == {"cpu", "cuda"}
     extras = {extra for found in re.findall(r"\[([\w,]+)\]\"", text) for extra in found.split(",")}
-    assert extras == {"cuda", "openai", "otel", "postgres"}
+    assert extras == {"cuda", "otel", "postgres"}

@@ -24,8 +24,8 @@ from service.auth.authenticator import AUTHORIZATION, Authenticator, current_ten
 from service.caches.tenants import Tenant
 from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError, SessionLimit
 from service.extensions.openai import errors
-from service.extensions.openai.connection import connection_of
 from service.extensions.openai.generation import event
+from service.http.connection import connection_of
 from service.listening import is_address
 from service.logging import bind_request_id, get_logger
 from service.printable import escaped
