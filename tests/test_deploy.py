@@ -137,7 +137,11 @@ def settings_of(gateway: Object, here: Path) -> Config:
 def test_each_variant_serves_with_its_settings(variant: list[Object], tmp_path: Path) -> None:
     gateway, worker = container(variant, "quire-gateway"), container(variant, "quire-worker")
     config = settings_of(gateway, tmp_path)
-    listening = {config.listen: "grpc", config.metrics_listen: "metrics", config.peer_listen: "peers"}
+    listening = {
+        config.listen: "grpc",
+        config.values()["metrics_listen"]: "metrics",
+        config.peer_listen: "peers",
+    }
     listening.pop("", None)
     ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
     assert {name: int(address.rpartition(":")[2]) for address, name in listening.items()} == ports

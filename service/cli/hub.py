@@ -67,14 +67,13 @@ class HubError(Exception):
 
 
 def find_model(
-    hub_id: str, revision: str | None, *, download: bool, on_progress: Callable[[float], None] | None = None
+    hub_id: str, revision: str | None, *, on_progress: Callable[[float], None] | None = None
 ) -> Path:
     """The model's directory in the local cache, after a download if necessary.
 
     Args:
         hub_id: ORG/NAME, validated.
         revision: A commit, branch or tag, validated; None: the main branch.
-        download: Whether a download is allowed.
         on_progress: Gets the downloaded fraction of the weights, from 0 to 1. None: standard error gets it.
 
     Raises:
@@ -83,8 +82,8 @@ def find_model(
     cached, problem = _look_in_cache(hub_id, revision)
     if cached is not None:
         return cached
-    if not download or constants.is_offline_mode():
-        raise _not_here(hub_id, revision, problem, may_download=download)
+    if constants.is_offline_mode():
+        raise _not_here(hub_id, revision, problem)
     try:
         return _download(hub_id, revision, on_progress)
     except Exception as error:
@@ -92,21 +91,18 @@ def find_model(
         raise _to_hub_error(error, hub_id, revision) from error
 
 
-def find_files(hub_id: str, names: Sequence[str], *, download: bool) -> Path:
+def find_files(hub_id: str, names: Sequence[str]) -> Path:
     """A directory in the local cache with these files of a repository, after a download if necessary.
 
     Raises:
         HubError: See `find_model`.
     """
-    may_download = download and not constants.is_offline_mode()
     try:
-        paths = [
-            Path(hf_hub_download(hub_id, name, local_files_only=not may_download)).parent for name in names
-        ]
+        paths = [Path(hf_hub_download(hub_id, name)).parent for name in names]
     except Exception as error:
-        if not may_download and isinstance(error, errors.LocalEntryNotFoundError):
+        if constants.is_offline_mode() and isinstance(error, errors.LocalEntryNotFoundError):
             problem = f"is not whole in the cache {constants.HF_HUB_CACHE}"
-            raise _not_here(hub_id, None, problem, may_download=download) from None
+            raise _not_here(hub_id, None, problem) from None
         # The library raises its own errors and those of its HTTP client.
         raise _to_hub_error(error, hub_id, None) from error
     if len(set(paths)) > 1:
@@ -114,11 +110,11 @@ def find_files(hub_id: str, names: Sequence[str], *, download: bool) -> Path:
     return paths[0]
 
 
-def _not_here(hub_id: str, revision: str | None, problem: str, *, may_download: bool) -> HubError:
+def _not_here(hub_id: str, revision: str | None, problem: str) -> HubError:
     """Why there is no download of what the cache lacks."""
-    why_not = "HF_HUB_OFFLINE is set" if may_download else "model_download is off"
     first = _download_command(hub_id, revision)
-    return HubError(f"{_named(hub_id, revision)} is no directory here and {problem}; {why_not}: {first}")
+    text = f"{_named(hub_id, revision)} is no directory here and {problem}; HF_HUB_OFFLINE is set: {first}"
+    return HubError(text)
 
 
 def _look_in_cache(hub_id: str, revision: str | None) -> tuple[Path | None, str]:

@@ -60,16 +60,14 @@ def find(tmp_path: Path) -> Find:
     """
     home = str(tmp_path / "home")
 
-    def run(
-        *files: str, revision: str | None = None, download: bool = True, **environment: str
-    ) -> tuple[str, str]:
+    def run(*files: str, revision: str | None = None, **environment: str) -> tuple[str, str]:
         # Not those of whoever runs the tests.
         others = ("HF_", "TRANSFORMERS_", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
         base = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         done = subprocess.run(
             quire_command.module(
                 "tests.service.find_model",
-                json.dumps([revision, download, files]),
+                json.dumps([revision, files]),
                 imported=["service.cli.hub"],
             ),
             env=base | {"HF_HOME": home, "HF_ENDPOINT": NOBODY} | environment,
@@ -114,7 +112,6 @@ def test_what_is_in_the_cache_is_found_without_asking_anybody(
     with serving(Hub(MODEL, {})) as endpoint:
         assert find(HF_ENDPOINT=endpoint) == (str(snapshot), "")
     assert find(HF_HUB_OFFLINE="1") == (str(snapshot), "")
-    assert find(download=False) == (str(snapshot), "")
     assert find(revision=COMMIT) == (str(snapshot), "")
 
 
@@ -132,32 +129,26 @@ def test_a_single_file_that_is_not_there_is_told_as_well(tmp_path: Path, find: F
     assert find("config.json", HF_HUB_OFFLINE="1") == ("", said)
 
 
-@pytest.mark.parametrize(
-    ("download", "environment", "why"),
-    [(True, {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"), (False, {}, "model_download is off")],
-)
-def test_what_is_not_there_and_may_not_be_fetched_is_told(
-    tmp_path: Path, find: Find, download: bool, environment: dict[str, str], why: str
-) -> None:
-    cache = tmp_path / "home" / "hub"
-    found, said = find(download=download, **environment)
+def test_what_is_not_there_and_may_not_be_fetched_is_told(tmp_path: Path, find: Find) -> None:
+    cache, why = tmp_path / "home" / "hub", "HF_HUB_OFFLINE is set"
+    found, said = find(HF_HUB_OFFLINE="1")
     assert (found, said) == (
         "",
         f"quire: {MODEL} is no directory here and is not in the cache {cache}; {why}: {FIRST}\n",
     )
     snapshot = make_cache(cache, SMALL | SHARDS)
     (snapshot / "two.safetensors").unlink()
-    found, said = find(download=download, **environment)
+    found, said = find(HF_HUB_OFFLINE="1")
     assert found == "" and f"is not whole in the cache {cache}, two.safetensors is missing; {why}" in said
     (snapshot / "one.safetensors").resolve().unlink()
-    assert "one.safetensors is missing" in find(download=download, **environment)[1], "a link to nothing"
+    assert "one.safetensors is missing" in find(HF_HUB_OFFLINE="1")[1], "a link to nothing"
 
 
 def test_a_cache_that_cannot_be_read_is_told(tmp_path: Path, find: Find) -> None:
     main = make_cache(tmp_path / "home" / "hub", SMALL | WEIGHTS).parents[1] / "refs" / "main"
     main.unlink()
     main.mkdir()
-    found, said = find(download=False)
+    found, said = find(HF_HUB_OFFLINE="1")
     assert found == "" and "cannot be read in the cache" in said and said.count("\n") == 1
 
 

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 from quire.v1 import executor_pb2
 
 from service.extensions.metrics import exporter
+from service.extensions.metrics.settings import MetricsSettings
 from tests.load_config import load_config
 from tests.service.metrics_server import serving
 
@@ -203,7 +204,7 @@ async def test_a_remote_port_is_warned_of(
 ) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(exporter._log, "warning", lambda event, **_: warnings.append(event))
-    listen = load_config({"metrics_listen": f"{host}:0"}, {}).metrics_listen
+    listen = load_config({"metrics_listen": f"{host}:0"}, {}).of(MetricsSettings).metrics_listen
     async with serving(tmp_path, metrics_listen=listen) as server:
         assert server.port > 0
     assert bool(warnings) == warns

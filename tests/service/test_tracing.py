@@ -23,11 +23,12 @@ from quire.v1 import executor_pb2, executor_pb2_grpc
 from service.api.interceptor import CallInterceptor
 from service.api.status import to_status
 from service.api.trace_context import TraceParent, trace_parent
-from service.config import Config, ConfigError
+from service.config import Config
 from service.errors import CacheNotFound, Unauthenticated
 from service.extensions.tracing.extension import open_extension
 from service.extensions.tracing.streams import TracedSession
 from service.extensions.tracing.tracer import Tracing
+from service.settings import ConfigError
 from tests.collector import Collector, Received
 from tests.service.served import channel_to, state_of
 from tests.service.test_interceptor import SECRET, Servicer, raises
@@ -301,7 +302,7 @@ def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, f"service.extensions.tracing.{name}")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(ConfigError, match="extra otel"):
-        open_extension(Config(otlp_endpoint="http://127.0.0.1:4317"))
+        open_extension(Config().with_values({"otlp_endpoint": "http://127.0.0.1:4317"}))
 
 
 @given(st.one_of(st.text(), st.binary(), st.from_regex(re.compile(r"[0-9a-f]{2}-.*"), fullmatch=True)))

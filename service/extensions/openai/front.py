@@ -22,6 +22,7 @@ from service.extensions.openai.generate import Forward, GenerateHandler, generat
 from service.extensions.openai.generation import CompletionHandler
 from service.extensions.openai.middleware import HEALTH, Middleware
 from service.extensions.openai.models import Models
+from service.extensions.openai.settings import OpenAiSettings
 from service.http.connection import HttpLimits
 from service.http.server import HttpServer
 from service.runtimes.executions import Executions
@@ -44,8 +45,8 @@ class OpenAiFront(Extension):
 
     port_for = "HTTP"
 
-    def __init__(self, listen: str) -> None:
-        self.listen = listen
+    def __init__(self, settings: OpenAiSettings) -> None:
+        self.listen, self._settings = settings.openai_listen, settings
 
     def attach(self, parts: GatewayParts) -> None:
         """Makes the server. Raises ConfigError for certificates that cannot be used."""
@@ -54,7 +55,7 @@ class OpenAiFront(Extension):
         self._models = Models(parts.router, parts.state)
         self.bodies = BodyReader(parts.state.receiver, config.max_request_bytes, config.max_arriving_bytes)
         routes = self._routes(parts.executions, parts.text, parts.api.Forward)
-        self._middleware = self.app = Middleware(routes, parts.authenticator, parts.state)
+        self._middleware = self.app = Middleware(routes, parts.authenticator, parts.state, self.listen)
         for wrap in reversed(parts.http):
             self.app = wrap(self.app)
         context, limits = http_context(config), _limits(config)
@@ -62,7 +63,7 @@ class OpenAiFront(Extension):
         self.server = HttpServer(self.app, self.listen, limits, tls=tls, is_shared=config.gateways > 1)
 
     def _routes(self, executions: Executions, text: TextModel, forward: Forward) -> Router:
-        is_processed = self._state.config.openai_logprobs_mode == "processed_logprobs"
+        is_processed = self._settings.openai_logprobs_mode == "processed_logprobs"
         of_tokens = functools.partial(generate, is_processed=is_processed)
         shared = executions, self._models, self._state, text, self.bodies
         routes = [

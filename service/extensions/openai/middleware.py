@@ -50,11 +50,13 @@ _BAD_PATHS = {
 class Middleware:
     """The outermost ASGI application. Passes permitted requests on to `app`."""
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator | None, state: ServerState) -> None:
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator | None, state: ServerState, listen: str
+    ) -> None:
         self._app = app
         self._authenticator = authenticator
         self._state = state
-        self._is_local_only = authenticator is None and is_private(state.config.openai_listen)
+        self._is_local_only = authenticator is None and is_private(listen)
         # With the tenant of each, once that is known.
         self._running: dict[asyncio.Task[None], Tenant | None] = {}
         self._has_stopped = False

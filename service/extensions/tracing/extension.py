@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from service.config import Config, needing_extra
+from service.config import Config
 from service.extension import Extension
+from service.extensions.tracing.settings import TracingSettings
+from service.settings import needing_extra
 
 
 def open_extension(config: Config) -> Extension | None:
     """Raises ConfigError if its libraries are not installed."""
-    if not config.otlp_endpoint:
+    endpoint = config.of(TracingSettings).otlp_endpoint
+    if not endpoint:
         return None
-    with needing_extra("otel", "otlp_endpoint", config.otlp_endpoint):
+    with needing_extra("otel", "otlp_endpoint", endpoint):
         from service.extensions.tracing.tracer import Tracing  # noqa: PLC0415
-    return Tracing(config.otlp_endpoint)
+    return Tracing(endpoint)

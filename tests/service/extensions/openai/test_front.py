@@ -31,6 +31,7 @@ from service.extension import GatewayParts
 from service.extensions.openai.bodies import Body, BodyReader
 from service.extensions.openai.front import OpenAiFront
 from service.extensions.openai.models import Models
+from service.extensions.openai.settings import OpenAiSettings
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
@@ -94,14 +95,14 @@ async def serving(
     runtime: FakeRuntime, *, has_worker: bool = True, forward: Any = None, **settings: Any
 ) -> AsyncIterator[Server]:
     """`forward`: answers requests for the log-probabilities of prompts."""
-    config = Config(**{"openai_listen": "127.0.0.1:0", **settings})
+    config = Config().with_values({"openai_listen": "127.0.0.1:0", **settings})
     model = types_pb2.ModelDescription(vocab_size=100)
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
     state = state_of(config, worker_pb2.WorkerReady(model=model, executor=able) if has_worker else None)
     runtimes: Any = [runtime] if has_worker else [FakeRuntime(generate_yes, "local"), runtime]
     router = Router(runtimes)
     text = TextModel(lambda: state.first_ready, lambda: "")
-    front = OpenAiFront(config.openai_listen)
+    front = OpenAiFront(config.of(OpenAiSettings))
     front.attach(
         GatewayParts(
             state=state,
