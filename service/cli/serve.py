@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from service.auth.connections import TooFewDescriptors, with_descriptors
@@ -53,14 +54,16 @@ def _check(settings: Settings) -> int:
     for name in settings.sources:
         value = json.dumps("auto" if values[name] is None else values[name])
         print(escaped(f"{name} = {value}  # {settings.where(name)}"))
-    alone = {"listen": "127.0.0.1:0", "gateways": 1, "shards": 1, "peer_listen": "", "journal": "memory"}
-    config = settings.config.with_values(alone | {"data_dir": None})
+    config = settings.config
     if not config.has_remote_workers and (problem := quantised(Path(config.model))):
         raise ConfigError("model", "", config.model, problem)
-    try:
-        asyncio.run(_make_parts(with_descriptors(config)))
-    except TooFewDescriptors as error:
-        raise ConfigError("max_connections", "", config.max_connections, str(error)) from None
+    alone = {"listen": "127.0.0.1:0", "gateways": 1, "shards": 1, "peer_listen": "", "journal": "memory"}
+    with tempfile.TemporaryDirectory() as directory:
+        of_check = directory if data_directory(config) is not None else None
+        try:
+            asyncio.run(_make_parts(with_descriptors(config.with_values(alone | {"data_dir": of_check}))))
+        except TooFewDescriptors as error:
+            raise ConfigError("max_connections", "", config.max_connections, str(error)) from None
     print(f"no problems; {len(values) - len(settings.sources)} settings have their defaults")
     return 0
 

@@ -57,7 +57,10 @@ def run(here: Path, block: int) -> str:
 
 def test_settings(here: Path) -> None:
     said = run(here, CHECK)
-    assert "workers = 2  # quire.toml:3\n" in said and "no problems" in said
+    page = (ROOT / PAGE).read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```\n(model = .+?)```", page, flags=re.MULTILINE | re.DOTALL)
+    assert [line.split()[0] for line in shown.splitlines()] == [line.split()[0] for line in said.splitlines()]
+    assert "workers = 2  # quire.toml:3\n" in said and said.splitlines()[-1] == shown.splitlines()[-1]
 
 
 def test_settings_of_all_pages_are_valid() -> None:

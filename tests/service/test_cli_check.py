@@ -103,6 +103,16 @@ def test_what_only_a_start_reads_is_checked(tmp_path: Path, capsys: pytest.Captu
         assert said.startswith(f"q.toml:1: {name} = ") and why in said
 
 
+@pytest.mark.parametrize(
+    "flags", ["--gateways 2 --workers 2", "--model org/name", "--ray-address auto", "--journal sqlite"]
+)
+def test_whatever_starts_a_server_can_be_checked(
+    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert problems(capsys, "--data-dir", str(tmp_path / "data"), *flags.split()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_values_are_said_as_toml_has_them(capsys: pytest.CaptureFixture[str]) -> None:
     toml("listen = '127.0.0.1:0'\ninsecure = true\nmax_journal_bytes = 1\n")
     first, second = problems(capsys, "--config", "q.toml")

@@ -58,7 +58,8 @@ class Spans:
         Binds the trace for the log and for calls to others.
         """
         carried = {key: value for key, value in pairs if key in _CARRIED and isinstance(value, str)}
-        parent = self._propagator.extract(carried, Context())
+        # Empty: not the context of this task, in which there may be another span.
+        parent = self._propagator.extract(carried, Context()) if carried else Context()
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes)
         found = span.get_span_context()
         # It is not with OTEL_SDK_DISABLED.
