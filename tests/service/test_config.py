@@ -7,6 +7,8 @@ import dataclasses
 import errno
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -343,3 +345,13 @@ def test_a_journal_in_postgresql_is_named_by_its_address() -> None:
     for wrong in ("mysql://host/quire", "postgresql", "sqlite:///file"):
         with pytest.raises(ConfigError, match="must be auto, sqlite, memory, or postgresql"):
             load_config(parse("--journal", wrong), {})
+
+
+def test_to_know_all_settings_loads_no_library() -> None:
+    """As `quire serve --help` does, and completion in a shell."""
+    code = (
+        "import sys, service.config; assert len(service.config.all_settings()) > 60;"
+        " print({'grpc', 'starlette', 'opentelemetry', 'google', 'numpy'} & sys.modules.keys())"
+    )
+    run = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"
