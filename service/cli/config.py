@@ -7,7 +7,6 @@ directory that is not there is not made, and a journal is read from a copy.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import errno
 import json
@@ -15,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from service.cli.state import unused
 from service.config import Config, ConfigError
@@ -25,14 +23,9 @@ from service.journal.base import JournalUnusable
 from service.journal.files import DATABASE
 from service.logging import configure_logging
 from service.model_names import is_hub_id
-from service.postgres.errors import DatabaseFailed
 from service.printable import escaped
 from service.quantised import quantised
-from service.setting_rules import POSTGRES
 from workers.common.trusted import require_trusted
-
-if TYPE_CHECKING:
-    from service.postgres.database import Database
 
 
 def check(options: argparse.Namespace) -> int:
@@ -99,7 +92,7 @@ def _problems_at_start(settings: Settings, *, is_running: bool) -> Iterator[str]
     """Why a start would fail. A setting that is refused has its default, of which nothing is said."""
     config = settings.config
     refused = {error.setting for error in settings.errors}
-    checks = [_model, _descriptors, _access, _extensions, _state, _database]
+    checks = [_model, _descriptors, _access, _extensions, _state]
     for check_one in checks if is_running else (*checks, _addresses, _not_in_use):
         for error in check_one(config):
             if error.setting not in refused:
@@ -171,33 +164,20 @@ def _addresses(config: Config) -> Iterator[ConfigError]:
 
 
 def _extensions(config: Config) -> Iterator[ConfigError]:
-    """Checks that what the settings ask for is installed."""
+    """Checks that what the settings ask for is installed, and can be used."""
     from service.extension import open_extensions
 
     try:
-        for extension in open_extensions(config):
-            extension.close()
+        extensions = open_extensions(config)
     except ConfigError as error:
         yield error
-
-
-def _database(config: Config) -> Iterator[ConfigError]:
-    """Checks that the database of the journal can be reached, if it is in one."""
-    if not config.journal.startswith(POSTGRES):
         return
-    try:
-        from service.postgres.database import Database  # its driver is an extra
-
-        asyncio.run(_ask(Database(config.journal)))
-    except ModuleNotFoundError as error:
-        yield ConfigError("journal", "", config.journal, f"needs {error.name}, of the extra postgres")
-    except DatabaseFailed as error:
-        yield ConfigError("journal", "", config.journal, f"the database cannot be used: {error}")
-
-
-async def _ask(database: Database) -> None:
-    await database.fetch("SELECT 1")
-    await database.close()
+    for extension in extensions:
+        try:
+            extension.check()
+        except ConfigError as error:
+            yield error
+        extension.close()
 
 
 def _state(config: Config) -> Iterator[ConfigError]:
@@ -209,9 +189,6 @@ def _state(config: Config) -> Iterator[ConfigError]:
     if directory is None:
         if config.journal == "sqlite":
             yield ConfigError("journal", "", "sqlite", "needs a data_dir if the port is chosen at each start")
-        return
-    if config.peer_listen:
-        # Their state is in the database. See `prepare`.
         return
     try:
         require_trusted(directory)

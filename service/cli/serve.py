@@ -11,12 +11,12 @@ from pathlib import Path
 from service.cli.one_gateway import run_gateway
 from service.config import Config, ConfigError
 from service.config_sources import read_settings
-from service.data_directory import StateUnusable, data_directory, prepare
+from service.data_directory import StateUnusable, check_gateways, data_directory, prepare
+from service.extension import find_server
 from service.logging import configure_logging
 from service.model_names import has_other_format, is_hub_id
 from service.printable import escaped
 from service.quantised import quantised
-from service.shards.one_host import check_count
 from workers.common.protocol import EXIT_CONFIG
 
 
@@ -53,12 +53,13 @@ def _run(config: Config) -> int:
     if not config.has_remote_workers and (problem := quantised(Path(config.model))):
         print(f"quire: {escaped(f'{config.model} cannot be served: {problem}')}", file=sys.stderr)
         return EXIT_CONFIG
-    if config.gateways > 1:
-        from service.cli import gateways
-
+    serve = find_server(config)
+    if serve is not None:
         configure_logging(config.log_level, config.log_format)
-        return gateways.run(config)
-    check_count(data_directory(config), 1)
+        return serve()
+    if config.gateways > 1:
+        raise ConfigError("gateways", "", config.gateways, "no extension that starts several is installed")
+    check_gateways(data_directory(config), 1)
     return run_gateway(config)
 
 

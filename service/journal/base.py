@@ -22,6 +22,13 @@ class DirectoryInUse(JournalUnusable):
     """Another gateway uses the data directory."""
 
 
+class OwnershipLost(Exception):
+    """Another gateway has the journal now, or it is not as this owner has left it.
+
+    Nothing can be appended by this owner any more, for ever: its core has to stop.
+    """
+
+
 class Journal:
     """Stores records. All methods are called on the event loop. Only `close` waits for the disk.
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from service.caches.records import Record
-from service.journal.base import JournalUnusable, OnCommitted
+from service.journal.base import JournalUnusable, OnCommitted, OwnershipLost
 from service.journal.postgres_writer import LAST, PostgresWriter
 from service.journal.recovery import Apply, ApplyRun, Recovery
 from service.journal.stored import COMPACTION_BYTES, StoredJournal
 from service.logging import get_logger
 from service.postgres.errors import DatabaseFailed
-from service.shards.leases import Lease, Leases, OwnershipLost, Table
+from service.postgres.leases import Lease, Leases, Table
 
 _log = get_logger(__name__)
 

@@ -17,12 +17,13 @@ import time
 from collections import deque
 from typing import Final
 
+from service.journal.base import OwnershipLost
 from service.journal.encoding import seal
 from service.journal.recovery import ROW_BYTES
 from service.journal.stored import MAX_ROW_BYTES, OnWritten
 from service.logging import RareWarnings, get_logger
 from service.postgres.errors import Conflict, DatabaseFailed
-from service.shards.leases import RESTORED, Lease, OwnershipLost, Table, why_lost
+from service.postgres.leases import RESTORED, Lease, Table, why_lost
 
 _log = get_logger(__name__)
 

@@ -12,13 +12,13 @@ import sqlite3
 from pathlib import Path
 from typing import Final
 
+from service.journal.base import OwnershipLost
 from service.journal.encoding import CorruptRecord
 from service.journal.files import ROWS, Files, Sync, read_meta, translate_errors
 from service.journal.recovery import Apply, ApplyRun, Recovery
 from service.journal.stored import COMPACTION_BYTES, StoredJournal
 from service.journal.writer import Writer
 from service.logging import get_logger
-from service.shards.leases import OwnershipLost
 
 _log = get_logger(__name__)
 

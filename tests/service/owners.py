@@ -13,7 +13,7 @@ from service.caches.records import Record
 from service.journal.compactor import Compactor
 from service.journal.postgres import PostgresJournal
 from service.postgres.database import Database
-from service.shards.leases import Leases
+from service.postgres.leases import Leases
 from tests.service.journal_traffic import commit
 
 # Renewals do not come between what a test does.

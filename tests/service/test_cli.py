@@ -17,11 +17,11 @@ from quire.cli.main import main
 from service.auth.tokens import read_token_store
 from service.config import Config
 from service.data_directory import data_directory
+from service.extensions.gateways.one_host import places
 from service.journal.base import JournalUnusable
 from service.journal.opening import open_configured
 from service.journal.sqlite import open_journal
 from service.pool import pool_files
-from service.shards.one_host import memberships
 from tests.quire_command import run
 from workers.common.protocol import EXIT_CONFIG
 
@@ -188,7 +188,7 @@ def test_a_setting_that_is_refused_late_is_named_with_where_it_is_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "data"
-    with memberships(data, 2):
+    with places(data, 2):
         pass
     flags = ["serve", "--listen", "127.0.0.1:0", "--data-dir", str(data)]
     file = tmp_path / "quire.toml"

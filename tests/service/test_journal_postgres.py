@@ -12,12 +12,11 @@ import asyncpg
 import pytest
 
 from service.caches.records import CacheReleased
-from service.journal.base import JournalUnusable
+from service.journal.base import JournalUnusable, OwnershipLost
 from service.postgres import database
 from service.postgres.database import Database
 from service.postgres.errors import DatabaseFailed
 from service.postgres.schema import MIGRATIONS
-from service.shards.leases import OwnershipLost
 from tests.postgres_server import PostgresServer
 from tests.service.journal_traffic import Traffic, appended, created, facts
 from tests.service.owners import Owner, locked, operator, until_waiting

@@ -25,10 +25,9 @@ from service.caches.records import (
     Record,
 )
 from service.journal import encoding, files, writer
-from service.journal.base import JournalUnusable
+from service.journal.base import JournalUnusable, OwnershipLost
 from service.journal.compactor import Compactor
 from service.journal.sqlite import SqliteJournal, open_journal
-from service.shards.leases import OwnershipLost
 from tests.service.journal_traffic import Traffic, appended, commit, created, facts, recovered
 
 ROOT = Path(__file__).resolve().parents[2]

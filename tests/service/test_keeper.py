@@ -6,11 +6,11 @@ import asyncio
 from unittest.mock import ANY
 
 from service.config import Config
+from service.extensions.gateways.keeper import Keeper
 from service.postgres.database import Database
 from service.postgres.errors import DatabaseFailed
-from service.shards.ids import Shard
-from service.shards.keeper import Keeper
-from service.shards.leases import Lease, Leases, Owned
+from service.postgres.leases import Lease, Leases, Owned
+from service.shard import Shard
 from tests.postgres_server import PostgresServer
 from tests.service.served import until
 

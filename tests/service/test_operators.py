@@ -14,11 +14,11 @@ from service.api.admin import AdminApi
 from service.api.budget import AnswerBudget
 from service.config import Config
 from service.errors import InvalidArgument
-from service.shards import operators
-from service.shards.forwarding import Forwarding
-from service.shards.ids import Shard
-from service.shards.operators import OperatorCallsOfAll
-from service.shards.peers import Addresses
+from service.extensions.gateways import operators
+from service.extensions.gateways.forwarding import Forwarding
+from service.extensions.gateways.operators import OperatorCallsOfAll
+from service.extensions.gateways.peers import Addresses
+from service.shard import Shard
 
 
 class Context:

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from service.journal.postgres_writer import LAST, PostgresWriter
+from service.postgres import leases
 from service.postgres.errors import DatabaseFailed
-from service.shards import leases
 from tests.sim.planted import begins_at
 from tests.sim.shard_table import ModelDatabase
 

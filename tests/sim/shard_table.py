@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from service.journal import postgres, postgres_writer
+from service.postgres import leases
 from service.postgres.errors import Conflict, DatabaseFailed
-from service.shards import leases
 
 _LATE_S = 2.0
 _COMMIT_S = 0.05
@@ -181,7 +181,7 @@ class ModelDatabase:
 
 
 class ModelTable:
-    """The connection of a gateway: see `service.shards.leases.Table`."""
+    """The connection of a gateway: see `service.postgres.leases.Table`."""
 
     def __init__(self, database: ModelDatabase, breaks: float) -> None:
         """`breaks`: how often a connection breaks during a statement."""

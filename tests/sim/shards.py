@@ -16,11 +16,11 @@ from types import SimpleNamespace
 import pytest
 
 from service.caches.records import CacheCreated, Record
-from service.journal.base import JournalUnusable
+from service.journal.base import JournalUnusable, OwnershipLost
 from service.journal.encoding import decode
 from service.journal.postgres import PostgresJournal
 from service.postgres.errors import DatabaseFailed
-from service.shards.leases import Lease, Leases, OwnershipLost
+from service.postgres.leases import Lease, Leases
 from tests.sim.shard_table import ModelDatabase, ModelTable
 from tests.sim.virtual_loop import VirtualLoop, innermost
 
@@ -53,7 +53,7 @@ class ShardSimulation:
             clock = SimpleNamespace(
                 monotonic=self.loop.time, time_ns=lambda: int(self.loop.time() * 1e9), time=self.loop.time
             )
-            for module in ("journal.postgres_writer", "journal.stored", "shards.leases"):
+            for module in ("journal.postgres_writer", "journal.stored", "postgres.leases"):
                 patch.setattr(f"service.{module}.time", clock)
             try:
                 self.loop.run_to_end(self._run())

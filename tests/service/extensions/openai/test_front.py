@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from service.adapters.registry import Adapters
+from service.api.interceptor import CallInterceptor
 from service.api.request_receiver import RequestReceiver
 from service.api.server_state import ServerState
 from service.api.status import to_status
@@ -32,7 +33,7 @@ from service.extension import GatewayParts
 from service.extensions.openai.bodies import Body, BodyReader
 from service.extensions.openai.front import OpenAiFront
 from service.extensions.openai.models import Models
-from service.gateway import Gateway
+from service.gateway import open_gateway
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
@@ -91,6 +92,10 @@ class Server:
         return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=0)
 
 
+def unexpected(*_: object, **__: object) -> Any:
+    raise AssertionError("the front has called what it does not need")
+
+
 @asynccontextmanager
 async def serving(
     runtime: FakeRuntime, *, has_worker: bool = True, forward: Any = None, **settings: Any
@@ -108,12 +113,16 @@ async def serving(
         GatewayParts(
             state=state,
             api=SimpleNamespace(Forward=forward),  # type: ignore[arg-type]
+            admin=None,
+            interceptor=CallInterceptor(state),
             authenticator=Authenticator.of(config),
             text=text,
             executions=Executions(router, state),
             router=router,
             adapters=Adapters(1),
             shards=list,
+            open_core=unexpected,
+            stop=unexpected,
             http=[],
             num_http_connections=lambda: front.num_connections,
         )
@@ -515,7 +524,7 @@ async def test_listening_needs_libraries(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigError, match=r"needs uvicorn, .*`make setup`"):
-        Gateway(Config(listen="127.0.0.1:0", openai_listen="127.0.0.1:0"))
+        await open_gateway(Config(listen="127.0.0.1:0", openai_listen="127.0.0.1:0"))
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")

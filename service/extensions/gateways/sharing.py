@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from service.shards.leases import Owned
+from service.postgres.leases import Owned
 
 
 class Decision(NamedTuple):

@@ -14,8 +14,8 @@ from quire.v1 import admin_pb2, executor_pb2
 
 from service.api.admin import OperatorCalls
 from service.errors import UNKNOWN_WORKER, InvalidArgument, QuireError, ShardMoved
-from service.shards.forwarding import CallContext, Forwarding
-from service.shards.peers import is_forwarded
+from service.extensions.gateways.forwarding import CallContext, Forwarding
+from service.extensions.gateways.peers import is_forwarded
 
 _SERVICE = "AdminService"
 # Between two looks at the workers of the others.

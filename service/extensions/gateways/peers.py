@@ -116,12 +116,12 @@ class Peers:
             await self._channels.popitem()[1].close(None)
 
 
-class PeerInterceptor(CallInterceptor):
+class PeerInterceptor(grpc.aio.ServerInterceptor):
     """Of the port for gateways. Certificates of workers open it, too, but only gateways know the secret."""
 
-    def __init__(self, secret: str, *parts: Any) -> None:
-        """`parts`: of a CallInterceptor."""
-        super().__init__(*parts)
+    def __init__(self, secret: str, interceptor: CallInterceptor) -> None:
+        """`interceptor`: of all calls of this gateway."""
+        self._interceptor = interceptor
         self._secret = secret.encode()
 
     async def intercept_service(
@@ -130,8 +130,8 @@ class PeerInterceptor(CallInterceptor):
         given = dict(handler_call_details.invocation_metadata or ()).get(HOP, "")
         if not hmac.compare_digest(str(given).encode(), self._secret):
             refused = Unauthenticated("NOT_A_GATEWAY", "only gateways of this server may call this port")
-            return self._refusing_handler(handler_call_details.method, refused)
-        return await super().intercept_service(continuation, handler_call_details)
+            return self._interceptor.refusing_handler(handler_call_details.method, refused)
+        return await self._interceptor.intercept_service(continuation, handler_call_details)
 
 
 def is_forwarded(metadata: Metadata) -> bool:

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 from quire.v1 import executor_pb2
 
 from service.api import validation
-from service.api.admin import OperatorCalls
 from service.api.budget import SMALL_BYTES, AnswerBudget, in_memory
 from service.api.calls import CALLS, ids_in
-from service.api.elsewhere import RunHere
+from service.api.other_shards import RunHere
 from service.api.status import renumber, to_status
 from service.auth.authenticator import current_tenant
 from service.config import Config
@@ -30,9 +29,11 @@ from service.errors import (
     ShardMoved,
     bad_page_token,
 )
+from service.extension import ServedShard
+from service.extensions.gateways.peers import Addresses, Metadata, Peers, is_forwarded
+from service.extensions.gateways.session_calls import SessionCallsOfOthers
 from service.logging import current_request_id
-from service.shards.ids import Shard, shard_of
-from service.shards.peers import Addresses, Metadata, Peers, is_forwarded
+from service.shard import Shard, shard_of
 
 
 class CallContext(Protocol):
@@ -51,15 +52,6 @@ class CallContext(Protocol):
         """`callback` is called when the answer is sent."""
 
 
-class AnsweringShard(Protocol):
-    """A further shard of this process: what answers for it, and what metrics show of it."""
-
-    run_here: RunHere
-    caches: Any
-    versions: Any
-    operator_calls: OperatorCalls
-
-
 # In the trailing metadata of a forwarded call: the address of the gateway that has its cache.
 GATEWAY_METADATA = "quire-gateway"
 # What several shards of a gateway have together, of its status.
@@ -67,30 +59,28 @@ _SUMS = ("caches", "operations_in_flight", "journal_bytes")
 
 
 class Forwarding:
-    """What is needed to answer for all shards."""
+    """Answers for all shards: see `OtherShards`."""
 
     def __init__(
         self, config: Config, home: Shard, addresses: Addresses, peers: Peers, answers: AnswerBudget
     ) -> None:
         """`home`: the shard whose calls need none of this. `answers`: counts what others answered."""
         self.home = home
-        # By which gateways know each other's calls.
-        self.secret = peers.secret
         self._config = config
         self._addresses = addresses
         self._peers = peers
         self._answers = answers
         self.is_draining, self.in_flight = False, 0
-        # Further shards that this process has: what answers for them.
-        self.cores: dict[int, AnsweringShard] = {}
+        # Further shards that this process has, and that answer now.
+        self.cores: dict[int, ServedShard] = {}
 
-    def concerns(self, method: str, request: Any) -> bool:
+    def must_answer(self, method: str, request: Any) -> bool:
         """Whether a request may name a cache of another shard."""
         prefix = self.home.prefix
         return not all(not cache_id or cache_id.startswith(prefix) for cache_id in ids_in(method, request))
 
     async def answer(self, method: str, request: Any, context: CallContext, here: RunHere) -> Any:
-        """The response to a call that `concerns` other shards. Raises QuireError."""
+        """The response to such a call. Raises QuireError."""
         shards = [self.shard_of(cache_id) for cache_id in ids_in(method, request)]
         named = {shard for shard in shards if shard is not None}
         if named <= {self.home.index}:
@@ -116,7 +106,7 @@ class Forwarding:
         """The answer of a shard other than the home shard."""
         core = self.cores.get(shard)
         if core is not None:
-            return await core.run_here(method, request, context)
+            return await core.api.run_here(method, request, context)
         return await self._forward_counted(shard, method, request, CALLS[method].response, context)
 
     async def _forward_counted(
@@ -204,12 +194,16 @@ class Forwarding:
         """Ends the connections to the others."""
         await self._peers.close()
 
+    def in_session(self, stream: Any, here: RunHere) -> SessionCallsOfOthers:
+        """See `OtherShards.in_session`."""
+        return SessionCallsOfOthers(self, stream, here)
+
     # Readers.
 
     async def observe(self, method: str, request: Any, context: CallContext, response: Any) -> None:
-        """See `Elsewhere.observe`."""
+        """See `OtherShards.observe`."""
         for core in [*self.cores.values()]:
-            found = await core.run_here(method, request, context)
+            found = await core.api.run_here(method, request, context)
             response.workers.extend(found.workers)
             for name in _SUMS if method == "GetStatus" else ():
                 setattr(response, name, getattr(response, name) + getattr(found, name))
@@ -229,7 +223,7 @@ class Forwarding:
         if shard == self.home.index:
             response = await here(asked, context)
         elif shard in self.cores:
-            response = await self.cores[shard].run_here("ListCaches", asked, context)
+            response = await self.cores[shard].api.run_here("ListCaches", asked, context)
         elif is_forwarded(context.invocation_metadata()):
             raise ShardMoved
         else:

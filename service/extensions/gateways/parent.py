@@ -2,11 +2,7 @@
 
 The parent passes stop signals on, and restarts a gateway that a signal has killed: with the same shard, so
 that it recovers its caches and adopts its workers. A gateway that ends by itself ends the server, with its
-status. The parent serves nothing.
-
-A gateway is a process of this module, too. Its standard input has its settings and its place, then a byte for
-each stop signal. Its end is the parent's: then the gateway is killed, as a single one would be, and its
-workers wait for the next one.
+status. The parent serves nothing. A gateway is a process of `process.py`.
 """
 
 from __future__ import annotations
@@ -26,13 +22,12 @@ from typing import Any
 from service.config import SETTINGS, Config, ConfigError
 from service.config_sources import needs_a_worker
 from service.data_directory import data_directory
+from service.extensions.gateways.one_host import LEAVE_WORKERS, STOP, Place, places
 from service.journal.base import JournalUnusable
 from service.listening import CannotListen, reserved
 from service.logging import get_logger
 from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from service.pool import gpus
-from service.shards.ids import Shard
-from service.shards.one_host import LEAVE_WORKERS, STOP, Membership, memberships
 from workers.common import child_process
 from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
 
@@ -53,7 +48,7 @@ def run(config: Config) -> int:
                 _log.error("cannot listen", listen=address, error=why_not)
                 return 1
         try:
-            members = stack.enter_context(memberships(data_directory(config), config.gateways))
+            found = stack.enter_context(places(data_directory(config), config.gateways))
         except (JournalUnusable, OSError) as error:
             _log.error("cannot use the data directory", error=str(error))
             return 1
@@ -70,15 +65,15 @@ def run(config: Config) -> int:
         _log.info(
             "starting gateways", listen=config.listen, gateways=config.gateways, workers=config.worker_slots
         )
-        return asyncio.run(_Parent([_first_line(config, member) for member in members]).run())
+        return asyncio.run(_Parent([_first_line(config, place) for place in found]).run())
 
 
-def _first_line(config: Config, member: Membership) -> bytes:
+def _first_line(config: Config, place: Place) -> bytes:
     """What a gateway reads at its start: its settings, and its place."""
-    config = dataclasses.replace(config, metrics_listen=config.metrics_address(member.shard.index))
+    config = dataclasses.replace(config, metrics_listen=config.metrics_address(place.shard.index))
     content = {
         "config": dataclasses.asdict(_with_absolute_paths(config)),
-        "member": dataclasses.asdict(member),
+        "place": dataclasses.asdict(place),
     }
     # What JSON does not have is the path of the directory.
     return json.dumps(content, default=str).encode() + b"\n"
@@ -93,21 +88,6 @@ def _with_absolute_paths(config: Config) -> Config:
         name: str(Path(path).absolute()) for name in names if (path := getattr(config, name))
     }
     return dataclasses.replace(config, **absolute)
-
-
-def _read_first_line() -> tuple[Config, Membership]:
-    """What the parent has written; no byte of what follows."""
-    line = b""
-    while not line.endswith(b"\n"):
-        part = os.read(sys.stdin.fileno(), 1)
-        if not part:
-            sys.exit(1)
-        line += part
-    content = json.loads(line)
-    member = content["member"]
-    directory = None if member["directory"] is None else Path(member["directory"])
-    place = member | {"shard": Shard(**member["shard"]), "directory": directory}
-    return Config(**content["config"]), Membership(**place)
 
 
 class _Parent:
@@ -180,7 +160,7 @@ class _Parent:
     async def _start(self, index: int) -> asyncio.subprocess.Process:
         environment = os.environ | {"PYTHONPATH": child_process.import_path()}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "service.cli.gateways"),
+            *(sys.executable, "-P", "-m", "service.extensions.gateways.process"),
             stdin=asyncio.subprocess.PIPE,
             cwd=child_process.DIRECTORY,
             env=environment,
@@ -189,9 +169,3 @@ class _Parent:
         )
         self._tell(process, self._first_lines[index])
         return process
-
-
-if __name__ == "__main__":
-    from service.cli.one_gateway import run_gateway
-
-    sys.exit(run_gateway(*_read_first_line()))

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
+from service.journal.base import OwnershipLost
 from service.logging import RareWarnings
 from service.postgres.errors import DatabaseFailed
 
@@ -89,13 +90,6 @@ _LIST = """
 """
 
 
-class OwnershipLost(Exception):
-    """Another gateway owns the shard now, or the journal is not as this owner left it.
-
-    Nothing can be appended by this owner any more, for ever: its core has to stop.
-    """
-
-
 class Table(Protocol):
     """The database, as `service.postgres.database.Database` has it."""
 
@@ -136,7 +130,7 @@ class Lease:
         self.shard = shard
         self.fence = fence
         self.lease_id = lease_id
-        # By the monotonic clock. Until then it is certain that no other gateway owns the shard.
+        # See `service.lease.Lease`.
         self.valid_until_s = valid_until_s
         # Why, once it is lost.
         self.loss = ""

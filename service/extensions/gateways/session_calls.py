@@ -1,38 +1,21 @@
-"""Calls for caches that another shard has, as the API sees them; `shards` answers them.
+"""The calls of a Session for caches of other shards.
 
-In a Session such a call runs by itself. Calls for one cache still run in the order in which they were sent.
+Each runs by itself. Calls for one cache still run in the order in which they were sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 from service.api.calls import ids_in
+from service.api.other_shards import OtherShards, RunHere
 from service.errors import NOT_FAILURES, InternalError, QuireError
 from service.logging import get_logger
 
 _log = get_logger(__name__)
-# Answers a call with caches of this shard alone: its method, its request and its context.
-RunHere: TypeAlias = Callable[[str, Any, Any], Awaitable[Any]]
-
-
-class Elsewhere(Protocol):
-    """What answers for all shards. None in its place: there is only one."""
-
-    def concerns(self, method: str, request: Any) -> bool:
-        """Whether a request may name a cache of another shard."""
-
-    async def answer(self, method: str, request: Any, context: Any, here: RunHere) -> Any:
-        """The response to such a call. Raises QuireError."""
-
-    async def list_caches(self, request: Any, context: Any, here: Callable[..., Awaitable[Any]]) -> Any:
-        """The response to ListCaches."""
-
-    async def observe(self, method: str, request: Any, context: Any, response: Any) -> None:
-        """Adds what the other shards of this gateway say to the response of this shard to a reader."""
 
 
 class SessionCallContext:
@@ -64,27 +47,27 @@ class SessionCallContext:
             callback(self)
 
 
-class SessionCalls:
-    """The calls of a Session that concern other shards."""
+class SessionCallsOfOthers:
+    """See `SessionCalls`."""
 
-    def __init__(self, elsewhere: Elsewhere, stream: Any, here: RunHere) -> None:
+    def __init__(self, others: OtherShards, stream: Any, here: RunHere) -> None:
         """`stream`: the context of the Session."""
-        self._elsewhere = elsewhere
+        self._others = others
         self._stream = stream
         self._here = here
         # The last unfinished call of each cache.
         self._last: dict[str, asyncio.Task[None]] = {}
 
-    def concern(self, method: str, request: Any) -> bool:
-        """Whether a call is one of them, or has to wait for one of them."""
-        return self._elsewhere.concerns(method, request) or (
+    def must_answer(self, method: str, request: Any) -> bool:
+        """See `SessionCalls.must_answer`."""
+        return self._others.must_answer(method, request) or (
             bool(self._last) and not self._last.keys().isdisjoint(ids_in(method, request))
         )
 
     def start(
         self, method: str, request: Any, timeout_s: float | None, on_done: Callable[[Any], None]
     ) -> asyncio.Task[None]:
-        """Runs a call. `on_done` gets its response or a QuireError, but not if the task is cancelled."""
+        """See `SessionCalls.start`."""
         context = SessionCallContext(self._stream, timeout_s)
         ids = [cache_id for cache_id in ids_in(method, request) if cache_id]
         before = {self._last[cache_id] for cache_id in ids if cache_id in self._last}
@@ -93,7 +76,7 @@ class SessionCalls:
             if before:
                 await asyncio.wait(before)
             try:
-                outcome = await self._elsewhere.answer(method, request, context, self._here)
+                outcome = await self._others.answer(method, request, context, self._here)
             except QuireError as error:
                 outcome = error
             except NOT_FAILURES:

@@ -9,16 +9,18 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from service.config import Config, ConfigError
-from service.journal.base import JournalUnusable
+from service.extensions.gateways.membership import RunningCore
+from service.extensions.gateways.peers import Addresses
+from service.extensions.gateways.sharing import decide
+from service.journal.base import JournalUnusable, OwnershipLost
 from service.logging import get_logger
+from service.postgres.database import Database
 from service.postgres.errors import DatabaseFailed
-from service.shards.ids import Shard
-from service.shards.leases import WATCH_S, Lease, Leases, Owned, OwnershipLost
-from service.shards.peers import Addresses
-from service.shards.sharing import decide
+from service.postgres.leases import WATCH_S, Lease, Leases, Owned
+from service.shard import Shard
 
 _log = get_logger(__name__)
 _OWNER_BYTES: Final = 8
@@ -28,40 +30,23 @@ _FAILED_S: Final = 5.0
 _ANSWER_S: Final = 3.0
 
 
-class RunningCore(Protocol):
-    """A core, as its keeper sees it."""
-
-    async def run(self) -> None:
-        """Runs until cancelled, then gives the shard back. Raises OwnershipLost, PoolFailed."""
-
-    async def drain(self, grace_s: float) -> None:
-        """Refuses new calls and waits for running ones. The workers keep their KV for the next owner."""
-
-    def close(self) -> None:
-        """Closes what is left."""
-
-
 # Opens the core of a shard that was just acquired, and lets calls reach it.
-OpenCore = Callable[[Shard, Lease, Leases], Awaitable[RunningCore]]
+OpenLeased = Callable[[Shard, Lease, Leases], Awaitable[RunningCore]]
 
 
 class Keeper:
     """Owner of the leases of this gateway, and of its cores beside the home core."""
 
     def __init__(self, config: Config, address: str) -> None:
-        """`address`: of this gateway, for the others and, behind a space, for clients.
-
-        Raises ModuleNotFoundError if the driver is not installed.
-        """
-        from service.postgres.database import Database  # noqa: PLC0415 - its driver is an extra
-
+        """`address`: of this gateway, for the others and, behind a space, for clients."""
         self.owner = secrets.token_hex(_OWNER_BYTES)
         self._config = config
         # Two connections, so that a renewal never waits for a look at the owners.
         self._table, self._renewals = (Database(config.journal, _ANSWER_S) for _ in range(2))
         self._leases = Leases(self._renewals, self.owner, address)
         self._lookups = Leases(self._table, self.owner, address)
-        self._membership: Lease
+        # Of the row that stands for this gateway itself.
+        self._own_lease: Lease
         self._owners: Sequence[Owned] = ()
         self.addresses = Addresses()
         self._changed = asyncio.Event()
@@ -79,7 +64,7 @@ class Keeper:
         if count != self._config.shards:
             allowed = f"the caches in the database are of {count}"
             raise ConfigError("shards", "", self._config.shards, allowed)
-        self._membership = await self._be_member()
+        self._own_lease = await self._take_own_lease()
         waits = False
         while True:
             self._on_owners(await self._leases.owners())
@@ -92,11 +77,11 @@ class Keeper:
                 waits = True
                 _log.info("waiting for a shard: others have all of them")
             await asyncio.sleep(WATCH_S)
-            await self._leases.renew(self._membership)
-            if self._membership.loss:
-                raise OwnershipLost(f"this gateway: {self._membership.loss}")
+            await self._leases.renew(self._own_lease)
+            if self._own_lease.loss:
+                raise OwnershipLost(f"this gateway: {self._own_lease.loss}")
 
-    async def _be_member(self) -> Lease:
+    async def _take_own_lease(self) -> Lease:
         """Takes the first free row of a gateway."""
         number = -1
         while (lease := await self._leases.acquire(number)) is None:
@@ -112,11 +97,11 @@ class Keeper:
         self.addresses.public = {shard: both[-1] for shard, both in others}
         self._changed.set()
 
-    async def run(self, open_core: OpenCore) -> None:
+    async def run(self, open_core: OpenLeased) -> None:
         """Keeps the shards beside the home shard, until cancelled. Raises OwnershipLost."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._keep_membership())
+                group.create_task(self._keep_own_lease())
                 group.create_task(self._lookups.watch(self._on_owners))
                 while True:
                     self._act(group, open_core)
@@ -126,13 +111,13 @@ class Keeper:
                         await asyncio.wait_for(self._changed.wait(), WATCH_S)
         finally:
             with contextlib.suppress(DatabaseFailed):
-                await self._leases.give_back(self._membership)
+                await self._leases.give_back(self._own_lease)
             await self._renewals.close()
             await self._table.close()
 
-    async def _keep_membership(self) -> None:
+    async def _keep_own_lease(self) -> None:
         try:
-            await self._leases.keep(self._membership)
+            await self._leases.keep(self._own_lease)
         except OwnershipLost:
             if not self._stopping:
                 raise
@@ -142,13 +127,13 @@ class Keeper:
         self._stopping = True
         # First, so that the others do not leave the shards to this gateway.
         with contextlib.suppress(DatabaseFailed):
-            await self._leases.give_back(self._membership)
+            await self._leases.give_back(self._own_lease)
         for asked in self._draining.values():
             asked.set()
         if self._tasks:
             await asyncio.wait(self._tasks.values())
 
-    def _act(self, group: asyncio.TaskGroup, open_core: OpenCore) -> None:
+    def _act(self, group: asyncio.TaskGroup, open_core: OpenLeased) -> None:
         if self._stopping:
             return
         mine = {row.shard: row.fence for row in self._owners if row.owner == self.owner and row.shard >= 0}
@@ -167,7 +152,7 @@ class Keeper:
             if len(running) == len(self._draining):
                 self._draining[shard].set()
 
-    async def _serve(self, shard: int, open_core: OpenCore) -> None:
+    async def _serve(self, shard: int, open_core: OpenLeased) -> None:
         """Runs the core of a shard as long as this gateway has it. Raises nothing."""
         try:
             lease = await self._leases.acquire(shard)
@@ -192,7 +177,7 @@ class Keeper:
         finally:
             del self._tasks[shard]
 
-    async def _open(self, shard: int, lease: Lease, open_core: OpenCore) -> RunningCore:
+    async def _open(self, shard: int, lease: Lease, open_core: OpenLeased) -> RunningCore:
         try:
             return await open_core(Shard(shard, self._config.shards), lease, self._leases)
         except BaseException:
