@@ -390,12 +390,12 @@ class Config:
     journal: str = _setting(
         AUTO,
         "storage of the journal of caches; auto is sqlite in data_dir if there is one, else memory;"
-        " postgresql://... is a database of PostgreSQL",
+        " postgresql://... is a database of PostgreSQL; other addresses are for other extensions",
         Text(
             is_journal,
             f"must be {AUTO}, sqlite, memory, or postgresql://USER@HOST/DATABASE without a password, which"
             " PGPASSWORD or a password file (PGPASSFILE) has",
-            pattern="^(auto|sqlite|memory|postgres(ql)?://.*)$",
+            pattern="^(auto|sqlite|memory|.+://.*)$",
         ),
         group="state on disk",
     )

@@ -23,9 +23,9 @@ class DirectoryInUse(JournalUnusable):
 
 
 class OwnershipLost(Exception):
-    """Another gateway has the journal now, or it is not as this owner has left it.
+    """The journal is another gateway's now, or is not as this one has left it.
 
-    Nothing can be appended by this owner any more, for ever: its core has to stop.
+    Nothing can be appended by this gateway any more, for ever: its core has to stop.
     """
 
 
