@@ -4,6 +4,10 @@ An extension is found by an entry point of the group `quire.extensions`: a funct
 returns an `Extension`, or None if these do not ask for it. It is called before any other part exists, so it
 should import its libraries only when it is asked for. An entry point of the group `quire.servers` is asked
 before all of them: it can serve in place of a gateway in this process.
+
+What extensions implement is defined where the core uses it: `Journal` in service/journal/base.py, `Launcher`
+in service/pool/launcher.py, `Runtime` and `ChunkSink` in service/runtimes/base.py, `OtherShards` in
+service/api/other_shards.py. All else is on this page.
 """
 
 from __future__ import annotations

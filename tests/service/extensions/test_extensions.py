@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 from quire.v1 import executor_pb2
 
-from benchmarks.checkout import ROOT
+from benchmarks.checkout import ROOT, environment, quire_command
 from benchmarks.gateway_process import GatewayProcess
 from tests import undisturbed
 from tests.quire_command import run
@@ -59,6 +60,25 @@ def test_the_core_runs_without_extensions(tmp_path: Path, names: list[str]) -> N
     log = gateway.log_path.read_text()
     for name in names:
         assert re.search(f'"extension": ?"{name}"', log), "it is said that it is missing"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gateways", "2", "--workers", "2"], "gateways = 2"),
+        (
+            ["--journal", "postgresql://quire@127.0.0.1:1/quire"],
+            "journal = 'postgresql://quire@127.0.0.1:1/quire'",
+        ),
+    ],
+)
+def test_what_only_a_removed_extension_can_do_is_refused(tmp_path: Path, flags: list[str], said: str) -> None:
+    """And not done in another way, which would look as if it had worked."""
+    root = without(["gateways"], tmp_path)
+    command = quire_command(root, "serve", "--listen", "127.0.0.1:0", "--model", "paged-attention", *flags)
+    done = subprocess.run(command, env=environment(root), cwd="/", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert said in done.stderr and "no extension that" in done.stderr
 
 
 def installed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
