@@ -60,6 +60,11 @@ class Processes:
         return self.works and not self.is_cut
 
     @property
+    def hung(self) -> bool:
+        """Whether it hangs, or may have been judged at this moment, just before it went on."""
+        return self.hangs or self._went_on_s == asyncio.get_running_loop().time()
+
+    @property
     def works(self) -> bool:
         """Whether it computes."""
         return self.is_ready and not (self.hangs or self.has_ended)
@@ -100,9 +105,7 @@ class Processes:
 
     async def stop(self, *, grace_s: float) -> int:
         is_spare = self.worker.weights > self._pool.served_weights
-        # It may have been judged just before it went on.
-        hung = self.hangs or self._went_on_s == asyncio.get_running_loop().time()
-        assert hung or grace_s or is_spare, "one that is well was judged dead"
+        assert self.hung or grace_s or is_spare, "one that is well was judged dead"
         self.exit(0 if grace_s else -9)
         return await self._exit
 
