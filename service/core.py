@@ -129,6 +129,16 @@ class Core:
         grace_s = self.config.orphan_grace_s if directory is not None else 0.0
         return LocalLauncher(directory, grace_s, self._remove_leftovers, gpus)
 
+    def count_with(self, first: Core) -> None:
+        """Counts where the first core of this process does, so that figures stay when this one ends.
+
+        Answers that are not read yet have one limit.
+        """
+        self.state.answers = first.state.answers
+        self.versions.starts = first.versions.starts
+        self.caches.parts.context.counts = first.caches.parts.context.counts
+        self.versions.subscribe(first.versions.changed)
+
     def _upload_directories(self) -> tuple[UploadDirectory, ...]:
         return self.adapter_store.directory, self.weight_uploads.directory
 

@@ -145,11 +145,7 @@ class Gateway:
     def _open_core(self, opened: OpenShard) -> Core:
         """The core of a further shard."""
         core = Core(self.config, opened, self._tenant_of, self.extensions, self._find_adapter)
-        # Of the process: the limit, and what is counted, also after the shard is given back.
-        core.state.answers = self.state.answers
-        core.versions.starts = self.core.versions.starts
-        core.caches.parts.context.counts = self.core.caches.parts.context.counts
-        core.versions.subscribe(self.core.versions.changed)
+        core.count_with(self.core)
         return core
 
     def _new_admin(self) -> AdminApi:
