@@ -19,7 +19,7 @@ from service.api.executor import ExecutorApi
 from service.api.server_state import ServerState
 from service.auth.authenticator import current_tenant
 from service.caches.tenants import Tenant
-from service.config import Config, ConfigError
+from service.config import Config
 from service.dispatcher import Dispatcher, ObservedDispatcher
 from service.extension import Extension
 from service.lease import FencedLease
@@ -32,6 +32,7 @@ from service.pool.remote import RemoteLauncher
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
 from service.runtimes.weight_uploads import WeightUploads
+from service.settings import ConfigError
 from service.shard import OpenShard
 from service.uploads import UploadDirectory
 

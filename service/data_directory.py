@@ -13,8 +13,9 @@ import re
 import tempfile
 from pathlib import Path
 
-from service.config import Config, ConfigError
+from service.config import Config
 from service.journal.files import DATABASE
+from service.settings import ConfigError
 from workers.common.trusted import require_trusted
 
 _MODEL_BYTES = 4

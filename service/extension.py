@@ -1,9 +1,10 @@
 """What a package can add to a gateway without a change here: a journal, runtimes, a port, other gateways, ...
 
-An extension is found by an entry point of the group `quire.extensions`: a function that gets the settings and
-returns an `Extension`, or None if these do not ask for it. It is called before any other part exists, so it
-should import its libraries only when it is asked for. An entry point of the group `quire.servers` is asked
-before all of them: it can serve in place of a gateway in this process.
+An extension is found by an entry point of the group `quire.extensions`, which names its settings: a subclass
+of `ExtensionSettings`. Their `opened_by` is a function that gets all settings and returns an `Extension`, or
+None if these do not ask for it. It is called before any other part exists, so it should import its libraries
+only when it is asked for. Before all of them, those with `served_by` are asked whether they serve in place of
+a gateway in this process.
 
 What extensions implement is defined where the core uses it: `Journal` in service/journal/base.py, `Launcher`
 in service/pool/launcher.py, `Runtime` and `ChunkSink` in service/runtimes/base.py, `OtherShards` in
@@ -12,8 +13,8 @@ service/api/other_shards.py. All else is on this page.
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import importlib
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ from service.api.other_shards import OtherShards
 from service.api.server_state import ServerState
 from service.auth.authenticator import Authenticator
 from service.caches.machine import CacheMachine
-from service.config import Config
+from service.config import Config, installed_extensions
 from service.dispatcher import Dispatcher, ObserveAppends
 from service.logging import get_logger
 from service.pool.launcher import Launcher
@@ -39,7 +40,6 @@ from service.shard import OpenJournal, OpenShard, Shard
 from service.text.text_model import TextModel
 
 _log = get_logger(__name__)
-GROUP, SERVERS = "quire.extensions", "quire.servers"
 
 # Returns an ASGI application that does more than the given one.
 WrapHttp = Callable[[Any], Any]
@@ -179,9 +179,6 @@ class Extension:
     listen = ""
     port_for = ""
 
-    def check(self) -> None:
-        """For `quire config check`: looks for what only shows in use. Raises ConfigError."""
-
     def connect(self, home: ServedShard, state: ServerState) -> OtherGateways | None:
         """The other gateways. `home`: the shard of `open_home`. None: there are none."""
 
@@ -215,24 +212,28 @@ class Extension:
 
 def find_server(config: Config) -> Serve | None:
     """What serves in place of a gateway in this process. Raises ConfigError."""
-    for make in _load(SERVERS):
-        serve: Serve | None = make(config)
-        if serve is not None:
-            return serve
+    for settings in installed_extensions().values():
+        if not isinstance(settings, str) and settings.served_by:
+            serve: Serve | None = _function(settings.served_by)(config)
+            if serve is not None:
+                return serve
     return None
 
 
 def open_extensions(config: Config) -> list[Extension]:
     """Those that the settings ask for, by name. Raises ConfigError."""
-    made: list[Extension | None] = [make(config) for make in _load(GROUP)]
-    return [extension for extension in made if extension is not None]
+    found = []
+    for name, settings in installed_extensions().items():
+        if isinstance(settings, str):
+            _log.warning("an extension is missing", extension=name, module=settings)
+            continue
+        extension: Extension | None = _function(settings.opened_by)(config)
+        if extension is not None:
+            found.append(extension)
+    return found
 
 
-def _load(group: str) -> Iterator[Callable[[Config], Any]]:
-    for point in sorted(importlib.metadata.entry_points(group=group), key=lambda point: point.name):
-        try:
-            yield point.load()
-        except ModuleNotFoundError as error:
-            # Removed from the installation, maybe on purpose. One with two entry points is named once.
-            if group == GROUP:
-                _log.warning("an extension is missing", extension=point.name, module=error.name)
+def _function(place: str) -> Callable[[Config], Any]:
+    module, _, name = place.partition(":")
+    function: Callable[[Config], Any] = getattr(importlib.import_module(module), name)
+    return function

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from service.caches.machine import CacheMachine
 from service.caches.reservations import Limits
-from service.config import Config, ConfigError
+from service.config import Config
 from service.journal.base import Journal
 from service.journal.opening import open_configured
 from service.journal.recovery import Apply, ApplyRun
 from service.lease import FencedLease
 from service.logging import get_logger
+from service.settings import ConfigError
 
 _log = get_logger(__name__)
 _RANDOM_BYTES = 18

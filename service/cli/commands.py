@@ -31,47 +31,9 @@ def add_serve(commands: Commands) -> None:
         "settings. Flags override the environment, which overrides the file.",
     )
     serve.set_defaults(run="service.cli.serve:run")
+    check = "say what is given and why a start would fail, with exit status 2, and start nothing"
+    serve.add_argument("--check", action="store_true", help=check)
     add_flags(serve)
-
-
-def add_config(commands: Commands) -> None:
-    """`quire config`."""
-    config = commands.add_parser("config", help="check or show the settings of a server")
-    actions = config.add_subparsers(dest="action", required=True, metavar="check|show|schema")
-    check = actions.add_parser(
-        "check",
-        help="say all problems of the settings",
-        description="Reads the file, the environment and flags as `quire serve` does, and checks also what"
-        " only shows at the start: certificates, tokens, runtimes, addresses, the data directory and the"
-        " journal in it. Exits with 1 if there is a problem.",
-    )
-    check.set_defaults(run="service.cli.config:check")
-    check.add_argument(
-        "--running",
-        action="store_true",
-        help="a server with these settings is running: its addresses are in use",
-    )
-    show = actions.add_parser("show", help="show each setting, its value and where it comes from")
-    show.set_defaults(run="service.cli.config:show")
-    show.add_argument("--json", action="store_true", help="print JSON")
-    for parser in (check, show):
-        parser.add_argument("file", nargs="?", metavar="FILE", help="the TOML file, in place of --config")
-        add_flags(parser)
-    schema = actions.add_parser("schema", help="print a JSON schema of the file, for editors")
-    schema.set_defaults(run="service.cli.config:schema")
-
-
-def add_doctor(commands: Commands) -> None:
-    """`quire doctor`."""
-    doctor = commands.add_parser(
-        "doctor",
-        help="check this machine: what prevents serving, what makes it slow, and what to do",
-        description="Looks at CPU, memory, GPUs, disk, limits and libraries. Takes a few seconds. Exits"
-        " with 1 if something prevents serving.",
-    )
-    doctor.set_defaults(run="service.cli.doctor:run")
-    doctor.add_argument("--config", metavar="FILE", help="the server's TOML file (env QUIRE_CONFIG)")
-    doctor.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_journal(commands: Commands) -> None:

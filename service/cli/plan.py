@@ -63,7 +63,7 @@ def _directory(model: str) -> Path:
         from service.cli import hub
 
         try:
-            return hub.find_files(model, ("config.json",), download=True)
+            return hub.find_files(model, ("config.json",))
         except hub.HubError as error:
             raise NoAnswer(str(error), ()) from None
     if model == WEIGHTLESS_MODEL:

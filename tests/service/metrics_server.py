@@ -57,7 +57,7 @@ async def serving(
     tmp_path: Path, place: Place | None = None, **settings: Any
 ) -> AsyncIterator[MetricsServer]:
     defaults = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "model": "paged-attention"}
-    config = Config(**(defaults | settings), data_dir=str(tmp_path))
+    config = Config().with_values(defaults | settings | {"data_dir": str(tmp_path)})
     given = [] if place is None else [Member(config, OneHost(config, place, commands=-1))]
     gateway = await open_gateway(config, given=given)
     (exporter,) = (one for one in gateway.extensions if isinstance(one, Exporter))

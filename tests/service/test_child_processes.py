@@ -39,7 +39,6 @@ def test_a_program_is_asked_though_the_directory_is_gone(gone: None) -> None:
     "command",
     [
         "serve --model paged-attention --data-dir d",
-        "config check --model paged-attention --data-dir d",
         "worker --pool p --listen 127.0.0.1:0",
     ],
 )
@@ -107,8 +106,12 @@ def test_gateways_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config = parent._with_absolute_paths(Config(tokens="t", data_dir="d", model="m", tls_key="/k"))
     assert (config.tokens, config.tls_key) == (f"{tmp_path}/t", "/k")
     assert (config.data_dir, config.model) == (f"{tmp_path}/d", f"{tmp_path}/m")
+    assert (
+        parent._with_absolute_paths(Config().with_values({"runtimes": "r"})).values()["runtimes"]
+        == f"{tmp_path}/r"
+    )
     for name in ("adder", "paged-attention"):
         config = parent._with_absolute_paths(Config(model=name))
-        assert (config.model, config.data_dir, config.runtimes) == (name, None, "")
+        assert (config.model, config.data_dir, config.values()["runtimes"]) == (name, None, "")
     remote = Config(model="of another host", workers_at="127.0.0.1:1")
     assert parent._with_absolute_paths(remote).model == "of another host"

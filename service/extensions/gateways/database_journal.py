@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from service import durable_file
-from service.config import Config, ConfigError
+from service.config import Config
 from service.extension import Extension
 from service.journal.base import Journal, JournalUnusable
 from service.journal.files import lock, translate_errors
@@ -30,27 +30,8 @@ _POLL_S: Final = 0.5
 class DatabaseJournal(Extension):
     """The only shard of a database. See `Extension.journal`."""
 
-    def __init__(self, config: Config) -> None:
-        self._url = config.journal
+    def __init__(self) -> None:
         self.journal = open_only_shard
-
-    def check(self) -> None:
-        """Whether the database can be reached."""
-        check_database(self._url)
-
-
-def check_database(url: str) -> None:
-    """Raises ConfigError."""
-
-    async def ask() -> None:
-        database = Database(url)
-        await database.fetch("SELECT 1")
-        await database.close()
-
-    try:
-        asyncio.run(ask())
-    except DatabaseFailed as error:
-        raise ConfigError("journal", "", url, f"the database cannot be used: {error}") from None
 
 
 async def open_only_shard(

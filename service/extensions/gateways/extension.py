@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from service.config import Config, needing_extra
+from service.config import Config
 from service.extension import Extension, Serve
 from service.setting_rules import POSTGRES
+from service.settings import needing_extra
 
 
 def open_extension(config: Config) -> Extension | None:
@@ -19,7 +20,7 @@ def open_extension(config: Config) -> Extension | None:
     with needing_extra("postgres", "journal", config.journal):
         from service.extensions.gateways import database_journal  # noqa: PLC0415 - its driver is an extra
     if not config.peer_listen:
-        return database_journal.DatabaseJournal(config)
+        return database_journal.DatabaseJournal()
     from service.extensions.gateways.member import Member  # noqa: PLC0415 - takes time
     from service.extensions.gateways.several_hosts import SeveralHosts  # noqa: PLC0415
 

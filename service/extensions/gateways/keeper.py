@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from service.config import Config, ConfigError
+from service.config import Config
 from service.extensions.gateways.membership import RunningCore
 from service.extensions.gateways.peers import Addresses
 from service.extensions.gateways.sharing import decide
@@ -20,6 +20,7 @@ from service.logging import get_logger
 from service.postgres.database import Database
 from service.postgres.errors import DatabaseFailed
 from service.postgres.leases import WATCH_S, Lease, Leases, Owned
+from service.settings import ConfigError
 from service.shard import Shard
 
 _log = get_logger(__name__)

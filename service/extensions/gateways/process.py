@@ -29,7 +29,7 @@ def read_first_line(descriptor: int) -> tuple[Config, Place]:
     place = content["place"]
     directory = None if place["directory"] is None else Path(place["directory"])
     place |= {"shard": Shard(**place["shard"]), "directory": directory}
-    return Config(**content["config"]), Place(**place)
+    return Config().with_values(content["config"]), Place(**place)
 
 
 def main() -> int:

@@ -104,8 +104,8 @@ def installed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_extension_of_the_manual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(tmp_path, monkeypatch)
-    monkeypatch.setenv("ACCESS_LOG", str(tmp_path / "access.log"))
-    with GatewayProcess(model="paged-attention") as gateway:
+    flags = ["--access-log", str(tmp_path / "access.log")]
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         decode_some(gateway)
     calls = [
         line.split()[0].rpartition("/")[2] for line in (tmp_path / "access.log").read_text().splitlines()
