@@ -43,7 +43,6 @@ from service.setting_rules import (
     is_journal,
     is_listen_address,
     is_path,
-    is_reachable,
     is_revision,
     with_port,
 )
@@ -71,6 +70,16 @@ class ExtensionSettings:
     @property
     def starts_workers(self) -> bool:
         """Whether the extension starts the workers, and not this gateway."""
+        return False
+
+    @property
+    def gateways_of_host(self) -> int:
+        """How many gateways share the ports of this server."""
+        return 1
+
+    @property
+    def has_other_hosts(self) -> bool:
+        """Whether gateways of other hosts are of this server. Then nothing of it is in a data directory."""
         return False
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:  # noqa: ARG002 - for subclasses
@@ -143,29 +152,6 @@ class Config:
         "", "PEM file of CAs; clients must have a certificate that one of them signed", FILE
     )
     tokens: str = setting("", "TOML file of bearer tokens and tenants, see `quire token`", FILE)
-    gateways: int = setting(
-        1,
-        "number of gateway processes behind one port, each with a part of the caches and of the workers; the"
-        " caches of a data directory are of one number",
-        Range(1, 64),
-    )
-    shards: int = setting(
-        1,
-        "number of parts of the caches that gateways of several hosts share among them; fixed for a database",
-        Range(1, 1024),
-    )
-    peer_listen: str = setting(
-        "",
-        "be one of several gateways with one journal in PostgreSQL: the others call this one here, by TLS"
-        " with the certificates of `pool`",
-        HOST_PORT_ADDRESS,
-        port=Port(),
-    )
-    advertise: str = setting(
-        "",
-        "the address at which clients reach this gateway and no other; answers name that of their cache's",
-        Text(is_reachable, "must be host:port or [ipv6]:port, without port 0"),
-    )
     workers: int | None = setting(
         1,
         "number of workers; each loads the weights and serves a part of the sequences; auto is one per GPU,"
@@ -429,6 +415,16 @@ class Config:
     def worker_slots(self) -> int:
         """How many workers are used, at first."""
         return len(self.worker_addresses) or self.workers or 1
+
+    @property
+    def gateways(self) -> int:
+        """How many gateways share the ports of this server."""
+        return max((one.gateways_of_host for one in self.extensions), default=1)
+
+    @property
+    def has_other_hosts(self) -> bool:
+        """Whether gateways of other hosts are of this server."""
+        return any(one.has_other_hosts for one in self.extensions)
 
     @property
     def has_remote_workers(self) -> bool:

@@ -59,7 +59,7 @@ def data_directory(config: Config) -> Path | None:
     None if the port is chosen at each start: the next gateway could not find it. And with other hosts'
     gateways, which would not have it.
     """
-    if config.peer_listen:
+    if config.has_other_hosts:
         return None
     if config.data_dir is not None:
         return Path(config.data_dir).resolve()

@@ -119,7 +119,7 @@ class AdminApi:
         """Waits until workers are ready, of all gateways."""
         config = self._state.config
         # Those of other hosts have their own.
-        is_known = config.workers is not None and not config.peer_listen
+        is_known = config.workers is not None and not config.has_other_hosts
         if is_known and request.workers > config.worker_slots:
             raise InvalidArgument("TOO_MANY_WORKERS", "workers", f"there are {config.worker_slots} workers")
         ready = await self._operator_calls.warm_up(request.workers, context)

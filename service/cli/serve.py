@@ -25,6 +25,11 @@ from service.quantised import quantised
 from service.settings import ConfigError
 from workers.common.protocol import EXIT_CONFIG
 
+# The settings of a gateway that is only made: it meets no other one, and changes nothing on disk.
+_ALONE = {"listen": "127.0.0.1:0", "journal": "memory", "data_dir": None}
+# Of an extension, which may not be installed.
+_OF_OTHERS = {"gateways": 1, "shards": 1, "peer_listen": ""}
+
 
 def run(options: argparse.Namespace) -> int:
     """Serves until a signal, unless it is only to check. Returns the exit status."""
@@ -53,8 +58,8 @@ def _check(settings: Settings) -> int:
     for name in settings.sources:
         value = json.dumps("auto" if values[name] is None else values[name])
         print(escaped(f"{name} = {value}  # {settings.where(name)}"))
-    alone = {"listen": "127.0.0.1:0", "gateways": 1, "shards": 1, "peer_listen": "", "journal": "memory"}
-    config = settings.config.with_values(alone | {"data_dir": None})
+    others = {name: default for name, default in _OF_OTHERS.items() if name in values}
+    config = settings.config.with_values(_ALONE | others)
     if not config.has_remote_workers and (problem := quantised(Path(config.model))):
         raise ConfigError("model", "", config.model, problem)
     try:
@@ -92,8 +97,6 @@ def _run(config: Config) -> int:
     serve = find_server(config)
     if serve is not None:
         return serve()
-    if config.gateways > 1:
-        raise ConfigError("gateways", "", config.gateways, "no extension that starts several is installed")
     check_gateways(data_directory(config), 1)
     return run_gateway(config)
 

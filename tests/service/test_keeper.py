@@ -43,7 +43,8 @@ class Gateway:
     """A keeper, and the shards that it has."""
 
     def __init__(self, postgres: PostgresServer, name: str) -> None:
-        config = Config(journal=postgres.url, shards=SHARDS, peer_listen=f"{name}:1", pool="pool")
+        own = {"shards": SHARDS, "peer_listen": f"{name}:1"}
+        config = Config().with_values({"journal": postgres.url, "pool": "pool", **own})
         self.keeper = Keeper(config, f"{name}:1")
         self.shards: set[int] = set()
         self.given_back: list[int] = []

@@ -68,7 +68,9 @@ async def test_hosts_have_more_workers_together_than_one_says() -> None:
 
     none = cast(Any, None)
     for peer_listen in ("", "10.0.0.1:1"):
-        state = cast(Any, SimpleNamespace(config=Config(workers=2, peer_listen=peer_listen)))
+        state = cast(
+            Any, SimpleNamespace(config=Config().with_values({"workers": 2, "peer_listen": peer_listen}))
+        )
         api = AdminApi(state, none, none, none, none, cast(Any, SimpleNamespace(warm_up=warm_up)))
         asked = api.Warmup(admin_pb2.WarmupRequest(workers=4), none)
         if peer_listen:

@@ -68,7 +68,7 @@ def test_the_last_ports_and_free_ones_are_possible() -> None:
 
 
 def test_each_gateway_is_told_its_port() -> None:
-    config = Config(gateways=2, extensions=(MetricsSettings(metrics_listen="[::1]:9000"),))
+    config = Config().with_values({"gateways": 2, "metrics_listen": "[::1]:9000"})
     for index in range(2):
         line = json.loads(parent._first_line(config, Place(Shard(index, 2), None, [], "")))
         assert line["config"]["metrics_listen"] == f"[::1]:{9000 + index}"

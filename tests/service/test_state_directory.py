@@ -100,7 +100,7 @@ def test_a_file_and_a_directory_that_cannot_be_written(
 def test_without_a_directory_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     prepare(Config(listen="127.0.0.1:0"))
-    prepare(Config(peer_listen="127.0.0.1:1"))
+    prepare(Config().with_values({"peer_listen": "127.0.0.1:1"}))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ def open_extension(config: Config) -> Extension | None:
         return None
     with needing_extra("postgres", "journal", config.journal):
         from service.extensions.gateways import database_journal  # noqa: PLC0415 - its driver is an extra
-    if not config.peer_listen:
+    if not config.has_other_hosts:
         return database_journal.DatabaseJournal()
     from service.extensions.gateways.member import Member  # noqa: PLC0415 - takes time
     from service.extensions.gateways.several_hosts import SeveralHosts  # noqa: PLC0415

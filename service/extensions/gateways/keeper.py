@@ -14,6 +14,7 @@ from typing import Final
 from service.config import Config
 from service.extensions.gateways.membership import RunningCore
 from service.extensions.gateways.peers import Addresses
+from service.extensions.gateways.settings import GatewaysSettings
 from service.extensions.gateways.sharing import decide
 from service.journal.base import JournalUnusable, OwnershipLost
 from service.logging import get_logger
@@ -41,7 +42,8 @@ class Keeper:
     def __init__(self, config: Config, address: str) -> None:
         """`address`: of this gateway, for the others and, behind a space, for clients."""
         self.owner = secrets.token_hex(_OWNER_BYTES)
-        self._config = config
+        self._drain_grace_s = config.drain_grace_s
+        self._shards = config.of(GatewaysSettings).shards
         # Two connections, so that a renewal never waits for a look at the owners.
         self._table, self._renewals = (Database(config.journal, _ANSWER_S) for _ in range(2))
         self._leases = Leases(self._renewals, self.owner, address)
@@ -61,10 +63,10 @@ class Keeper:
     async def join(self) -> tuple[Shard, Lease, Leases]:
         """Waits for a first shard. Raises DatabaseFailed, OwnershipLost or ConfigError."""
         await self._table.prepare()
-        count = await self._lookups.create(self._config.shards)
-        if count != self._config.shards:
+        count = await self._lookups.create(self._shards)
+        if count != self._shards:
             allowed = f"the caches in the database are of {count}"
-            raise ConfigError("shards", "", self._config.shards, allowed)
+            raise ConfigError("shards", "", self._shards, allowed)
         self._own_lease = await self._take_own_lease()
         waits = False
         while True:
@@ -180,7 +182,7 @@ class Keeper:
 
     async def _open(self, shard: int, lease: Lease, open_core: OpenLeased) -> RunningCore:
         try:
-            return await open_core(Shard(shard, self._config.shards), lease, self._leases)
+            return await open_core(Shard(shard, self._shards), lease, self._leases)
         except BaseException:
             # Another gateway may be able to.
             with contextlib.suppress(DatabaseFailed):
@@ -197,7 +199,7 @@ class Keeper:
         try:
             await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
-                await core.drain(self._config.drain_grace_s)
+                await core.drain(self._drain_grace_s)
         finally:
             del self._draining[shard]
             waiting.cancel()

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from service.config import Config, all_settings
-from service.config_sources import needs_a_worker
 from service.data_directory import data_directory
 from service.extensions.gateways.one_host import LEAVE_WORKERS, STOP, Place, places
+from service.extensions.gateways.settings import needs_a_worker
 from service.journal.base import JournalUnusable
 from service.listening import CannotListen, reserved
 from service.logging import get_logger
@@ -41,7 +41,7 @@ def run(config: Config) -> int:
     """Serves until a signal. Returns the exit status. Raises ConfigError."""
     config = gpus.with_workers(config, gpus.chosen(config))
     if config.gateways > config.worker_slots:
-        raise ConfigError("workers", "", "auto", needs_a_worker(config))
+        raise ConfigError("workers", "", "auto", needs_a_worker(config.gateways))
     with contextlib.ExitStack() as stack:
         shared = {
             one.name: address

@@ -12,6 +12,7 @@ from service.extension import ServedShard
 from service.extensions.gateways.keeper import Keeper
 from service.extensions.gateways.membership import OpenCore, RunningCore
 from service.extensions.gateways.peers import Peers
+from service.extensions.gateways.settings import GatewaysSettings
 from service.journal.base import Journal, JournalUnusable, OwnershipLost
 from service.journal.postgres import PostgresJournal
 from service.journal.recovery import Apply, ApplyRun
@@ -32,9 +33,10 @@ class SeveralHosts:
         """Raises ConfigError."""
         self._config = config
         self._pool = pool = Path(config.pool)
-        self.keeper = Keeper(config, f"{config.peer_listen} {config.advertise}".strip())
+        own = config.of(GatewaysSettings)
+        self.keeper = Keeper(config, f"{own.peer_listen} {own.advertise}".strip())
         self.addresses = self.keeper.addresses
-        self.listen = config.peer_listen
+        self.listen = own.peer_listen
         # Gateways have one certificate.
         self.peers = Peers(config, pool_files.secret(pool), pool_files.channel_credentials(pool))
 

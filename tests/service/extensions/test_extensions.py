@@ -65,10 +65,10 @@ def test_the_core_runs_without_extensions(tmp_path: Path, names: list[str]) -> N
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--gateways", "2", "--workers", "2"], "gateways = 2"),
+        (["--gateways", "2", "--workers", "2"], "unrecognized arguments: --gateways"),
         (
-            ["--journal", "postgresql://quire@127.0.0.1:1/quire"],
-            "journal = 'postgresql://quire@127.0.0.1:1/quire'",
+            ["--journal", "postgresql://quire@127.0.0.1:1/q"],
+            "no extension that is installed has such a journal",
         ),
     ],
 )
@@ -78,7 +78,7 @@ def test_what_only_a_removed_extension_can_do_is_refused(tmp_path: Path, flags: 
     command = quire_command(root, "serve", "--listen", "127.0.0.1:0", "--model", "paged-attention", *flags)
     done = subprocess.run(command, env=environment(root), cwd="/", capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert said in done.stderr and "no extension that" in done.stderr
+    assert said in done.stderr
 
 
 def installed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
