@@ -389,19 +389,19 @@ class Config:
     )
     journal: str = _setting(
         AUTO,
-        "storage of the journal of caches; auto is sqlite in data_dir if there is one, else memory;"
+        "storage of the journal of caches; auto is disk, in data_dir, if there is one, else memory;"
         " postgresql://... is a database of PostgreSQL",
         Text(
             is_journal,
-            f"must be {AUTO}, sqlite, memory, or postgresql://USER@HOST/DATABASE without a password, which"
+            f"must be {AUTO}, disk, memory, or postgresql://USER@HOST/DATABASE without a password, which"
             " PGPASSWORD or a password file (PGPASSFILE) has",
-            pattern="^(auto|sqlite|memory|postgres(ql)?://.*)$",
+            pattern="^(auto|disk|memory|postgres(ql)?://.*)$",
         ),
         group="state on disk",
     )
     journal_sync: str = _setting(
         "normal",
-        "durability of an answer with sqlite: normal survives a crash of the gateway, full also one of the"
+        "durability of an answer with disk: normal survives a crash of the gateway, full also one of the"
         " machine; postgresql survives both",
         ("normal", "full"),
     )

@@ -19,14 +19,13 @@ from service.auth.unix_socket import LockedUnixSocket
 from service.config import Config, needing_extra
 from service.core import OpenShard, open_leased
 from service.gateway import Gateway
-from service.journal.base import JournalUnusable
+from service.journal.base import JournalUnusable, OwnershipLost
 from service.listening import CannotListen, actual_address
 from service.logging import drain_log, get_logger
 from service.pool.launcher import PoolFailed
 from service.postgres.errors import DatabaseFailed
 from service.runtimes.sources import FindModel
 from service.shards.keeper import Keeper
-from service.shards.leases import OwnershipLost
 from service.shards.one_host import LEAVE_WORKERS, Membership
 from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
 

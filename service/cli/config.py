@@ -22,7 +22,7 @@ from service.config import Config, ConfigError
 from service.config_sources import Settings, json_schema, line_of, read_settings
 from service.data_directory import data_directory, require_writable
 from service.journal.base import JournalUnusable
-from service.journal.files import DATABASE
+from service.journal.segments import has_journal
 from service.logging import configure_logging
 from service.model_names import is_hub_id
 from service.postgres.errors import DatabaseFailed
@@ -207,8 +207,8 @@ def _state(config: Config) -> Iterator[ConfigError]:
     config, _ = _served(config)
     directory = data_directory(config)
     if directory is None:
-        if config.journal == "sqlite":
-            yield ConfigError("journal", "", "sqlite", "needs a data_dir if the port is chosen at each start")
+        if config.journal == "disk":
+            yield ConfigError("journal", "", "disk", "needs a data_dir if the port is chosen at each start")
         return
     if config.peer_listen:
         # Their state is in the database. See `prepare`.
@@ -230,7 +230,7 @@ def _state(config: Config) -> Iterator[ConfigError]:
             yield ConfigError("data_dir", "", str(directory), f"{there} {why}")
         return
     model_tag = None
-    if config.journal in ("auto", "sqlite") and (directory / DATABASE).exists():
+    if config.journal in ("auto", "disk") and has_journal(directory):
         try:
             model_tag = read_journal(directory).model_tag
         except JournalUnusable as error:

@@ -14,9 +14,9 @@ from typing import Final, TypeVar
 
 from service import durable_file
 from service.journal.base import DirectoryInUse, Journal, JournalUnusable
-from service.journal.files import lock, translate_errors
+from service.journal.directory import lock, translate_errors
+from service.journal.file_journal import FileJournal
 from service.journal.recovery import Apply, ApplyRun
-from service.journal.sqlite import open_journal
 from service.postgres.errors import DatabaseFailed
 from service.setting_rules import POSTGRES
 from service.shards.leases import LEASE_S, Leases
@@ -37,13 +37,11 @@ def open_configured(
     """
     if journal.startswith(POSTGRES):
         return _on_its_own_loop(_open_postgres(journal, directory, apply, apply_run))
-    if journal == "memory" or (journal != "sqlite" and directory is None):
+    if journal == "memory" or (journal != "disk" and directory is None):
         return Journal() if directory is None else _InMemory(directory)
     if directory is None:
-        raise JournalUnusable("journal = sqlite needs a data_dir if the port is chosen at each start")
-    opened = open_journal(directory, "full" if sync == "full" else "normal")
-    opened.recover(apply, apply_run)
-    return opened
+        raise JournalUnusable("journal = disk needs a data_dir if the port is chosen at each start")
+    return FileJournal(directory, apply, apply_run, "full" if sync == "full" else "normal")
 
 
 class _InMemory(Journal):

@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
 from service.config import Config, ConfigError
-from service.journal.base import JournalUnusable
+from service.journal.base import JournalUnusable, OwnershipLost
 from service.logging import get_logger
 from service.postgres.errors import DatabaseFailed
 from service.shards.ids import Shard
-from service.shards.leases import WATCH_S, Lease, Leases, Owned, OwnershipLost
+from service.shards.leases import WATCH_S, Lease, Leases, Owned
 from service.shards.peers import Addresses
 from service.shards.sharing import decide
 

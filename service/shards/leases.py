@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
+from service.journal.base import OwnershipLost
 from service.logging import RareWarnings
 from service.postgres.errors import DatabaseFailed
 
@@ -59,7 +60,7 @@ _CREATE = """
 _COUNT = "SELECT count(*) FROM quire.shards WHERE shard >= 0"
 _ADD = "INSERT INTO quire.shards (shard, lease_id) VALUES ($1, $2) ON CONFLICT DO NOTHING"
 _ACQUIRE = """
-    UPDATE quire.shards SET writer = 0, owner = $3, address = $4, session = pg_backend_pid(),
+    UPDATE quire.shards SET owner = $3, address = $4, session = pg_backend_pid(),
         -- Quarters of seconds since 2026.
         fence = greatest(fence + 1, floor((extract(epoch FROM clock_timestamp()) - 1767225600) * 4)::bigint),
         expires_at = clock_timestamp() + make_interval(secs => $2::float8)
@@ -87,13 +88,6 @@ _LIST = """
         greatest(0.0, extract(epoch FROM expires_at - clock_timestamp()))::float8
     FROM quire.shards ORDER BY shard
 """
-
-
-class OwnershipLost(Exception):
-    """Another gateway owns the shard now, or the journal is not as this owner left it.
-
-    Nothing can be appended by this owner any more, for ever: its core has to stop.
-    """
 
 
 class Table(Protocol):

@@ -20,7 +20,8 @@ from urllib.parse import quote
 
 from service import durable_file
 from service.config import ConfigError
-from service.journal.files import DATABASE, lock
+from service.journal.directory import lock
+from service.journal.segments import has_journal
 from service.setting_rules import MAX_SOCKET_PATH_BYTES
 from service.shards.ids import Shard
 from workers.common.trusted import require_trusted
@@ -52,7 +53,7 @@ def check_count(directory: Path | None, gateways: int) -> None:
     found = None
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = (directory / _SHARDS / _COUNT).read_text().strip()
-    if found is None and (directory / DATABASE).exists():
+    if found is None and has_journal(directory):
         found = "1"
     if found is not None and found != str(gateways):
         allowed = f"the caches in {directory} are of {found}; keep it, or choose another data_dir"
