@@ -1,4 +1,4 @@
-"""The places where frames can be, for tests of what must hold for all of them: a directory, and a database."""
+"""The places where frames can be, for tests of what must hold for both: a directory, and a database."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from service.caches.ledger import Ledger
 from service.caches.records import Record
 from service.journal.encoding import FRAME_BYTES, DamagedFrame, read_frames, seed_of
 from service.journal.segments import HEADER_BYTES, JOURNAL, segment_numbers, segment_path
-from service.journal.stored import StoredJournal
 from tests.postgres_server import PostgresServer
 from tests.service.journal_traffic import commit, open_journal
 from tests.service.owners import Owner, operator
@@ -22,29 +21,18 @@ Rows = dict[int, bytes]
 Change = Callable[[Rows], Rows]
 
 
-class Gateway(Protocol):
-    """A gateway, as far as its journal goes."""
-
-    journal: StoredJournal
-    ledger: Ledger
-    # `Journal.run`.
-    running: asyncio.Task[None]
-
-    async def commit(self, *records: Record) -> bool: ...
-
-
 class Store(Protocol):
     """A place for one journal."""
 
-    def gateway(self, compaction_bytes: int = 1 << 20) -> contextlib.AbstractAsyncContextManager[Gateway]:
-        """Raises JournalUnusable."""
+    def gateway(self, compaction_bytes: int = 1 << 20) -> contextlib.AbstractAsyncContextManager[Any]:
+        """A `DiskGateway` or an `Owner`. Raises JournalUnusable."""
 
     async def change(self, change: Change) -> None:
         """Changes frames, as another program can, also under a running gateway."""
 
 
 class DiskGateway:
-    """See `Gateway`."""
+    """A gateway, as far as its journal goes."""
 
     def __init__(self, directory: Path, compaction_bytes: int) -> None:
         self.ledger = Ledger()
@@ -104,7 +92,7 @@ class DatabaseStore:
         async with operator(self._url) as connection, connection.transaction():
             rows = await connection.fetch("SELECT seq, data FROM quire.log ORDER BY seq")
             await connection.execute("DELETE FROM quire.log")
-            changed = change({seq: data for seq, data in rows})
+            changed = change(dict(rows))
             query = "INSERT INTO quire.log SELECT 0, * FROM unnest($1::bigint[], $2::bytea[])"
             await connection.execute(query, [*changed], [*changed.values()])
 

@@ -19,12 +19,11 @@ from quire.cli.main import main
 from service.config import ADDRESSES, SETTINGS, Config, ConfigError
 from service.config_sources import json_schema, read_settings
 from service.data_directory import data_directory
-from service.journal.sqlite import open_journal
 from service.pool.model_versions import ServedModel, to_model_tag, write_served_model
 from service.pool.pool_files import write_certificates
 from tests.certificates import Authority
 from tests.load_config import load_config
-from tests.service.journal_traffic import commit, created
+from tests.service.journal_traffic import commit, created, open_journal
 
 ROOT = Path(__file__).resolve().parents[2]
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
@@ -164,9 +163,9 @@ def test_a_running_servers_directory_is_in_use_and_a_damaged_journal_is_told(
         assert "a server uses it" in said
         assert problems(capsys, *flags, "--running") == []
     assert problems(capsys, *flags) == []
-    (directory / "journal.db").write_bytes(b"no database")
+    (directory / "journal" / "0000000001.log").write_bytes(b"no segment")
     (said,) = problems(capsys, *flags)
-    assert f"{directory}/journal.db is not a database" in said and "quire-journal" not in said
+    assert f"{directory}/journal/0000000001.log, its header is damaged" in said
 
 
 def test_the_directory_of_a_model_of_the_hub_is_that_of_its_files(

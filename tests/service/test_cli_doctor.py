@@ -18,8 +18,8 @@ from service.cli import child, doctor, probes
 from service.cli.probes import OK, PROBLEM, SLOW, Finding
 from service.config import Config
 from service.data_directory import data_directories, data_directory
-from service.journal.sqlite import open_journal
 from tests.forks import WORKERS, asked, fork_server
+from tests.service.journal_traffic import open_journal
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {

@@ -36,7 +36,8 @@ def compacts_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def recovered(store: Store) -> Ledger:
     async with store.gateway() as gateway:
-        return gateway.ledger
+        ledger: Ledger = gateway.ledger
+        return ledger
 
 
 async def filled(store: Store) -> dict[int, object]:
@@ -69,7 +70,7 @@ async def test_many_commits_are_told_in_order_and_yield_to_other_tasks(store: St
         for number in range(2000):
             gateway.journal.commit(
                 [CacheReleased(number)],
-                lambda ok, number=number: told.append((number, ok)),  # type: ignore[misc]
+                lambda ok, number=number: told.append((number, ok)),
             )
         async with asyncio.timeout(30):
             while len(told) < 2000:
