@@ -314,18 +314,18 @@ class Config:
     )
     journal: str = setting(
         AUTO,
-        "storage of the journal of caches; auto is sqlite in data_dir if there is one, else memory;"
+        "storage of the journal of caches; auto is disk, in data_dir, if there is one, else memory;"
         " postgresql://... is a database of PostgreSQL; other addresses are for other extensions",
         Text(
             is_journal,
-            f"must be {AUTO}, sqlite, memory, or postgresql://USER@HOST/DATABASE without a password, which"
+            f"must be {AUTO}, disk, memory, or postgresql://USER@HOST/DATABASE without a password, which"
             " PGPASSWORD or a password file (PGPASSFILE) has",
         ),
         group="state on disk",
     )
     journal_sync: str = setting(
         "normal",
-        "durability of an answer with sqlite: normal survives a crash of the gateway, full also one of the"
+        "durability of an answer with disk: normal survives a crash of the gateway, full also one of the"
         " machine; postgresql survives both",
         ("normal", "full"),
     )

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from service.config import Config
-from service.journal.files import DATABASE
+from service.journal.segments import has_journal
 from service.settings import ConfigError
 from workers.common.trusted import require_trusted
 
@@ -112,7 +112,7 @@ def check_gateways(directory: Path | None, gateways: int) -> None:
     found = None
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = count_file(directory).read_text().strip()
-    if found is None and (directory / DATABASE).exists():
+    if found is None and has_journal(directory):
         found = "1"
     if found is not None and found != str(gateways):
         allowed = f"the caches in {directory} are of {found}; keep it, or choose another data_dir"

@@ -101,7 +101,7 @@ SERVICE_ROOMS = {
         "service.caches", "service.journal.base", "service.journal.compactor", "service.errors",
         "service.logging",
     ),
-    "service.data_directory": ("service.config", "service.journal.files"),
+    "service.data_directory": ("service.config", "service.journal.segments"),
     "service.shard": (
         "service.caches.machine", "service.caches.reservations", "service.config", "service.journal",
         "service.lease", "service.logging",

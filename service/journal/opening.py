@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from service.journal.base import DirectoryInUse, Journal, JournalUnusable
-from service.journal.files import lock
+from service.journal.directory import lock
+from service.journal.file_journal import FileJournal
 from service.journal.recovery import Apply, ApplyRun
-from service.journal.sqlite import open_journal
 
 
 def open_configured(
@@ -18,13 +18,11 @@ def open_configured(
 
     Blocks. Raises JournalUnusable.
     """
-    if journal == "memory" or (journal != "sqlite" and directory is None):
+    if journal == "memory" or (journal != "disk" and directory is None):
         return Journal() if directory is None else _InMemory(directory)
     if directory is None:
-        raise JournalUnusable("journal = sqlite needs a data_dir if the port is chosen at each start")
-    opened = open_journal(directory, "full" if sync == "full" else "normal")
-    opened.recover(apply, apply_run)
-    return opened
+        raise JournalUnusable("journal = disk needs a data_dir if the port is chosen at each start")
+    return FileJournal(directory, apply, apply_run, "full" if sync == "full" else "normal")
 
 
 class _InMemory(Journal):

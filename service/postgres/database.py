@@ -13,7 +13,7 @@ from typing import Any, Final
 import asyncpg
 
 from service.postgres.errors import Conflict, DatabaseFailed
-from service.postgres.schema import upgrade
+from service.postgres.schema import create_tables
 
 CONNECT_S: Final = 3.0
 # The server ends a statement by itself after this, so that it is certain that it has done nothing. If no
@@ -55,9 +55,9 @@ class Database:
         self._lock = asyncio.Lock()
 
     async def prepare(self) -> None:
-        """Creates the tables, or brings those of an earlier version up to date. Raises DatabaseFailed."""
+        """Creates the tables if they are missing. Raises DatabaseFailed."""
         async with self._ready(ANSWER_S) as connection:
-            await upgrade(connection)
+            await create_tables(connection)
 
     async def fetch(self, query: str, *values: object) -> list[Sequence[Any]]:
         """The rows of a statement, which is a transaction of its own. Raises DatabaseFailed."""

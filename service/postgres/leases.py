@@ -60,7 +60,7 @@ _CREATE = """
 _COUNT = "SELECT count(*) FROM quire.shards WHERE shard >= 0"
 _ADD = "INSERT INTO quire.shards (shard, lease_id) VALUES ($1, $2) ON CONFLICT DO NOTHING"
 _ACQUIRE = """
-    UPDATE quire.shards SET writer = 0, owner = $3, address = $4, session = pg_backend_pid(),
+    UPDATE quire.shards SET owner = $3, address = $4, session = pg_backend_pid(),
         -- Quarters of seconds since 2026.
         fence = greatest(fence + 1, floor((extract(epoch FROM clock_timestamp()) - 1767225600) * 4)::bigint),
         expires_at = clock_timestamp() + make_interval(secs => $2::float8)

@@ -20,9 +20,9 @@ from service.data_directory import data_directory
 from service.extensions.gateways.one_host import places
 from service.journal.base import JournalUnusable
 from service.journal.opening import open_configured
-from service.journal.sqlite import open_journal
 from service.pool import pool_files
 from tests.quire_command import run
+from tests.service.journal_traffic import open_journal
 from workers.common.protocol import EXIT_CONFIG
 
 DAY_S = 86_400
@@ -217,7 +217,7 @@ def test_a_second_server_on_a_port_removes_nothing_of_the_first(tmp_path: Path) 
     assert all(path.is_dir() for path in of_first)
 
 
-@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+@pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_a_data_directory_is_one_servers_whatever_its_journal(tmp_path: Path, kind: str) -> None:
     """Adapters and loaded weights are in it, too."""
     directory = tmp_path / "data"
@@ -233,7 +233,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     victim.write_text("precious")
     (tmp_path / "lock").symlink_to(victim)
     with pytest.raises(JournalUnusable, match="lock"):
-        open_configured("sqlite", "normal", tmp_path, none, none)
+        open_configured("disk", "normal", tmp_path, none, none)
     assert victim.read_text() == "precious"
 
 

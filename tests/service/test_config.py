@@ -343,5 +343,5 @@ def test_a_journal_elsewhere_is_named_by_its_address() -> None:
     ):
         assert load_config(parse("--journal", url), {}).journal == url
     for wrong in ("mysql", "postgresql", "sqlite:/file"):
-        with pytest.raises(ConfigError, match="must be auto, sqlite, memory, or postgresql"):
+        with pytest.raises(ConfigError, match="must be auto, disk, memory, or postgresql"):
             load_config(parse("--journal", wrong), {})

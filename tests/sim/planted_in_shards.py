@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from service.journal.postgres_writer import LAST, PostgresWriter
+from service.journal.postgres import LAST, PostgresJournal
 from service.postgres import leases
 from service.postgres.errors import DatabaseFailed
 from tests.sim.planted import begins_at
@@ -15,7 +15,7 @@ from tests.sim.shard_table import ModelDatabase
 
 def appends_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
     """The number of the owner is not compared."""
-    patch.setattr(ModelDatabase, "is_owner", lambda database, _fence, writer: writer == database.writer)
+    patch.setattr(ModelDatabase, "is_owner", lambda _database, _fence: True)
 
 
 def appends_do_not_look_for_the_end(patch: pytest.MonkeyPatch) -> None:
@@ -64,28 +64,49 @@ def appends_take_no_lock(patch: pytest.MonkeyPatch) -> None:
 
 
 def broken_means_not_stored(patch: pytest.MonkeyPatch) -> None:
-    async def never(_writer: PostgresWriter) -> bool:
-        return False
+    insert = PostgresJournal._insert
 
-    patch.setattr(PostgresWriter, "_has_stored", never)
+    async def certain(journal: PostgresJournal, row: bytes) -> bool:
+        try:
+            return await insert(journal, row)
+        except DatabaseFailed:
+            raise DatabaseFailed("", is_certain=True) from None
+
+    patch.setattr(PostgresJournal, "_insert", certain)
 
 
 def broken_means_stored(patch: pytest.MonkeyPatch) -> None:
-    async def always(_writer: PostgresWriter) -> bool:
-        return True
+    insert = PostgresJournal._insert
 
-    patch.setattr(PostgresWriter, "_has_stored", always)
+    async def stored(journal: PostgresJournal, row: bytes) -> bool:
+        try:
+            return await insert(journal, row)
+        except DatabaseFailed as error:
+            if error.is_certain:
+                raise
+            return True
+
+    patch.setattr(PostgresJournal, "_insert", stored)
 
 
-def a_late_statement_is_not_shut_out(patch: pytest.MonkeyPatch) -> None:
-    """The last row is looked at while the statement may still come."""
+def a_row_with_its_number_is_taken_for_its_own(patch: pytest.MonkeyPatch) -> None:
+    """After an attempt of unknown outcome, whatever the row is."""
 
-    async def looks(writer: PostgresWriter) -> bool:
-        while True:
-            try:
-                ((last,),) = await writer._table.fetch(LAST, 0)
-                return bool(last == writer.next_seq)
-            except DatabaseFailed:
-                pass
+    async def is_there(journal: PostgresJournal, _row: bytes) -> bool:
+        ((last,),) = await journal._table.fetch(LAST, 0)
+        return bool(last >= journal._next_seq)
 
-    patch.setattr(PostgresWriter, "_has_stored", looks)
+    patch.setattr(PostgresJournal, "_is_stored", is_there)
+
+
+def what_is_repeated_is_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    """An attempt that has come late has stored it, and the next one is refused."""
+
+    async def never(_journal: PostgresJournal, _row: bytes) -> bool:
+        return False
+
+    async def refused(_journal: PostgresJournal) -> str:
+        raise DatabaseFailed("", is_certain=True)
+
+    patch.setattr(PostgresJournal, "_is_stored", never)
+    patch.setattr(PostgresJournal, "_why_refused", refused)

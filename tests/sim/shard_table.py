@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from service.journal import postgres, postgres_writer
+from service.journal import postgres
 from service.postgres import leases
 from service.postgres.errors import Conflict, DatabaseFailed
 
@@ -29,10 +29,9 @@ class ModelDatabase:
         self.seen = seen
         # Nobody can connect.
         self.is_away = False
-        self.rows: dict[int, tuple[int, bytes]] = {}
+        self.rows: dict[int, bytes] = {}
         self.owner = self.lease_id = ""
-        self.model: str | None = None
-        self.fence = self.writer = 0
+        self.fence = 0
         self.first_seq = 1
         self.expires_at_s = -1.0
         # The connection of the last renewal, and those that are open.
@@ -71,7 +70,7 @@ class ModelDatabase:
         for task in self._running:
             task.cancel()
 
-    def restore(self, rows: int) -> dict[int, tuple[int, bytes]]:
+    def restore(self, rows: int) -> dict[int, bytes]:
         """An older copy takes its place, without its last rows. Returns them."""
         self.crash()
         self.is_away = False
@@ -82,12 +81,13 @@ class ModelDatabase:
     async def _execute(self, query: str, values: Sequence[Any], session: int) -> list[Sequence[Any]]:
         if self.rng.random() < 0.1:
             await asyncio.sleep(self.rng.uniform(0, _LATE_S))
-        if query == postgres_writer.APPEND:
+        if query == postgres.APPEND:
             return await self._append(*values)
         if query in (
-            postgres_writer.LAST,
-            postgres_writer.COUNT,
-            postgres.HEAD,
+            postgres.LAST,
+            postgres.COUNT,
+            postgres.FIRST,
+            postgres.IS_STORED,
             postgres.ROWS,
             leases._FENCE,
         ):
@@ -99,16 +99,14 @@ class ModelDatabase:
         while self._appending:
             await asyncio.sleep(0.01)
 
-    def is_owner(self, fence: int, writer: int) -> bool:
-        return (fence, writer) == (self.fence, self.writer)
+    def is_owner(self, fence: int) -> bool:
+        return fence == self.fence
 
     def ends_before(self, seq: int) -> bool:
         return max(self.rows, default=0) == seq - 1
 
-    async def _append(
-        self, _shard: int, fence: int, writer: int, seq: int, wall_ns: int, row: bytes
-    ) -> list[Sequence[Any]]:
-        if not self.is_owner(fence, writer):
+    async def _append(self, _shard: int, fence: int, seq: int, row: bytes) -> list[Sequence[Any]]:
+        if not self.is_owner(fence):
             self.seen["append refused"] += 1
             return []
         self._appending += 1
@@ -121,24 +119,27 @@ class ModelDatabase:
                 return []
             if fence != self.fence:
                 self.broken = f"row {seq} is of owner {fence}, and {self.fence} has the shard"
-            self.rows[seq] = wall_ns, row
+            self.rows[seq] = row
         finally:
             self._appending -= 1
         return [(seq,)]
 
     def _read(self, query: str, values: Sequence[Any]) -> list[Sequence[Any]]:
-        if query == postgres_writer.LAST:
+        if query == postgres.LAST:
             return [(max(self.rows, default=0),)]
-        if query == postgres_writer.COUNT:
+        if query == postgres.COUNT:
             return [(sum(values[1] <= seq < values[2] for seq in self.rows),)]
         if query == leases._FENCE:
             return [(self.fence,)]
-        if query == postgres.HEAD:
-            return [(self.first_seq, self.model)] if values[1] == self.fence else []
-        found: list[Sequence[Any]] = [(seq, *self.rows[seq]) for seq in sorted(self.rows) if seq >= values[1]]
+        if query == postgres.FIRST:
+            return [(self.first_seq,)] if values[1] == self.fence else []
+        if query == postgres.IS_STORED:
+            self.seen["found out"] += 1
+            return [(self.rows[values[1]] == values[2],)] if values[1] in self.rows else []
+        found: list[Sequence[Any]] = [(seq, self.rows[seq]) for seq in sorted(self.rows) if seq >= values[1]]
         return found[: values[2]]
 
-    def _change(  # noqa: C901, PLR0911 - a line or two for each statement
+    def _change(  # noqa: PLR0911 - a line or two for each statement
         self, query: str, values: Sequence[Any], session: int
     ) -> list[Sequence[Any]]:
         now_s = asyncio.get_running_loop().time()
@@ -152,7 +153,7 @@ class ModelDatabase:
             if now_s < self.expires_at_s and self.owner != owner:
                 return []
             self.seen["taken over"] += self.owner not in ("", owner)
-            self.fence, self.writer, self.owner, self.expires_at_s = self.fence + 1, 0, owner, now_s + lease_s
+            self.fence, self.owner, self.expires_at_s = self.fence + 1, owner, now_s + lease_s
             self.session = session
             return [(self.fence, self.lease_id)]
         if query == leases._RENEW:
@@ -163,13 +164,8 @@ class ModelDatabase:
             if values[1] != self.fence:
                 return []
             self.fence, self.owner, self.expires_at_s = self.fence + 1, "", -1.0
-        elif query == postgres_writer.NEXT_WRITER:
-            if values[1] != self.fence or values[2] <= self.writer:
-                return []
-            self.writer = values[2]
         else:
-            assert query == postgres_writer.DROP, query
-            return []
+            raise AssertionError(query)
         return [(1,)]
 
     def _list(self, short_s: float, now_s: float) -> list[Sequence[Any]]:
@@ -202,8 +198,8 @@ class ModelTable:
         patience_s = rng.uniform(0, 0.1) if rng.random() < self.breaks else 3 * _LATE_S
         await asyncio.wait({task}, timeout=patience_s)
         if self._breaks_off(task):
-            seen["broken in the middle"] += query == postgres_writer.APPEND
-            seen["stored, but not answered"] += query == postgres_writer.APPEND and task.done()
+            seen["broken in the middle"] += query == postgres.APPEND
+            seen["stored, but not answered"] += query == postgres.APPEND and task.done()
             # The other end learns of it now or never.
             if rng.random() < 0.5:
                 database.open.discard(self._session)

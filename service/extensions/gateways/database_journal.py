@@ -14,7 +14,7 @@ from service import durable_file
 from service.config import Config
 from service.extension import Extension
 from service.journal.base import Journal, JournalUnusable
-from service.journal.files import lock, translate_errors
+from service.journal.directory import lock, translate_errors
 from service.journal.postgres import PostgresJournal
 from service.journal.recovery import Apply, ApplyRun
 from service.postgres.database import Database

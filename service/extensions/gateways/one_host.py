@@ -31,7 +31,7 @@ from service.data_directory import check_gateways, count_file
 from service.extension import ServedShard
 from service.extensions.gateways.membership import OpenCore
 from service.extensions.gateways.peers import Addresses, Peers
-from service.journal.files import lock
+from service.journal.directory import lock
 from service.setting_rules import MAX_SOCKET_PATH_BYTES
 from service.shard import OpenJournal, OpenShard, Shard, open_shard
 from workers.common.trusted import require_trusted
