@@ -94,9 +94,8 @@ SERVICE_ROOMS = {
     "service.caches": ("service.errors", "service.lease", "service.token_bucket"),
     "service.journal": (
         "service.caches.records", "service.caches.ledger", "service.caches.segments",
-        "service.durable_file", "service.logging", "service.postgres",
+        "service.durable_file", "service.logging",
     ),
-    "service.postgres": ("service.journal.base", "service.logging"),
     "service.dispatcher": (
         "service.caches", "service.journal.base", "service.journal.compactor", "service.errors",
         "service.logging",
@@ -146,7 +145,7 @@ SERVICE_ROOMS = {
         "service.api", "service.auth.authenticator", "service.cli.one_gateway", "service.config",
         "service.config_sources", "service.data_directory", "service.durable_file", "service.errors",
         "service.extension", "service.journal", "service.listening", "service.logging",
-        "service.model_names", "service.pool.gpus", "service.pool.pool_files", "service.postgres",
+        "service.model_names", "service.pool.gpus", "service.pool.pool_files", "service.caches.records",
         "service.shard",
     ),
     "service.extensions.metrics": (
@@ -372,9 +371,6 @@ def test_layers_of_the_worker() -> None:
 
 
 def room_of(module: str) -> str:
-    # Of several gateways, and moves there.
-    if within(module, "service.postgres") or module.startswith("service.journal.postgres"):
-        return "service.extensions.gateways"
     return ".".join(module.split(".")[: 3 if within(module, "service.extensions") else 2])
 
 
@@ -391,7 +387,7 @@ def test_rooms_of_the_gateway() -> None:
     for module, path in modules("service").items():
         if module == "service":
             continue
-        room = ".".join(module.split(".")[: 3 if within(module, "service.extensions") else 2])
+        room = room_of(module)
         assert room in SERVICE_ROOMS, f"{module} is in no room: give it one in SERVICE_ROOMS"
         allowed = (room, *SERVICE_ROOMS[room])
         if "service.config" in allowed:

@@ -10,9 +10,9 @@ from typing import Any, Self
 
 from service.caches.ledger import Ledger
 from service.caches.records import Record
-from service.journal.postgres import PostgresJournal
-from service.postgres.database import Database
-from service.postgres.leases import Leases
+from service.extensions.gateways.postgres.database import Database
+from service.extensions.gateways.postgres.journal import PostgresJournal
+from service.extensions.gateways.postgres.leases import Leases
 from tests.service.journal_traffic import commit
 
 # Renewals do not come between what a test does.

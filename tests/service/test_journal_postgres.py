@@ -12,12 +12,12 @@ import asyncpg
 import pytest
 
 from service.caches.records import CacheReleased
+from service.extensions.gateways.postgres import database
+from service.extensions.gateways.postgres.database import Database
+from service.extensions.gateways.postgres.errors import DatabaseFailed
+from service.extensions.gateways.postgres.schema import VERSION
 from service.journal import stored
 from service.journal.base import JournalUnusable, OwnershipLost
-from service.postgres import database
-from service.postgres.database import Database
-from service.postgres.errors import DatabaseFailed
-from service.postgres.schema import VERSION
 from tests.postgres_server import PostgresServer
 from tests.service.journal_traffic import Traffic, appended, created, facts
 from tests.service.owners import Owner, locked, operator, until_waiting

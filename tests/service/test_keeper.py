@@ -7,9 +7,9 @@ from unittest.mock import ANY
 
 from service.config import Config
 from service.extensions.gateways.keeper import Keeper
-from service.postgres.database import Database
-from service.postgres.errors import DatabaseFailed
-from service.postgres.leases import Lease, Leases, Owned
+from service.extensions.gateways.postgres.database import Database
+from service.extensions.gateways.postgres.errors import DatabaseFailed
+from service.extensions.gateways.postgres.leases import Lease, Leases, Owned
 from service.shard import Shard
 from tests.postgres_server import PostgresServer
 from tests.service.served import until

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from service.journal.postgres import LAST, PostgresJournal
-from service.postgres import leases
-from service.postgres.errors import DatabaseFailed
+from service.extensions.gateways.postgres import leases
+from service.extensions.gateways.postgres.errors import DatabaseFailed
+from service.extensions.gateways.postgres.journal import LAST, PostgresJournal
 from tests.sim.planted import begins_at
 from tests.sim.shard_table import ModelDatabase
 

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from service.journal import postgres
-from service.postgres import leases
-from service.postgres.errors import Conflict, DatabaseFailed
+from service.extensions.gateways.postgres import journal as postgres
+from service.extensions.gateways.postgres import leases
+from service.extensions.gateways.postgres.errors import Conflict, DatabaseFailed
 
 _LATE_S = 2.0
 _COMMIT_S = 0.05
@@ -177,7 +177,7 @@ class ModelDatabase:
 
 
 class ModelTable:
-    """The connection of a gateway: see `service.postgres.leases.Table`."""
+    """The connection of a gateway: see `service.extensions.gateways.postgres.leases.Table`."""
 
     def __init__(self, database: ModelDatabase, breaks: float) -> None:
         """`breaks`: how often a connection breaks during a statement."""

@@ -17,11 +17,11 @@ from types import SimpleNamespace
 import pytest
 
 from service.caches.records import CacheCreated, Record
+from service.extensions.gateways.postgres.errors import DatabaseFailed
+from service.extensions.gateways.postgres.journal import PostgresJournal
+from service.extensions.gateways.postgres.leases import Lease, Leases
 from service.journal.base import JournalUnusable, OwnershipLost
 from service.journal.encoding import decode, read_frames, seed_of
-from service.journal.postgres import PostgresJournal
-from service.postgres.errors import DatabaseFailed
-from service.postgres.leases import Lease, Leases
 from tests.sim.shard_table import ModelDatabase, ModelTable
 from tests.sim.virtual_loop import VirtualLoop, innermost
 
@@ -54,7 +54,11 @@ class ShardSimulation:
             clock = SimpleNamespace(
                 monotonic=self.loop.time, time_ns=lambda: int(self.loop.time() * 1e9), time=self.loop.time
             )
-            for module in ("journal.postgres", "journal.stored", "postgres.leases"):
+            for module in (
+                "extensions.gateways.postgres.journal",
+                "journal.stored",
+                "extensions.gateways.postgres.leases",
+            ):
                 patch.setattr(f"service.{module}.time", clock)
             try:
                 self.loop.run_to_end(self._run())

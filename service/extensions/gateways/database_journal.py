@@ -13,13 +13,13 @@ from typing import Final
 from service import durable_file
 from service.config import Config
 from service.extension import Extension
+from service.extensions.gateways.postgres.database import Database
+from service.extensions.gateways.postgres.errors import DatabaseFailed
+from service.extensions.gateways.postgres.journal import PostgresJournal
+from service.extensions.gateways.postgres.leases import LEASE_S, Lease, Leases
 from service.journal.base import Journal, JournalUnusable
 from service.journal.directory import lock, translate_errors
-from service.journal.postgres import PostgresJournal
 from service.journal.recovery import Apply, ApplyRun
-from service.postgres.database import Database
-from service.postgres.errors import DatabaseFailed
-from service.postgres.leases import LEASE_S, Lease, Leases
 
 # How this data directory is known in the database.
 _OWNER: Final = "owner"

@@ -14,13 +14,13 @@ from typing import Final
 from service.config import Config
 from service.extensions.gateways.membership import RunningCore
 from service.extensions.gateways.peers import Addresses
+from service.extensions.gateways.postgres.database import Database
+from service.extensions.gateways.postgres.errors import DatabaseFailed
+from service.extensions.gateways.postgres.leases import WATCH_S, Lease, Leases, Owned
 from service.extensions.gateways.settings import GatewaysSettings
 from service.extensions.gateways.sharing import decide
 from service.journal.base import JournalUnusable, OwnershipLost
 from service.logging import get_logger
-from service.postgres.database import Database
-from service.postgres.errors import DatabaseFailed
-from service.postgres.leases import WATCH_S, Lease, Leases, Owned
 from service.settings import ConfigError
 from service.shard import Shard
 

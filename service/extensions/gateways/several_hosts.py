@@ -12,14 +12,14 @@ from service.extension import ServedShard
 from service.extensions.gateways.keeper import Keeper
 from service.extensions.gateways.membership import OpenCore, RunningCore
 from service.extensions.gateways.peers import Peers
+from service.extensions.gateways.postgres.database import Database
+from service.extensions.gateways.postgres.errors import DatabaseFailed
+from service.extensions.gateways.postgres.journal import PostgresJournal
+from service.extensions.gateways.postgres.leases import Lease, Leases
 from service.extensions.gateways.settings import GatewaysSettings
 from service.journal.base import Journal, JournalUnusable, OwnershipLost
-from service.journal.postgres import PostgresJournal
 from service.journal.recovery import Apply, ApplyRun
 from service.pool import pool_files
-from service.postgres.database import Database
-from service.postgres.errors import DatabaseFailed
-from service.postgres.leases import Lease, Leases
 from service.shard import OpenJournal, OpenShard, Shard, open_shard
 
 

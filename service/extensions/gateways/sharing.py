@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from service.postgres.leases import Owned
+from service.extensions.gateways.postgres.leases import Owned
 
 
 class Decision(NamedTuple):

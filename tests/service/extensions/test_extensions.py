@@ -37,15 +37,10 @@ def decode(gateway: GatewayProcess, cache_id: str, position: int, token: int) ->
 
 def without(names: list[str], place: Path) -> Path:
     """A checkout without these extensions."""
-    # What the extension has that is not in its folder yet.
-    gone = [
-        "__pycache__",
-        *(("postgres", "postgres.py", "postgres_writer.py") if "gateways" in names else ()),
-    ]
     shutil.copytree(
         ROOT / "service",
         place / "service",
-        ignore=lambda directory, _: names if directory.endswith("extensions") else gone,
+        ignore=lambda directory, _: names if directory.endswith("extensions") else ["__pycache__"],
     )
     for name in ("workers", "kernels", "clients", "pyproject.toml"):
         (place / name).symlink_to(ROOT / name)

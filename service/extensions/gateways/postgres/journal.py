@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from service.caches.records import Record
+from service.extensions.gateways.postgres.errors import Conflict, DatabaseFailed
+from service.extensions.gateways.postgres.leases import RESTORED, Lease, Leases, Table, why_lost
 from service.journal.base import JournalUnusable, OnCommitted, OwnershipLost
 from service.journal.encoding import DamagedFrame, Frame, read_frames, seal, seed_of
 from service.journal.recovery import Apply, ApplyRun, Recovery, Unrecoverable
 from service.journal.stored import COMPACTION_BYTES, MAX_PAYLOAD_BYTES, StoredJournal
 from service.logging import RareWarnings, get_logger
-from service.postgres.errors import Conflict, DatabaseFailed
-from service.postgres.leases import RESTORED, Lease, Leases, Table, why_lost
 
 _log = get_logger(__name__)
 

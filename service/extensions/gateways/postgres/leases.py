@@ -30,9 +30,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
+from service.extensions.gateways.postgres.errors import DatabaseFailed
 from service.journal.base import OwnershipLost
 from service.logging import RareWarnings
-from service.postgres.errors import DatabaseFailed
 
 LEASE_S: Final = 10.0
 # What is left of a lease when the connection of its last renewal has ended, as a part of its time.
@@ -91,7 +91,7 @@ _LIST = """
 
 
 class Table(Protocol):
-    """The database, as `service.postgres.database.Database` has it."""
+    """The database, as `service.extensions.gateways.postgres.database.Database` has it."""
 
     async def fetch(self, query: str, *values: object) -> list[Sequence[Any]]:
         """Runs a statement. Raises DatabaseFailed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from service.postgres.errors import DatabaseUnusable
+from service.extensions.gateways.postgres.errors import DatabaseUnusable
 
 # 1 and 2 were of versions before the first release.
 VERSION: Final = 3

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import asyncpg
 
-from service.postgres.errors import Conflict, DatabaseFailed
-from service.postgres.schema import create_tables
+from service.extensions.gateways.postgres.errors import Conflict, DatabaseFailed
+from service.extensions.gateways.postgres.schema import create_tables
 
 CONNECT_S: Final = 3.0
 # The server ends a statement by itself after this, so that it is certain that it has done nothing. If no
