@@ -93,7 +93,8 @@ SERVICE_ROOMS = {
     "service.lease": (),
     "service.caches": ("service.errors", "service.lease", "service.token_bucket"),
     "service.journal": (
-        "service.caches.records", "service.caches.ledger", "service.caches.segments",
+        "service.caches.frozen_struct", "service.caches.records", "service.caches.ledger",
+        "service.caches.segments",
         "service.durable_file", "service.logging",
     ),
     "service.dispatcher": (
