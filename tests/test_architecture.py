@@ -89,13 +89,13 @@ SERVICE_ROOMS = {
     "service.auth": ("service.caches.tenants", "service.config", "service.errors", "service.logging"),
     "service.caches": ("service.errors", "service.token_bucket"),
     "service.journal": (
-        "service.caches.records", "service.caches.ledger", "service.caches.segments",
-        "service.durable_file", "service.logging", "service.postgres", "service.setting_rules",
+        "service.caches.frozen_struct", "service.caches.records", "service.caches.ledger",
+        "service.caches.segments", "service.durable_file", "service.logging", "service.postgres", "service.setting_rules",
         "service.shards.leases",
     ),
     "service.postgres": (),
     "service.dispatcher": (
-        "service.caches", "service.journal.base", "service.journal.compactor", "service.errors",
+        "service.caches", "service.journal.base", "service.errors",
         "service.logging",
     ),
     "service.data_directory": ("service.config",),

@@ -12,8 +12,8 @@ import asyncpg
 import pytest
 
 from service.caches.records import CacheReleased
-from service.journal.base import JournalUnusable, OwnershipLost
 from service.journal import stored
+from service.journal.base import JournalUnusable, OwnershipLost
 from service.postgres import database
 from service.postgres.database import Database
 from service.postgres.errors import DatabaseFailed

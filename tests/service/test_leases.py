@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from service.journal.base import OwnershipLost
 from service.postgres.database import Database
 from service.shards.leases import Leases, Owned
-from service.journal.base import OwnershipLost
 from tests.postgres_server import PostgresServer
 from tests.service.journal_traffic import appended, created, facts
 from tests.service.owners import Owner, locked, until_waiting

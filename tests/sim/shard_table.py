@@ -18,7 +18,8 @@ from service.postgres.errors import Conflict, DatabaseFailed
 from service.shards import leases
 
 _LATE_S = 2.0
-_COMMIT_S = 0.05
+# Some databases wait for a standby.
+_COMMIT_S = (0.05, 0.05, 1.0)
 
 
 class ModelDatabase:
@@ -38,6 +39,7 @@ class ModelDatabase:
         self.session: int | None = None
         self._connections = itertools.count(1)
         self.open: set[int] = set()
+        self._commit_s = rng.choice(_COMMIT_S)
         # What must not have happened.
         self.broken = ""
         # Appends that were checked and are not committed.
@@ -111,7 +113,7 @@ class ModelDatabase:
             return []
         self._appending += 1
         try:
-            await asyncio.sleep(self.rng.uniform(0, _COMMIT_S))
+            await asyncio.sleep(self.rng.uniform(0, self._commit_s))
             if seq in self.rows:
                 raise Conflict("")
             if not self.ends_before(seq):
@@ -139,7 +141,7 @@ class ModelDatabase:
         found: list[Sequence[Any]] = [(seq, self.rows[seq]) for seq in sorted(self.rows) if seq >= values[1]]
         return found[: values[2]]
 
-    def _change(  # noqa: C901, PLR0911 - a line or two for each statement
+    def _change(  # noqa: PLR0911 - a line or two for each statement
         self, query: str, values: Sequence[Any], session: int
     ) -> list[Sequence[Any]]:
         now_s = asyncio.get_running_loop().time()
